@@ -1,0 +1,67 @@
+"""One class per mistake a caller can act on; every message says what was asked, what is possible, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attn_core.selection import Selection
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Say which known names are closest to `name`, or list all of them when none is close."""
+    known = sorted(set(known))
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(known)}" if known else "none is known"
+
+
+class AttnError(Exception):
+    """Base of every error that attn-core raises for a caller's mistake."""
+
+
+class UsageError(AttnError):
+    """A value that cannot be understood: a name, a device, a number out of range."""
+
+
+class UnknownBackendError(UsageError):
+    """A backend name that no installed plugin declares."""
+
+
+class ModelConfigError(AttnError):
+    """A model directory or config.json that cannot be read or is not understood."""
+
+
+class NoBackendError(AttnError):
+    """No backend fits; `selection` is the decision as far as it came, with every verdict."""
+
+    def __init__(self, message: str, selection: Selection) -> None:
+        super().__init__(message)
+        self.selection = selection
+
+
+class BackendNotImplementedError(AttnError):
+    """A backend that is declared, so it can be selected and explained, but not built yet."""
+
+
+class BackendError(AttnError):
+    """A backend that cannot be created, or that broke its contract."""
+
+
+class BatchError(AttnError):
+    """A ForwardBatch whose parts do not agree."""
+
+
+class UnsupportedError(AttnError):
+    """A call asks for something that the chosen row does not honour."""
+
+
+class OutOfPagesError(AttnError):
+    """The KV cache has too few free pages for the request."""
+
+
+class ContextLengthError(AttnError):
+    """A prompt, with what is to be generated, is longer than the context."""
