@@ -17,7 +17,7 @@ from attn_core.forward import AttentionLayer, ForwardBatch
 if TYPE_CHECKING:
     from attn_core.kv_cache import LayerCache, StateCache
 
-Metadata = Any  # what init_forward_metadata returns: a value of the backend's own, passed back to it
+Metadata = Any  # the backend's own value, handed back to it
 Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32 [T, Hq])
 
 

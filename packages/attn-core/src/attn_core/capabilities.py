@@ -1,4 +1,4 @@
-"""What a backend can do, what a model and its workload need, where they run: plain data, torch-free."""
+"""What a backend can do, what a model needs and where they run: plain data, torch-free."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Capabilities:
     requires: Sequence[str] = ()  # distributions: "flash-attn-3 or sglang-kernel>=0.4"
     phases: AbstractSet[Phase] = SERVING
     mixed_kv: bool = False  # a plain kv dtype may differ from the model's dtype
-    page_sizes: AbstractSet[int] = frozenset()  # what the kernel takes; a pool page may be a multiple
+    page_sizes: AbstractSet[int] = frozenset()  # the kernel's; a pool page is a multiple
     max_page_size: int | None = None  # the largest pool page this row runs on
     preferred_page_size: int | None = None  # with its measured reason
     preferred_page_reason: str = ""
@@ -195,5 +195,5 @@ class BackendSpec:
 
     @property
     def family(self) -> Family:
-        """"softmax" or "linear": the two families of names."""
+        """ "softmax" or "linear": the two families of names."""
         return self.capabilities[0].family

@@ -1,4 +1,4 @@
-"""One class per mistake a caller can act on; every message says what was asked, what is possible, what to do."""
+"""One class per mistake a caller can act on; messages say what was asked and what to do."""
 
 from __future__ import annotations
 

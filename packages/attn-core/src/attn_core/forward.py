@@ -1,4 +1,4 @@
-"""What one forward pass carries: its mode, its ragged batch, its speculation, the layer it is in."""
+"""What one forward pass carries: its mode, its ragged batch, its speculation, its layer."""
 
 from __future__ import annotations
 

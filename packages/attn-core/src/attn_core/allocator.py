@@ -1,0 +1,111 @@
+"""Who owns which pages: keys grow and are released, so pages cannot leak or be freed twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+from attn_core.errors import OutOfPagesError, UsageError
+from attn_core.page_table import num_pages_for, reusable_prefix
+
+
+class PageAllocator:
+    """Hands out the pages 1 .. num_pages - 1; page 0 is the dummy and never handed out.
+
+    Callers hold keys (a request's id), not pages: a key's pages are asked with `pages`. Several
+    keys may share the whole pages of a common prefix; a page is free when its last key lets go.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise UsageError(f"num_pages {num_pages}, page_size {page_size} (expected 1 or more)")
+        self.page_size = page_size
+        self.total = num_pages - 1
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack: low pages first
+        self._pages: dict[Hashable, list[int]] = {}  # 0 = behind the window, given back
+        self._owners: Counter[int] = Counter()  # page → keys that hold it
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Distinct pages that some key holds."""
+        return len(self._owners)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._pages
+
+    def pages(self, key: Hashable) -> list[int]:
+        """Return a key's pages in order, its row of the page table. Raises UsageError."""
+        return list(self._held(key))
+
+    def grow(self, key: Hashable, length: int) -> list[int]:
+        """Give `key` room for `length` tokens in all and return its pages, in order.
+
+        A new key is taken in; room that is there stays. All or nothing: OutOfPagesError changes
+        nothing.
+        """
+        held = self._pages.get(key, [])
+        asked = max(0, num_pages_for(length, self.page_size) - len(held))
+        if asked > len(self._free):
+            raise OutOfPagesError(
+                f"{key!r} asked for {asked} more pages ({length} tokens in pages of "
+                f"{self.page_size}), {len(self._free)} of {self.total} are free; release a "
+                "request or create a pool with more pages"
+            )
+        fresh = [self._free.pop() for _ in range(asked)]
+        self._owners.update(fresh)
+        self._pages[key] = [*held, *fresh]
+        return self.pages(key)
+
+    def share(self, key: Hashable, from_key: Hashable, tokens: int) -> int:
+        """Start a new key on the first `tokens` tokens of another; return how many it reuses.
+
+        Whole pages only (reusable_prefix): the rest is computed anew, in pages of its own that
+        `grow` adds. Raises UsageError where `key` exists, or `from_key` lacks those pages or gave
+        them back behind its window.
+        """
+        if key in self._pages:
+            raise UsageError(f"{key!r} holds pages already; share starts a new key")
+        reused = reusable_prefix(tokens, self.page_size)
+        prefix = self._held(from_key)[: reused // self.page_size]
+        if len(prefix) * self.page_size < reused or 0 in prefix:
+            have = len(self._held(from_key)) * self.page_size
+            why = "gave some of them back" if 0 in prefix else f"has room for {have}"
+            raise UsageError(f"{key!r} asked to share {tokens} tokens, {from_key!r} {why}")
+        self._owners.update(prefix)
+        self._pages[key] = list(prefix)
+        return reused
+
+    def release_before(self, key: Hashable, position: int) -> None:
+        """Give back the whole pages that lie before token `position`, behind a sliding window.
+
+        Their entries become the dummy page 0, so later pages keep their place.
+        """
+        held = self._held(key)
+        behind = min(max(position, 0) // self.page_size, len(held))
+        self._let_go(held[:behind])
+        held[:behind] = [0] * behind
+
+    def release(self, key: Hashable) -> None:
+        """Give all pages of a key back and forget the key. Raises UsageError for an unknown one."""
+        self._let_go(self._held(key))
+        del self._pages[key]
+
+    def _held(self, key: Hashable) -> list[int]:
+        try:
+            return self._pages[key]
+        except KeyError:
+            raise UsageError(
+                f"{key!r} holds no pages: never grown or shared, or released ({len(self._pages)} "
+                "keys do)"
+            ) from None
+
+    def _let_go(self, pages: list[int]) -> None:
+        for page in filter(None, pages):  # 0 was given back before
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                del self._owners[page]
+                self._free.append(page)

@@ -1,0 +1,108 @@
+"""Attention of one tile of dense keys on a torch device, with the log-sum-exp where asked."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_core.backends.torch_native.plan import Tile
+
+# Scores that exist at once where they must be formed (256 MiB in float32).
+_MAX_SCORES = 1 << 26
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    tile: Tile,
+    *,
+    v_dim: int,
+    scale: float,
+    logit_cap: float | None,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to one tile: q [R, H, rows, D], k [R, Hkv, keys, D], v [R, Hkv, keys, Dv] or None.
+
+    v None: the values are the first v_dim of k. Returns out [R, H, rows, v_dim] in q's dtype and
+    the natural log-sum-exp float32 [R, H, rows] (None where neither asked for nor free). A row
+    that sees nothing gives zeros and -inf.
+    """
+    mask = None if tile.mask is None else tile.mask.to(q.dtype)
+    if logit_cap is not None or (need_lse and q.device.type != "cpu"):
+        values = k[..., :v_dim] if v is None else v
+        return _formed(q, k, values, mask, tile.causal, scale, logit_cap)
+    lse: Tensor | None = None
+    if q.device.type == "cpu":
+        out, lse = _flash_cpu(q, k, v, mask, tile.causal, scale)
+        out = out[..., :v_dim]
+    else:
+        values = k[..., :v_dim] if v is None else v
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            values,
+            mask,
+            is_causal=tile.causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    if tile.dead is not None:
+        out = out.masked_fill(tile.dead[..., None], 0.0)
+        lse = None if lse is None else lse.masked_fill(tile.dead, -torch.inf)
+    return out, lse
+
+
+def _flash_cpu(
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    # Called by name: scaled_dot_product_attention drops the log-sum-exp and turns, unsaid, to a
+    # kernel 40 times slower where K and V differ in their last dimension.
+    d = q.shape[-1]
+    v = k if v is None else v
+    if v.shape[-1] < d:
+        v = F.pad(v, (0, d - v.shape[-1]))
+    elif v.shape[-1] > d:
+        q, k = (F.pad(x, (0, v.shape[-1] - d)) for x in (q, k))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def _formed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    logit_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Form the scores in float32, some rows at a time: soft caps, and the LSE off the CPU."""
+    r, h, rows, _ = q.shape
+    keys, groups = k.shape[2], h // k.shape[1]
+    kt, vf = k.float().transpose(-1, -2), v.float()
+    out = q.new_empty(r, h, rows, v.shape[-1])
+    lse = torch.empty(r, h, rows, dtype=torch.float32, device=q.device)
+    step = max(1, _MAX_SCORES // (r * h * keys))
+    for a in range(0, rows, step):
+        part = q[:, :, a : a + step].float() * scale
+        n = part.shape[2]
+        scores = part.reshape(r, -1, groups * n, part.shape[-1]) @ kt
+        if logit_cap is not None:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
+        scores = scores.view(r, h, n, keys)
+        if causal:
+            i = torch.arange(a, a + n, device=q.device)[:, None]
+            scores.masked_fill_(torch.arange(keys, device=q.device) > i, -torch.inf)
+        if mask is not None:
+            scores += mask[:, :, a : a + step]
+        total = scores.logsumexp(-1)
+        # -inf - -inf is NaN: a row that sees nothing weighs its keys 0
+        p = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+        weighted = p.view(r, -1, groups * n, keys) @ vf
+        out[:, :, a : a + step] = weighted.view(r, h, n, -1)
+        lse[:, :, a : a + step] = total
+    return out, lse

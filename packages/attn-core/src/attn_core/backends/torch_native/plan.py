@@ -1,0 +1,273 @@
+"""Cut a ragged batch into pieces of equal shape, each with its keys in tiles and its masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_core.forward import AttentionLayer, SpecInfo
+
+Where = Tensor | slice  # rows or pages: a slice where they follow each other, so nothing is copied
+PagesOf = Callable[[Sequence[int], int, int], Where]  # requests, first page, end page → page ids
+
+
+class LayerClass(NamedTuple):
+    """What of a layer decides its plan; layers that agree share one."""
+
+    view: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None
+    causal: bool
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, *, causal: bool | None = None) -> LayerClass:
+        """Return the class of a layer; `causal` overrides the layer's own."""
+        if causal is None:
+            causal = layer.is_causal and not layer.is_cross
+        return cls(
+            layer.view,
+            layer.num_q_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.v_head_dim,
+            layer.sliding_window,
+            causal,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How large a piece may be.
+
+    tile: most keys attended at once, None = all. gather: most keys gathered at once, over the
+    requests of a piece. together: requests worth putting in one piece before tiles are long.
+    fold: most queries for which the q heads of one kv head become rows of one product.
+    """
+
+    tile: int | None
+    gather: int
+    together: int
+    fold: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tile:
+    """Some keys of every request of a piece: `length` from offset `start` of its pages.
+
+    mask: additive [1 or R, 1, rows, length], None where all is visible; dead: bool
+    [1 or R, 1, rows], queries that see none of these keys, None where there is none. causal:
+    query i sees keys 0..i.
+    """
+
+    pages: Where
+    start: int
+    length: int
+    causal: bool = False
+    mask: Tensor | None = None
+    dead: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """R requests with as many queries and as many keys each; no tiles = nothing is visible."""
+
+    rows: Where  # their query tokens, request after request
+    requests: int
+    queries: int
+    fold: bool
+    tiles: tuple[Tile, ...]
+
+
+QUERY_BLOCK = 512  # a mask has at most this many queries, so it grows with the keys only
+
+
+class Planner:
+    """Plans the layer classes of one pass; masks of one shape are built once."""
+
+    def __init__(
+        self,
+        query_lens: Sequence[int],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        spec: SpecInfo | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        self._query_lens = query_lens
+        self._starts = [0]
+        for n in query_lens:
+            self._starts.append(self._starts[-1] + n)
+        self._page_size = page_size
+        self._dtype, self._device = dtype, device
+        self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
+        self._tree = None if spec is None else spec.tree_mask
+        self._depth: Tensor | None = None
+        if self._tree is not None and positions is not None:
+            p = positions.view(self._tree.shape[0], -1)
+            self._depth = p - p[:, :1]  # the root of a tree is its first draft
+
+    def plan(
+        self, layer: LayerClass, key_lens: Sequence[int], pages_of: PagesOf, limits: Limits
+    ) -> tuple[Piece, ...]:
+        """Cut the batch for one class of layers; key_lens: keys per request, new ones included."""
+        buckets: dict[tuple[int, int], list[int]] = {}
+        for b, (n, s) in enumerate(zip(self._query_lens, key_lens, strict=True)):
+            if n:
+                buckets.setdefault((n, s), []).append(b)
+        pieces = []
+        for (n, s), members in buckets.items():
+            for first, end in self._query_blocks(layer, n, s, limits):
+                span = _span(layer, n, s, first, end)
+                size = self._requests_together(span, limits, len(members))
+                for at in range(0, len(members), size):
+                    some = members[at : at + size]
+                    cut = (n, s, first, end, *span)
+                    pieces.append(self._piece(layer, some, cut, pages_of, limits))
+        return tuple(pieces)
+
+    def _query_blocks(
+        self, layer: LayerClass, n: int, s: int, limits: Limits
+    ) -> Iterator[tuple[int, int]]:
+        banded = layer.window is not None and layer.window < n
+        masked = limits.tile is None and layer.causal and n != s
+        size = QUERY_BLOCK if (banded or masked) and self._tree is None else n
+        for first in range(0, n, size):
+            yield first, min(n, first + size)
+
+    @staticmethod
+    def _requests_together(span: tuple[int, int], limits: Limits, available: int) -> int:
+        keys = max(1, span[1] - span[0])
+        return max(1, min(available, max(limits.together, limits.gather // keys)))
+
+    def _piece(
+        self,
+        layer: LayerClass,
+        members: Sequence[int],
+        cut: tuple[int, int, int, int, int, int],
+        pages_of: PagesOf,
+        limits: Limits,
+    ) -> Piece:
+        n, s, first, end, low, high = cut
+        queries = end - first
+        group = layer.num_q_heads // layer.num_kv_heads
+        fold = group > 1 and queries <= limits.fold
+        # the first key that not every query sees
+        new = max(low, s - n + first) if layer.causal and queries > 1 else high
+        tiles = []
+        for c0, c1 in _cuts(low, new, high, queries, members, limits):
+            page0, page1 = c0 // self._page_size, -(-c1 // self._page_size)
+            causal, mask, dead = False, None, None
+            if layer.causal and not self._all_visible(layer, n, s - n, first, c0, c1, queries):
+                square = c0 == s - n + first and c1 - c0 == queries
+                narrow = layer.window is not None and layer.window < queries
+                if square and not narrow and not fold and self._tree is None:
+                    causal = True
+                elif self._tree is None:
+                    key = (queries, c0 - (s - n + first), c1 - c0, layer.window or 0)
+                    mask, dead = self._band(key, group if fold else 1)
+                else:
+                    mask, dead = self._tree_mask(
+                        members, c0 - (s - n), c1 - c0, layer.window, group if fold else 1
+                    )
+            tiles.append(
+                Tile(
+                    pages=pages_of(members, page0, page1),
+                    start=c0 - page0 * self._page_size,
+                    length=c1 - c0,
+                    causal=causal,
+                    mask=mask,
+                    dead=dead,
+                )
+            )
+        return Piece(
+            rows=self._rows(members, n, first, end),
+            requests=len(members),
+            queries=queries,
+            fold=fold,
+            tiles=tuple(tiles),
+        )
+
+    def _all_visible(
+        self, layer: LayerClass, n: int, prefix: int, first: int, c0: int, c1: int, queries: int
+    ) -> bool:
+        """Every query of the block sees every key of the tile."""
+        earliest = prefix if self._tree is not None else prefix + first + 1
+        latest = prefix + (n if self._tree is not None else first + queries) - 1
+        return c1 <= earliest and (layer.window is None or c0 > latest - layer.window)
+
+    def _rows(self, members: Sequence[int], n: int, first: int, end: int) -> Where:
+        whole = first == 0 and end == n
+        adjacent = members[-1] - members[0] == len(members) - 1
+        start = self._starts[members[0]]
+        if len(members) == 1 or (whole and adjacent):
+            return slice(start + first, start + n * (len(members) - 1) + end)
+        starts = torch.tensor([self._starts[b] for b in members])
+        return (starts[:, None] + torch.arange(first, end)).reshape(-1).to(self._device)
+
+    def _band(self, key: tuple[int, int, int, int], group: int) -> tuple[Tensor, Tensor | None]:
+        """The mask of a causal band: queries 0.., keys offset.., window (0 = none)."""
+        if (*key, group) not in self._masks:
+            queries, offset, keys, window = key
+            i = torch.arange(queries, device=self._device)[:, None]
+            j = torch.arange(offset, offset + keys, device=self._device)
+            visible = j <= i
+            if window:
+                visible &= j > i - window
+            self._masks[*key, group] = self._additive(visible[None], group)
+        return self._masks[*key, group]
+
+    def _tree_mask(
+        self, members: Sequence[int], offset: int, keys: int, window: int | None, group: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mask of draft trees; offset: the first key, counted from the first draft."""
+        assert self._tree is not None
+        assert self._depth is not None
+        which = torch.tensor(members, device=self._device)
+        tree, depth = self._tree[which], self._depth[which]
+        j = torch.arange(offset, offset + keys, device=self._device)
+        draft = j.clamp(min=0)
+        visible = (j < 0) | tree[:, :, draft]
+        if window is not None:
+            position = torch.where(j < 0, j, depth[:, draft])
+            visible &= position[:, None, :] > depth[:, :, None] - window
+        return self._additive(visible, group)
+
+    def _additive(self, visible: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
+        visible = visible.repeat_interleave(group, 1).unsqueeze(1)
+        dead = ~visible.any(-1)
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+        known = self._device.type != "cpu" or bool(dead.any())  # elsewhere asking would sync
+        return mask.masked_fill_(~visible, -torch.inf), dead if known else None
+
+
+def _span(layer: LayerClass, n: int, s: int, first: int, end: int) -> tuple[int, int]:
+    """The keys that any query of the block [first, end) sees; n queries end at s keys."""
+    if not layer.causal:
+        return 0, s
+    low = 0 if layer.window is None else max(0, s - n + first - layer.window + 1)
+    return low, max(low, s - n + end)
+
+
+def _cuts(
+    low: int, new: int, high: int, queries: int, members: Sequence[int], limits: Limits
+) -> Iterator[tuple[int, int]]:
+    """Tiles of the keys [low, high): one where they fit, else the old keys evenly, then the new."""
+    if low >= high:
+        return
+    tile = high if limits.tile is None else max(queries, limits.tile // len(members))
+    if high - low <= tile:
+        yield low, high
+        return
+    count = -(-(new - low) // tile)
+    edges = [low + (new - low) * i // max(1, count) for i in range(count + 1)]
+    yield from pairwise(edges)
+    if new < high:
+        yield new, high

@@ -1,0 +1,279 @@
+"""Send each forward pass to the backend of its mode, with new K/V written first: routing only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_core.backend import AttentionBackend, BackendConfig, Metadata, Output, create_backend
+from attn_core.capabilities import Capabilities
+from attn_core.decision import Selection
+from attn_core.errors import BatchError, UnsupportedError, UsageError
+from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.kv_cache import KVPool, write_kv
+from attn_core.plugins import Registry
+from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer
+
+Role = Literal["prefill", "decode", "verify", "draft", "encode"]
+_T = TypeVar("_T")
+
+_ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
+    ForwardMode.EXTEND: "prefill",
+    ForwardMode.MIXED: "prefill",
+    ForwardMode.DECODE: "decode",
+    ForwardMode.TARGET_VERIFY: "verify",
+    ForwardMode.DRAFT_DECODE: "draft",
+    ForwardMode.DRAFT_EXTEND: "draft",
+}
+_MISSING: Mapping[Role, str] = {
+    "verify": "without speculation; select again with --speculative-eagle-topk",
+    "draft": "without speculation; select again with --speculative-eagle-topk",
+    "encode": "without a vision tower; select again with the model's vision config",
+}
+
+
+class HybridDispatcher:
+    """Routes the passes of one model over its backends and its KV cache.
+
+    routes: role → backend; "prefill" and "decode" are required. Which backend verifies and drafts
+    was decided by the selection. Raises UnsupportedError where a backend's row does not honour a
+    field of its config's layers.
+    """
+
+    def __init__(self, routes: Mapping[Role, AttentionBackend], caches: KVPool) -> None:
+        for role in ("prefill", "decode"):
+            if role not in routes:
+                raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
+        self.routes = dict(routes)
+        self.caches = caches
+        for backend in _distinct(self.routes.values()):
+            for layer in backend.config.layers:
+                refuse_layer(backend.config, layer)
+
+    @classmethod
+    def from_selection(
+        cls,
+        selection: Selection,
+        registry: Registry,
+        layers: Iterable[AttentionLayer],
+        caches: KVPool,
+        *,
+        dtype: str,
+        vision_layers: Iterable[AttentionLayer] = (),
+        max_bs: int = 0,
+        max_num_tokens: int = 0,
+        max_seq_len: int = 0,
+        topk: int = 0,
+        num_draft_tokens: int = 0,
+        deterministic: bool = False,
+    ) -> HybridDispatcher:
+        """Create the selected backends, one instance where roles name the same row of the same one.
+
+        dtype: the model's. The limits are BackendConfig's. Page size, store and device are the
+        pool's; UsageError where they are not the selection's. Raises what create_backend raises.
+        """
+        pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
+        chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
+        if pool != chosen:
+            raise UsageError(
+                f"the pool is {pool}, the selection {chosen} (page size, store, layout)"
+            )
+        serving, vision = tuple(layers), tuple(vision_layers)
+        made: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
+        routes: dict[Role, AttentionBackend] = {}
+        for role, (chosen_as, name) in _selected(selection).items():
+            if name is None:
+                continue
+            row, encodes = selection.rows[chosen_as], role == "encode"
+            # a vision tower has layers of its own, so its backend is a second instance
+            if (name, row, encodes) not in made:
+                config = BackendConfig(
+                    name=name,
+                    row=row,
+                    layers=vision if encodes else serving,
+                    page_size=caches.page_size,
+                    dtype=dtype,
+                    kv_cache_dtype=caches.kv_cache_dtype,
+                    device=caches.device,
+                    max_bs=max_bs,
+                    max_num_tokens=max_num_tokens,
+                    max_seq_len=max_seq_len,
+                    topk=topk,
+                    num_draft_tokens=num_draft_tokens,
+                    deterministic=deterministic,
+                )
+                spec = registry.get(name, "softmax")
+                made[name, row, encodes] = create_backend(spec, config)
+            routes[role] = made[name, row, encodes]
+        return cls(routes, caches)
+
+    def backend(self, role: Role) -> AttentionBackend:
+        """Return the backend of a role. Raises UnsupportedError where the selection has none."""
+        try:
+            return self.routes[role]
+        except KeyError:
+            raise UnsupportedError(f"no backend for {role}: selected {_MISSING[role]}") from None
+
+    def _of(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.backend(_ROLE_OF_MODE[batch.forward_mode])
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Let the backend of this pass plan it, once, before its first layer; None when idle.
+
+        Raises UnsupportedError where its row does not verify such a draft.
+        """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return None
+        backend = self._of(batch)
+        refuse_drafts(backend.config, batch)
+        return backend.init_forward_metadata(batch)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        metadata: Metadata,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Write new K/V into the cache and attend; once per layer.
+
+        q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] go to the N slots of the layer's view, None is
+        nothing to write. Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32
+        [T, Hq]. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view.
+        """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return _nothing(q, layer, out, return_lse)
+        backend = self._of(batch)
+        refuse_call(backend.config, return_lse=return_lse, sparse=topk_indices is not None)
+        cache = self.caches.layer(layer.layer_id)
+        if k is not None and not backend.config.row.fused_kv_write:
+            view = batch.views.get(layer.view)
+            if view is None:
+                raise BatchError(
+                    f"layer {layer.layer_id} needs view {layer.view!r}, the batch has "
+                    f"{sorted(batch.views)}"
+                )
+            write_kv(cache, k, v, view.out_cache_loc)
+        decodes = batch.forward_mode in DECODE_MODES
+        run = backend.forward_decode if decodes else backend.forward_extend
+        return run(
+            q,
+            k,
+            v,
+            layer,
+            cache,
+            batch,
+            metadata,
+            out=out,
+            return_lse=return_lse,
+            topk_indices=topk_indices,
+        )
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        role: Literal["prefill", "encode"] = "prefill",
+    ) -> Output:
+        """Attend without a cache, as AttentionBackend.forward_ragged; role "encode" for vision."""
+        backend = self.backend(role)
+        refuse_call(backend.config, return_lse=return_lse)
+        return backend.forward_ragged(
+            q,
+            k,
+            v,
+            layer,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_q,
+            max_k,
+            causal=causal,
+            out=out,
+            return_lse=return_lse,
+        )
+
+    @property
+    def captured(self) -> tuple[AttentionBackend, ...]:
+        """The backends whose passes are captured in CUDA graphs.
+
+        The decode backend where its row has graphs, with it the one that verifies and drafts
+        where its row has them too. Without the decode backend's nothing is captured.
+        """
+        roles: tuple[Role, ...] = ("decode", "verify", "draft")
+        able = [self.routes[r] for r in roles if r in self.routes]
+        if self.routes["decode"].config.row.cuda_graph == "none":
+            return ()
+        return _distinct(b for b in able if b.config.row.cuda_graph != "none")
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the static buffers of the captured backends, once."""
+        for backend in self.captured:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
+        """Plan a pass into static buffers; None when idle.
+
+        Raises UnsupportedError where the backend of this pass is not captured.
+        """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return None
+        backend = self._of(batch)
+        if backend not in self.captured:
+            names = ", ".join(b.config.name for b in self.captured) or "nothing"
+            raise UnsupportedError(
+                f"{batch.forward_mode.value} passes run on {backend.config.name}, which is not "
+                f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
+            )
+        refuse_drafts(backend.config, batch)
+        return backend.init_forward_metadata_capture_cuda_graph(batch)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Metadata
+    ) -> None:
+        """Refill the static buffers before a replay."""
+        if batch.forward_mode is not ForwardMode.IDLE:
+            self._of(batch).init_forward_metadata_replay_cuda_graph(batch, metadata)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the KV length of padded rows: the decode backend's."""
+        return self.routes["decode"].get_cuda_graph_seq_len_fill_value()
+
+
+def _selected(selection: Selection) -> dict[Role, tuple[str, str | None]]:
+    """Give each role its name in a Selection's rows, and the backend chosen for it."""
+    return {
+        "prefill": ("prefill", selection.prefill),
+        "decode": ("decode", selection.decode),
+        "verify": ("verify", selection.verify),
+        "draft": ("draft", selection.draft),
+        "encode": ("multimodal", selection.multimodal),
+    }
+
+
+def _distinct(items: Iterable[_T]) -> tuple[_T, ...]:
+    return tuple({id(x): x for x in items}.values())
+
+
+def _nothing(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
+    empty = q.new_empty(0, layer.num_q_heads, layer.v_head_dim) if out is None else out
+    lse = q.new_empty(0, layer.num_q_heads, dtype=torch.float32)
+    return (empty, lse) if return_lse else empty

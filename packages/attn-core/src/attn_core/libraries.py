@@ -1,0 +1,72 @@
+"""Which distributions are installed, and whether they meet what a row requires."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from attn_core.errors import UsageError
+
+# distribution → version; None: taken as installed, in a version that is new enough
+Libraries = Mapping[str, str | None]
+
+
+def alternatives(group: str) -> tuple[Requirement, ...]:
+    """Parse one any-of group: "flash-attn-3 or sglang-kernel>=0.4"."""
+    return tuple(Requirement(part) for part in group.split(" or "))
+
+
+def satisfies(requirement: Requirement, libraries: Libraries) -> bool:
+    """Say whether `libraries` holds the distribution in a version that fits."""
+    name = canonicalize_name(requirement.name)
+    if name not in libraries:
+        return False
+    version = libraries[name]
+    return version is None or requirement.specifier.contains(version, prereleases=True)
+
+
+def shortfall(group: str, libraries: Libraries) -> str | None:
+    """Say what is there instead of `group`, "triton 3.0" or what lacks; None where it is met."""
+    wanted = alternatives(group)
+    if any(satisfies(w, libraries) for w in wanted):
+        return None
+    found = [
+        f"{w.name} {libraries[name]}"
+        for w in wanted
+        if (name := canonicalize_name(w.name)) in libraries
+    ]
+    return " and ".join(found) or f"{' or '.join(w.name for w in wanted)} not installed"
+
+
+def installed(groups: Iterable[str]) -> dict[str, str | None]:
+    """Look up the installed version of every distribution named in `groups`, importing none."""
+    found: dict[str, str | None] = {}
+    for name in {canonicalize_name(w.name) for group in groups for w in alternatives(group)}:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:
+    """Parse NAME or NAME==VERSION as given to --assume-installed. Raises UsageError."""
+    libraries: dict[str, str | None] = {}
+    for text in names:
+        try:
+            requirement = Requirement(text)
+            pins = [s.version for s in requirement.specifier if s.operator == "=="]
+            if len(pins) != len(requirement.specifier) or len(pins) > 1:
+                raise InvalidRequirement("only == is possible")
+            version = str(Version(pins[0])) if pins else None
+        except (InvalidRequirement, InvalidVersion) as error:
+            raise UsageError(
+                f"--assume-installed {text}: not NAME or NAME==VERSION ({error}); "
+                "for example triton or flashinfer-python==0.6.14"
+            ) from None
+        libraries[canonicalize_name(requirement.name)] = version
+    return libraries

@@ -1,0 +1,160 @@
+"""What model families do that their config does not spell out: defaults, patterns, sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["full", "window", "chunk", "linear", "cross", "none"]
+
+# Every spelling of a layer's role; "none" carries no attention.
+LAYER_ROLES: Mapping[str, Role] = {
+    "full_attention": "full",
+    "attention": "full",
+    "attn": "full",
+    "global_attention": "full",
+    "deepseek_sparse_attention": "full",  # sparse by its index keys
+    "sliding_attention": "window",
+    "local_attention": "window",
+    "swa": "window",
+    "chunked_attention": "chunk",
+    "linear_attention": "linear",
+    "jet": "linear",
+    "mamba": "none",
+    "mamba2": "none",
+    "conv": "none",
+    "recurrent": "none",
+    "mlp": "none",
+    "moe": "none",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is the same for every model of a family.
+
+    windowed: without a list of layer types, sliding_window holds for every layer. period: without
+    one, every period-th layer is full attention and the others are `inner`; period_key overrides.
+    encoder: bidirectional, no cache. defaults: what a config of the family may leave out.
+    """
+
+    windowed: bool = False
+    period: int = 0
+    period_key: str = ""
+    inner: Role = "window"
+    sinks: bool = False
+    encoder: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+
+_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32}
+_GEMMA = {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+
+# Names are values of model_type, of the whole config or of its text_config.
+_ROWS: tuple[tuple[str, Family], ...] = (
+    ("llama llava llava_next", Family(defaults=_LLAMA)),
+    (
+        "mistral",
+        Family(
+            windowed=True,
+            defaults={**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+    ),
+    ("mixtral phi3 phimoe starcoder2", Family(windowed=True)),
+    (
+        "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
+        Family(windowed=True, defaults={"use_sliding_window": False}),
+    ),
+    ("qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text", Family()),
+    ("gemma", Family(defaults={"head_dim": 256})),
+    (
+        "gemma2",
+        Family(
+            period=2, defaults={**_GEMMA, "sliding_window": 4096, "attn_logit_softcapping": 50.0}
+        ),
+    ),
+    (
+        "gemma3 gemma3_text",
+        Family(
+            period=6,
+            period_key="sliding_window_pattern",
+            defaults={**_GEMMA, "sliding_window": 4096, "max_position_embeddings": 131072},
+        ),
+    ),
+    ("gpt_oss", Family(period=2, sinks=True, defaults={"head_dim": 64, "sliding_window": 128})),
+    ("cohere2", Family(period=4, period_key="sliding_window_pattern")),
+    ("exaone4 olmo3", Family(period=4)),
+    (
+        "llama4 llama4_text",
+        Family(
+            period=4,
+            period_key="no_rope_layer_interval",
+            inner="chunk",
+            defaults={"head_dim": 128, "attention_chunk_size": 8192},
+        ),
+    ),
+    (
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",
+        Family(
+            period=4,
+            period_key="full_attention_interval",
+            inner="linear",
+            defaults={"head_dim": 256},
+        ),
+    ),
+    ("jet_nemotron jet_vlm kimi_linear olmo_hybrid", Family()),
+    (
+        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa minicpm3 "
+        "mistral3 pixtral mllama mllama_text_model cohere olmo olmo2 granite granitemoe glm4 "
+        "smollm3 stablelm phi gpt2 gptj gpt_neox opt bloom mpt nemotron "
+        "bart mbart whisper marian pegasus m2m_100",
+        Family(),
+    ),
+    ("falcon gpt_bigcode", Family(defaults={"multi_query": True})),
+    (  # T5 stands here too: without its decoder it is an encoder
+        "bert roberta xlm-roberta camembert electra albert distilbert mpnet modernbert t5 mt5 umt5",
+        Family(encoder=True),
+    ),
+)
+FAMILIES: Mapping[str, Family] = {name: f for names, f in _ROWS for name in names.split()}
+UNKNOWN = Family(windowed=True)
+
+# Vision towers by the model_type of vision_config: what it may leave out.
+VISION_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "clip_vision_model": {"vision_width": 768, "vision_heads": 12},
+    "siglip_vision_model": {"vision_width": 768, "vision_heads": 12},
+    "pixtral": {"vision_width": 1024, "vision_heads": 16},
+    "qwen2_vl": {"vision_width": 1280, "vision_heads": 16},
+    "qwen2_5_vl": {"vision_heads": 16},
+    "qwen3_vl": {"vision_width": 1152, "vision_heads": 16},
+}
+
+# A key that changes the attention and that no backend knows, or that is not followed → a sentence.
+NOT_APPLIED: Mapping[str, str] = {
+    "auto_map": "auto_map names code beside the weights: it is never run, only keys are read",
+    "relative_attention_num_buckets": (
+        "a relative position bias is added to the scores, which no backend does: the choice holds "
+        "for the shapes, the model must add the bias"
+    ),
+    "alibi": "ALiBi is added to the scores, which no backend does: the choice holds for the shapes",
+    "attn_config.alibi": (
+        "ALiBi is added to the scores, which no backend does: the choice holds for the shapes"
+    ),
+    "dual_chunk_attention_config": (
+        "dual_chunk_attention_config is not applied: plain attention is the same up to the "
+        "trained length; ask for dual_chunk_flash_attn by name beyond it"
+    ),
+    "quantization_config.kv_cache_scheme": (
+        "kv_cache_scheme in the config is not applied: ask for a KV cache dtype by name"
+    ),
+    "audio_config": "the audio tower is left to the model",
+    "hybrid_override_pattern": "Mamba layers carry no attention: they are left to the model",
+    "local_attention": "local_attention is not applied: local encoder layers are taken as global",
+}
+
+# A model_type of the whole config → a sentence, for what no key says.
+NOTES: Mapping[str, str] = {
+    "bloom": NOT_APPLIED["alibi"],
+    "gemma3": "the tokens of one image see each other both ways: the choice is for causal layers",
+}

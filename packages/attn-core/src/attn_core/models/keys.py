@@ -1,0 +1,131 @@
+"""Typed access to the keys of a config under one name each, with errors that name the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from attn_core.errors import ModelConfigError
+
+# Our name → the names in the field, in order; a dot steps into a nested object.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "encoder_heads": ("encoder_attention_heads", "num_attention_heads", "num_heads"),
+    "decoder_heads": ("decoder_attention_heads", "num_attention_heads", "num_heads"),
+    "num_key_value_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "attn_config.kv_n_heads",
+    ),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "head_dim": ("head_dim", "d_kv"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "layer_types": ("layer_types", "layers_block_type"),
+    "sliding_window": ("sliding_window", "efficient_attention_config.swa.window_size"),
+    "sliding_window_pattern": ("sliding_window_pattern", "_sliding_window_pattern"),
+    "attn_logit_softcapping": ("attn_logit_softcapping", "attn_logit_softcap"),
+    "max_position_embeddings": (
+        "max_position_embeddings",
+        "model_max_length",
+        "n_positions",
+        "max_target_positions",
+        "max_seq_len",
+        "n_ctx",
+    ),
+    "linear_num_key_heads": (
+        "linear_num_key_heads",
+        "linear_attn_config.num_heads",
+        "linear_num_heads",
+        "efficient_attention_config.jet.num_heads",
+    ),
+    "linear_key_head_dim": (
+        "linear_key_head_dim",
+        "linear_attn_config.head_dim",
+        "linear_head_dim",
+        "efficient_attention_config.jet.head_dim",
+    ),
+    "linear_value_expansion": ("efficient_attention_config.jet.expand_v",),
+    "vision_heads": ("num_heads", "num_attention_heads", "attention_heads"),
+    "vision_width": ("embed_dim", "hidden_size", "width"),  # embed_dim: Qwen2-VL's own width
+}
+
+
+def lookup(config: Mapping[str, object], path: str) -> tuple[bool, object]:
+    """Say whether a dotted path is in `config`, and its value."""
+    value: object = config
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one config or sub-config.
+
+    owner names the model in messages. defaults stand for keys that are absent (a null counts as
+    present). notes collects what was assumed while reading.
+    """
+
+    config: Mapping[str, object]
+    owner: str
+    model_type: str = ""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    defaulted: dict[str, object] = field(default_factory=dict)
+
+    def assume(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def get(self, name: str) -> object:
+        """Return the value of a key, a default of the family, or None."""
+        hits = [lookup(self.config, alias) for alias in ALIASES.get(name, (name,))]
+        values = [value for found, value in hits if found]
+        if values:
+            return next((v for v in values if v is not None), None)
+        if name in self.defaults:
+            self.defaulted[name] = self.defaults[name]
+        return self.defaults.get(name)
+
+    def count(self, name: str) -> int | None:
+        """Return a positive integer, or None where the key is absent or null."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self._refuse(name, value, "a positive integer")
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str) -> float | None:
+        """Return a positive number, or None where the key is absent, null or zero."""
+        value = self.get(name)
+        if value is None or value == 0:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            self._refuse(name, value, "a positive number")
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def need(self, *names: str) -> tuple[int, ...]:
+        """Return positive integers; raise ModelConfigError that lists every missing key."""
+        values = [self.count(name) for name in names]
+        lost = [name for name, value in zip(names, values, strict=True) if value is None]
+        if lost:
+            spelled = "; ".join(" or ".join(ALIASES.get(name, (name,))) for name in lost)
+            raise ModelConfigError(
+                f"the config of {self.owner} does not say: {spelled}. Add the keys to config.json, "
+                "or give the shapes yourself (--kind, --head-dim, --num-q-heads, --num-kv-heads)"
+            )
+        return tuple(value for value in values if value is not None)
+
+    def _refuse(self, name: str, value: object, expected: str) -> None:
+        shown = repr(value) if len(repr(value)) <= 40 else repr(value)[:37] + "..."
+        names = ALIASES.get(name, (name,))
+        key = next((alias for alias in names if lookup(self.config, alias)[0]), name)
+        raise ModelConfigError(
+            f"the config of {self.owner} has {key} = {shown} (expected {expected})"
+        )

@@ -1,0 +1,334 @@
+"""The choice: one joint solve over the phases, pure, that keeps every reason."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attn_core.capabilities import BackendSpec, Device, Family, Phase, Requirements
+from attn_core.decision import LinearSelection, Overrides, Selection, Verdict
+from attn_core.errors import NoBackendError, UsageError
+from attn_core.libraries import Libraries
+from attn_core.plugins import Registry
+from attn_core.unmet import Change, Unmet, smallest_page, takes_page, unmet
+
+Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
+
+
+@dataclass(frozen=True)
+class _Solver:
+    """The arguments of one select() call, so that the steps below can share them."""
+
+    needs: Requirements
+    device: Device
+    registry: Registry
+    libraries: Libraries
+    overrides: Overrides
+    profile: Profile
+    simulated: bool
+
+    def weigh(self, family: Family, phase: Phase) -> tuple[Verdict, ...]:
+        """Give every row of a family its verdict for a phase."""
+        spec_mode = self.needs.speculation and self.needs.speculation.mode
+        return tuple(
+            Verdict(
+                spec,
+                phase,
+                row,
+                unmet(
+                    row,
+                    self.needs,
+                    self.device,
+                    self.libraries,
+                    phase,
+                    speculates=family == "softmax" and spec_mode == phase.value,
+                )
+                + self._policy(spec),
+                tuple(n for n in (self._not_built(spec), row.note) if n),
+            )
+            for spec in self.registry.family(family)
+            for row in spec.capabilities
+        )
+
+    def _not_built(self, spec: BackendSpec) -> str:
+        return "" if spec.implemented else f"{spec.name} is not implemented in 0.1"
+
+    def _policy(self, spec: BackendSpec) -> tuple[Unmet, ...]:
+        found = []
+        allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
+        if not spec.implemented and not self.simulated:
+            found.append(Unmet("implementation", f"{name} is declared", "not implemented in 0.1"))
+        if allow is not None and name not in allow:
+            change = Change("overrides", (("allow", (*allow, name)),), 1, f"--allow {name}")
+            found.append(Unmet("allow", name, f"--allow has {', '.join(allow)}", (change,)))
+        if name in deny:
+            rest = tuple(d for d in deny if d != name)
+            change = Change("overrides", (("deny", rest),), 1, f"no --deny {name}")
+            found.append(Unmet("deny", name, "--deny has it", (change,)))
+        return tuple(found)
+
+    def rank(self, verdict: Verdict) -> tuple[float, ...]:
+        """Order fitting rows, best first: preferred, then measured, then by priority."""
+        prefer, name = self.overrides.prefer, verdict.spec.name
+        place = prefer.index(name) if name in prefer else len(prefer)
+        cost = self.profile.get((name, verdict.phase.value), float("inf"))
+        return (place, cost, -verdict.row.priority)
+
+    def named(self, family: Family, phase: Phase) -> str | None:
+        """Return the name that the caller gave this phase, after checking that it exists."""
+        name = self.overrides.flag(family, phase)[1]
+        return None if name is None else self.registry.get(name, family).name
+
+    def candidates(self, verdicts: tuple[Verdict, ...], family: Family) -> list[Verdict]:
+        """Return the verdicts that may be chosen, best first, ties by name."""
+        name = self.named(family, verdicts[0].phase) if verdicts else None
+        fitting = [v for v in verdicts if v.fits and name in (None, v.spec.name)]
+        return sorted(fitting, key=lambda v: (self.rank(v), v.spec.name))
+
+    def reason(self, chosen: Verdict, family: Family) -> str:
+        """Say why `chosen` was taken for its phase."""
+        flag, name = self.overrides.flag(family, chosen.phase)
+        if name is not None:
+            return f"named by {flag}"
+        if chosen.spec.name in self.overrides.prefer:
+            return "preferred by --prefer"
+        if (chosen.spec.name, chosen.phase.value) in self.profile:
+            return "measured fastest of those that fit"
+        return f"highest priority of those that fit ({chosen.row.priority})"
+
+
+def select(
+    requirements: Requirements,
+    device: Device,
+    registry: Registry,
+    libraries: Libraries,
+    overrides: Overrides | None = None,
+    profile: Profile | None = None,
+    *,
+    simulated: bool = False,
+) -> Selection:
+    """Choose a backend for every role, all phases at once. Pure and torch-free.
+
+    libraries: distribution → version (None: new enough). profile: measured costs that rank before
+    priorities. simulated: the device is not this machine's, so that a backend which is declared
+    but not implemented may be chosen, with a note.
+
+    Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
+    a name that nobody declares; UsageError for a flag that has nothing to decide.
+    """
+    overrides = overrides or Overrides()
+    s = _Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
+    _check(s)
+    base = Selection(
+        kv_cache_dtype=requirements.store_dtype,
+        device=device,
+        assumptions=requirements.assumptions,
+    )
+    chosen = _solve_softmax(s, base)
+    chosen = _solve_vision(s, chosen)
+    return _solve_linear(s, chosen)
+
+
+def _check(s: _Solver) -> None:
+    o = s.overrides
+    known = {spec.name for spec in s.registry.backends.values()}
+    for name in (*o.prefer, *(o.allow or ()), *o.deny):
+        if name not in known:
+            s.registry.get(name)  # raises with the near names
+    linear = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
+    if any(linear) and not s.needs.linear_layers:
+        raise UsageError("--linear-attn-backend: the model has no linear attention layers")
+    if o.mm_attention_backend and s.needs.vision is None:
+        raise UsageError("--mm-attention-backend: the model has no vision tower")
+    if s.needs.page_size is not None and s.needs.page_size < 1:
+        raise UsageError(f"--page-size {s.needs.page_size}: at least 1")
+
+
+def _best_per_backend(verdicts: tuple[Verdict, ...], s: _Solver) -> tuple[Verdict, ...]:
+    """Keep one row a backend: the best that fits, else the one nearest to fitting."""
+    best: dict[tuple[str, str], Verdict] = {}
+    for v in sorted(verdicts, key=lambda v: (not v.fits, v.cost, s.rank(v))):
+        best.setdefault((v.phase.value, v.spec.name), v)
+    return tuple(
+        sorted(
+            best.values(),
+            key=lambda v: (list(Phase).index(v.phase), not v.fits, s.rank(v), v.spec.name),
+        )
+    )
+
+
+def _solve_softmax(s: _Solver, base: Selection) -> Selection:
+    weighed = {p: s.weigh("softmax", p) for p in (Phase.PREFILL, Phase.DECODE)}
+    verdicts = _best_per_backend(tuple(itertools.chain(*weighed.values())), s)
+    base = replace(base, verdicts=verdicts)
+    fitting = {p: s.candidates(w, "softmax") for p, w in weighed.items()}
+    for phase, options in fitting.items():
+        if not options:
+            raise NoBackendError(_nothing_fits(s, verdicts, phase), base)
+    best: tuple[Any, ...] | None = None
+    conflicts: dict[str, None] = {}
+    for pre, dec in itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE]):
+        problem = _conflict(s, pre, dec)
+        if problem is not None:
+            conflicts[problem] = None
+            continue
+        ranks = [a + b for a, b in zip(s.rank(pre), s.rank(dec), strict=True)]
+        key = (*ranks, pre.row is not dec.row, pre.spec.name, dec.spec.name)
+        if best is None or key < best[0]:
+            best = (key, pre, dec)
+    base = replace(base, conflicts=tuple(conflicts))
+    if best is None:
+        raise NoBackendError(
+            "every backend of one phase conflicts with those of the other: "
+            + "; ".join(conflicts)
+            + "; name another backend for one phase",
+            base,
+        )
+    _, pre, dec = best
+    page, page_note = _page(s, pre, dec)
+    why = {"prefill": s.reason(pre, "softmax"), "decode": s.reason(dec, "softmax")}
+    if page_note:
+        why["page_size"] = page_note
+    rows = {"prefill": pre.row, "decode": dec.row}
+    verifier = None
+    if s.needs.speculation is not None:
+        mode = s.needs.speculation.mode
+        verifier = {"prefill": pre, "decode": dec}[mode].spec.name
+        rows["verify"] = rows["draft"] = rows[mode]
+        why["verify"] = why["draft"] = f"--speculative-attention-mode {mode}"
+    notes = [
+        f"{v.spec.name} ({v.phase.value}): {n}"
+        for v in (pre, dec)
+        for n in v.notes
+        if n == v.row.note or s.simulated
+    ]
+    if notes:
+        why["notes"] = "; ".join(dict.fromkeys(notes))
+    return replace(
+        base,
+        prefill=pre.spec.name,
+        decode=dec.spec.name,
+        verify=verifier,
+        draft=verifier,
+        page_size=page,
+        layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
+        why=why,
+        rows=rows,
+    )
+
+
+def _conflict(s: _Solver, pre: Verdict, dec: Verdict) -> str | None:
+    """Say why two rows that fit alone cannot share a cache, None where they can."""
+    pair = f"{pre.spec.name} (prefill) with {dec.spec.name} (decode)"
+    ban = pre.row.bans.get(dec.spec.name) or dec.row.bans.get(pre.spec.name)
+    if ban:
+        return f"{pair}: {ban}"
+    if not pre.row.layouts & dec.row.layouts:
+        return f"{pair}: no common KV layout ({set(pre.row.layouts)} and {set(dec.row.layouts)})"
+    if s.needs.page_size is None and smallest_page((pre.row, dec.row)) is None:
+        limits = ", ".join(
+            f"{v.spec.name} takes {sorted(v.row.page_sizes) or 'any'}"
+            + (f" up to {v.row.max_page_size}" if v.row.max_page_size else "")
+            for v in (pre, dec)
+        )
+        return f"{pair}: no common page size ({limits})"
+    return None
+
+
+def _page(s: _Solver, pre: Verdict, dec: Verdict) -> tuple[int, str]:
+    rows = (pre.row, dec.row)
+    if s.needs.page_size is not None:
+        return s.needs.page_size, "named by --page-size"
+    smallest = smallest_page(rows) or 1
+    for v in (dec, pre):
+        page = v.row.preferred_page_size
+        if page and page != smallest and all(takes_page(row, page) for row in rows):
+            return page, (
+                f"{v.spec.name} prefers {page} to {smallest}: {v.row.preferred_page_reason}; a "
+                f"cached prefix is then reused in whole pages of {page} tokens"
+            )
+    return smallest, "the smallest that every chosen row takes (best prefix reuse)"
+
+
+def _nothing_fits(s: _Solver, verdicts: tuple[Verdict, ...], phase: Phase) -> str:
+    family: Family = verdicts[0].spec.family if verdicts else "softmax"
+    flag, asked = s.overrides.flag(family, phase)
+    if asked is not None:
+        name = s.registry.get(asked, family).name
+        near = [v for v in verdicts if v.phase is phase and v.spec.name == name]
+        reasons = "; ".join(str(r) for v in near for r in v.reasons)
+        return f"{flag} {asked} cannot run {phase.value} on {s.device}: {reasons}"
+    near = [v for v in verdicts if v.phase is phase][:3]
+    shown = "; ".join(f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in near)
+    return (
+        f"no backend fits {phase.value} on {s.device}"
+        + (f"; nearest are {shown}" if shown else ": none is declared")
+        + "; `attn why-not BACKEND` says what to change"
+    )
+
+
+def _solve_vision(s: _Solver, base: Selection) -> Selection:
+    if s.needs.vision is None:
+        return base
+    weighed = s.weigh("softmax", Phase.ENCODE)
+    verdicts = _best_per_backend(weighed, s)
+    base = replace(base, verdicts=base.verdicts + verdicts)
+    options = s.candidates(weighed, "softmax")
+    if not options:
+        problem = _nothing_fits(s, verdicts, Phase.ENCODE)
+        if s.overrides.mm_attention_backend:
+            raise NoBackendError(problem, base)
+        kept = f"the vision tower keeps the model's own attention: {problem}"
+        return replace(base, assumptions=(*base.assumptions, kept))
+    best = options[0]
+    return replace(
+        base,
+        multimodal=best.spec.name,
+        why={**base.why, "multimodal": s.reason(best, "softmax")},
+        rows={**base.rows, "multimodal": best.row},
+    )
+
+
+def _solve_linear(s: _Solver, base: Selection) -> Selection:
+    if not s.needs.linear_layers:
+        return base
+    best: dict[str, Verdict] = {}
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        weighed = s.weigh("linear", phase)
+        verdicts = _best_per_backend(weighed, s)
+        base = replace(base, verdicts=base.verdicts + verdicts)
+        options = s.candidates(weighed, "linear")
+        if options:
+            best[phase.value] = options[0]
+        elif s.overrides.flag("linear", phase)[1] is not None:
+            raise NoBackendError(_nothing_fits(s, verdicts, phase), base)
+    if len(best) < 2:
+        kept = (
+            "the model keeps its own linear attention layers: no linear backend can be created "
+            f"here for {' and '.join(p for p in ('prefill', 'decode') if p not in best)}"
+        )
+        return replace(base, assumptions=(*base.assumptions, kept))
+    verifier = None
+    if s.needs.speculation is not None:
+        topk = s.needs.speculation.topk
+        able = [v for v in s.weigh("linear", Phase.DECODE) if v.fits and v.row.max_topk >= topk]
+        able.sort(key=lambda v: (v.spec.name != best["decode"].spec.name, s.rank(v), v.spec.name))
+        if not able:
+            raise NoBackendError(
+                f"no linear backend verifies {topk} draft tokens a step on {s.device}; "
+                "run without speculation",
+                base,
+            )
+        verifier = able[0].spec.name
+        base = replace(base, rows={**base.rows, "linear_verify": able[0].row})
+    return replace(
+        base,
+        linear=LinearSelection(best["prefill"].spec.name, best["decode"].spec.name, verifier),
+        why={**base.why, **{f"linear {p}": s.reason(v, "linear") for p, v in best.items()}},
+        rows={**base.rows, **{f"linear_{p}": v.row for p, v in best.items()}},
+    )
+
+
+__all__ = ["LinearSelection", "Overrides", "Profile", "Selection", "Verdict", "select"]

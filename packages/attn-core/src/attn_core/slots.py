@@ -1,0 +1,52 @@
+"""Move tokens in and out of one paged tensor, by token slot or by whole page, never with a sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A paged tensor is [pages, page_size, ...] in layout "NHD" and [pages, heads, page_size, ...] in
+# "HND". A token slot is page · page_size + offset, int64.
+
+
+def _raw(t: Tensor) -> Tensor:
+    # not every device indexes float8; its bytes can always be moved
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+
+
+def _where(t: Tensor, layout: str, slots: Tensor) -> tuple[Tensor | slice, ...]:
+    page_size = t.shape[2 if layout == "HND" else 1]
+    page, offset = slots // page_size, slots % page_size
+    return (page, slice(None), offset) if layout == "HND" else (page, offset)
+
+
+def put(t: Tensor, layout: str, slots: Tensor, values: Tensor) -> None:
+    """Write values [N, ...], of t's dtype, into slots [N] of a paged tensor."""
+    t, values = _raw(t), _raw(values)
+    if layout == "NHD" and t.is_contiguous():
+        t.view(-1, *t.shape[2:]).index_copy_(0, slots, values)
+    else:
+        t[_where(t, layout, slots)] = values
+
+
+def take(t: Tensor, layout: str, slots: Tensor) -> Tensor:
+    """Gather slots of any shape S as a new tensor [*S, ...]."""
+    raw, flat = _raw(t), slots.reshape(-1)
+    if layout == "NHD" and raw.is_contiguous():
+        # rows of one dimension: three times as fast on a CPU
+        rows = raw.view(raw.shape[0] * raw.shape[1], -1).index_select(0, flat)
+        got = rows.view(-1, *raw.shape[2:])
+    else:
+        got = raw[_where(raw, layout, flat)]
+    return got.view(t.dtype).view(*slots.shape, *got.shape[1:])
+
+
+def take_pages(t: Tensor, layout: str, pages: Tensor) -> Tensor:
+    """Gather pages, int of any shape S, as [*S, page_size, ...]; "HND" is transposed, a view."""
+    raw, flat = _raw(t), pages.reshape(-1)
+    if raw.is_contiguous():
+        got = raw.view(raw.shape[0], -1).index_select(0, flat)
+    else:
+        got = raw.index_select(0, flat)
+    got = got.view(t.dtype).view(*pages.shape, *raw.shape[1:])
+    return got.transpose(-3, -2) if layout == "HND" else got

@@ -1,0 +1,139 @@
+"""The allocator neither leaks nor frees twice, whatever is asked of it and in whatever order."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from attn_core.allocator import PageAllocator
+from attn_core.errors import OutOfPagesError, UsageError
+
+PAGE, PAGES = 4, 12
+keys = st.integers(0, 5)
+tokens = st.integers(0, 30)
+
+
+class Allocator(RuleBasedStateMachine):
+    """The model: a key holds labels; a label made once is one page for all who share it."""
+
+    def __init__(self):
+        super().__init__()
+        self.real = PageAllocator(PAGES, PAGE)
+        self.model = {}
+        self.labels = 0
+
+    def labelled(self):
+        return {x for row in self.model.values() for x in row if x is not None}
+
+    @rule(key=keys, length=tokens)
+    def grow(self, key, length):
+        row = self.model.get(key, [])
+        more = max(0, -(-length // PAGE) - len(row))
+        if more > PAGES - 1 - len(self.labelled()):
+            before = self.real.num_free
+            with pytest.raises(OutOfPagesError):
+                self.real.grow(key, length)
+            assert self.real.num_free == before
+            assert (key in self.real) == (key in self.model)
+            return
+        fresh = list(range(self.labels, self.labels + more))
+        self.labels += more
+        self.model[key] = row + fresh
+        pages = self.real.grow(key, length)
+        assert self.real.grow(key, length) == pages  # idempotent
+
+    @rule(key=keys, source=keys, length=tokens)
+    def share(self, key, source, length):
+        row = self.model.get(source, [])[: length // PAGE]
+        enough = len(row) == length // PAGE and None not in row
+        if key in self.model or source not in self.model or not enough:
+            with pytest.raises(UsageError):
+                self.real.share(key, source, length)
+            return
+        assert self.real.share(key, source, length) == len(row) * PAGE
+        self.model[key] = list(row)
+
+    @rule(key=keys, position=st.integers(-3, 40))
+    def slide(self, key, position):
+        if key not in self.model:
+            with pytest.raises(UsageError):
+                self.real.release_before(key, position)
+            return
+        self.real.release_before(key, position)
+        row = self.model[key]
+        self.model[key] = [None if (i + 1) * PAGE <= position else x for i, x in enumerate(row)]
+
+    @rule(key=keys)
+    def release(self, key):
+        if key not in self.model:
+            with pytest.raises(UsageError):
+                self.real.release(key)
+            return
+        self.real.release(key)
+        del self.model[key]
+
+    @precondition(lambda self: self.model)
+    @rule()
+    def a_callers_list_is_a_copy(self):
+        self.real.pages(next(iter(self.model))).clear()
+
+    @invariant()
+    def pages_are_labels(self):
+        page_of = {}
+        for key, row in self.model.items():
+            pages = self.real.pages(key)
+            assert len(pages) == len(row)
+            for label, page in zip(row, pages, strict=True):
+                assert (page == 0) == (label is None)
+                if label is not None:
+                    assert page_of.setdefault(label, page) == page
+                    assert 1 <= page < PAGES
+        assert len(set(page_of.values())) == len(page_of)  # no page twice unless shared
+        assert self.real.num_held == len(page_of)
+        assert self.real.num_free + self.real.num_held == self.real.total == PAGES - 1
+
+
+TestAllocator = Allocator.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_out_of_pages_names_asked_free_and_total():
+    a = PageAllocator(num_pages=4, page_size=16)
+    a.grow("one", 20)
+    with pytest.raises(OutOfPagesError, match=r"'two' asked for 2 more pages \(17 tokens.* 1 of 3"):
+        a.grow("two", 17)
+    assert "two" not in a
+    a.release("one")
+    assert len(a.grow("two", 17)) == 2
+
+
+def test_errors_name_the_key():
+    a = PageAllocator(8, 16)
+    with pytest.raises(UsageError, match=r"'x' holds no pages: never grown or shared, or released"):
+        a.release("x")
+    a.grow("x", 40)
+    a.release_before("x", 16)
+    with pytest.raises(UsageError, match="'x' gave some of them back"):
+        a.share("y", "x", 32)
+    a.grow("z", 16)
+    with pytest.raises(UsageError, match="asked to share 32 tokens, 'z' has room for 16"):
+        a.share("y", "z", 32)
+    with pytest.raises(UsageError, match="'x' holds pages already"):
+        a.share("x", "z", 16)
+    assert a.share("y", "z", 15) == 0
+    assert a.pages("y") == []
+    with pytest.raises(UsageError, match="page_size 0"):
+        PageAllocator(3, 0)
+
+
+def test_a_shared_page_lives_until_its_last_key():
+    a = PageAllocator(8, 4)
+    prefix = a.grow("a", 9)
+    assert a.share("b", "a", 9) == 8
+    assert a.grow("b", 12)[:2] == prefix[:2]
+    a.release("a")
+    assert a.num_held == 3
+    assert not set(prefix[:2]) & set(a.grow("c", 16))
+    a.release("b")
+    a.release("c")
+    assert a.num_free == a.total

@@ -1,0 +1,224 @@
+"""A batch is checked once, at construction: every message, both sides, and never by a sync."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attn_core.errors import BatchError
+from attn_core.forward import CacheView, ForwardBatch, ForwardMode, SpecInfo
+
+
+def view(b=2, device="cpu", **changes):
+    parts = {
+        "page_table": torch.ones(b, 3, dtype=torch.int32, device=device),
+        "seq_lens": torch.full((b,), 4, dtype=torch.int32, device=device),
+        "out_cache_loc": torch.zeros(2 * b, dtype=torch.int64, device=device),
+        "max_seq_len": 4,
+        "seq_lens_host": (4,) * b,
+    }
+    return CacheView(**{**parts, **changes})
+
+
+def batch(mode=ForwardMode.EXTEND, b=2, t=4, device="cpu", **changes):
+    parts = {
+        "cu_seqlens_q": torch.arange(b + 1, dtype=torch.int32, device=device) * (t // max(b, 1)),
+        "positions": torch.zeros(t, dtype=torch.int64, device=device),
+        "max_q_len": 2,
+        "views": {"full": view(b, device)},
+        "query_lens_host": (t // b,) * b if b else (),
+    }
+    return ForwardBatch(forward_mode=mode, **{**parts, **changes})
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_table": torch.ones(2, 3)}, r"page_table is torch.float32 \(expected torch.int32\)"),
+        ({"page_table": torch.ones(2, 3, 1).int()}, r"page_table has shape \(2, 3, 1\)"),
+        ({"seq_lens": torch.ones(2).long()}, r"seq_lens is torch.int64 \(expected torch.int32\)"),
+        ({"seq_lens": int32(4)}, r"seq_lens has shape \(1,\) \(expected \(2,\)"),
+        ({"out_cache_loc": int32(1)}, r"out_cache_loc is torch.int32 \(expected torch.int64\)"),
+        ({"out_cache_loc": torch.zeros(1, 1).long()}, r"out_cache_loc has shape \(1, 1\)"),
+        ({"seq_lens": int32(4, 4).to("meta")}, r"a cache view on several devices: .*cpu.*meta"),
+        ({"seq_lens_host": (4,)}, "seq_lens_host has 1 lengths for 2 requests"),
+        ({"seq_lens_host": (4, -1)}, "negative length in seq_lens_host"),
+        ({"max_seq_len": 3}, "max_seq_len 3 is below 4"),
+    ],
+)
+def test_a_view_refuses(changes, message):
+    with pytest.raises(BatchError, match=message):
+        view(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"seq_lens_host": None}, {"max_seq_len": 99}, {"seq_lens_host": (0, 4)}, {"b": 0}],
+)
+def test_a_view_takes(changes):
+    assert view(**changes).max_seq_len >= 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q is torch.float32"),
+        ({"cu_seqlens_q": int32(), "query_lens_host": None}, "cu_seqlens_q is empty"),
+        ({"positions": torch.zeros(4).int()}, "positions is torch.int32"),
+        ({"positions": torch.zeros(4, 1).long()}, r"positions has shape \(4, 1\)"),
+        ({"views": {"full": view(3)}}, "view 'full' has 3 requests, the batch 2"),
+        ({"state_slots": torch.zeros(2).long()}, "state_slots is torch.int64"),
+        ({"state_slots": int32(0)}, r"state_slots has shape \(1,\) \(expected \(2,\)"),
+        ({"state_slots": int32(0, 1).to("meta")}, "a batch on several devices"),
+        ({"views": {"full": view(device="meta")}}, "a batch on several devices"),
+        ({"mode": ForwardMode.IDLE}, "an idle pass with 4 tokens"),
+        ({"mode": ForwardMode.DECODE}, r"decode: 4 tokens for 2 requests \(one each\)"),
+        ({"mode": ForwardMode.DRAFT_DECODE}, r"draft_decode: 4 tokens for 2 requests"),
+        ({"query_lens_host": (4,)}, "query_lens_host has 1 lengths for 2 requests"),
+        ({"query_lens_host": (5, -1)}, "negative length in query_lens_host"),
+        ({"query_lens_host": (1, 2)}, "query lengths add up to 3, positions hold 4"),
+        ({"max_q_len": 1}, "max_q_len 1 is below 2"),
+        (
+            {"views": {"window": view(seq_lens_host=(4, 1))}},
+            "view 'window', request 1: length 1 < its 2 queries",
+        ),
+        ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify without spec"),
+    ],
+)
+def test_a_batch_refuses(changes, message):
+    with pytest.raises(BatchError, match=message):
+        batch(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mode": ForwardMode.MIXED},
+        {"mode": ForwardMode.DRAFT_EXTEND},
+        {"mode": ForwardMode.DECODE, "t": 2},
+        {"mode": ForwardMode.DRAFT_DECODE, "t": 2},
+        {"mode": ForwardMode.IDLE, "b": 0, "t": 0},
+        {"state_slots": int32(-1, 0)},
+        {"query_lens_host": None},
+        {"max_q_len": 17},
+        {"views": {"full": view(), "cross": view(seq_lens_host=(4, 1))}},  # an encoder's length
+        {"views": {}},
+    ],
+)
+def test_a_batch_takes(changes):
+    made = batch(**changes)
+    assert (made.batch_size, made.num_tokens) == (changes.get("b", 2), changes.get("t", 4))
+
+
+def tree(b, n, dtype=torch.bool, device="cpu"):
+    return torch.ones(b, n, n, dtype=dtype, device=device).tril()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (SpecInfo(topk=1, num_draft_tokens=3), "4 tokens for 2 requests of 3 drafts"),
+        (SpecInfo(topk=2, num_draft_tokens=2), "topk 2 without a tree_mask"),
+        (SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 2, torch.uint8)), "torch.uint8"),
+        (SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 3)), r"tree_mask has shape"),
+        (SpecInfo(topk=1, num_draft_tokens=2, tree_mask=tree(1, 2)), r"\(1, 2, 2\)"),
+        (
+            SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 2, device="meta")),
+            "tree_mask on meta",
+        ),
+    ],
+)
+def test_a_verify_pass_refuses(spec, message):
+    with pytest.raises(BatchError, match=message):
+        batch(ForwardMode.TARGET_VERIFY, spec=spec)
+
+
+def test_a_verify_pass_takes_a_chain_or_a_tree():
+    chain = SpecInfo(topk=1, num_draft_tokens=2)
+    for spec in (chain, dataclasses.replace(chain, topk=2, tree_mask=tree(2, 2))):
+        assert batch(ForwardMode.TARGET_VERIFY, spec=spec).spec is spec
+
+
+TABLE = torch.tensor([[5, 2, 0], [7, 1, 3]], dtype=torch.int32)
+
+
+def test_build_lays_new_tokens_behind_the_prefix():
+    made = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[3, 1], seq_lens=[6, 9], page_table=TABLE, page_size=4
+    )
+    full = made.views["full"]
+    assert made.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert made.positions.tolist() == [3, 4, 5, 8]
+    assert full.out_cache_loc.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4]
+    assert full.seq_lens.tolist() == [6, 9]
+    assert (full.seq_lens_host, made.query_lens_host) == ((6, 9), (3, 1))
+    assert (made.max_q_len, full.max_seq_len) == (3, 9)
+
+
+def test_build_gives_a_tree_the_positions_of_its_depths():
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()  # a root with two children
+    made = ForwardBatch.build(
+        ForwardMode.TARGET_VERIFY,
+        query_lens=[3, 3],
+        seq_lens=[8, 5],
+        page_table=TABLE,
+        page_size=4,
+        spec=SpecInfo(topk=2, num_draft_tokens=3, tree_mask=mask.expand(2, 3, 3)),
+    )
+    assert made.positions.tolist() == [5, 6, 6, 2, 3, 3]
+    # every draft has a slot of its own
+    assert made.views["full"].out_cache_loc.tolist() == [9, 10, 11, 30, 31, 4]
+
+
+def test_build_of_nothing_is_idle():
+    made = ForwardBatch.build(
+        ForwardMode.IDLE, query_lens=[], seq_lens=[], page_table=TABLE[:0], page_size=4
+    )
+    assert (made.batch_size, made.num_tokens, made.max_q_len) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "message"),
+    [
+        ([1], [2], "one length per table row"),
+        ([1, 1], [2, 13], "seq_len 13 > 12"),
+        ([1, 5], [2, 4], "5 new tokens in a length of 4"),
+    ],
+)
+def test_build_refuses(query_lens, seq_lens, message):
+    with pytest.raises(BatchError, match=message):
+        ForwardBatch.build(
+            ForwardMode.EXTEND,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            page_table=TABLE,
+            page_size=4,
+        )
+
+
+def test_construction_never_syncs():
+    """A meta tensor has no values: .item, .tolist, .cpu and bool() of one raise."""
+    probe = torch.zeros(2, device="meta")
+    for read in (probe.sum().item, probe.tolist, probe.cpu, lambda: bool(probe.any())):
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            read()
+    spec = SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 2, device="meta"))
+    state = torch.zeros(2, dtype=torch.int32, device="meta")
+    views = {"full": view(device="meta"), "window": view(device="meta")}
+    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+        batch(mode, device="meta", spec=spec, state_slots=state, views=views)
+    for mode, s in ((ForwardMode.EXTEND, None), (ForwardMode.TARGET_VERIFY, spec)):
+        ForwardBatch.build(
+            mode,
+            query_lens=[2, 2],
+            seq_lens=[5, 9],
+            page_table=TABLE.to("meta"),
+            page_size=4,
+            spec=s,
+            state_slots=state,
+        )

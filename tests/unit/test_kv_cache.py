@@ -1,0 +1,217 @@
+"""Pools store what was written where it was written, in every store and layout."""
+
+import pytest
+import torch
+
+from attn_core.errors import UnsupportedError, UsageError
+from attn_core.forward import AttentionLayer
+from attn_core.kv_cache import (
+    STORES,
+    KVPool,
+    LayerCache,
+    StatePool,
+    copy_slots,
+    read_kv,
+    read_pages,
+    write_index,
+    write_kv,
+)
+
+PAGE, PAGES = 4, 6
+
+
+def layer(layer_id=0, view="full", heads=2, d=32, dv=16):
+    return AttentionLayer(
+        layer_id=layer_id,
+        num_q_heads=4,
+        num_kv_heads=heads,
+        head_dim=d,
+        v_head_dim=dv,
+        scale=1.0,
+        view=view,
+    )
+
+
+def pool(store="fp32", layout="NHD", **more):
+    more = {"layers": [layer()], "num_pages": PAGES, "page_size": PAGE, **more}
+    return KVPool(more.pop("layers"), kv_cache_dtype=store, layout=layout, **more)
+
+
+def tokens(n, *tail, seed=0):
+    return torch.randn(n, *tail, generator=torch.Generator().manual_seed(seed))
+
+
+SLOTS = torch.tensor([17, 4, 23, 5, 8])
+ERROR = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("store", STORES)
+def test_what_is_written_is_read_and_nothing_else_is_touched(store, layout):
+    cache = pool(store, layout, scales={0: (0.5, 2.0)}).layer(0)
+    k, v = tokens(5, 2, 32), tokens(5, 2, 16, seed=1)
+    write_kv(cache, k, v, SLOTS)
+    got = read_kv(cache, SLOTS, torch.float32)
+    for x, y in zip((k, v), got, strict=True):
+        if store == "fp4_e2m1":  # the widest gap is 4 … 6; blocks are rounded by 2^-4
+            top = x.view(5, 2, -1, 16).abs().amax(-1).repeat_interleave(16, -1)
+            assert ((x - y).abs() <= top / 6 * (1 + 2**-3)).all()
+        else:
+            assert ((x - y).abs() <= x.abs() * ERROR[store] + 2**-9).all()
+    rest = torch.tensor([s for s in range(PAGES * PAGE) if s not in SLOTS.tolist()])
+    assert not any(t.any() for t in read_kv(cache, rest, torch.float32))
+    # whole pages hold the same tokens, whatever the layout
+    pages = torch.tensor([[4, 1], [5, 2]], dtype=torch.int32)
+    slots = pages[..., None].long() * PAGE + torch.arange(PAGE)
+    paged = read_pages(cache, pages, torch.float32)
+    for x, y in zip(paged, read_kv(cache, slots, torch.float32), strict=True):
+        assert x.shape == (2, 2, PAGE, 2, x.shape[-1])
+        assert torch.equal(x, y)
+
+
+def test_the_layout_is_what_it_says():
+    k, v = tokens(1, 2, 32), tokens(1, 2, 16)
+    for layout in ("NHD", "HND"):
+        cache = pool(layout=layout).layer(0)
+        write_kv(cache, k, v, torch.tensor([2 * PAGE + 3]))
+        assert cache.page_size == PAGE
+        assert cache.num_pages == PAGES
+        stored = cache.k[2, 3] if layout == "NHD" else cache.k[2, :, 3]
+        assert torch.equal(stored, k[0])
+
+
+def test_a_pool_interleaved_with_another_is_written_in_place():
+    both = torch.zeros(PAGES, 2, PAGE, 2, 32)
+    cache = LayerCache(k=both[:, 0], v=both[:, 1])
+    k, v = tokens(5, 2, 32), tokens(5, 2, 32, seed=1)
+    write_kv(cache, k, v, SLOTS)
+    assert torch.equal(both[SLOTS // PAGE, 1, SLOTS % PAGE], v)
+    got = read_kv(cache, SLOTS, torch.float32)
+    assert torch.equal(got[0], k)
+    pages = read_pages(cache, torch.tensor([1, 4]), torch.float32)
+    assert torch.equal(pages[1], both[[1, 4], 1])
+
+
+@pytest.mark.parametrize(("store", "top"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
+def test_fp8_writes_saturate(store, top):
+    cache = pool(store, scales={0: (0.5, 1.0)}).layer(0)
+    k = torch.full((1, 2, 32), 1e6)
+    write_kv(cache, k, -k[..., :16], torch.tensor([5]))
+    got = read_kv(cache, torch.tensor([5]), torch.float32)
+    assert (got[0] == top * 0.5).all()
+    assert (got[1] == -top).all()
+
+
+@pytest.mark.parametrize("store", ["bf16", "fp8_e4m3", "fp4_e2m1"])
+def test_mla_stores_the_latent_once(store):
+    mla = layer(heads=1, d=576, dv=512)
+    cache = pool(store, layers=[mla], kind="mla").layer(0)
+    assert cache.v is None
+    latent = tokens(5, 1, 576)
+    write_kv(cache, latent, None, SLOTS)
+    k, v = read_kv(cache, SLOTS, torch.float32)
+    assert v is None
+    assert k.shape == (5, 1, 576)
+    assert (k - latent).abs().max() < 1.0
+    assert read_pages(cache, torch.tensor([1]), torch.bfloat16)[0].shape == (1, PAGE, 1, 576)
+
+
+def test_nothing_to_write():
+    cache = pool().layer(0)
+    write_kv(cache, None, None, SLOTS)
+    assert not cache.k.any()
+
+
+def test_writing_leaves_no_trace_in_autograd():
+    cache = pool().layer(0)
+    write_kv(cache, tokens(5, 2, 32).requires_grad_(), tokens(5, 2, 16), SLOTS)
+    assert not cache.k.requires_grad
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("store", ["fp32", "fp8_e5m2", "fp4_e2m1"])
+def test_copy_reads_everything_before_it_writes(store, layout):
+    cache = pool(store, layout, index_dim=8).layer(0)
+    everywhere = torch.arange(PAGES * PAGE)
+    write_kv(cache, tokens(24, 2, 32), tokens(24, 2, 16, seed=1), everywhere)
+    write_index(cache, tokens(24, 8), everywhere)
+    before = [*read_kv(cache, everywhere, torch.float32), cache.index.flatten(0, 1).clone()]
+    src, dst = torch.tensor([8, 9, 10, 11, 20]), torch.tensor([9, 10, 11, 8, 9 + 4])
+    copy_slots(cache, src, dst)
+    after = [*read_kv(cache, everywhere, torch.float32), cache.index.flatten(0, 1)]
+    for was, now in zip(before, after, strict=True):
+        want = was.clone()
+        want[dst] = was[src]
+        assert torch.equal(now, want)
+
+
+def test_index_keys():
+    cache = pool(kind="dsa", layers=[layer(heads=1, d=576, dv=512)], index_dim=16).layer(0)
+    keys = tokens(5, 16).bfloat16()
+    write_index(cache, keys, SLOTS)
+    assert torch.equal(cache.index[SLOTS // PAGE, SLOTS % PAGE], keys)
+    with pytest.raises(UnsupportedError, match="no index keys"):
+        write_index(pool().layer(0), keys, SLOTS)
+
+
+def test_views_own_their_pages():
+    layers = [layer(0), layer(1, view="window")]
+    p = pool(layers=layers, num_pages={"full": 9, "window": 3})
+    assert (p.layer(0).num_pages, p.layer(1).num_pages) == (9, 3)
+    with pytest.raises(UsageError, match="layer 1: 0 pages for its view 'window'"):
+        pool(layers=layers, num_pages={"full": 9})
+
+
+@pytest.mark.parametrize(
+    ("store", "kind", "index_dim", "bytes_per_token"),
+    [
+        ("fp32", "mha", 0, 2 * (32 + 16) * 4),
+        ("fp8_e5m2", "mha", 0, 2 * (32 + 16)),
+        ("fp4_e2m1", "mha", 0, 2 * (16 + 8 + 2 + 1)),
+        ("bf16", "mla", 0, 2 * 32 * 2),
+        ("fp4_e2m1", "dsa", 128, 2 * (16 + 2) + 256),
+    ],
+)
+def test_memory_is_known_beforehand(store, kind, index_dim, bytes_per_token):
+    layers = [layer(i) for i in range(3)]
+    asked = {"page_size": 16, "kv_cache_dtype": store, "kind": kind, "index_dim": index_dim}
+    page = KVPool.bytes_per_page(layers, **asked)
+    assert page == 3 * 16 * bytes_per_token
+    fits = KVPool.pages_that_fit(10 * page + page // 2, layers, **asked)
+    assert fits == 10
+    made = KVPool(layers, num_pages=fits, **asked)
+    assert made.nbytes == 10 * page
+
+
+def test_errors_say_what_is_possible():
+    with pytest.raises(UsageError, match=r"'fp8_e4m4': did you mean fp8_e4m3"):
+        pool("fp8_e4m4")
+    with pytest.raises(UsageError, match="page_size 0"):
+        pool(page_size=0)
+    with pytest.raises(UnsupportedError, match=r"head dims \[40, 16\] in fp4_e2m1.*multiples of 16"):
+        pool("fp4_e2m1", layers=[layer(d=40)])
+    with pytest.raises(UsageError, match=r"layer 7 has no KV cache \(layers: \[0\]\)"):
+        pool().layer(7)
+
+
+def test_states():
+    gdn = layer(3, heads=4, d=8, dv=16)
+    states = StatePool([gdn], num_slots=5, num_drafts=3, dtype="bf16")
+    assert states.layer(3).state.shape == (5, 4, 16, 8)
+    assert states.layer(3).state.dtype == torch.bfloat16
+    assert states.layer(3).intermediate.shape == (5, 3, 4, 16, 8)
+    assert StatePool([gdn], num_slots=1).layer(3).intermediate is None
+    with pytest.raises(UsageError, match=r"layer 0 has no state \(layers: \[3\]\)"):
+        states.layer(0)
+    with pytest.raises(UsageError, match=r"dtype 'fp16' \(supports fp32, bf16\)"):
+        StatePool([gdn], num_slots=1, dtype="fp16")
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_nothing_syncs(store):
+    """A meta tensor has no values: reading one raises."""
+    cache = pool(store, device="meta").layer(0)
+    slots = torch.zeros(5, dtype=torch.int64, device="meta")
+    write_kv(cache, tokens(5, 2, 32).to("meta"), tokens(5, 2, 16).to("meta"), slots)
+    assert read_kv(cache, slots, torch.bfloat16)[0].shape == (5, 2, 32)
+    copy_slots(cache, slots, slots)

@@ -1,0 +1,75 @@
+"""Merged partial attentions equal attention over all keys, with any split and any scale."""
+
+import pytest
+import torch
+
+from attn_core.merge import merge_pair, merge_states
+
+
+def attend(scores, values):
+    """scores float64 [T, H, K], values [K, H, D] → out, natural-log lse."""
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None]).exp().nan_to_num()
+    return torch.einsum("thk,khd->thd", p, values), lse
+
+
+def parts(shift=0.0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(3)
+    scores = torch.randn(5, 3, 20, generator=g, dtype=torch.float64) * 4
+    scores[..., 7:] += shift
+    values = torch.randn(20, 3, 8, generator=g, dtype=torch.float64)
+    pieces = [attend(scores[..., a:b], values[a:b]) for a, b in ((0, 7), (7, 8), (8, 20))]
+    out = torch.stack([o for o, _ in pieces]).to(dtype)
+    lse = torch.stack([s for _, s in pieces]).float()
+    return out, lse, attend(scores, values)
+
+
+@pytest.mark.parametrize("shift", [0.0, 200.0, -200.0])
+def test_merge_is_attention_over_all_keys(shift):
+    out, lse, (want, want_lse) = parts(shift)
+    got, got_lse = merge_states(out, lse)
+    # the error of an lse is that of its float32 rounding, and exp() hands it on
+    slack = 4 * torch.finfo(torch.float32).eps * (1 + lse.abs().max())
+    assert (got - want).abs().max() <= slack * want.abs().max()
+    assert (got_lse - want_lse).abs().max() <= slack
+    assert got_lse.dtype == torch.float32
+
+
+def test_a_pair_is_two_states_and_order_does_not_matter():
+    out, lse, _ = parts()
+    a = merge_pair(out[0], lse[0], out[1], lse[1])
+    b = merge_pair(out[1], lse[1], out[0], lse[0])
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    chained = merge_pair(*a, out[2], lse[2])
+    for x, y in zip(chained, merge_states(out, lse), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_side_may_hold_anything():
+    out, lse, _ = parts()
+    junk = torch.full_like(out[0], float("nan"))
+    empty = torch.full_like(lse[0], -torch.inf)
+    got, got_lse = merge_pair(out[0], lse[0], junk, empty)
+    assert torch.equal(got, out[0])
+    assert torch.equal(got_lse, lse[0])
+
+
+def test_all_empty_is_zero_and_minus_infinity():
+    lse = torch.full((3, 2, 4), -torch.inf)
+    out, total = merge_states(torch.full((3, 2, 4, 8), float("nan")), lse)
+    assert not out.any()
+    assert (total == -torch.inf).all()
+
+
+def test_a_part_that_is_broken_is_not_hidden():
+    out, lse, _ = parts()
+    out[0, 0] = float("nan")
+    lse[0] -= 300  # its weight rounds to zero, the NaN must still show
+    assert merge_states(out, lse)[0][0].isnan().all()
+
+
+def test_low_precision_is_accumulated_in_float32():
+    out = torch.cat((torch.full((1, 1, 1, 4), 256.0), torch.ones(255, 1, 1, 4))).bfloat16()
+    got, _ = merge_states(out, torch.zeros(256, 1, 1))
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, torch.full((1, 1, 4), (256 + 255) / 256).bfloat16())

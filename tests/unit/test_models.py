@@ -1,0 +1,564 @@
+"""Requirements read from the configs of named models, their errors, and the tensor-parallel rules."""
+
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from attn_core.capabilities import LayerNeeds, Speculation
+from attn_core.errors import ModelConfigError, UsageError
+from attn_core.models import (
+    context_length,
+    is_encoder_decoder,
+    read_config,
+    requirements_from_config,
+)
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "data" / "configs"
+
+
+def mha(q, kv, d, **features):
+    return LayerNeeds(head_dim=d, v_head_dim=d, num_q_heads=q, num_kv_heads=kv, **features)
+
+
+def mla(q, latent=512, rope=64, kind="mla"):
+    return LayerNeeds(
+        kind=kind, head_dim=latent + rope, v_head_dim=latent, num_q_heads=q, num_kv_heads=1
+    )
+
+
+def linear(kind, k_heads, v_heads, k, v):
+    return LayerNeeds(
+        kind=kind, head_dim=k, v_head_dim=v, num_q_heads=k_heads, num_kv_heads=v_heads
+    )
+
+
+def tower(heads, d):
+    return mha(heads, heads, d, encoder=True)
+
+
+def with_encoder(q, d):
+    return [tower(q, d), mha(q, q, d), mha(q, q, d, cross=True)]
+
+
+# model → layers, vision tower, dtype, context
+MODELS = {
+    "llama-3.1-8b": ([mha(32, 8, 128)], None, "bf16", 131072),
+    "mistral-7b-v0.1": ([mha(32, 8, 128, sliding_window=4096)], None, "bf16", 32768),
+    "mixtral-8x7b": ([mha(32, 8, 128)], None, "bf16", 32768),
+    "qwen2.5-7b": ([mha(28, 4, 128)], None, "bf16", 32768),
+    "qwen3-8b": ([mha(32, 8, 128)], None, "bf16", 40960),
+    "qwen3-30b-a3b": ([mha(32, 4, 128)], None, "bf16", 40960),
+    "gemma-2-9b": (
+        [mha(16, 8, 256, logit_cap=50.0, sliding_window=4096), mha(16, 8, 256, logit_cap=50.0)],
+        None,
+        "fp32",
+        8192,
+    ),
+    "gemma-3-1b": ([mha(4, 1, 256, sliding_window=512), mha(4, 1, 256)], None, "bf16", 32768),
+    "gemma-3-4b": (  # its text_config leaves out heads, head_dim and context
+        [mha(8, 4, 256, sliding_window=1024), mha(8, 4, 256)],
+        tower(16, 72),
+        "bf16",
+        131072,
+    ),
+    "gpt-oss-20b": (
+        [mha(64, 8, 64, sinks=True, sliding_window=128), mha(64, 8, 64, sinks=True)],
+        None,
+        "bf16",
+        131072,
+    ),
+    "deepseek-v2-lite": ([mla(16)], None, "bf16", 163840),
+    "deepseek-v3": ([mla(128)], None, "bf16", 163840),
+    "deepseek-v3.2": ([mla(128, kind="dsa")], None, "bf16", 163840),
+    "minicpm3-4b": ([mla(40, latent=256, rope=32)], None, "bf16", 32768),
+    "qwen3-next-80b-a3b": (
+        [linear("gdn", 16, 32, 128, 128), mha(16, 2, 256)],
+        None,
+        "bf16",
+        262144,
+    ),
+    "qwen3.5-27b": (
+        [linear("gdn", 16, 48, 128, 128), mha(24, 4, 256)],
+        tower(16, 72),
+        "bf16",
+        262144,
+    ),
+    "jet-nemotron-2b": (
+        [
+            linear("gdn", 12, 12, 96, 256),
+            mha(12, 2, 128),
+            mha(12, 2, 128, sliding_window=1152),
+        ],
+        None,
+        "bf16",
+        131072,
+    ),
+    "kimi-linear-48b-a3b": ([linear("kda", 32, 32, 128, 128), mla(32)], None, "bf16", 1048576),
+    "t5-base": (with_encoder(12, 64), None, "bf16", 512),
+    "whisper-large-v3": (with_encoder(20, 64), None, "fp16", 448),
+    "bart-large": (with_encoder(16, 64), None, "bf16", 1024),
+    "bert-base": ([tower(12, 64)], None, "bf16", 512),
+    "qwen2-vl-7b": ([mha(28, 4, 128)], tower(16, 80), "bf16", 32768),
+    "qwen2.5-vl-7b": ([mha(28, 4, 128)], tower(16, 80), "bf16", 128000),
+    "qwen3-vl-8b": ([mha(32, 8, 128)], tower(16, 72), "bf16", 262144),
+    "llama-4-scout": ([mha(40, 8, 128)], tower(16, 88), "bf16", 10485760),
+    "llava-1.5-7b": ([mha(32, 32, 128)], tower(16, 64), "fp16", 4096),
+    "llama-3.2-11b-vision": (
+        [mha(32, 8, 128), mha(32, 8, 128, cross=True)],
+        tower(16, 80),
+        "bf16",
+        131072,
+    ),
+    "phi-3.5-mini": ([mha(32, 32, 96)], None, "bf16", 131072),
+    "olmo-2-7b": ([mha(32, 32, 128)], None, "fp32", 4096),
+    "granite-3.1-8b": ([mha(32, 8, 128)], None, "bf16", 131072),
+    "command-r7b": ([mha(32, 8, 128, sliding_window=4096), mha(32, 8, 128)], None, "bf16", 8192),
+    "falcon-7b": ([mha(71, 1, 64)], None, "bf16", None),
+    "gpt2": ([mha(12, 12, 64)], None, "bf16", 1024),
+}
+
+
+def config_of(name):
+    return read_config(CONFIGS / f"{name}.json")
+
+
+def said(needs):
+    return "\n".join(needs.assumptions)
+
+
+def test_every_fixture_is_tested():
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_named_model_needs_exactly_these_layers(name):
+    layers, vision, dtype, context = MODELS[name]
+    needs = requirements_from_config(config_of(name))
+    assert needs.layers == tuple(layers)
+    assert (needs.vision, needs.dtype) == (vision, dtype)
+    assert context_length(config_of(name)) == context
+    assert is_encoder_decoder(config_of(name)) == any(x.cross for x in layers if not vision)
+    assert "not an architecture" not in said(needs)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"),
+    [
+        ("llama-3.1-8b", []),
+        ("deepseek-v3", ["auto_map"]),
+        ("phi-3.5-mini", ["sliding_window 262144 is not below the context of 131072", "auto_map"]),
+        ("llama-4-scout", ["chunk of 8192"]),
+        ("t5-base", ["no dtype: bf16", "relative position bias"]),
+        ("llava-1.5-7b", ["defaults of llama: num_attention_heads 32, hidden_size 4096"]),
+    ],
+)
+def test_what_was_assumed_is_said_and_nothing_else(name, sentences):
+    notes = requirements_from_config(config_of(name)).assumptions
+    assert len(notes) == len(sentences)
+    assert all(sentence in note for sentence, note in zip(sentences, notes, strict=True))
+
+
+def test_jet_vlm_nests_jet_nemotron_beside_a_siglip_tower():
+    config = {
+        "architectures": ["JetVLMForConditionalGeneration"],
+        "model_type": "jet_vlm",
+        "text_config": config_of("jet-nemotron-2b"),
+        "vision_config": config_of("gemma-3-4b")["vision_config"],
+    }
+    needs = requirements_from_config(config)
+    assert needs.layers == tuple(MODELS["jet-nemotron-2b"][0])
+    assert needs.vision == tower(16, 72)
+
+
+def test_workload_is_handed_through():
+    spec = Speculation(topk=4)
+    needs = requirements_from_config(
+        config_of("llama-3.1-8b"),
+        dtype="float16",
+        kv_cache_dtype="fp8_e4m3",
+        page_size=64,
+        speculation=spec,
+        lse=True,
+        deterministic=True,
+        graphs=True,
+    )
+    assert (needs.dtype, needs.kv_cache_dtype, needs.page_size) == ("fp16", "fp8_e4m3", 64)
+    assert needs.speculation is spec
+    assert needs.lse and needs.deterministic and needs.graphs
+
+
+# --- tensor parallelism
+
+
+def test_tp_splits_heads_and_replicates_what_cannot_be_split():
+    config = config_of("llama-3.1-8b")
+    split = requirements_from_config(config, tp=4)
+    assert split.layers == (mha(8, 2, 128),)
+    assert split.assumptions == ()
+    replicated = requirements_from_config(config, tp=16)
+    assert replicated.layers == (mha(2, 1, 128),)
+    assert "tp 16 is above the 8 KV heads" in said(replicated)
+
+
+def test_tp_leaves_the_latent_whole_and_splits_linear_heads():
+    assert requirements_from_config(config_of("deepseek-v3"), tp=16).layers == (mla(8),)
+    qwen = requirements_from_config(config_of("qwen3.5-27b"), tp=8)
+    assert qwen.layers == (linear("gdn", 2, 6, 128, 128), mha(3, 1, 256))
+    assert qwen.vision == tower(2, 72)
+    whisper = requirements_from_config(config_of("whisper-large-v3"), tp=4)
+    assert whisper.layers == tuple(with_encoder(5, 64))
+
+
+def test_a_vision_tower_that_does_not_divide_is_replicated():
+    needs = requirements_from_config(config_of("qwen2-vl-7b"), tp=28)
+    assert needs.vision == tower(16, 80)
+    assert "16 heads do not divide by tp 28: replicated" in said(needs)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "text"),
+    [
+        ("llama-3.1-8b", 5, r"32 query and 8 KV heads .* tp 5 \(possible: 1, 2, 4, 8, 16, 32\)"),
+        ("llama-4-scout", 5, r"40 query and 8 KV heads .* tp 5 \(possible: 1, 2, 4, 8, 40\)"),
+        ("deepseek-v2-lite", 3, r"16 query heads .* \(possible: 1, 2, 4, 8, 16\)"),
+        ("qwen3.5-27b", 3, r"16 linear key heads do not divide over tp 3"),
+    ],
+)
+def test_a_tp_that_does_not_divide_is_refused_with_those_that_do(name, tp, text):
+    with pytest.raises(ModelConfigError, match=text):
+        requirements_from_config(config_of(name), tp=tp)
+
+
+def test_tp_and_dtype_that_do_not_exist():
+    with pytest.raises(UsageError, match="tp 0"):
+        requirements_from_config(config_of("gpt2"), tp=0)
+    with pytest.raises(UsageError, match="dtype 'bfloat': did you mean .*bfloat16"):
+        requirements_from_config(config_of("gpt2"), dtype="bfloat")
+
+
+# --- windows
+
+
+def test_qwen2_window_holds_from_max_window_layers_on():
+    config = {**config_of("qwen2.5-7b"), "use_sliding_window": True, "sliding_window": 4096}
+    assert requirements_from_config(config).layers == (mha(28, 4, 128),)  # 28 of 28 are full
+    config["max_window_layers"] = 21
+    assert requirements_from_config(config).layers == (
+        mha(28, 4, 128),
+        mha(28, 4, 128, sliding_window=4096),
+    )
+    config["max_window_layers"] = 0
+    assert requirements_from_config(config).layers == (mha(28, 4, 128, sliding_window=4096),)
+
+
+def test_a_llama_ignores_a_stray_window_and_a_null_is_not_a_default():
+    config = {**config_of("llama-3.1-8b"), "sliding_window": 4096}
+    assert requirements_from_config(config).layers == (mha(32, 8, 128),)
+    config = {**config_of("mistral-7b-v0.1"), "sliding_window": None}
+    assert requirements_from_config(config).layers == (mha(32, 8, 128),)
+
+
+def test_gemma3_pattern_comes_from_its_key_then_its_list():
+    config = config_of("gemma-3-1b")
+    full, windowed = mha(4, 1, 256), mha(4, 1, 256, sliding_window=512)
+    assert requirements_from_config({**config, "num_hidden_layers": 5}).layers == (windowed,)
+    assert requirements_from_config({**config, "sliding_window_pattern": 1}).layers == (full,)
+    types = ["full_attention", "sliding_attention"]
+    assert requirements_from_config({**config, "layer_types": types}).layers == (full, windowed)
+
+
+def test_gemma3_embedding_models_are_encoders():
+    config = {**config_of("gemma-3-1b"), "use_bidirectional_attention": True}
+    needs = requirements_from_config(config)
+    assert needs.layers == (mha(4, 1, 256, encoder=True),)
+    assert "bidirectional" in said(needs)
+
+
+# --- other shapes and what is not followed
+
+
+def test_shapes_that_some_layers_do_not_share():
+    gemma4 = {
+        **config_of("gemma-3-1b"),
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+    }
+    assert requirements_from_config(gemma4).layers == (
+        mha(4, 1, 256, sliding_window=512),
+        mha(4, 2, 512),
+    )
+    unequal = {**config_of("llama-3.1-8b"), "head_dim": 192, "v_head_dim": 128}
+    (layer,) = requirements_from_config(unequal).layers
+    assert (layer.head_dim, layer.v_head_dim) == (192, 128)
+
+
+def test_falcon_new_decoder_has_its_own_kv_heads():
+    config = {**config_of("falcon-7b"), "num_attention_heads": 128, "hidden_size": 8192}
+    config |= {"new_decoder_architecture": True, "num_kv_heads": 8}
+    assert requirements_from_config(config).layers == (mha(128, 8, 64),)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("alibi", True, "ALiBi"),
+        ("dual_chunk_attention_config", {"chunk_size": 262144}, "dual_chunk_flash_attn by name"),
+        ("quantization_config", {"kv_cache_scheme": {"num_bits": 8}}, "not applied"),
+        ("audio_config", {"d_model": 1280}, "audio tower"),
+    ],
+)
+def test_keys_that_are_not_followed_are_named(key, value, text):
+    needs = requirements_from_config({**config_of("qwen2.5-7b"), key: value})
+    assert text in said(needs)
+    assert replace(needs, assumptions=()) == replace(
+        requirements_from_config(config_of("qwen2.5-7b")), assumptions=()
+    )
+
+
+def test_a_tower_without_heads_is_left_out_and_said():
+    config = {**config_of("gemma-3-4b"), "vision_config": {"model_type": "gemma3n_vision"}}
+    needs = requirements_from_config(config)
+    assert needs.vision is None
+    assert "gemma3n_vision" in said(needs)
+
+
+# --- unknown and broken
+
+
+def test_unknown_architecture_is_read_from_standard_keys_and_said():
+    config = {**config_of("llama-3.1-8b"), "model_type": "foo", "architectures": ["FooForCausalLM"]}
+    needs = requirements_from_config(config)
+    assert needs.layers == (mha(32, 8, 128),)
+    assert "FooForCausalLM is not an architecture that attn-core knows" in said(needs)
+    assert "(mha)" in said(needs)
+
+
+def test_layers_that_carry_no_known_attention():
+    config = {**config_of("llama-3.1-8b"), "model_type": "bar"}
+    hybrid = requirements_from_config({**config, "layer_types": ["mamba", "attention"]})
+    assert hybrid.layers == (mha(32, 8, 128),)
+    assert "left to the model" in said(hybrid)
+    lightning = requirements_from_config(
+        {**config, "layer_types": ["linear_attention", "full_attention"]}
+    )
+    assert lightning.layers == (mha(32, 8, 128),)
+    assert "unknown recurrence" in said(lightning)
+    with pytest.raises(ModelConfigError, match="no layer that attn-core knows"):
+        requirements_from_config({**config, "layer_types": ["mamba"]})
+    with pytest.raises(ModelConfigError, match=r"layers of type hash_attention \(known: full_att"):
+        requirements_from_config({**config, "layer_types": ["hash_attention"]})
+    with pytest.raises(ModelConfigError, match="layer_types that are no list"):
+        requirements_from_config({**config, "layer_types": "full"})
+
+
+def test_missing_keys_are_all_listed_with_their_spellings():
+    with pytest.raises(ModelConfigError) as error:
+        requirements_from_config({"architectures": ["FooModel"]})
+    for part in (
+        "FooModel",
+        "num_attention_heads or n_head",
+        "hidden_size or n_embd",
+        "--head-dim",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ModelConfigError, match="qk_rope_head_dim"):
+        requirements_from_config({"num_attention_heads": 8, "kv_lora_rank": 512})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_attention_heads": "32"}, "num_attention_heads = '32' .expected a positive integer"),
+        ({"num_attention_heads": [8, 16]}, r"num_attention_heads = \[8, 16\]"),
+        ({"num_key_value_heads": True}, "num_key_value_heads = True"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+        ({"hidden_size": 4100}, "4100 is no multiple of 32 heads"),
+        ({"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1 .expected a positive number"),
+    ],
+)
+def test_malformed_values_are_named(change, text):
+    with pytest.raises(ModelConfigError, match=text):
+        requirements_from_config({**config_of("llama-3.1-8b"), **change})
+
+
+# --- reading
+
+
+def test_read_config_takes_a_directory_or_a_file_and_runs_nothing(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek-v3")))
+    (tmp_path / "configuration_deepseek.py").write_text("raise SystemExit('was run')")
+    assert read_config(tmp_path) == read_config(tmp_path / "config.json")
+    assert "never run" in said(requirements_from_config(read_config(str(tmp_path))))
+
+
+def test_errors_of_reading_say_what_is_there_and_what_to_do(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"no such file .*local files only"):
+        read_config("meta-llama/Llama-3.1-8B")
+    with pytest.raises(ModelConfigError, match=r"no config\.json in .* \(it holds nothing\)"):
+        read_config(tmp_path)
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ModelConfigError, match="params.json is another format"):
+        read_config(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ModelConfigError, match=r"give one of its GGUF files: model\.gguf"):
+        read_config(tmp_path)
+    for content, text in [
+        (b'{"a": ', "not valid JSON"),
+        (b"[1]", "JSON list"),
+        (b"\xff\xfe\x00", "is no text"),
+    ]:
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ModelConfigError, match=text):
+            read_config(tmp_path)
+
+
+def gguf(entries, version=3):
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def item(value):
+        if isinstance(value, str):
+            return struct.pack("<I", 8) + text(value)
+        if isinstance(value, list):
+            return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        if isinstance(value, float):
+            return struct.pack("<If", 6, value)
+        return struct.pack("<II", 4, value)
+
+    head = b"GGUF" + struct.pack("<IQQ", version, 0, len(entries))
+    return head + b"".join(text(key) + item(value) for key, value in entries.items())
+
+
+GEMMA2_GGUF = {
+    "general.architecture": "gemma2",
+    "general.tags": ["a", "b"],
+    "gemma2.attention.head_count": 16,
+    "gemma2.attention.head_count_kv": 8,
+    "gemma2.attention.key_length": 256,
+    "gemma2.attention.sliding_window": 4096,
+    "gemma2.attn_logit_softcapping": 50.0,
+    "gemma2.context_length": 8192,
+    "gemma2.embedding_length": 3584,
+    "gemma2.block_count": 42,
+}
+
+
+def test_a_gguf_header_gives_the_same_layers_as_config_json(tmp_path):
+    path = tmp_path / "g.gguf"
+    path.write_bytes(gguf(GEMMA2_GGUF))
+    assert requirements_from_config(read_config(path)).layers == tuple(MODELS["gemma-2-9b"][0])
+    assert context_length(read_config(path)) == 8192
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"nothing", "does not begin with GGUF"),
+        (gguf(GEMMA2_GGUF)[:-3], "broken GGUF file"),
+        (gguf(GEMMA2_GGUF, version=1), "GGUF version 1"),
+        (gguf({"general.architecture": "rwkv7"}), "architecture rwkv7 .*attn generate"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_read(tmp_path, content, text):
+    path = tmp_path / "g.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelConfigError, match=text):
+        read_config(path)
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys\nfrom attn_core.models import read_config, requirements_from_config\n"
+        f"requirements_from_config(read_config({str(CONFIGS / 'gemma-3-4b.json')!r}))\n"
+        "bad = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- the config classes of transformers
+
+_TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+_GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+_MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOWED = mha(4, 2, 32, sliding_window=8)
+TINY = {
+    "LlamaConfig": ({}, [mha(4, 2, 32)]),
+    "MistralConfig": ({"sliding_window": 8}, [_WINDOWED]),
+    "Qwen3Config": ({}, [mha(4, 2, 32)]),
+    "Gemma2Config": (
+        {"sliding_window": 8, "attn_logit_softcapping": 5.0},
+        [replace(_WINDOWED, logit_cap=5.0), mha(4, 2, 32, logit_cap=5.0)],
+    ),
+    "Gemma3TextConfig": (_MIXED, [_WINDOWED, mha(4, 2, 32)]),
+    "GptOssConfig": (_MIXED, [replace(_WINDOWED, sinks=True), mha(4, 2, 32, sinks=True)]),
+    "DeepseekV3Config": (_MLA, [mla(4, latent=32, rope=16)]),
+    "DeepseekV32Config": (_MLA, [mla(4, latent=32, rope=16, kind="dsa")]),
+    "Qwen3NextConfig": (_GDN, [linear("gdn", 2, 4, 16, 24), mha(4, 2, 32)]),
+    "Qwen3_5TextConfig": (_GDN, [linear("gdn", 2, 4, 16, 24), mha(4, 2, 32)]),
+    "KimiLinearConfig": (
+        {
+            **_MLA,
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        [linear("kda", 2, 2, 16, 16), mla(4, latent=32, rope=16)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_keys_that_transformers_writes_are_understood(name):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    keys, layers = TINY[name]
+    config = getattr(transformers, name)(**{**_TINY, **keys}).to_dict()
+    needs = requirements_from_config(config)
+    assert needs.layers == tuple(layers)
+    assert needs.vision is None
+    assert context_length(config) == 512
+    assert "not an architecture" not in said(needs)
+
+
+def test_the_vision_language_keys_that_transformers_writes_are_understood():
+    transformers = pytest.importorskip("transformers")
+    text = {key: value for key, value in _TINY.items() if key != "head_dim"}
+    config = transformers.Qwen2VLConfig(
+        text_config=text, vision_config={"embed_dim": 64, "hidden_size": 96, "num_heads": 4}
+    ).to_dict()
+    needs = requirements_from_config(config)
+    assert (needs.layers, needs.vision) == ((mha(4, 2, 16),), tower(4, 16))
+
+
+@pytest.mark.parametrize(
+    "name",
+    "llama mistral gemma2 gemma3_text gpt_oss qwen3_next qwen3_5_text llama4_text gpt_bigcode".split(),
+)
+def test_the_defaults_of_a_family_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    from attn_core.models.families import FAMILIES
+
+    config = transformers.AutoConfig.for_model(name).to_dict()
+    for key, value in FAMILIES[name].defaults.items():
+        assert config[key] == value, key

@@ -1,0 +1,307 @@
+"""Properties of the selection: total, pure, order-free, honest about every reason."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import strategies as gen
+from attn_core.capabilities import (
+    BackendSpec,
+    Capabilities,
+    Device,
+    LayerNeeds,
+    Phase,
+    Requirements,
+)
+from attn_core.decision import Overrides
+from attn_core.errors import AttnError, NoBackendError, UnknownBackendError, UsageError
+from attn_core.plugins import load_plugins
+from attn_core.selection import select
+from attn_core.why_not import Situation, describe, why_not
+from hypothesis import given
+from hypothesis import strategies as st
+
+simulated = st.booleans()
+
+
+def outcome(registry, needs, device, libraries, overrides=None, simulated=False):
+    """The decision as data, or None where there is none."""
+    try:
+        return select(needs, device, registry, libraries, overrides, simulated=simulated).to_json()
+    except NoBackendError as error:
+        assert error.selection.to_json()["prefill"] in (None, error.selection.prefill)
+        return None
+
+
+@given(gen.plugins(), gen.plugins(), gen.requirements, gen.devices, gen.libraries, simulated)
+def test_another_plugin_never_turns_success_into_failure(a, b, needs, device, libs, sim):
+    more = [gen.point(f"more-{i}", _renamed(p, f"c{i}")) for i, p in enumerate(b)]
+    before = outcome(load_plugins(a), needs, device, libs, simulated=sim)
+    after = outcome(load_plugins([*a, *more]), needs, device, libs, simulated=sim)
+    assert before is None or after is not None
+
+
+def _renamed(point, name):
+    (spec,) = point.plugin.attn_register_backends()
+    return [
+        BackendSpec(
+            name=name,
+            capabilities=spec.capabilities,
+            create=spec.create,
+            implemented=spec.implemented,
+        )
+    ]
+
+
+@given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, st.randoms())
+def test_the_order_of_entry_points_is_irrelevant(points, needs, device, libs, rng: random.Random):
+    shuffled = list(points)
+    rng.shuffle(shuffled)
+    assert outcome(load_plugins(points), needs, device, libs) == outcome(
+        load_plugins(shuffled), needs, device, libs
+    )
+
+
+@given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated, st.data())
+def test_an_explicit_name_is_honoured_or_refused(points, needs, device, libs, sim, data):
+    registry = load_plugins(points)
+    names = [s.name for s in registry.family("softmax")]
+    if not names:
+        return
+    pick = st.none() | st.sampled_from(names)
+    o = Overrides(
+        attention_backend=data.draw(pick),
+        prefill_attention_backend=data.draw(pick),
+        decode_attention_backend=data.draw(pick),
+    )
+    chosen = outcome(registry, needs, device, libs, o, sim)
+    if chosen is not None:
+        for phase, own in (
+            ("prefill", o.prefill_attention_backend),
+            ("decode", o.decode_attention_backend),
+        ):
+            name = own or o.attention_backend
+            assert name in (None, chosen[phase])
+
+
+@given(gen.plugins(), gen.requirements, gen.devices, gen.libraries, simulated)
+def test_every_backend_has_a_verdict_and_every_rejected_one_a_reason(
+    points, needs, device, libs, sim
+):
+    registry = load_plugins(points)
+    try:
+        selection = select(needs, device, registry, libs, simulated=sim)
+    except NoBackendError as error:
+        selection = error.selection
+    softmax = {s.name for s in registry.family("softmax")}
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        mine = [v for v in selection.verdicts if v.phase is phase and v.spec.family == "softmax"]
+        assert {v.spec.name for v in mine} == softmax
+        assert len(mine) == len(softmax)
+    for v in selection.verdicts:
+        assert v.fits or all(str(r) for r in v.reasons)
+    for role, name in (("prefill", selection.prefill), ("decode", selection.decode)):
+        if name is not None:
+            (v,) = [x for x in selection.verdicts if (x.phase.value, x.spec.name) == (role, name)]
+            assert v.fits
+
+
+@given(gen.plugins(), gen.requirements, gen.devices, gen.libraries, simulated)
+def test_the_chosen_rows_really_share_a_cache(points, needs, device, libs, sim):
+    try:
+        chosen = select(needs, device, load_plugins(points), libs, simulated=sim)
+    except NoBackendError:
+        return
+    rows = [chosen.rows["prefill"], chosen.rows["decode"]]
+    for row in rows:
+        assert chosen.layout in row.layouts
+        assert not row.page_sizes or any(chosen.page_size % p == 0 for p in row.page_sizes)
+        assert row.max_page_size is None or chosen.page_size <= row.max_page_size
+        assert chosen.kv_cache_dtype in row.kv_dtypes
+    assert needs.page_size in (None, chosen.page_size)
+
+
+@given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated, st.data())
+def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data):
+    registry = load_plugins(points)
+    names = [s.name for s in registry.backends.values()]
+    name = data.draw(st.sampled_from(names))
+    family = next(s.family for s in registry.backends.values() if s.name == name)
+    if family == "linear" and not needs.linear_layers:
+        return
+    answer = why_not(name, needs, device, registry, libs, simulated=sim)
+    assert name in describe(answer)
+    if answer.changes is None:
+        assert not answer.fits
+        return
+    after = Situation(needs, device, libs, Overrides(), sim).apply(answer.changes)
+    if family == "linear":
+        forced = Overrides(linear_attn_backend=name)
+    else:
+        forced = Overrides(attention_backend=name)
+    if any(c.target == "overrides" for c in answer.changes) or answer.chosen:
+        forced = after.overrides
+    final = Situation(after.requirements, after.device, after.libraries, forced, after.simulated)
+    selection = final.select(registry)
+    serving = [selection.prefill, selection.decode]
+    if family == "linear":
+        serving = [selection.linear.prefill, selection.linear.decode]
+    assert name in serving
+
+
+@given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated)
+def test_every_single_change_was_needed(points, needs, device, libs, sim):
+    """Leaving out any one of the suggested changes makes the backend unfit again."""
+    registry = load_plugins(points)
+    for spec in registry.family("softmax"):
+        answer = why_not(spec.name, needs, device, registry, libs, simulated=sim)
+        if answer.changes is None or answer.chosen:
+            continue
+        for left_out in answer.changes:
+            rest = tuple(c for c in answer.changes if c is not left_out)
+            cheaper = Situation(needs, device, libs, Overrides(), sim).apply(rest)
+            if cheaper.overrides == Overrides():
+                cheaper = Situation(
+                    cheaper.requirements,
+                    cheaper.device,
+                    cheaper.libraries,
+                    Overrides(attention_backend=spec.name),
+                    cheaper.simulated,
+                )
+            with pytest.raises(AttnError):
+                cheaper.select(registry)
+
+
+# Examples, each a rule of its own.
+
+
+def row(**kw):
+    base = {
+        "kind": "mha",
+        "device": "any",
+        "dtypes": {"bf16"},
+        "kv_dtypes": {"bf16", "fp8_e4m3"},
+        "priority": 10,
+    }
+    return Capabilities(**{**base, **kw})
+
+
+def registry_of(**backends):
+    specs = [
+        BackendSpec(name=n, capabilities=r if isinstance(r, list) else [r], create="no:No")
+        for n, r in backends.items()
+    ]
+    return load_plugins([gen.point("dist", specs)])
+
+
+HERE = Device("acme", "x1", "2.0")
+
+
+def test_reasons_hold_the_value_asked_and_those_supported():
+    registry = registry_of(a=row(page_sizes={32, 64}), b=row(head_dims={64, 128, 256}))
+    with pytest.raises(NoBackendError) as caught:
+        select(Requirements(page_size=16, layers=(LayerNeeds(head_dim=96),)), HERE, registry, {})
+    reasons = {v.spec.name: [str(r) for r in v.reasons] for v in caught.value.selection.verdicts}
+    assert reasons["a"] == ["page_size 16 (supports 32, 64)"]
+    assert reasons["b"] == ["head_dim 96 (supports 64, 128, 256)"]
+
+
+def test_an_unknown_name_is_answered_with_the_near_ones():
+    registry = registry_of(flashinfer=row(), triton=row())
+    with pytest.raises(UnknownBackendError, match="did you mean flashinfer"):
+        select(Requirements(), HERE, registry, {}, Overrides(attention_backend="flashinfr"))
+
+
+def test_prefer_is_an_order_allow_and_deny_are_lists():
+    registry = registry_of(a=row(priority=30), b=row(priority=20), c=row())
+    assert select(Requirements(), HERE, registry, {}).prefill == "a"
+    for overrides, expected in (
+        (Overrides(prefer=("c", "b")), "c"),
+        (Overrides(deny=("a",)), "b"),
+        (Overrides(allow=("c", "b")), "b"),
+        (Overrides(allow=("b", "a"), prefer=("b",)), "b"),
+    ):
+        assert select(Requirements(), HERE, registry, {}, overrides).decode == expected
+    with pytest.raises(NoBackendError, match="nearest are"):
+        select(Requirements(), HERE, registry, {}, Overrides(allow=()))
+
+
+def test_a_measured_profile_ranks_before_priorities():
+    registry = registry_of(a=row(priority=30), b=row(priority=10))
+    profile = {("b", "decode"): 1.0, ("b", "prefill"): 2.0, ("a", "decode"): 3.0}
+    chosen = select(Requirements(), HERE, registry, {}, profile=profile)
+    assert (chosen.prefill, chosen.decode) == ("b", "b")
+    assert "measured" in chosen.why["decode"]
+
+
+def test_one_solve_over_both_phases_agrees_on_page_layout_and_cache():
+    """The best prefill alone and the best decode alone cannot share a cache: the pair is solved."""
+    registry = registry_of(
+        pre=row(priority=30, phases={Phase.PREFILL}, layouts={"HND"}),
+        dec=row(priority=30, phases={Phase.DECODE}, layouts={"NHD"}),
+        both=row(priority=10),
+    )
+    chosen = select(Requirements(), HERE, registry, {})
+    assert (chosen.prefill, chosen.decode) == ("both", "dec")
+    assert any("no common KV layout" in c for c in chosen.conflicts)
+
+
+def test_page_size_is_the_smallest_that_both_take():
+    registry = registry_of(
+        a=row(page_sizes={48, 32}, phases={Phase.PREFILL}),
+        b=row(page_sizes={64}, phases={Phase.DECODE}),
+    )
+    assert select(Requirements(), HERE, registry, {}).page_size == 64
+    assert select(Requirements(page_size=192), HERE, registry, {}).page_size == 192
+    with pytest.raises(NoBackendError, match="page_size 96 "):
+        select(Requirements(page_size=96), HERE, registry, {})
+
+
+def test_a_preferred_page_size_says_what_it_costs_in_reuse():
+    registry = registry_of(
+        a=row(page_sizes={16, 64}, preferred_page_size=64, preferred_page_reason="1.17 x faster")
+    )
+    chosen = select(Requirements(), HERE, registry, {})
+    assert chosen.page_size == 64
+    assert "1.17 x faster" in chosen.why["page_size"]
+    assert "whole pages of 64 tokens" in chosen.why["page_size"]
+
+
+def test_an_impossible_pair_is_explained_as_a_pair():
+    registry = registry_of(a=row(bans={"b": "they read FP4 differently"}), b=row())
+    o = Overrides(prefill_attention_backend="a", decode_attention_backend="b")
+    with pytest.raises(NoBackendError, match=r"a \(prefill\) with b \(decode\): they read FP4"):
+        select(Requirements(), HERE, registry, {}, o)
+
+
+def test_flags_with_nothing_to_decide_are_refused():
+    registry = registry_of(a=row())
+    with pytest.raises(UsageError, match="no linear attention layers"):
+        select(Requirements(), HERE, registry, {}, Overrides(linear_attn_backend="a"))
+    with pytest.raises(UsageError, match="no vision tower"):
+        select(Requirements(), HERE, registry, {}, Overrides(mm_attention_backend="a"))
+
+
+def test_linear_layers_without_a_backend_stay_the_models_own():
+    needs = Requirements(layers=(LayerNeeds(), LayerNeeds(kind="gdn")))
+    chosen = select(needs, HERE, registry_of(a=row()), {})
+    assert chosen.linear is None
+    assert any("keeps its own linear attention layers" in a for a in chosen.assumptions)
+
+
+def test_speculation_asks_the_backend_that_verifies():
+    from attn_core.capabilities import Speculation
+
+    registry = registry_of(
+        a=row(priority=30, max_topk=0), b=row(priority=20, max_topk=1), c=row(max_topk=8)
+    )
+    for mode, topk, expected in (
+        ("prefill", 1, ("b", "a", "b")),
+        ("decode", 1, ("a", "b", "b")),
+        ("decode", 4, ("a", "c", "c")),
+    ):
+        needs = Requirements(speculation=Speculation(topk=topk, mode=mode))
+        chosen = select(needs, HERE, registry, {})
+        assert (chosen.prefill, chosen.decode, chosen.verify) == expected
+        assert chosen.draft == chosen.verify
