@@ -1,12 +1,11 @@
 """The allocator neither leaks nor frees twice, whatever is asked of it and in whatever order."""
 
 import pytest
+from attn_core.allocator import PageAllocator
+from attn_core.errors import OutOfPagesError, UsageError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from attn_core.allocator import PageAllocator
-from attn_core.errors import OutOfPagesError, UsageError
 
 PAGE, PAGES = 4, 12
 keys = st.integers(0, 5)

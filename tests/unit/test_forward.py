@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from attn_core.errors import BatchError
 from attn_core.forward import CacheView, ForwardBatch, ForwardMode, SpecInfo
 

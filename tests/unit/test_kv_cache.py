@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.forward import AttentionLayer
 from attn_core.kv_cache import (
@@ -188,7 +187,9 @@ def test_errors_say_what_is_possible():
         pool("fp8_e4m4")
     with pytest.raises(UsageError, match="page_size 0"):
         pool(page_size=0)
-    with pytest.raises(UnsupportedError, match=r"head dims \[40, 16\] in fp4_e2m1.*multiples of 16"):
+    with pytest.raises(
+        UnsupportedError, match=r"head dims \[40, 16\] in fp4_e2m1.*multiples of 16"
+    ):
         pool("fp4_e2m1", layers=[layer(d=40)])
     with pytest.raises(UsageError, match=r"layer 7 has no KV cache \(layers: \[0\]\)"):
         pool().layer(7)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from attn_core.merge import merge_pair, merge_states
 
 

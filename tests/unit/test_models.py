@@ -1,5 +1,6 @@
-"""Requirements read from the configs of named models, their errors, and the tensor-parallel rules."""
+"""Requirements read from the configs of named models, errors, tensor-parallel rules."""
 
+import contextlib
 import json
 import pathlib
 import struct
@@ -8,7 +9,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-
 from attn_core.capabilities import LayerNeeds, Speculation
 from attn_core.errors import ModelConfigError, UsageError
 from attn_core.models import (
@@ -50,7 +50,7 @@ MODELS = {
     "llama-3.1-8b": ([mha(32, 8, 128)], None, "bf16", 131072),
     "mistral-7b-v0.1": ([mha(32, 8, 128, sliding_window=4096)], None, "bf16", 32768),
     "mixtral-8x7b": ([mha(32, 8, 128)], None, "bf16", 32768),
-    "qwen2.5-7b": ([mha(28, 4, 128)], None, "bf16", 32768),
+    "qwen2.5-7b-instruct": ([mha(28, 4, 128)], None, "bf16", 32768),
     "qwen3-8b": ([mha(32, 8, 128)], None, "bf16", 40960),
     "qwen3-30b-a3b": ([mha(32, 4, 128)], None, "bf16", 40960),
     "gemma-2-9b": (
@@ -117,7 +117,7 @@ MODELS = {
     "phi-3.5-mini": ([mha(32, 32, 96)], None, "bf16", 131072),
     "olmo-2-7b": ([mha(32, 32, 128)], None, "fp32", 4096),
     "granite-3.1-8b": ([mha(32, 8, 128)], None, "bf16", 131072),
-    "command-r7b": ([mha(32, 8, 128, sliding_window=4096), mha(32, 8, 128)], None, "bf16", 8192),
+    "command-r7b": ([mha(32, 8, 128, sliding_window=4096), mha(32, 8, 128)], None, "bf16", None),
     "falcon-7b": ([mha(71, 1, 64)], None, "bf16", None),
     "gpt2": ([mha(12, 12, 64)], None, "bf16", 1024),
 }
@@ -189,7 +189,7 @@ def test_workload_is_handed_through():
     )
     assert (needs.dtype, needs.kv_cache_dtype, needs.page_size) == ("fp16", "fp8_e4m3", 64)
     assert needs.speculation is spec
-    assert needs.lse and needs.deterministic and needs.graphs
+    assert (needs.lse, needs.deterministic, needs.graphs) == (True, True, True)
 
 
 # --- tensor parallelism
@@ -237,7 +237,7 @@ def test_a_tp_that_does_not_divide_is_refused_with_those_that_do(name, tp, text)
 def test_tp_and_dtype_that_do_not_exist():
     with pytest.raises(UsageError, match="tp 0"):
         requirements_from_config(config_of("gpt2"), tp=0)
-    with pytest.raises(UsageError, match="dtype 'bfloat': did you mean .*bfloat16"):
+    with pytest.raises(UsageError, match=r"dtype 'bfloat': did you mean .*bfloat16"):
         requirements_from_config(config_of("gpt2"), dtype="bfloat")
 
 
@@ -245,7 +245,11 @@ def test_tp_and_dtype_that_do_not_exist():
 
 
 def test_qwen2_window_holds_from_max_window_layers_on():
-    config = {**config_of("qwen2.5-7b"), "use_sliding_window": True, "sliding_window": 4096}
+    config = {
+        **config_of("qwen2.5-7b-instruct"),
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+    }
     assert requirements_from_config(config).layers == (mha(28, 4, 128),)  # 28 of 28 are full
     config["max_window_layers"] = 21
     assert requirements_from_config(config).layers == (
@@ -313,10 +317,10 @@ def test_falcon_new_decoder_has_its_own_kv_heads():
     ],
 )
 def test_keys_that_are_not_followed_are_named(key, value, text):
-    needs = requirements_from_config({**config_of("qwen2.5-7b"), key: value})
+    needs = requirements_from_config({**config_of("qwen2.5-7b-instruct"), key: value})
     assert text in said(needs)
     assert replace(needs, assumptions=()) == replace(
-        requirements_from_config(config_of("qwen2.5-7b")), assumptions=()
+        requirements_from_config(config_of("qwen2.5-7b-instruct")), assumptions=()
     )
 
 
@@ -386,6 +390,22 @@ def test_malformed_values_are_named(change, text):
         requirements_from_config({**config_of("llama-3.1-8b"), **change})
 
 
+JUNK = (None, "x", "", -1, 0, 1.5, True, [], ["x"], [None], {}, {"a": 1}, 10**400, float("nan"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_value_of_any_key_gives_requirements_or_a_clear_error(name):
+    config = config_of(name)
+    parts = [(), *((key,) for key, value in config.items() if isinstance(value, dict))]
+    for path in parts:
+        for key in config if not path else config[path[0]]:
+            for junk in JUNK:
+                broken = json.loads(json.dumps(config))
+                (broken[path[0]] if path else broken)[key] = junk
+                with contextlib.suppress(ModelConfigError):
+                    assert requirements_from_config(broken).layers
+
+
 # --- reading
 
 
@@ -402,7 +422,7 @@ def test_errors_of_reading_say_what_is_there_and_what_to_do(tmp_path):
     with pytest.raises(ModelConfigError, match=r"no config\.json in .* \(it holds nothing\)"):
         read_config(tmp_path)
     (tmp_path / "params.json").write_text("{}")
-    with pytest.raises(ModelConfigError, match="params.json is another format"):
+    with pytest.raises(ModelConfigError, match=r"params\.json is another format"):
         read_config(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ModelConfigError, match=r"give one of its GGUF files: model\.gguf"):
@@ -551,10 +571,20 @@ def test_the_vision_language_keys_that_transformers_writes_are_understood():
     assert (needs.layers, needs.vision) == ((mha(4, 2, 16),), tower(4, 16))
 
 
-@pytest.mark.parametrize(
-    "name",
-    "llama mistral gemma2 gemma3_text gpt_oss qwen3_next qwen3_5_text llama4_text gpt_bigcode".split(),
-)
+DEFAULTED = [
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "llama4_text",
+    "gpt_bigcode",
+]
+
+
+@pytest.mark.parametrize("name", DEFAULTED)
 def test_the_defaults_of_a_family_are_those_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     from attn_core.models.families import FAMILIES

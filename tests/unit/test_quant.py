@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-
 from attn_core.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -75,7 +74,9 @@ def test_fp4_limits():
     assert got[2].isnan().all()
 
 
-@pytest.mark.parametrize(("scale", "dtype"), list(itertools.product([1.0, 3.0], ["float16", "bfloat16"])))
+@pytest.mark.parametrize(
+    ("scale", "dtype"), list(itertools.product([1.0, 3.0], ["float16", "bfloat16"]))
+)
 def test_decoding_rounds_once(scale, dtype):
     dtype = getattr(torch, dtype)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))

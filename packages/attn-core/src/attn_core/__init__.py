@@ -16,7 +16,7 @@ _HOME = {
     "decision": "Overrides Selection Verdict",
     "selection": "select",
     "why_not": "WhyNot",
-    "models": "requirements_from_config",
+    "models": "context_length read_config requirements_from_config",
     "device": "parse_device probe_device",
     "forward": "AttentionLayer CacheView ForwardBatch ForwardMode SpecInfo",
     "backend": "AttentionBackend BackendConfig LinearAttentionBackend create_backend",

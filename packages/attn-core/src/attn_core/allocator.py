@@ -34,6 +34,16 @@ class PageAllocator:
         """Distinct pages that some key holds."""
         return len(self._owners)
 
+    def extend(self, num_pages: int) -> None:
+        """Take in a pool that has grown to `num_pages`; pages that are held keep their numbers.
+
+        Raises UsageError for a smaller pool.
+        """
+        if num_pages <= self.total:
+            raise UsageError(f"a pool of {self.total + 1} pages cannot shrink to {num_pages}")
+        self._free[:0] = range(num_pages - 1, self.total, -1)  # low pages first, as before
+        self.total = num_pages - 1
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pages
 

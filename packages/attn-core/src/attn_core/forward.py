@@ -102,7 +102,9 @@ class CacheView:
         _check(max(seq_lens, default=0) <= room, f"seq_len {max(seq_lens, default=0)} > {room}")
         bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if n > s]
         _check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
-        rows = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(list(new_lens)))
+        rows = torch.repeat_interleave(
+            torch.arange(len(seq_lens)), torch.tensor(list(new_lens), dtype=torch.int64)
+        )
         pos = _positions(seq_lens, new_lens)
         rows, pos = rows.to(device), pos.to(device)
         slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size

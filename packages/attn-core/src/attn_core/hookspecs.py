@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pluggy
 
 from attn_core.capabilities import BackendSpec
+from attn_core.libraries import Pin
 
 GROUP = "attn_core"
 hookspec = pluggy.HookspecMarker(GROUP)
@@ -19,4 +20,12 @@ def attn_register_backends() -> Sequence[BackendSpec]:  # type: ignore[empty-bod
 
     Called once when plugins are loaded, before any device is touched: import no torch and no
     kernel library here.
+    """
+
+
+@hookspec
+def attn_register_pins() -> Sequence[Pin]:  # type: ignore[empty-body]  # a hookspec has no body
+    """Return which version of a kernel library goes with which torch; `attn doctor` prints it.
+
+    Called once when plugins are loaded, like attn_register_backends. Optional.
     """

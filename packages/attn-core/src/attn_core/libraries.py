@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from attn_core.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """A kernel library that is tied to one torch: with `torch` (a specifier) use `version`.
+
+    options: what pip needs beside, for example "--no-deps". why: the reason, for people.
+    """
+
+    distribution: str
+    torch: str
+    version: str
+    why: str
+    options: str = ""
+
+    @property
+    def pip(self) -> str:
+        """The command that installs it."""
+        options = f"{self.options} " if self.options else ""
+        return f"pip install {options}'{self.distribution}{self.version}'"
+
 
 # distribution → version; None: taken as installed, in a version that is new enough
 Libraries = Mapping[str, str | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
@@ -16,7 +16,7 @@ import attn_core
 from attn_core import hookspecs
 from attn_core.capabilities import BackendSpec, Capabilities, Family, Kind, Phase
 from attn_core.errors import UnknownBackendError, near
-from attn_core.libraries import alternatives, installed
+from attn_core.libraries import Pin, alternatives, installed
 
 BUILTIN = "attn-core"
 Key = tuple[Family, str]
@@ -74,6 +74,7 @@ class Registry:
     backends: Mapping[Key, BackendSpec] = field(default_factory=dict)
     origins: Mapping[Key, Origin] = field(default_factory=dict)
     broken: tuple[BrokenPlugin, ...] = ()
+    pins: tuple[Pin, ...] = ()
 
     def family(self, family: Family) -> tuple[BackendSpec, ...]:
         """Return the backends of one family, by name."""
@@ -118,17 +119,19 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     backends: dict[Key, BackendSpec] = {}
     origins: dict[Key, Origin] = {}
     broken: list[BrokenPlugin] = []
+    pins: list[Pin] = []
     found = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
         found.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
     ):
         try:
             _check_contract(point)
-            specs = _call(point.load(), point.name)
+            specs, more = _call(point.load(), point.name)
         except (Exception, SystemExit) as error:  # a plugin's code may raise anything
             text = f"{type(error).__name__}: {error}"
             broken.append(BrokenPlugin(point.name, origin, text, traceback.format_exc()))
             continue
+        pins += more
         for spec in specs:
             problem = _problem(spec)
             key = (spec.family, spec.name) if problem is None else None
@@ -139,7 +142,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
                 broken.append(BrokenPlugin(name, origin, problem or "no name"))
                 continue
             backends[key], origins[key] = spec, origin
-    return Registry(dict(sorted(backends.items())), origins, tuple(broken))
+    return Registry(dict(sorted(backends.items())), origins, tuple(broken), tuple(pins))
 
 
 def _origin(point: EntryPoint) -> Origin:
@@ -163,17 +166,22 @@ def _check_contract(point: EntryPoint) -> None:
             )
 
 
-def _call(module: Any, name: str) -> Sequence[Any]:
+def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
     manager = pluggy.PluginManager(hookspecs.GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)  # refuses a hook with arguments that do not exist
-    results = manager.hook.attn_register_backends()
-    if not results:
+    backends = manager.hook.attn_register_backends()
+    if not backends:
         raise TypeError("no hook attn_register_backends: mark a function with @hookimpl")
-    for result in results:
+    pins = manager.hook.attn_register_pins()
+    for result in (*backends, *pins):
         if not isinstance(result, list | tuple):
-            raise TypeError(f"attn_register_backends returned {type(result).__name__}, not a list")
-    return [spec for result in results for spec in result]
+            raise TypeError(f"a hook returned {type(result).__name__}, not a list")
+    all_pins = [pin for result in pins for pin in result]
+    wrong = [pin for pin in all_pins if not isinstance(pin, Pin)]
+    if wrong:
+        raise TypeError(f"attn_register_pins returned a {type(wrong[0]).__name__}, not a Pin")
+    return [spec for result in backends for spec in result], all_pins
 
 
 def _problem(spec: Any) -> str | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from attn_core.capabilities import BackendSpec, Device, Family, Phase, Requirements
 from attn_core.decision import LinearSelection, Overrides, Selection, Verdict
 from attn_core.errors import NoBackendError, UsageError
 from attn_core.libraries import Libraries
 from attn_core.plugins import Registry
-from attn_core.unmet import Change, Unmet, smallest_page, takes_page, unmet
+from attn_core.unmet import Change, Unmet, places, smallest_page, takes_page, unmet
 
 Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
 
@@ -151,12 +150,22 @@ def _best_per_backend(verdicts: tuple[Verdict, ...], s: _Solver) -> tuple[Verdic
     best: dict[tuple[str, str], Verdict] = {}
     for v in sorted(verdicts, key=lambda v: (not v.fits, v.cost, s.rank(v))):
         best.setdefault((v.phase.value, v.spec.name), v)
+    for key, v in best.items():
+        best[key] = replace(v, reasons=tuple(_everywhere(r, v, verdicts) for r in v.reasons))
     return tuple(
         sorted(
             best.values(),
             key=lambda v: (list(Phase).index(v.phase), not v.fits, s.rank(v), v.spec.name),
         )
     )
+
+
+def _everywhere(reason: Unmet, verdict: Verdict, verdicts: tuple[Verdict, ...]) -> Unmet:
+    """Let a refused device name the places of all rows of the backend, not of the nearest one."""
+    if reason.need != "device":
+        return reason
+    rows = [v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases]
+    return replace(reason, supported=f"supports {places(rows)}") if rows else reason
 
 
 def _solve_softmax(s: _Solver, base: Selection) -> Selection:
@@ -167,26 +176,31 @@ def _solve_softmax(s: _Solver, base: Selection) -> Selection:
     for phase, options in fitting.items():
         if not options:
             raise NoBackendError(_nothing_fits(s, verdicts, phase), base)
-    best: tuple[Any, ...] | None = None
-    conflicts: dict[str, None] = {}
-    for pre, dec in itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE]):
-        problem = _conflict(s, pre, dec)
-        if problem is not None:
-            conflicts[problem] = None
-            continue
-        ranks = [a + b for a, b in zip(s.rank(pre), s.rank(dec), strict=True)]
-        key = (*ranks, pre.row is not dec.row, pre.spec.name, dec.spec.name)
-        if best is None or key < best[0]:
-            best = (key, pre, dec)
-    base = replace(base, conflicts=tuple(conflicts))
-    if best is None:
-        raise NoBackendError(
-            "every backend of one phase conflicts with those of the other: "
-            + "; ".join(conflicts)
-            + "; name another backend for one phase",
-            base,
+    pairs = {
+        (
+            *(a + b for a, b in zip(s.rank(pre), s.rank(dec), strict=True)),
+            (pre.row is not dec.row, pre.spec.name, dec.spec.name, i),
+        ): (pre, dec)
+        for i, (pre, dec) in enumerate(
+            itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE])
         )
-    _, pre, dec = best
+    }
+    conflicts: dict[tuple[str, str], str] = {}  # pairs that rank before the chosen one
+    for key in sorted(pairs):
+        pre, dec = pairs[key]
+        problem = _conflict(s, pre, dec)
+        if problem is None:
+            break
+        conflicts.setdefault((pre.spec.name, dec.spec.name), problem)
+    else:
+        raise NoBackendError(
+            "no pair of backends can share one cache: "
+            + "; ".join(conflicts.values())
+            + "; name another backend for one phase",
+            replace(base, conflicts=tuple(conflicts.values())),
+        )
+    conflicts.pop((pre.spec.name, dec.spec.name), None)  # other rows of the same two
+    base = replace(base, conflicts=tuple(conflicts.values()))
     page, page_note = _page(s, pre, dec)
     why = {"prefill": s.reason(pre, "softmax"), "decode": s.reason(dec, "softmax")}
     if page_note:
@@ -199,10 +213,9 @@ def _solve_softmax(s: _Solver, base: Selection) -> Selection:
         rows["verify"] = rows["draft"] = rows[mode]
         why["verify"] = why["draft"] = f"--speculative-attention-mode {mode}"
     notes = [
-        f"{v.spec.name} ({v.phase.value}): {n}"
+        f"{v.spec.name} ({v.phase.value}): {n}" if n == v.row.note else n
         for v in (pre, dec)
         for n in v.notes
-        if n == v.row.note or s.simulated
     ]
     if notes:
         why["notes"] = "; ".join(dict.fromkeys(notes))

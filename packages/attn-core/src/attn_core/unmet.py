@@ -116,9 +116,15 @@ def _no(need: str, asked: object, supported: str, changes: Iterable[Change] = ()
     return Unmet(need, f"{need} {asked}", possible, tuple(changes))
 
 
+def places(rows: Iterable[Capabilities]) -> str:
+    """Name the devices that rows run on: "cuda:sm80, cuda:sm90"."""
+    found = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
+    order = sorted(found, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
+    return ", ".join(map(str, order))
+
+
 def _where(row: Capabilities, device: Device) -> Iterator[Unmet]:
-    places = [Device(row.device, arch, device.runtime) for arch in sorted(row.archs)]
-    places = places or [Device(row.device)]
+    targets = [Device(row.device, arch) for arch in sorted(row.archs)] or [Device(row.device)]
     here = row.device in ("any", device.type)
     if not here or (row.archs and device.arch not in row.archs):
         moves = [
@@ -128,9 +134,9 @@ def _where(row: Capabilities, device: Device) -> Iterator[Unmet]:
                 MACHINE,
                 f"--device {p}" if p.type != "any" else f"--device {device.type}:{p.arch}",
             )
-            for p in places
+            for p in targets
         ]
-        yield _no("device", device, ", ".join(str(p) for p in places), moves)
+        yield _no("device", device, places([row]), moves)
     elif row.min_runtime and device.runtime and Version(device.runtime) < Version(row.min_runtime):
         newer = Change(
             "device",

@@ -162,21 +162,20 @@ def fa4() -> Sequence[Capabilities]:
 
 def nsa() -> Sequence[Capabilities]:
     """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa picks its sub-backends."""
-    row = Capabilities(
+    fp8 = Capabilities(
         kind="dsa",
         device="cuda",
         archs={"sm90", "sm100", "sm103"},
         requires=[f"sgl-flash-mla or {SGL_KERNEL}"],
         dtypes={"bf16"},
-        kv_dtypes={"bf16"},
+        kv_dtypes={"bf16"} | E4M3,
         priority=30,
         page_sizes={64},
         head_dims={LATENT},
         head_dim_pairs={LATENT_PAIR},
-        sinks=True,
         max_topk=1,
         run_topk=1,
         cuda_graph="full",
     )
-    fp8 = replace(row, kv_dtypes=row.kv_dtypes | E4M3, sinks=False)  # sinks need a bf16 cache
-    return [row, fp8]
+    sinks = replace(fp8, kv_dtypes=frozenset({"bf16"}), sinks=True)  # sinks need a bf16 cache
+    return [fp8, sinks]

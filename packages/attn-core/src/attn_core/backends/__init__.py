@@ -170,7 +170,7 @@ def _triton() -> BackendSpec:
         departures={
             "mha.fp8_kv": "the decode kernels scale FP8 keys and values as they load them; later "
             "revisions of the documented matrix say yes too",
-            "mha.platform": "declared for CUDA and ROCm, where the kernels are to be tested; "
+            "mha.devices": "declared for CUDA and ROCm, where the kernels are to be tested; "
             "the documented system lets any platform name it",
         },
     )

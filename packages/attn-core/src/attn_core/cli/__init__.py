@@ -1,1 +1,43 @@
-def main() -> None: ...
+"""`attn`: the command, its exit codes and its error messages."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from attn_core.environment import unknown_variables
+from attn_core.errors import (
+    AttnError,
+    ModelConfigError,
+    NoBackendError,
+    UsageError,
+)
+
+
+def main() -> None:
+    """Run `attn`. Exit codes: 0 fine, 1 an error while running, 2 bad usage, 3 no backend fits."""
+    debug = "--debug" in sys.argv
+    sys.argv = [a for a in sys.argv if a != "--debug"]
+    from attn_core.cli.app import app, variables
+
+    for sentence in unknown_variables(os.environ, variables()):
+        print(f"warning: {sentence}", file=sys.stderr)
+    try:
+        app()
+    except AttnError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"attn: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+    except BrokenPipeError:
+        # the reader of our output has gone: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def exit_code(error: AttnError) -> int:
+    """Return the exit code of an error."""
+    if isinstance(error, NoBackendError):
+        return 3
+    return 2 if isinstance(error, UsageError | ModelConfigError) else 1

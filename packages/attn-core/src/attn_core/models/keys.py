@@ -50,6 +50,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "vision_width": ("embed_dim", "hidden_size", "width"),  # embed_dim: Qwen2-VL's own width
 }
 
+LIMIT = 2**31  # above any true size: a larger number is a broken config
+
 
 def lookup(config: Mapping[str, object], path: str) -> tuple[bool, object]:
     """Say whether a dotted path is in `config`, and its value."""
@@ -95,9 +97,8 @@ class Keys:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self._refuse(name, value, "a positive integer")
-        assert isinstance(value, int)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LIMIT:
+            raise self._wrong(name, value, "a positive integer")
         return value
 
     def number(self, name: str) -> float | None:
@@ -105,9 +106,8 @@ class Keys:
         value = self.get(name)
         if value is None or value == 0:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            self._refuse(name, value, "a positive number")
-        assert isinstance(value, int | float)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LIMIT:
+            raise self._wrong(name, value, "a positive number")
         return float(value)
 
     def need(self, *names: str) -> tuple[int, ...]:
@@ -122,10 +122,10 @@ class Keys:
             )
         return tuple(value for value in values if value is not None)
 
-    def _refuse(self, name: str, value: object, expected: str) -> None:
+    def _wrong(self, name: str, value: object, expected: str) -> ModelConfigError:
         shown = repr(value) if len(repr(value)) <= 40 else repr(value)[:37] + "..."
         names = ALIASES.get(name, (name,))
         key = next((alias for alias in names if lookup(self.config, alias)[0]), name)
-        raise ModelConfigError(
+        return ModelConfigError(
             f"the config of {self.owner} has {key} = {shown} (expected {expected})"
         )

@@ -78,7 +78,7 @@ def rank_heads(keys: Keys, q: int, kv: int, tp: int) -> tuple[int, int]:
         return q % size == 0 and (kv % size == 0 or size % kv == 0)
 
     if not divides(tp):
-        fit = ", ".join(str(size) for size in range(1, q + 1) if divides(size))
+        fit = ", ".join(str(size) for size in range(1, min(q, 1024) + 1) if divides(size))
         raise ModelConfigError(
             f"{keys.owner}: {q} query and {kv} KV heads do not divide over tp {tp} "
             f"(possible: {fit})"
@@ -89,22 +89,13 @@ def rank_heads(keys: Keys, q: int, kv: int, tp: int) -> tuple[int, int]:
 
 
 def _roles(keys: Keys, family: Family) -> list[Role]:
-    """Return the roles of the layers in order; only which there are and which is first matters."""
+    """Return the roles of the layers, first seen first; how many there are does not matter."""
     layer_types = keys.get("layer_types")
-    kimi = [
-        lookup(keys.config, f"linear_attn_config.{k}") for k in ("kda_layers", "full_attn_layers")
-    ]
     crossed = keys.get("cross_attention_layers")
     if layer_types is not None:
         return _named_roles(keys, layer_types)
-    if any(isinstance(value, list) for _, value in kimi):
-        named: tuple[Role, Role] = ("linear", "full")
-        firsts = [
-            (min(value), role)
-            for (_, value), role in zip(kimi, named, strict=True)
-            if isinstance(value, list) and value and all(isinstance(i, int) for i in value)
-        ]
-        return [role for _, role in sorted(firsts)]
+    if kimi := _numbered_roles(keys):
+        return kimi
     if isinstance(crossed, list) and crossed:
         return ["full", "cross"]
     if family.period:
@@ -118,6 +109,17 @@ def _roles(keys: Keys, family: Family) -> list[Role]:
         return ["window"]
     total = keys.count("num_hidden_layers")
     return ["full"] if total is not None and plain >= total else ["full", "window"]
+
+
+def _numbered_roles(keys: Keys) -> list[Role]:
+    """Return the roles of Kimi Linear, which lists the numbers of its layers per role."""
+    firsts: list[tuple[int, Role]] = []
+    roles: tuple[tuple[str, Role], ...] = (("kda_layers", "linear"), ("full_attn_layers", "full"))
+    for key, role in roles:
+        _, numbers = lookup(keys.config, f"linear_attn_config.{key}")
+        if isinstance(numbers, list):
+            firsts += [(number, role) for number in numbers if isinstance(number, int)]
+    return [role for _, role in sorted(firsts)]
 
 
 def _named_roles(keys: Keys, layer_types: object) -> list[Role]:
@@ -225,7 +227,7 @@ def _linear(keys: Keys, tp: int) -> LayerNeeds | None:
 
 def _even(keys: Keys, heads: int, tp: int, what: str) -> int:
     if heads % tp:
-        fit = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        fit = ", ".join(str(size) for size in range(1, min(heads, 1024) + 1) if heads % size == 0)
         raise ModelConfigError(
             f"{keys.owner}: {heads} {what} do not divide over tp {tp} (possible: {fit})"
         )

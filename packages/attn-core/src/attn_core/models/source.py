@@ -35,7 +35,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
         raise ModelConfigError(
             f"{place} is no text: give a directory with config.json, that file, or a .gguf file"
         ) from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{place} is not valid JSON: {error}; download it again") from error
     if not isinstance(config, dict):
         raise ModelConfigError(

@@ -1,0 +1,34 @@
+"""The commands, mounted on one typer application."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import typer
+
+from attn_core.cli.backends import backends_command, matrix_command
+from attn_core.cli.doctor import doctor_command
+from attn_core.cli.generate import generate_command
+from attn_core.cli.options import SituationFlags
+from attn_core.cli.select import select_command, why_not_command
+from attn_core.environment import variable
+
+app = typer.Typer(
+    help="Attention backends for LLM inference: choose, question, prove and run them. "
+    "Add --debug for tracebacks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("backends")(backends_command)
+app.command("matrix")(matrix_command)
+app.command("doctor")(doctor_command)
+app.command("select")(select_command)
+app.command("why-not")(why_not_command)
+app.command("generate")(generate_command)
+
+
+def variables() -> list[str]:
+    """Return the environment variables that some option reads."""
+    return [variable("--" + f.name.replace("_", "-")) for f in fields(SituationFlags)]

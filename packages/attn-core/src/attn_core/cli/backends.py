@@ -1,0 +1,104 @@
+"""`attn backends` and `attn matrix`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+import typer
+
+from attn_core.capabilities import BackendSpec, Device, Kind
+from attn_core.cli.console import console, print_json, print_table
+from attn_core.cli.situation import check
+from attn_core.device import probe_device
+from attn_core.libraries import Libraries, alternatives, shortfall
+from attn_core.matrix import build_matrix, summary, to_html, to_markdown
+from attn_core.plugins import Registry, load_plugins
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def backends_command(json: Json = False) -> None:
+    """List every backend: origin, library found, usable here or why not, and broken plugins."""
+    registry = load_plugins()
+    libraries, here = registry.installed_libraries(), probe_device()
+    entries = [_entry(registry, s, here, libraries) for s in registry.backends.values()]
+    if json:
+        broken = [
+            {"name": b.name, "origin": str(b.origin), "error": b.error, "details": b.details}
+            for b in registry.broken
+        ]
+        print_json({"device": str(here), "backends": entries, "broken": broken})
+        return
+    lines = [
+        [e["name"], ", ".join(e["kinds"]), e["origin"], _found(e["libraries"]), e["here"]]
+        for e in entries
+    ]
+    print_table(["backend", "kinds", "from", "libraries", f"on {here}"], lines)
+    for b in registry.broken:
+        console().print(f"\nbroken: {b.name} from {b.origin} ({b.origin.module})\n  {b.error}")
+        if b.details:
+            console().print(b.details.rstrip())
+
+
+def _entry(
+    registry: Registry, spec: BackendSpec, here: Device, libraries: Libraries
+) -> dict[str, Any]:
+    groups = sorted({g for row in spec.capabilities for g in row.requires})
+    found = {
+        w.name: libraries.get(w.name.lower().replace("_", "-"))
+        for g in groups
+        for w in alternatives(g)
+    }
+    reason = _reason(spec, here, libraries)
+    return {
+        "name": spec.name,
+        "family": spec.family,
+        "kinds": sorted({row.kind for row in spec.capabilities}),
+        "devices": sorted({row.device for row in spec.capabilities}),
+        "origin": str(registry.origins[(spec.family, spec.name)]),
+        "implemented": spec.implemented,
+        "requires": groups,
+        "libraries": found,
+        "usable": reason is None,
+        "here": reason or "usable",
+    }
+
+
+def _reason(spec: BackendSpec, here: Device, libraries: Libraries) -> str | None:
+    rows = [r for r in spec.capabilities if r.device in ("any", here.type)]
+    if not rows:
+        return "for " + ", ".join(sorted({r.device for r in spec.capabilities}))
+    fitting = [r for r in rows if not r.archs or here.arch in r.archs]
+    if not fitting:
+        return "for " + ", ".join(sorted({f"{r.device}:{a}" for r in rows for a in r.archs}))
+    lacks = [[g for g in r.requires if shortfall(g, libraries) is not None] for r in fitting]
+    missing = min(lacks, key=len)
+    if missing:
+        return f"needs {' and '.join(missing)}"
+    return None if spec.implemented else "declared, not implemented in 0.1"
+
+
+def _found(libraries: dict[str, str | None]) -> str:
+    return ", ".join(f"{n} {v or 'not installed'}" for n, v in libraries.items()) or "-"
+
+
+def matrix_command(
+    kind: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Kind))}.")] = None,
+    format: Annotated[str, typer.Option(help="table, markdown, json or html.")] = "table",
+) -> None:
+    """Print the support matrix, generated from the rows and the evidence files."""
+    check("--format", format, ("table", "markdown", "json", "html"))
+    check("--kind", kind, get_args(Kind))
+    kinds = (kind,) if kind else get_args(Kind)
+    matrix = build_matrix(load_plugins(), kinds)
+    if format == "json":
+        print_json(matrix)
+    elif format == "markdown":
+        print(to_markdown(matrix), end="")
+    elif format == "html":
+        print(to_html(matrix), end="")
+    else:
+        for name in matrix:
+            header, lines = summary(matrix, name)
+            print_table(header, lines, title=name)
+            print()

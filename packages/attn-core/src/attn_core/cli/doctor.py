@@ -1,0 +1,39 @@
+"""`attn doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from attn_core.cli.console import console, print_json, print_table
+from attn_core.cli.options import flag
+from attn_core.device import parse_device
+from attn_core.doctor import examine
+from attn_core.plugins import load_plugins
+
+
+def doctor_command(
+    device: Annotated[
+        str | None, flag("--device", "Look as if this were the machine, TYPE[:ARCH].")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at torch, driver and kernel libraries, each with a verdict and the line that mends it.
+
+    Exit code 1 where there is a problem; a library that is only missing is a note.
+    """
+    findings = examine(load_plugins(), parse_device(device) if device else None)
+    if json:
+        print_json([asdict(f) for f in findings])
+    else:
+        lines = [[f.subject, f.found, f.level, f.verdict] for f in findings]
+        print_table(["what", "found", "", "verdict"], lines)
+        fixes = [f for f in findings if f.fix]
+        if fixes:
+            console().print("\nto mend or add:")
+        for f in fixes:
+            console().print(f"  {f.fix}    # {f.subject}", soft_wrap=True)
+    if any(f.level == "problem" for f in findings):
+        raise typer.Exit(1)

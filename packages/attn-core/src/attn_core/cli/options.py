@@ -1,0 +1,160 @@
+"""The flags that the commands share, declared once, and what they mean for a selection."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from attn_core.capabilities import Kind
+from attn_core.decision import Overrides
+from attn_core.environment import variable
+
+DTYPES = ("bf16", "fp16", "fp32")
+KV_DTYPES = ("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "fp32")
+
+
+def flag(name: str, text: str, *, env: bool = True, also: str = "") -> Any:
+    """Declare one option; its environment variable is derived from its name."""
+    names = [n for n in (name, also) if n]
+    return typer.Option(*names, help=text, envvar=variable(name) if env else None)
+
+
+Name = str | None
+Number = int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendFlags:
+    """Which backends: the documented flags."""
+
+    attention_backend: Annotated[Name, flag("--attention-backend", "Backend of both phases.")] = (
+        None
+    )
+    prefill_attention_backend: Annotated[
+        Name, flag("--prefill-attention-backend", "Backend of prefill.")
+    ] = None
+    decode_attention_backend: Annotated[
+        Name, flag("--decode-attention-backend", "Backend of decode.")
+    ] = None
+    mm_attention_backend: Annotated[
+        Name, flag("--mm-attention-backend", "Backend of the vision tower.")
+    ] = None
+    linear_attn_backend: Annotated[
+        Name, flag("--linear-attn-backend", "Kernels of linear attention layers.")
+    ] = None
+    linear_attn_prefill_backend: Annotated[
+        Name, flag("--linear-attn-prefill-backend", "… in prefill.")
+    ] = None
+    linear_attn_decode_backend: Annotated[
+        Name, flag("--linear-attn-decode-backend", "… in decode.")
+    ] = None
+    page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.")] = None
+    kv_cache_dtype: Annotated[str, flag("--kv-cache-dtype", f"One of {', '.join(KV_DTYPES)}.")] = (
+        "auto"
+    )
+    prefer: Annotated[
+        list[str] | None, flag("--prefer", "NAME,… that rank first, in this order.")
+    ] = None
+    allow: Annotated[list[str] | None, flag("--allow", "NAME,…: choose no other.")] = None
+    deny: Annotated[list[str] | None, flag("--deny", "NAME,…: never choose.")] = None
+
+    def overrides(self) -> Overrides:
+        """Return what the caller decides."""
+        allow = names(self.allow)
+        return Overrides(
+            attention_backend=self.attention_backend,
+            prefill_attention_backend=self.prefill_attention_backend,
+            decode_attention_backend=self.decode_attention_backend,
+            mm_attention_backend=self.mm_attention_backend,
+            linear_attn_backend=self.linear_attn_backend,
+            linear_attn_prefill_backend=self.linear_attn_prefill_backend,
+            linear_attn_decode_backend=self.linear_attn_decode_backend,
+            prefer=names(self.prefer),
+            allow=allow or None,
+            deny=names(self.deny),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SituationFlags(BackendFlags):
+    """… for which model, workload and machine."""
+
+    model: Annotated[
+        Path | None,
+        flag("--model", "Model directory or config.json.", also="--model-path"),
+    ] = None
+    tp: Annotated[int, flag("--tp", "Tensor-parallel ranks.")] = 1
+    dtype: Annotated[
+        str | None, flag("--dtype", f"One of {', '.join(DTYPES)}; the model's, else bf16.")
+    ] = None
+    kind: Annotated[
+        str | None,
+        flag("--kind", f"Without a model: one of {', '.join(get_args(Kind))}.", env=False),
+    ] = None
+    head_dim: Annotated[Number, flag("--head-dim", "Without a model.", env=False)] = None
+    v_head_dim: Annotated[Number, flag("--v-head-dim", "Without a model.", env=False)] = None
+    num_q_heads: Annotated[Number, flag("--num-q-heads", "Without a model.", env=False)] = None
+    num_kv_heads: Annotated[Number, flag("--num-kv-heads", "Without a model.", env=False)] = None
+    sliding_window: Annotated[
+        Number, flag("--sliding-window", "Tokens seen, itself included.", env=False)
+    ] = None
+    logit_cap: Annotated[float | None, flag("--logit-cap", "Softcap.", env=False)] = None
+    sinks: Annotated[bool, flag("--sinks", "Learned attention sinks.", env=False)] = False
+    speculative_attention_mode: Annotated[
+        str | None,
+        flag("--speculative-attention-mode", "Who verifies and drafts: prefill or decode."),
+    ] = None
+    speculative_eagle_topk: Annotated[
+        Number, flag("--speculative-eagle-topk", "Draft tokens per step; turns speculation on.")
+    ] = None
+    deterministic: Annotated[bool, flag("--deterministic", "Ask for determinism.")] = False
+    device: Annotated[
+        str | None, flag("--device", "TYPE[:ARCH], for example cuda:sm90; this machine's.")
+    ] = None
+    runtime_version: Annotated[str | None, flag("--runtime-version", "Of CUDA, ROCm or CANN.")] = (
+        None
+    )
+    assume_installed: Annotated[
+        list[str] | None, flag("--assume-installed", "all, or NAME[==VERSION],…")
+    ] = None
+
+
+def names(values: list[str] | None) -> tuple[str, ...]:
+    """Split NAME,NAME and repeated flags into one ordered list."""
+    return tuple(n.strip() for v in values or () for n in v.split(",") if n.strip())
+
+
+def takes(flags: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of `flags` as options; it receives them as one object first."""
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = list(signature.parameters.values())[1:]
+        hints = get_type_hints(command, include_extras=True)
+        own = [p.replace(annotation=hints[p.name]) for p in own]
+        shared_hints = get_type_hints(flags, include_extras=True)
+        shared = [
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=f.default,
+                annotation=shared_hints[f.name],
+            )
+            for f in fields(flags)
+        ]
+
+        def run(**kwargs: Any) -> None:
+            mine = {f.name: kwargs.pop(f.name) for f in fields(flags)}
+            command(flags(**mine), **kwargs)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+        run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+        return run
+
+    return wrap

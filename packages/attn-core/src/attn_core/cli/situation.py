@@ -1,0 +1,165 @@
+"""From the flags of a command to what select() decides from, with every assumption written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from attn_core.capabilities import (
+    LINEAR_KINDS,
+    Device,
+    Kind,
+    LayerNeeds,
+    Requirements,
+    Speculation,
+)
+from attn_core.cli.options import DTYPES, KV_DTYPES, SituationFlags, names
+from attn_core.device import parse_device, probe_device
+from attn_core.errors import UsageError, near
+from attn_core.libraries import alternatives, parse_libraries
+from attn_core.plugins import Registry
+from attn_core.why_not import Situation
+
+SHAPE = (
+    "kind",
+    "head_dim",
+    "v_head_dim",
+    "num_q_heads",
+    "num_kv_heads",
+    "sliding_window",
+    "logit_cap",
+    "sinks",
+)
+
+
+def situation(flags: SituationFlags, registry: Registry) -> Situation:
+    """Turn the flags into what select() decides from. Raises UsageError, ModelConfigError."""
+    here = probe_device()
+    types = {r.device for s in registry.backends.values() for r in s.capabilities} - {"any"}
+    device = parse_device(flags.device or here.type, flags.runtime_version, types)
+    if flags.device is None:
+        device = here
+    same = (device.type, device.arch) == (here.type, here.arch)
+    if same:
+        device = Device(here.type, here.arch, flags.runtime_version or here.runtime)
+    libraries, assumed = _libraries(flags, registry, same)
+    if device.runtime is None and device.type in ("cuda", "rocm", "npu"):
+        assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
+    needs = _requirements(flags, assumed)
+    simulated = not same or flags.assume_installed is not None
+    return Situation(needs, device, libraries, flags.overrides(), simulated)
+
+
+def _libraries(
+    flags: SituationFlags, registry: Registry, same: bool
+) -> tuple[dict[str, str | None], list[str]]:
+    given = names(flags.assume_installed)
+    every = dict.fromkeys(parse_libraries(_all_names(registry)))
+    found: dict[str, str | None] = dict(registry.installed_libraries()) if same else {}
+    if "all" in given:
+        return every | found, ["every library counts as installed, new enough"]
+    if given:
+        text = f"installed: {', '.join(given)}" + ("" if same else ", no other library")
+        return found | parse_libraries(given), [text]
+    if not same:
+        return dict(every), ["every library counts as installed, new enough"]
+    return found, []
+
+
+def _requirements(flags: SituationFlags, assumed: list[str]) -> Requirements:
+    speculation = _speculation(flags, assumed)
+    check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
+    check("--dtype", flags.dtype, DTYPES)
+    if flags.tp < 1:
+        raise UsageError(f"--tp {flags.tp}: at least 1")
+    if flags.model is not None:
+        return _of_model(flags, flags.model, speculation, assumed)
+    return Requirements(
+        layers=_layers(flags, assumed),
+        vision=LayerNeeds(encoder=True) if flags.mm_attention_backend else None,
+        dtype=flags.dtype or "bf16",
+        kv_cache_dtype=flags.kv_cache_dtype,
+        page_size=flags.page_size,
+        speculation=speculation,
+        deterministic=flags.deterministic,
+        assumptions=tuple(assumed),
+    )
+
+
+def _of_model(
+    flags: SituationFlags, model: Path, speculation: Speculation | None, assumed: list[str]
+) -> Requirements:
+    from attn_core.models import read_config, requirements_from_config
+
+    given = ["--" + n.replace("_", "-") for n in SHAPE if getattr(flags, n)]
+    if given:
+        raise UsageError(f"{', '.join(given)} beside --model: the model says it; drop one")
+    needs = requirements_from_config(
+        read_config(model),
+        tp=flags.tp,
+        dtype=flags.dtype,
+        kv_cache_dtype=flags.kv_cache_dtype,
+        page_size=flags.page_size,
+        speculation=speculation,
+    )
+    assumptions = (*needs.assumptions, *assumed)
+    return replace(needs, deterministic=flags.deterministic, assumptions=assumptions)
+
+
+def _layers(flags: SituationFlags, assumed: list[str]) -> tuple[LayerNeeds, ...]:
+    kind = cast(Kind, check("--kind", flags.kind, get_args(Kind)) or "mha")
+    linear = (LayerNeeds(kind=kind),) if kind in LINEAR_KINDS else ()
+    if linear:
+        assumed.append(f"{kind} layers beside full attention (mha)")
+        kind = "mha"
+    d, dv = flags.head_dim, flags.v_head_dim
+    if kind in ("mla", "dsa") and d is None and dv is None:
+        d, dv = 576, 512
+        assumed.append(f"{kind}: latent 512 + rope 64")
+    shape = {"num_q_heads": flags.num_q_heads, "num_kv_heads": flags.num_kv_heads}
+    unset = [n for n, v in {"head_dim": d, **shape}.items() if v is None]
+    if unset:
+        assumed.append(f"{', '.join(unset)} not given: constrains nothing")
+    q, kv = flags.num_q_heads, flags.num_kv_heads
+    if q and q % flags.tp:
+        raise UsageError(f"--num-q-heads {q} does not divide by --tp {flags.tp}")
+    layer = LayerNeeds(
+        kind=kind,
+        head_dim=d,
+        v_head_dim=dv,
+        num_q_heads=q and q // flags.tp,
+        num_kv_heads=kv and max(1, kv // flags.tp),
+        sliding_window=flags.sliding_window,
+        logit_cap=flags.logit_cap,
+        sinks=flags.sinks,
+    )
+    return (layer, *linear)
+
+
+def _speculation(flags: SituationFlags, assumed: list[str]) -> Speculation | None:
+    topk, mode = flags.speculative_eagle_topk, flags.speculative_attention_mode
+    check("--speculative-attention-mode", mode, ("prefill", "decode"))
+    if topk is None:
+        if mode is not None:
+            raise UsageError(
+                "--speculative-attention-mode without --speculative-eagle-topk: "
+                "there is nothing to verify; add --speculative-eagle-topk 1"
+            )
+        return None
+    if topk < 1:
+        raise UsageError(f"--speculative-eagle-topk {topk}: at least 1")
+    assumed.append(f"--speculative-eagle-topk {topk} turns speculation on")
+    chosen: Literal["prefill", "decode"] = "decode" if mode == "decode" else "prefill"
+    return Speculation(topk=topk, mode=chosen)
+
+
+def check(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
+    """Refuse a value that is not among `known`, naming the near ones."""
+    if value is not None and value not in known:
+        raise UsageError(f"{option} {value}: {near(value, known)}")
+    return value
+
+
+def _all_names(registry: Registry) -> list[str]:
+    return sorted({w.name for group in registry.requires() for w in alternatives(group)})

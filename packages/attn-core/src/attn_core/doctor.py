@@ -1,0 +1,146 @@
+"""What is installed here, whether it fits together, and the line that mends it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+import attn_core
+from attn_core.capabilities import Device
+from attn_core.device import probe_device, torch_build
+from attn_core.libraries import Pin, alternatives, shortfall
+from attn_core.plugins import Registry
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what was found, the verdict and the command that mends it."""
+
+    subject: str
+    found: str
+    level: Level
+    verdict: str
+    fix: str = ""
+
+
+def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
+    """Look at Python, torch, driver, packages, plugins and the kernel libraries of this device."""
+    here = device or probe_device()
+    build = torch_build()
+    libraries = registry.installed_libraries()
+    return [
+        Finding("python", platform.python_version(), "ok", "3.11 or newer"),
+        *_torch(build),
+        *_driver(build),
+        Finding("device", str(here), "ok", f"runtime {here.runtime or 'not applicable'}"),
+        *_packages(registry),
+        *_kernel_libraries(registry, here, libraries, build.get("version")),
+    ]
+
+
+def _torch(build: dict[str, str]) -> Iterator[Finding]:
+    version = build.get("version")
+    if version is None:
+        yield Finding("torch", "not installed", "problem", "needed", "pip install 'torch>=2.8'")
+    elif Version(version) < Version("2.8"):
+        text = "too old, 2.8 or newer is needed"
+        yield Finding("torch", version, "problem", text, "pip install --upgrade 'torch>=2.8'")
+    else:
+        kinds = [f"{k} {build[k]}" for k in ("cuda", "hip", "xpu") if k in build]
+        yield Finding("torch", version, "ok", f"built for {kinds[0] if kinds else 'CPU'}")
+
+
+def _driver(build: dict[str, str]) -> Iterator[Finding]:
+    version = _cuda_driver()
+    if version is None:
+        if "cuda" in build:
+            text = "torch is built for CUDA, but no driver answers: attention runs on the CPU"
+            yield Finding("cuda driver", "none", "note", text)
+        return
+    if "cuda" not in build:
+        text = "a GPU driver is here, but torch is not built for CUDA"
+        yield Finding("cuda driver", version, "problem", text, "pip install --upgrade torch")
+    elif Version(version).major < Version(build["cuda"]).major:
+        text = f"older than torch's CUDA {build['cuda']}: update the driver"
+        yield Finding("cuda driver", version, "problem", text)
+    else:
+        yield Finding("cuda driver", version, "ok", f"runs CUDA up to {version}")
+
+
+def _cuda_driver() -> str | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _packages(registry: Registry) -> Iterator[Finding]:
+    core = attn_core.__version__
+    yield Finding("attn-core", core, "ok", "the contract")
+    origins = {o.distribution: o.version for o in registry.origins.values()}
+    for name, version in sorted(origins.items()):
+        if name == "attn-core":
+            continue
+        lockstep = not name.startswith("attn-") or version == core or name.count("-") != 1
+        yield Finding(name, version, "ok" if lockstep else "note", "backends registered")
+    for broken in registry.broken:
+        subject = f"{broken.name} ({broken.origin})"
+        yield Finding(subject, "broken", "problem", broken.error)
+
+
+def _kernel_libraries(
+    registry: Registry, here: Device, libraries: dict[str, str | None], torch: str | None
+) -> Iterator[Finding]:
+    wanted: dict[str, list[str]] = {}
+    for spec in registry.backends.values():
+        for row in spec.capabilities:
+            if row.device not in ("any", here.type) or (row.archs and here.arch not in row.archs):
+                continue
+            for group in row.requires:
+                users = wanted.setdefault(group, [])
+                if spec.name not in users:
+                    users.append(spec.name)
+    for group, users in sorted(wanted.items()):
+        names = alternatives(group)
+        pins = [p for n in names for p in registry.pins if _applies(p, n.name, torch)]
+        fix = pins[0].pip if pins else f"pip install '{names[0]}'"
+        serves = f"for {', '.join(users)}"
+        lacking = shortfall(group, libraries)
+        if lacking is not None:
+            why = f"; {pins[0].why}" if pins else ""
+            yield Finding(group, lacking, "note", f"{serves}{why}", fix)
+            continue
+        for name in names:
+            version = libraries.get(canonicalize_name(name.name))
+            if version is None:
+                continue
+            pin = next((p for p in pins if p.distribution == name.name), None)
+            if pin is not None and not SpecifierSet(pin.version).contains(
+                version, prereleases=True
+            ):
+                text = f"{serves}; not the version for torch {torch}: {pin.why}"
+                yield Finding(name.name, version, "problem", text, pin.pip)
+            else:
+                yield Finding(name.name, version, "ok", serves)
+
+
+def _applies(pin: Pin, name: str, torch: str | None) -> bool:
+    if pin.distribution != name or torch is None:
+        return False
+    try:
+        return SpecifierSet(pin.torch).contains(Version(torch).public, prereleases=True)
+    except InvalidVersion:
+        return False

@@ -1,0 +1,24 @@
+"""Environment variables that the command reads, and a warning for those it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from attn_core.errors import near
+
+PREFIX = "ATTN_"
+
+
+def variable(flag: str) -> str:
+    """Return the variable of a flag: "--page-size" is ATTN_PAGE_SIZE."""
+    return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """Return one sentence for every ATTN_* variable that nothing reads, with the nearest name."""
+    known = tuple(known)
+    return [
+        f"environment variable {name} is not read by anything: {near(name, known)}"
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in known
+    ]

@@ -1,0 +1,16 @@
+"""Put a transformers model's own generate() on paged pools and selected attention backends."""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("transformers") is None:
+    raise ImportError(
+        "attn_core.integrations.transformers needs transformers: "
+        "pip install 'attn-core[transformers]'"
+    )
+
+from attn_core.integrations.transformers.architectures import SUPPORTED
+from attn_core.integrations.transformers.engine import Engine, enable, select_for
+
+__all__ = ["SUPPORTED", "Engine", "enable", "select_for"]

@@ -1,0 +1,158 @@
+"""The two functions and the cache layer that stand between a transformers model and the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import CacheLayerMixin
+
+from attn_core.errors import UnsupportedError
+from attn_core.forward import AttentionLayer
+from attn_core.integrations.transformers.requests import Requests
+
+NAME = "attn_core"  # the attention implementation's name inside transformers
+_TAG = "_attn_core_layer"  # on the keys that a paged cache layer hands on
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # would change the result
+
+
+def register() -> None:
+    """Register the attention and its mask under one name; again is harmless."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
+    """One layer of a transformers cache whose tokens lie in pages.
+
+    Length, order and pages are the business of `requests`, which all layers share; the first
+    layer passes on what transformers asks of every layer in turn.
+    """
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, requests: Requests, layer: AttentionLayer) -> None:
+        super().__init__()
+        self.requests, self.layer = requests, layer
+        self.is_sliding = layer.sliding_window is not None
+        self._leads = layer.layer_id == requests.first_layer_id
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the pool is there already."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand new keys and values on, tagged with this layer; the attention writes them."""
+        if not self.requests.in_pass:
+            raise UnsupportedError(
+                "a paged cache outside the model that it was made for, or after disable(); start a "
+                "new cache (past_key_values=None)"
+            )
+        keys = key_states.view_as(key_states)
+        setattr(keys, _TAG, self)
+        return keys, value_states
+
+    def get_seq_length(self) -> int:
+        """Return the columns seen so far, padding included, as transformers counts."""
+        return self.requests.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and the offset of the keys."""
+        return self.requests.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: pages are the only limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove columns."""
+        if self._leads:
+            self.requests.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on from row beam_idx[i]."""
+        if self._leads:
+            self.requests.choose(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        if self._leads:
+            rows = list(range(self.requests.batch_size))
+            self.requests.choose([rows[i] for i in indices.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, its copies side by side."""
+        if self._leads:
+            rows = range(self.requests.batch_size)
+            self.requests.choose([row for row in rows for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        if self._leads:
+            self.requests.release()
+
+    def offload(self) -> None:
+        """Refuse: pages stay where the pool is."""
+        raise UnsupportedError("a paged cache cannot be offloaded; use cache_implementation=None")
+
+    prefetch = offload
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend from query [B, Hq, T, D] over the pages of the layer that tagged `key`.
+
+    Returns [B, T, Hq, Dv], zeros in padded rows. Raises UnsupportedError for anything asked of
+    this layer that its AttentionLayer does not say: nothing is dropped.
+    """
+    paged: PagedLayer | None = getattr(key, _TAG, None)
+    if paged is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} attends without a paged cache layer; attn-core runs decoders "
+            "whose layers all go through past_key_values"
+        )
+    x = paged.layer
+    asked = (
+        *(query.shape[1], key.shape[1], query.shape[3], value.shape[3]),
+        *(scaling, sliding_window, softcap, s_aux is not None, dropout, is_causal is not False),
+    )
+    known = (
+        *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),
+        *(x.scale, x.sliding_window, x.logit_cap, x.sinks is not None, 0.0, x.is_causal),
+    )
+    if asked != known:
+        raise UnsupportedError(
+            f"layer {x.layer_id} was called with (heads, KV heads, D, Dv, scale, window, softcap, "
+            f"sinks, dropout, causal) = {asked}, attn-core was enabled for {known}"
+        )
+    foreign = [name for name in _PACKED if kwargs.get(name) is not None]
+    if attention_mask is not None or foreign:
+        raise UnsupportedError(
+            f"a custom mask ({', '.join(foreign) or 'attention_mask'}) in layer {x.layer_id}; "
+            "attn-core takes a 2-D attention_mask that marks padding"
+        )
+    return paged.requests.attend(query, key, value, x), None
+
+
+def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> None:
+    """Build no mask: causality, window and padding are the batch's; refuse any other pattern."""
+    if not allow_is_causal_skip:  # how transformers marks a mask that is more than causal
+        raise UnsupportedError(
+            "the model asks for a mask that is more than causal (packed sequences, bidirectional "
+            "blocks); attn-core takes one request a row and a 2-D attention_mask"
+        )

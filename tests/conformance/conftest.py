@@ -1,0 +1,6 @@
+"""Make the oracle and the cases importable."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))

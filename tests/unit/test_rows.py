@@ -1,0 +1,254 @@
+"""The rows against the documented matrix, both ways, and the pure rules of sparse MLA."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from attn_core.capabilities import LINEAR_KINDS, TREES, Device, Phase
+from attn_core.device import ARCHS
+from attn_core.errors import BackendNotImplementedError, UsageError
+from attn_core.forward import ForwardMode
+from attn_core.matrix import build_matrix
+from attn_core.plugins import load_plugins
+from attn_nvidia import dsa
+
+REGISTRY = load_plugins()
+MATRIX = build_matrix(REGISTRY)
+DOCUMENTED = tomllib.loads((Path(__file__).parents[1] / "data/documented_matrix.toml").read_text())
+ROWS = [(spec, row) for spec in REGISTRY.backends.values() for row in spec.capabilities]
+NAMES = set(
+    "torch_native flex_attention triton flashinfer fa3 fa4 trtllm_mha trtllm_mla cutlass_mla "
+    "flashmla dual_chunk_flash_attn nsa aiter wave ascend intel_xpu intel_amx".split()
+)
+CELLS = {
+    "mha": "devices page_sizes fp8_kv fp4_kv spec_topk1 spec_topk_gt1 sliding_window multimodal",
+    "mla": "page_sizes fp8_kv fp4_kv chunked_prefix_cache spec_topk1 spec_topk_gt1",
+}
+SOFTMAX = [
+    pytest.param(kind, row, cell, id=f"{kind}-{row['backend']}-{cell}")
+    for kind, cells in CELLS.items()
+    for row in DOCUMENTED[kind]
+    for cell in cells.split()
+]
+
+
+def where(row):
+    return [f"{row.device}:{a}" for a in sorted(row.archs)] or [row.device]
+
+
+@pytest.mark.parametrize(("kind", "row", "cell"), SOFTMAX)
+def test_a_documented_cell_holds_or_its_departure_says_why(kind, row, cell):
+    ours = MATRIX[kind][row["backend"]]
+    documented = row["platform"] if cell == "devices" else row[cell]
+    if cell == "devices":
+        have = "any" if "any" in ours[cell] else "/".join(ours[cell])
+    else:
+        have = ours[cell]
+    if isinstance(documented, bool):
+        assert have >= documented, "a documented yes is the floor"
+    assert (have != documented) == (cell in ours["departures"]), (have, documented)
+
+
+@pytest.mark.parametrize("row", DOCUMENTED["gdn"], ids=lambda r: r["backend"])
+def test_documented_gdn_kernels(row):
+    name, _, device = row["backend"].partition("_")
+    spec = REGISTRY.get(name, "linear")
+    rows = [r for r in spec.capabilities if r.kind == "gdn" and r.device == (device or "cuda")]
+    assert rows
+    assert row["decode"] == any(Phase.DECODE in r.phases for r in rows)
+    assert row["prefill"] == any(Phase.PREFILL in r.phases for r in rows)
+    assert row["target_verify"] == any(r.max_topk >= 1 for r in rows)
+
+
+def test_the_names_are_the_documented_ones():
+    assert {spec.name for spec in REGISTRY.family("softmax")} == NAMES
+    assert {spec.name for spec in REGISTRY.family("linear")} == {"triton", "cutedsl"}
+
+
+def test_departures_name_cells_that_are_there():
+    for spec in REGISTRY.backends.values():
+        for place, why in spec.departures.items():
+            kind, _, cell = place.partition(".")
+            documented = {r["backend"] for r in DOCUMENTED[kind]}
+            if cell == "backend":  # a whole row that the documented matrix lacks
+                assert spec.name not in documented
+            else:
+                assert cell in CELLS[kind].split()
+            assert len(why) > 30
+    for kind in CELLS:
+        undocumented = set(MATRIX[kind]) - {r["backend"] for r in DOCUMENTED[kind]}
+        assert all(f"{kind}.backend" in REGISTRY.get(n).departures for n in undocumented)
+
+
+@pytest.mark.parametrize(("spec", "row"), ROWS, ids=lambda x: getattr(x, "name", ""))
+def test_a_row_is_well_formed(spec, row):
+    assert row.device in ARCHS or row.device == "any"
+    assert row.archs <= set(ARCHS.get(row.device, ())), where(row)
+    assert row.dtypes <= {"fp32", "fp16", "bf16"}
+    assert row.kv_dtypes <= {"fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}
+    assert row.max_topk in (0, 1, TREES)
+    assert row.layouts <= {"NHD", "HND"}
+    if row.preferred_page_size:
+        assert row.preferred_page_size in row.page_sizes
+        assert row.preferred_page_reason
+    if row.run_topk is not None:
+        assert row.max_topk <= row.run_topk
+    if row.bans:
+        assert set(row.bans) <= NAMES
+        assert all(row.bans.values())
+    if row.kind in ("mla", "dsa") and row.head_dims:
+        assert (576, 512) in row.head_dim_pairs
+    if Phase.ENCODE in row.phases:
+        assert row.encoder
+        assert row.phases == {Phase.ENCODE}, "encoders rank on their own"
+        assert not row.page_sizes
+    if row.kind in LINEAR_KINDS:
+        assert "fp32" in row.kv_dtypes
+
+
+def test_only_the_embedded_default_is_built():
+    built = {spec.name for spec in REGISTRY.backends.values() if spec.implemented}
+    assert built == {"torch_native"}
+
+
+def test_creating_a_declared_backend_says_so():
+    from attn_core.backend import BackendConfig, create_backend
+
+    for (family, _), spec in REGISTRY.backends.items():
+        if spec.implemented:
+            continue
+        config = BackendConfig(
+            name=spec.name,
+            row=spec.capabilities[0],
+            layers=(),
+            page_size=1,
+            dtype="bf16",
+            kv_cache_dtype="bf16",
+            device=None,
+        )
+        with pytest.raises(BackendNotImplementedError, match=f"{spec.name} is declared"):
+            create_backend(spec, config, family)
+
+
+def test_every_vision_name_of_the_documentation_is_known():
+    names = "sdpa fa3 fa4 triton_attn ascend_attn aiter_attn flashinfer_cudnn amx_attn xpu_attn"
+    for name in names.split():
+        spec = REGISTRY.get(name)
+        assert any(Phase.ENCODE in row.phases for row in spec.capabilities)
+
+
+def test_beside_gdn_on_blackwell_and_ascend_only_the_documented_ones_fit():
+    free = {"cuda": {"triton", "trtllm_mha", "fa4"}, "npu": {"ascend"}}
+    for device, archs in (("cuda", ("sm100", "sm103", "sm110")), ("npu", ("910b", "910c"))):
+        for arch in archs:
+            fits = {
+                spec.name
+                for spec, row in ROWS
+                if row.kind == "mha"
+                and row.device in (device, "any")
+                and (not row.archs or arch in row.archs)
+                and Phase.ENCODE not in row.phases
+                and row.beside_linear is not False
+            }
+            assert fits == free[device], arch
+
+
+def test_requirements_are_extras_of_their_package():
+    """What a row requires can be installed by an extra, or is named in the package's README."""
+    bundled = {"pytorch-triton-rocm", "triton-ascend"}  # with the platform's own torch
+    root = Path(__file__).parents[2] / "packages"
+    for key, spec in REGISTRY.backends.items():
+        package = root / REGISTRY.origins[key].distribution
+        text = (package / "pyproject.toml").read_text() + (package / "README.md").read_text()
+        for row in spec.capabilities:
+            for part in " or ".join(row.requires).split(" or "):
+                name = re.split(r"[<>=~! ]", part)[0]
+                assert name in text or name in bundled, (
+                    f"{spec.name}: {name} is in no extra of {package.name}"
+                )
+
+
+def test_rows_import_no_torch():
+    code = "import sys, attn_core.backends, attn_nvidia, attn_nvidia.dsa, attn_rocm, attn_ascend"
+    code += ", attn_intel; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# ---- sparse MLA ----
+
+SM90, SM100, SM120 = (Device("cuda", arch) for arch in ("sm90", "sm100", "sm120"))
+EXTEND, VERIFY, DECODE = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE
+
+
+@pytest.mark.parametrize("queries", [1, 3, 1000])
+def test_512_kv_tokens_a_query_is_the_boundary(queries):
+    assert dsa.sparse_or_kv(512 * queries - 1, queries) == "flashmla_sparse"
+    assert dsa.sparse_or_kv(512 * queries, queries) == "flashmla_kv"
+    assert dsa.sparse_or_kv(512 * queries + 1, queries) == "flashmla_kv"
+
+
+def test_flashmla_auto_follows_the_boundary_only_where_blackwell_extends_fp8():
+    few, many = (511, 1), (512, 1)
+    assert dsa.flashmla_auto(SM100, "fp8_e4m3", EXTEND, *few) == "flashmla_sparse"
+    assert dsa.flashmla_auto(SM100, "fp8_e4m3", EXTEND, *many) == "flashmla_kv"
+    assert dsa.flashmla_auto(SM90, "fp8_e4m3", EXTEND, *few) == "flashmla_kv"
+    assert dsa.flashmla_auto(SM100, "fp8_e4m3", VERIFY, *few) == "flashmla_kv"
+    assert dsa.flashmla_auto(SM90, "bf16", EXTEND, *many) == "flashmla_sparse"
+
+
+@pytest.mark.parametrize(
+    ("device", "store", "extra", "prefill", "decode"),
+    [
+        (SM90, "fp8_e4m3", {}, "flashmla_kv", "flashmla_kv"),
+        (SM100, "fp8_e4m3", {}, "trtllm", "trtllm"),
+        (SM90, "bf16", {}, "flashmla_sparse", "fa3"),
+        (SM100, "bf16", {}, "flashmla_sparse", "trtllm"),
+        (SM90, "bf16", {"sinks": True}, "flashmla_sparse", "flashmla_sparse"),
+        (SM100, "bf16", {"sinks": True}, "flashmla_sparse", "flashmla_sparse"),
+        (SM120, "fp8_e4m3", {"glm": True}, "flashinfer_sparse_mla", "flashinfer_sparse_mla"),
+        (SM120, "fp8_e4m3", {}, "trtllm", "trtllm"),
+        (SM100, "fp8_e4m3", {"glm": True}, "trtllm", "trtllm"),
+        (Device("rocm", "gfx942"), "bf16", {}, "triton", "triton"),
+        (Device("xpu", "pvc"), "bf16", {}, "intel_xpu", "intel_xpu"),
+    ],
+)
+def test_documented_sub_backends(device, store, extra, prefill, decode):
+    subs = dsa.sub_backends(device, store, **extra)
+    assert (subs.prefill, subs.decode) == (prefill, decode)
+
+
+def test_sub_backend_of_a_pass():
+    subs = dsa.SubBackends("p", "d")
+    extends = {EXTEND, ForwardMode.MIXED}
+    assert {mode: subs.of(mode) for mode in ForwardMode} == {
+        mode: "p" if mode in extends else "d" for mode in ForwardMode
+    }
+
+
+def test_sparse_mla_has_no_kernels_elsewhere():
+    with pytest.raises(UsageError, match="no kernels on cpu:amx"):
+        dsa.sub_backends(Device("cpu", "amx"), "bf16")
+
+
+def test_store_of_sparse_mla():
+    assert dsa.store_dtype(SM90) == "bf16"
+    assert dsa.store_dtype(SM100) == dsa.store_dtype(SM120) == "fp8_e4m3"
+    assert dsa.store_dtype(Device("rocm", "gfx942")) == "bf16"
+    assert dsa.store_dtype(SM100, sinks=True) == "bf16"
+    assert dsa.store_dtype(SM90, "fp8_e4m3") == "fp8_e4m3"
+    with pytest.raises(UsageError, match="fp8_e4m3: sparse MLA stores bf16, for a model with"):
+        dsa.store_dtype(SM100, "fp8_e4m3", sinks=True)
+    with pytest.raises(UsageError, match="fp4_e2m1: sparse MLA stores auto, bf16, fp8_e4m3"):
+        dsa.store_dtype(SM100, "fp4_e2m1")
+
+
+def test_topk_is_ragged_only_where_extend_gathers_fp8():
+    assert dsa.topk_transform("fp8_e4m3", "flashmla_sparse", EXTEND) == "ragged"
+    assert dsa.topk_transform("bf16", "flashmla_sparse", EXTEND) == "paged"
+    assert dsa.topk_transform("fp8_e4m3", "flashmla_kv", EXTEND) == "paged"
+    for mode in (VERIFY, DECODE, ForwardMode.DRAFT_EXTEND):
+        assert dsa.topk_transform("fp8_e4m3", "flashmla_sparse", mode) == "paged"
