@@ -20,6 +20,7 @@ class Allocator(RuleBasedStateMachine):
         self.real = PageAllocator(PAGES, PAGE)
         self.model = {}
         self.labels = 0
+        self.size = PAGES
 
     def labelled(self):
         return {x for row in self.model.values() for x in row if x is not None}
@@ -28,7 +29,7 @@ class Allocator(RuleBasedStateMachine):
     def grow(self, key, length):
         row = self.model.get(key, [])
         more = max(0, -(-length // PAGE) - len(row))
-        if more > PAGES - 1 - len(self.labelled()):
+        if more > self.size - 1 - len(self.labelled()):
             before = self.real.num_free
             with pytest.raises(OutOfPagesError):
                 self.real.grow(key, length)
@@ -71,6 +72,15 @@ class Allocator(RuleBasedStateMachine):
         self.real.release(key)
         del self.model[key]
 
+    @rule(more=st.integers(-2, 3))
+    def extend(self, more):
+        if more < 0:
+            with pytest.raises(UsageError, match="cannot shrink"):
+                self.real.extend(self.size + more)
+            return
+        self.size += more
+        self.real.extend(self.size)
+
     @precondition(lambda self: self.model)
     @rule()
     def a_callers_list_is_a_copy(self):
@@ -86,10 +96,10 @@ class Allocator(RuleBasedStateMachine):
                 assert (page == 0) == (label is None)
                 if label is not None:
                     assert page_of.setdefault(label, page) == page
-                    assert 1 <= page < PAGES
+                    assert 1 <= page < self.size
         assert len(set(page_of.values())) == len(page_of)  # no page twice unless shared
         assert self.real.num_held == len(page_of)
-        assert self.real.num_free + self.real.num_held == self.real.total == PAGES - 1
+        assert self.real.num_free + self.real.num_held == self.real.total == self.size - 1
 
 
 TestAllocator = Allocator.TestCase

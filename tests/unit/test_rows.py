@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 from attn_core.capabilities import LINEAR_KINDS, TREES, Device, Phase
 from attn_core.device import ARCHS
 from attn_core.errors import BackendNotImplementedError, UsageError
@@ -20,10 +19,25 @@ REGISTRY = load_plugins()
 MATRIX = build_matrix(REGISTRY)
 DOCUMENTED = tomllib.loads((Path(__file__).parents[1] / "data/documented_matrix.toml").read_text())
 ROWS = [(spec, row) for spec in REGISTRY.backends.values() for row in spec.capabilities]
-NAMES = set(
-    "torch_native flex_attention triton flashinfer fa3 fa4 trtllm_mha trtllm_mla cutlass_mla "
-    "flashmla dual_chunk_flash_attn nsa aiter wave ascend intel_xpu intel_amx".split()
-)
+NAMES = {
+    "torch_native",
+    "flex_attention",
+    "triton",
+    "flashinfer",
+    "fa3",
+    "fa4",
+    "trtllm_mha",
+    "trtllm_mla",
+    "cutlass_mla",
+    "flashmla",
+    "dual_chunk_flash_attn",
+    "nsa",
+    "aiter",
+    "wave",
+    "ascend",
+    "intel_xpu",
+    "intel_amx",
+}
 CELLS = {
     "mha": "devices page_sizes fp8_kv fp4_kv spec_topk1 spec_topk_gt1 sliding_window multimodal",
     "mla": "page_sizes fp8_kv fp4_kv chunked_prefix_cache spec_topk1 spec_topk_gt1",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_core.selection import Selection
+    from attn_core.decision import Selection
 
 
 def near(name: str, known: Iterable[str]) -> str:

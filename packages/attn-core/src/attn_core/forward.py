@@ -189,6 +189,8 @@ class ForwardBatch:
         assert spec is not None
         n, mask = spec.num_draft_tokens, spec.tree_mask
         _check(self.num_tokens == b * n, f"{self.num_tokens} tokens for {b} requests of {n} drafts")
+        even = all(q == n for q in self.query_lens_host or ())
+        _check(even, f"query lengths {self.query_lens_host} of {n} drafts each")
         _check(spec.topk == 1 or mask is not None, f"topk {spec.topk} without a tree_mask")
         if mask is not None:
             _check_tensor("tree_mask", mask, torch.bool, (b, n, n))

@@ -19,7 +19,7 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     empty = lse == -torch.inf
     # all empty: -inf - -inf is NaN; one empty: 0 · out is NaN where out was never written
     weights = (lse - total).exp().masked_fill(empty, 0.0)[..., None]
-    merged = (out.float().masked_fill(empty[..., None], 0.0) * weights).sum(0)
+    merged = (out.masked_fill(empty[..., None], 0.0) * weights).sum(0)
     return merged.to(out.dtype), total
 
 

@@ -19,12 +19,12 @@ def main() -> None:
     """Run `attn`. Exit codes: 0 fine, 1 an error while running, 2 bad usage, 3 no backend fits."""
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
-    from attn_core.cli.app import app, variables
+    from attn_core.cli.app import build_app, variables
 
     for sentence in unknown_variables(os.environ, variables()):
         print(f"warning: {sentence}", file=sys.stderr)
     try:
-        app()
+        build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
     except AttnError as error:
         if debug:
             traceback.print_exc()

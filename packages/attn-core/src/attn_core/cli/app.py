@@ -13,20 +13,31 @@ from attn_core.cli.options import SituationFlags
 from attn_core.cli.select import select_command, why_not_command
 from attn_core.environment import variable
 
-app = typer.Typer(
-    help="Attention backends for LLM inference: choose, question, prove and run them. "
-    "Add --debug for tracebacks.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command("backends")(backends_command)
-app.command("matrix")(matrix_command)
-app.command("doctor")(doctor_command)
-app.command("select")(select_command)
-app.command("why-not")(why_not_command)
-app.command("generate")(generate_command)
+COMMANDS = {
+    "backends": backends_command,
+    "matrix": matrix_command,
+    "doctor": doctor_command,
+    "select": select_command,
+    "why-not": why_not_command,
+    "generate": generate_command,
+}
+
+
+def build_app(asked: str | None = None) -> typer.Typer:
+    """Return the application; with `asked` the name of a command, only that one is built."""
+    app = typer.Typer(
+        help="Attention backends for LLM inference: choose, question, prove and run them. "
+        "Add --debug for tracebacks.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(lambda: None)  # keeps the name of a command even where there is only one
+    for name, command in COMMANDS.items():
+        if asked not in COMMANDS or asked == name:
+            app.command(name)(command)
+    return app
 
 
 def variables() -> list[str]:

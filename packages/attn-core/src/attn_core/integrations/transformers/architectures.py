@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import DynamicCache
@@ -14,21 +15,14 @@ from attn_core.forward import AttentionLayer
 SUPPORTED: frozenset[str] = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
-def text_config(config: Any) -> Any:
-    """Return the config of the language model. Raises UnsupportedError for one not supported."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{config.model_type} is an encoder-decoder; {_possible('')}")
-    text = config.get_text_config(decoder=True)
-    if text is not config:
-        raise UnsupportedError(f"{config.model_type} has more than a decoder; {_possible('')}")
-    if config.model_type not in SUPPORTED:
-        raise UnsupportedError(f"model type {config.model_type!r}: {_possible(config.model_type)}")
-    return text
-
-
-def _possible(name: str) -> str:
-    hint = f"{near(name, SUPPORTED)}; " if name else ""
-    return f"{hint}attn-core runs {', '.join(sorted(SUPPORTED))} through transformers"
+def check_supported(config: Mapping[str, object]) -> None:
+    """Raise UnsupportedError where the architecture of a config is not supported."""
+    name = config.get("model_type")
+    if name not in SUPPORTED:
+        raise UnsupportedError(
+            f"model type {name!r} does not run through the transformers integration: "
+            f"{near(str(name), SUPPORTED)}; supported are {', '.join(sorted(SUPPORTED))}"
+        )
 
 
 def attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
@@ -36,7 +30,8 @@ def attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
 
     The window of a layer is the one that transformers' own cache gives it. Raises UnsupportedError.
     """
-    config = text_config(model.config)
+    config = model.config
+    check_supported(config.to_dict())
     windows = [getattr(x, "sliding_window", None) for x in DynamicCache(config=config).layers]
     modules = {
         m.layer_idx: m
@@ -46,7 +41,7 @@ def attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
     if sorted(modules) != list(range(len(windows))):
         raise UnsupportedError(
             f"{type(model).__name__} has attention layers {sorted(modules)} for a cache of "
-            f"{len(windows)} layers; {_possible('')}"
+            f"{len(windows)} layers; attn-core needs one cache layer for each"
         )
     return tuple(
         AttentionLayer(

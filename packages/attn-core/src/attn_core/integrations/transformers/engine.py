@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from attn_core.device import probe_device
 from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError
 from attn_core.forward import AttentionLayer
-from attn_core.integrations.transformers.architectures import attention_layers, text_config
+from attn_core.integrations.transformers.architectures import attention_layers, check_supported
 from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
 from attn_core.integrations.transformers.requests import Requests
 from attn_core.kv_cache import STORES, KVPool
@@ -31,7 +32,7 @@ _SLACK = 256  # tokens: what a pool that grows on demand adds beyond the need
 
 
 def select_for(
-    config: Any,
+    config: Mapping[str, object],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -40,17 +41,17 @@ def select_for(
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Selection:
-    """Select the backends for a transformers config on this machine.
+    """Select the backends for the keys of a model's config.json on this machine.
 
-    dtype, device: where the model's weights are. Raises UnsupportedError for an architecture or
+    dtype, device: of the model's weights. Raises UnsupportedError for an architecture or
     device that is not supported, and what select() raises.
     """
-    text_config(config)
+    check_supported(config)
     if dtype not in _DTYPES:
         possible = ", ".join(sorted(str(d) for d in _DTYPES))
         raise UnsupportedError(f"a model in {dtype} (supports {possible}); use model.to(dtype)")
     needs = requirements_from_config(
-        config.to_dict(),
+        config,
         dtype=_DTYPES[dtype],
         kv_cache_dtype=kv_cache_dtype,
         page_size=page_size,
@@ -98,7 +99,7 @@ def enable(
     registry = registry or load_plugins()
     if selection is None:
         selection = select_for(
-            model.config,
+            model.config.to_dict(),
             dtype=model.dtype,
             device=model.device,
             page_size=page_size,

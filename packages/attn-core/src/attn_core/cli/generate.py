@@ -1,0 +1,5 @@
+"""`attn generate` (being written)."""
+
+
+def generate_command() -> None:
+    """Generate text."""

@@ -1,0 +1,126 @@
+"""A backend that records its calls, and a dispatcher over two of them."""
+
+import dataclasses
+
+import torch
+from attn_core.backend import AttentionBackend, BackendConfig
+from attn_core.capabilities import TREES, Capabilities
+from attn_core.dispatcher import HybridDispatcher
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.kv_cache import KVPool, read_kv
+
+M = ForwardMode
+TABLE = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+HQ, HKV, D, DV = 4, 2, 8, 4
+
+
+class Recorder(AttentionBackend):
+    """Records each call, and what the cache held at that moment."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls = []
+
+    def _record(self, name, *args, **kwargs):
+        self.calls.append((name, args, kwargs))
+        return f"{self.config.name}.{name}"
+
+    def init_forward_metadata(self, batch):
+        return self._record("init_forward_metadata", batch)
+
+    def forward_extend(self, q, k, v, layer, cache, batch, metadata, **kwargs):
+        stored = None
+        if layer.view in batch.views:
+            stored = read_kv(cache, batch.views[layer.view].out_cache_loc, torch.float32)
+        return self._record("forward_extend", q, k, v, layer, stored, batch, metadata, **kwargs)
+
+    def forward_decode(self, q, k, v, layer, cache, batch, metadata, **kwargs):
+        stored = read_kv(cache, batch.views[layer.view].out_cache_loc, torch.float32)
+        return self._record("forward_decode", q, k, v, layer, stored, batch, metadata, **kwargs)
+
+    def forward_ragged(self, *args, **kwargs):
+        return self._record("forward_ragged", *args, **kwargs)
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        self._record("init_cuda_graph_state", max_bs, max_num_tokens)
+
+    def init_forward_metadata_capture_cuda_graph(self, batch):
+        return self._record("init_forward_metadata_capture_cuda_graph", batch)
+
+    def init_forward_metadata_replay_cuda_graph(self, batch, metadata):
+        self._record("init_forward_metadata_replay_cuda_graph", batch, metadata)
+
+    def get_cuda_graph_seq_len_fill_value(self):
+        self._record("get_cuda_graph_seq_len_fill_value")
+        return 3
+
+
+ROW = Capabilities(
+    kind="mha",
+    device="any",
+    dtypes={"fp32"},
+    kv_dtypes={"fp32"},
+    priority=1,
+    lse=True,
+    max_topk=TREES,
+    cuda_graph="full",
+)
+LAYERS = tuple(
+    AttentionLayer(
+        layer_id=i,
+        num_q_heads=HQ,
+        num_kv_heads=HKV,
+        head_dim=D,
+        v_head_dim=DV,
+        scale=1.0,
+        view=view,
+    )
+    for i, view in enumerate(("full", "window"))
+)
+CONFIG = BackendConfig(
+    name="prefiller",
+    row=ROW,
+    layers=LAYERS,
+    page_size=4,
+    dtype="fp32",
+    kv_cache_dtype="fp32",
+    device=torch.device("cpu"),
+)
+
+
+def recorder(name, *, layers=LAYERS, **row):
+    row = dataclasses.replace(ROW, **row)
+    return Recorder(dataclasses.replace(CONFIG, name=name, row=row, layers=layers))
+
+
+def make(mode="prefill", prefill=None, decode=None, **more):
+    """Two backends; `mode` is the one that verifies and drafts, None without speculation."""
+    pre, dec = prefill or recorder("prefiller"), decode or recorder("decoder")
+    routes = {"prefill": pre, "decode": dec, **more}
+    if mode:
+        routes["verify"] = routes["draft"] = pre if mode == "prefill" else dec
+    pool = KVPool(LAYERS, num_pages=5, page_size=4, kv_cache_dtype="fp32")
+    return HybridDispatcher(routes, pool), pre, dec
+
+
+def batch(mode, **changes):
+    decodes = mode in (M.DECODE, M.DRAFT_DECODE)
+    n, rows = (1 if decodes else 2), (0 if mode is M.IDLE else 2)
+    spec = SpecInfo(topk=1, num_draft_tokens=2) if mode is M.TARGET_VERIFY else None
+    lens, new = [6, 3][:rows], [n, n][:rows]
+    window = CacheView.build(
+        page_table=TABLE[:rows].flip(0), page_size=4, seq_lens=lens, new_lens=new
+    )
+    return ForwardBatch.build(
+        mode,
+        query_lens=new,
+        seq_lens=lens,
+        page_table=TABLE[:rows],
+        page_size=4,
+        **{"spec": spec, "views": {"window": window}, **changes},
+    )
+
+
+def qkv(n):
+    g = torch.Generator().manual_seed(n)
+    return [torch.randn(n, h, d, generator=g) for h, d in ((HQ, D), (HKV, D), (HKV, DV))]
