@@ -1,4 +1,4 @@
-"""The checks of the repository, one session each; `nox -l` lists them, plain `nox` runs the default ones."""
+"""The checks of the repository, one session each; `nox -l` lists them, `nox` runs the default."""
 
 import os
 import pathlib

@@ -48,6 +48,7 @@ class Case:
 CHAIN = (-1, 0, 1, 2)
 TREE_A = (-1, 0, 0, 1, 1, 2, 5)
 TREE_B = (-1, 0, 1, 1, 0, 4, 4)
+FOREST = (-1, -1, 0, 1, 1, 2, 4)
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 EDGES = (1, 15, 16, 17, 63, 64, 65)
 ALL = ("fp32", "fp16", "bf16")
@@ -85,6 +86,7 @@ CASES = (
     Case(name="window-1", query_lens=(9, 1), seq_lens=(30, 17), window=1),
     Case(name="window-4", query_lens=(3, 4, 5, 2, 2, 2), seq_lens=(3, 4, 5, 5, 6, 7), window=4),
     Case(name="window-prefill", query_lens=(90, 17), seq_lens=(90, 100), window=20),
+    Case(name="window-half", query_lens=(80,), seq_lens=(160,), window=100),
     Case(
         name="window-blocks",
         query_lens=(1100,),
@@ -138,7 +140,7 @@ CASES = (
         mode=VERIFY,
         query_lens=(7, 7, 7, 7),
         seq_lens=(70, 7, 70, 150),
-        trees=(TREE_A, TREE_B, TREE_B, TREE_A),
+        trees=(TREE_A, TREE_B, FOREST, TREE_A),
     ),
     Case(
         name="verify-tree-window",

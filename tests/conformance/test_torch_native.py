@@ -27,10 +27,18 @@ def tiles(request, monkeypatch):
 
 
 def create(inputs: Inputs, kind: str, dtype: str, page_size: int, kv_dtype: str) -> TorchNative:
-    return TorchNative(config_for((inputs.layer,), dtype, kind, page_size, kv_dtype))
+    device = inputs.q.device
+    return TorchNative(config_for((inputs.layer,), dtype, kind, page_size, kv_dtype, device))
 
 
-def config_for(layers, dtype: str, kind: str, page_size: int, kv_dtype: str) -> BackendConfig:
+def config_for(
+    layers,
+    dtype: str,
+    kind: str,
+    page_size: int,
+    kv_dtype: str,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # a constant
+) -> BackendConfig:
     return BackendConfig(
         name="torch_native",
         row=Capabilities(
@@ -40,7 +48,7 @@ def config_for(layers, dtype: str, kind: str, page_size: int, kv_dtype: str) -> 
         page_size=page_size,
         dtype=dtype,
         kv_cache_dtype=dtype if kv_dtype == "auto" else kv_dtype,
-        device=torch.device("cpu"),
+        device=device,
     )
 
 
@@ -54,7 +62,7 @@ def run(case: Case, inputs: Inputs, dtype: str, page_size: int, batch: ForwardBa
     outs = []
     for return_lse in (False, True):
         shape = (batch.num_tokens, inputs.layer.num_q_heads, inputs.layer.v_head_dim)
-        out = torch.full(shape, torch.nan, dtype=inputs.q.dtype)
+        out = inputs.q.new_full(shape, torch.nan)
         got = forward(
             inputs.q,
             None,
@@ -103,6 +111,33 @@ def test_agrees_with_the_oracle(name, dtype, page_size, layout, tiles):
     assert_within_budget("out with lse", got[:n], out, near_out, rounding)
     assert got_lse.dtype == torch.float32
     assert_within_budget("lse", got_lse[:n], lse, near_lse, torch.float32)
+
+
+def on_device(x, device: torch.device):
+    """Move every tensor in a dataclass, tuple or mapping, at any depth."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        return tuple(on_device(y, device) for y in x)
+    if isinstance(x, dict):
+        return {k: on_device(y, device) for k, y in x.items()}
+    if dataclasses.is_dataclass(x):
+        changed = {f.name: on_device(getattr(x, f.name), device) for f in dataclasses.fields(x)}
+        return dataclasses.replace(x, **changed)
+    return x
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_agrees_with_the_oracle_on_cuda(name, dtype):
+    case = BY_NAME[name]
+    inputs, (out, lse), (near_out, near_lse) = expected(name, dtype, 16, "shuffled")
+    plain, got, got_lse = run(case, on_device(inputs, torch.device("cuda")), dtype, 16)
+    n, rounding = inputs.real_tokens, DTYPES[dtype]
+    assert_within_budget("out", plain[:n].cpu(), out, near_out, rounding)
+    assert_within_budget("out with lse", got[:n].cpu(), out, near_out, rounding)
+    assert_within_budget("lse", got_lse[:n].cpu(), lse, near_lse, torch.float32)
 
 
 def ragged_answer(case, layer, q, k, v, dtype):

@@ -7,12 +7,20 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from attn_core.capabilities import LINEAR_KINDS, TREES, Device, Phase
-from attn_core.device import ARCHS
-from attn_core.errors import BackendNotImplementedError, UsageError
+from attn_core.capabilities import (
+    LINEAR_KINDS,
+    TREES,
+    Device,
+    LayerNeeds,
+    Phase,
+    Requirements,
+)
+from attn_core.device import ARCHS, parse_device
+from attn_core.errors import BackendNotImplementedError, NoBackendError, UsageError
 from attn_core.forward import ForwardMode
 from attn_core.matrix import build_matrix
 from attn_core.plugins import load_plugins
+from attn_core.selection import Overrides, select
 from attn_nvidia import dsa
 
 REGISTRY = load_plugins()
@@ -169,6 +177,33 @@ def test_beside_gdn_on_blackwell_and_ascend_only_the_documented_ones_fit():
                 and row.beside_linear is not False
             }
             assert fits == free[device], arch
+
+
+@pytest.mark.parametrize(
+    "device", ["cuda:sm75", "cuda:sm120", "rocm:gfx942", "xpu:pvc", "cpu:neon"]
+)
+@pytest.mark.parametrize(
+    "model", [("mha", "gdn"), ("mla", "kda"), ("mha",), ("mla",)], ids="+".join
+)
+@pytest.mark.parametrize("name", ["torch_native", "flex_attention"])
+def test_the_portable_ones_stand_beside_linear_layers_where_that_is_free(name, model, device):
+    """Every place but data-centre Blackwell and Ascend, which the golden table refuses."""
+    needs = Requirements(layers=tuple(LayerNeeds(kind=k) for k in model))
+    place, named = parse_device(device), Overrides(attention_backend=name)
+    libraries = {"triton": None}
+    if (name, model[0]) == ("flex_attention", "mla"):
+        with pytest.raises(NoBackendError, match=r"kind mla \(supports mha\)"):
+            select(needs, place, REGISTRY, libraries, named, simulated=True)
+        return
+    chosen = select(needs, place, REGISTRY, libraries, named, simulated=True)
+    assert chosen.prefill == chosen.decode == name
+    assert (
+        chosen.rows["prefill"].priority
+        == {
+            "flex_attention": 5,
+            "torch_native": 20 if place.type == "cpu" else 0,
+        }[name]
+    )
 
 
 def test_requirements_are_extras_of_their_package():

@@ -114,27 +114,54 @@ def _kernel_libraries(
                 if spec.name not in users:
                     users.append(spec.name)
     for group, users in sorted(wanted.items()):
-        names = alternatives(group)
-        pins = [p for n in names for p in registry.pins if _applies(p, n.name, torch)]
-        fix = pins[0].pip if pins else f"pip install '{names[0]}'"
-        serves = f"for {', '.join(users)}"
-        lacking = shortfall(group, libraries)
-        if lacking is not None:
-            why = f"; {pins[0].why}" if pins else ""
-            yield Finding(group, lacking, "note", f"{serves}{why}", fix)
+        yield from _group(group, f"for {', '.join(users)}", registry.pins, libraries, torch)
+
+
+def _group(
+    group: str,
+    serves: str,
+    pins: tuple[Pin, ...],
+    libraries: dict[str, str | None],
+    torch: str | None,
+) -> Iterator[Finding]:
+    """Judge one any-of group: what of it is installed, else how to install it."""
+    names = alternatives(group)
+    fitting = {n.name: p for n in names for p in pins if _applies(p, n.name, torch)}
+    tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
+    lacking = shortfall(group, libraries)
+    if lacking is not None:
+        pin = next(iter(fitting.values()), None)
+        free = [n for n in names if n.name not in tied]
+        if pin is not None:
+            yield Finding(group, lacking, "note", f"{serves}; {pin.why}", pin.pip)
+        elif free:
+            yield Finding(group, lacking, "note", serves, f"pip install '{free[0]}'")
+        else:
+            known = ", ".join(
+                f"{p.distribution} for torch{p.torch}"
+                for p in pins
+                if p.distribution in {n.name for n in names}
+            )
+            yield Finding(group, lacking, "note", f"{serves}; none for torch {torch}: {known}")
+        return
+    for name in names:
+        version = libraries.get(canonicalize_name(name.name))
+        if version is None:
             continue
-        for name in names:
-            version = libraries.get(canonicalize_name(name.name))
-            if version is None:
-                continue
-            pin = next((p for p in pins if p.distribution == name.name), None)
-            if pin is not None and not SpecifierSet(pin.version).contains(
-                version, prereleases=True
-            ):
-                text = f"{serves}; not the version for torch {torch}: {pin.why}"
-                yield Finding(name.name, version, "problem", text, pin.pip)
-            else:
-                yield Finding(name.name, version, "ok", serves)
+        pin = fitting.get(name.name)
+        fits = pin is None or SpecifierSet(pin.version).contains(version, prereleases=True)
+        if name.name in tied:
+            yield Finding(
+                name.name,
+                version,
+                "problem",
+                f"{serves}; no version of it is known to work with torch {torch}",
+            )
+        elif pin is not None and not fits:
+            text = f"{serves}; not the version for torch {torch}: {pin.why}"
+            yield Finding(name.name, version, "problem", text, pin.pip)
+        else:
+            yield Finding(name.name, version, "ok", serves)
 
 
 def _applies(pin: Pin, name: str, torch: str | None) -> bool:

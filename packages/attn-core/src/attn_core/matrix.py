@@ -154,20 +154,20 @@ def summary(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
     ], lines
 
 
-def to_markdown(matrix: Matrix) -> str:
-    """Write every kind as a Markdown table, departures as notes below."""
+def to_markdown(matrix: Matrix, *, notes: bool = True) -> str:
+    """Write every kind as a Markdown table, with `notes` the reason of each departure below."""
     parts = []
     for kind in matrix:
         header, lines = table(matrix, kind)
         rows = [header, ["---"] * len(header), *lines]
         parts.append(f"### {kind}\n\n" + "\n".join(f"| {' | '.join(r)} |" for r in rows))
-        notes = [
+        reasons = [
             f"- \\* {name}, {cell}: {why}"
             for name, cells in matrix[kind].items()
             for cell, why in cells["departures"].items()
         ]
-        if notes:
-            parts.append("\n".join(notes))
+        if notes and reasons:
+            parts.append("\n".join(reasons))
     return "\n\n".join(parts) + "\n"
 
 

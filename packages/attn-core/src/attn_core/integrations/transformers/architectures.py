@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from attn_core.errors import UnsupportedError, near
+from attn_core.errors import UnsupportedError
 from attn_core.forward import AttentionLayer
 
 # Decoders of plain causal attention over one K/V cache: config.model_type, each compared token by
@@ -20,8 +20,8 @@ def check_supported(config: Mapping[str, object]) -> None:
     name = config.get("model_type")
     if name not in SUPPORTED:
         raise UnsupportedError(
-            f"model type {name!r} does not run through the transformers integration: "
-            f"{near(str(name), SUPPORTED)}; supported are {', '.join(sorted(SUPPORTED))}"
+            f"model type {name!r} does not run through the transformers integration "
+            f"(supports {', '.join(sorted(SUPPORTED))}); `attn select` chooses backends for it"
         )
 
 

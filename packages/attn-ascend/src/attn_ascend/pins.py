@@ -1,0 +1,23 @@
+"""Which version of torch-npu goes with which torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attn_core.hookspecs import hookimpl
+from attn_core.libraries import Pin
+
+
+@hookimpl
+def attn_register_pins() -> Sequence[Pin]:
+    """Return the pins of torch-npu: one minor version of torch each."""
+    return [
+        Pin(
+            distribution="torch-npu",
+            torch=f"=={torch}.*",
+            version=f"=={torch}.*",
+            why="torch-npu needs exactly its own torch, and CANN: without CANN it breaks "
+            "`import torch`",
+        )
+        for torch in ("2.11", "2.13", "2.14")
+    ]
