@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -176,6 +175,27 @@ def test_markup_in_texts_is_printed_as_it_is():
     assert "\x1b[" not in done.stdout
 
 
+def test_a_corrupt_plugin_is_printed_in_full_and_takes_nothing_down(tmp_path):
+    (tmp_path / "attn_bad.py").write_text(
+        "raise ImportError('try pip install attn[nvidia] [bold]')"
+    )
+    info = tmp_path / "attn_bad-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-bad\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[attn_core]\nbad = attn_bad\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = attn("backends", PYTHONPATH=path)
+    assert done.returncode == 0
+    assert "broken: bad from attn-bad 1.2" in done.stdout
+    assert "ImportError: try pip install attn[nvidia] [bold]" in done.stdout
+    assert "attn_bad.py" in done.stdout  # the traceback
+    assert "torch_native" in done.stdout
+    assert attn("select", PYTHONPATH=path).returncode == 0
+    named = attn("select", "--attention-backend", "bad", PYTHONPATH=path)
+    assert named.returncode == 2
+    assert "broken in attn-bad 1.2: ImportError" in named.stderr
+
+
 @pytest.mark.parametrize("form", ["table", "markdown", "html"])
 def test_matrix_formats_name_every_backend(form):
     out = attn("matrix", "--format", form).stdout
@@ -202,12 +222,20 @@ def test_matrix_json():
 
 
 def test_select_answers_within_half_a_second_beyond_pythons_own_start():
+    """Processor time, the best of five, so that a busy machine does not count."""
+
     def best(code: list[str]) -> float:
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = os.times()
             subprocess.run([sys.executable, *code], capture_output=True, check=True)
-            times.append(time.perf_counter() - start)
+            end = os.times()
+            times.append(
+                end.children_user
+                + end.children_system
+                - start.children_user
+                - start.children_system
+            )
         return min(times)
 
     main = "from attn_core.cli import main; main()"

@@ -13,10 +13,22 @@ from attn_core.plugins import load_plugins
 from attn_core.selection import Overrides, select
 from packaging.utils import canonicalize_name
 
-TABLE = tomllib.loads((Path(__file__).parents[1] / "data/golden.toml").read_text())
+ROOT = Path(__file__).parents[2]
+TABLE = tomllib.loads((ROOT / "tests/data/golden.toml").read_text())
 RULES = TABLE["rule"]
 FIELDS = {"page", "rule", "departs", "model", "change", "vision", "device", "runtime", "page_size"}
-FIELDS |= {"kv", "topk", "mode", "lacking", "flags", "here", "expect", "refused", "reuse"}
+FIELDS |= {
+    "kv",
+    "topk",
+    "mode",
+    "lacking",
+    "flags",
+    "here",
+    "expect",
+    "refused",
+    "reuse",
+    "tested_by",
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +88,11 @@ def check(selection, expect):
 @pytest.mark.parametrize("rule", RULES, ids=[f"{i:03}-{r['page']}" for i, r in enumerate(RULES)])
 def test_rule(rule, registry):
     assert set(rule) <= FIELDS, "a key of the entry that nothing reads"
-    assert len({"expect", "refused", "reuse"} & set(rule)) == 1
+    assert len({"expect", "refused", "reuse", "tested_by"} & set(rule)) == 1
+    if "tested_by" in rule:
+        path, _, test = rule["tested_by"].partition("::")
+        assert f"\ndef {test}(" in (ROOT / path).read_text()
+        return
     if "reuse" in rule:
         tokens, page_size, reused = rule["reuse"]
         assert reusable_prefix(tokens, page_size) == reused

@@ -1,25 +1,22 @@
-"""The commands, mounted on one typer application."""
+"""The commands, mounted on one typer application; only the one asked for is imported."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 
 import typer
 
-from attn_core.cli.backends import backends_command, matrix_command
-from attn_core.cli.doctor import doctor_command
-from attn_core.cli.generate import generate_command
 from attn_core.cli.options import SituationFlags
-from attn_core.cli.select import select_command, why_not_command
 from attn_core.environment import variable
 
 COMMANDS = {
-    "backends": backends_command,
-    "matrix": matrix_command,
-    "doctor": doctor_command,
-    "select": select_command,
-    "why-not": why_not_command,
-    "generate": generate_command,
+    "backends": "backends:backends_command",
+    "matrix": "backends:matrix_command",
+    "doctor": "doctor:doctor_command",
+    "select": "select:select_command",
+    "why-not": "select:why_not_command",
+    "generate": "generate:generate_command",
 }
 
 
@@ -34,9 +31,10 @@ def build_app(asked: str | None = None) -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(lambda: None)  # keeps the name of a command even where there is only one
-    for name, command in COMMANDS.items():
+    for name, place in COMMANDS.items():
         if asked not in COMMANDS or asked == name:
-            app.command(name)(command)
+            module, _, function = place.partition(":")
+            app.command(name)(getattr(importlib.import_module(f"attn_core.cli.{module}"), function))
     return app
 
 

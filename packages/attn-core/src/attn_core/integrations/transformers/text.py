@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -79,10 +80,11 @@ def load(
         overrides=overrides,
     )
     where = path if path.is_dir() else path.parent
-    files = {"local_files_only": True, "trust_remote_code": False}
+    files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if gguf:
         files["gguf_file"] = path.name
-    with _quiet():
+    # reading a GGUF file draws a bar that nothing else turns off
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         step("loading the tokenizer")
         tokenizer = _of(path, lambda: AutoTokenizer.from_pretrained(where, **files))
         step("loading the weights")

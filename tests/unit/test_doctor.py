@@ -1,0 +1,99 @@
+"""The doctor names what is wrong and the line that mends it for the torch that is installed."""
+
+from __future__ import annotations
+
+import pytest
+from attn_core import doctor
+from attn_core.capabilities import BackendSpec, Capabilities, Device
+from attn_core.libraries import Pin
+from attn_core.plugins import BrokenPlugin, Origin, Registry
+
+HOPPER = Device("cuda", "sm90", "13.0")
+PINS = (
+    Pin(distribution="kern", torch="==2.11.*", version="==0.4.5", why="built for torch 2.11"),
+    Pin(distribution="kern", torch="==2.13.*", version="==0.4.8", why="built for torch 2.13"),
+    Pin(distribution="meta", torch=">=2.11", version="==1.0", options="--no-deps", why="metadata"),
+)
+
+
+def registry(*groups: str) -> Registry:
+    row = Capabilities(
+        kind="mha",
+        device="cuda",
+        archs={"sm90"},
+        requires=groups,
+        dtypes={"bf16"},
+        kv_dtypes={"bf16"},
+        priority=1,
+    )
+    spec = BackendSpec(name="x", capabilities=[row], create="a:b")
+    origin = Origin("attn-x", "0.1.0", "attn_x")
+    broken = BrokenPlugin("acme", Origin("attn-acme", "2", "attn_acme"), "ImportError: no acme")
+    key = ("softmax", "x")
+    return Registry({key: spec}, {key: origin}, (broken,), PINS)
+
+
+def examine(monkeypatch, torch: str, libraries: dict, *groups: str, device=HOPPER):
+    monkeypatch.setattr(doctor, "torch_build", lambda: {"version": torch, "cuda": "13.0"})
+    monkeypatch.setattr(doctor, "_cuda_driver", lambda: "13.0")
+    monkeypatch.setattr(Registry, "installed_libraries", lambda self: libraries)
+    return {f.subject: f for f in doctor.examine(registry(*groups), device)}
+
+
+@pytest.mark.parametrize(
+    ("torch", "libraries", "group", "level", "text", "fix"),
+    [
+        ("2.11.0+cu130", {}, "kern>=0.4", "note", "built for torch 2.11", "'kern==0.4.5'"),
+        ("2.13.0", {}, "kern>=0.4", "note", "built for torch 2.13", "'kern==0.4.8'"),
+        ("2.12.0", {}, "kern>=0.4", "note", "none for torch 2.12.0", ""),
+        ("2.12.0", {}, "kern>=0.4 or meta", "note", "metadata", "--no-deps 'meta==1.0'"),
+        ("2.12.0", {}, "kern or free>=3", "note", "for x", "'free>=3'"),
+        ("2.13.0", {"kern": "0.4.5"}, "kern", "problem", "not the version", "'kern==0.4.8'"),
+        ("2.12.0", {"kern": "0.4.5"}, "kern", "problem", "no version of it is known", ""),
+        ("2.13.0", {"kern": "0.4.8"}, "kern", "ok", "for x", ""),
+    ],
+)
+def test_libraries(monkeypatch, torch, libraries, group, level, text, fix):
+    found = examine(monkeypatch, torch, libraries, group)
+    finding = found[group if not libraries else "kern"]
+    assert finding.level == level
+    assert text in finding.verdict
+    assert finding.fix.endswith(fix)
+    assert bool(finding.fix) == bool(fix)
+
+
+def test_libraries_of_other_hardware_are_not_mentioned(monkeypatch):
+    found = examine(monkeypatch, "2.13.0", {}, "kern", device=Device("cpu", "amx"))
+    assert "kern" not in found
+
+
+def test_broken_plugins_are_problems(monkeypatch):
+    found = examine(monkeypatch, "2.13.0", {})
+    finding = found["acme (attn-acme 2)"]
+    assert (finding.level, finding.verdict) == ("problem", "ImportError: no acme")
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "level", "text"),
+    [
+        ({"version": "2.13.0+cpu"}, "13.0", "problem", "not built for CUDA"),
+        ({"version": "2.13.0", "cuda": "13.0"}, "12.8", "problem", "update the driver"),
+        ({"version": "2.13.0", "cuda": "12.8"}, "13.0", "ok", "runs CUDA up to 13.0"),
+        ({"version": "2.13.0", "cuda": "13.0"}, None, "note", "attention runs on the CPU"),
+    ],
+)
+def test_driver(monkeypatch, build, driver, level, text):
+    monkeypatch.setattr(doctor, "_cuda_driver", lambda: driver)
+    (finding,) = doctor._driver(build)
+    assert finding.level == level
+    assert text in finding.verdict
+
+
+@pytest.mark.parametrize(
+    ("build", "text"), [({}, "needed"), ({"version": "2.6.0"}, "2.8 or newer")]
+)
+def test_torch_missing_or_old(build, text):
+    (finding,) = doctor._torch(build)
+    assert finding.level == "problem"
+    assert text in finding.verdict
+    assert "pip install" in finding.fix

@@ -1,0 +1,66 @@
+"""The matrix is read off the rows; evidence files raise a cell's level, never a cell's value."""
+
+from __future__ import annotations
+
+import json
+
+import strategies as gen
+from attn_core.capabilities import BackendSpec, Capabilities, Phase
+from attn_core.matrix import build_matrix, summary, table, to_html, to_markdown
+from attn_core.plugins import load_plugins
+
+BASE = {"kind": "mha", "device": "cuda", "dtypes": {"bf16"}, "priority": 1}
+ROWS = [
+    Capabilities(**BASE, kv_dtypes={"bf16"}, page_sizes={64}, sliding_window=True, max_topk=1),
+    Capabilities(**BASE, kv_dtypes={"fp8_e4m3"}, page_sizes={16}),
+    Capabilities(**BASE, kv_dtypes={"bf16"}, phases={Phase.ENCODE}),
+]
+
+
+def registry(module="nowhere", **kw):
+    spec = BackendSpec(name="acme", capabilities=ROWS, create="a:b", **kw)
+    point = gen.point("attn-acme", [spec])
+    point.value = module
+    return load_plugins([point])
+
+
+def test_a_cell_is_true_if_any_row_has_it():
+    cells = build_matrix(registry())["mha"]["acme"]
+    assert cells["page_sizes"] == [16, 64]
+    assert {c for c, v in cells.items() if v is True} == {
+        "fp8_kv",
+        "spec_topk1",
+        "sliding_window",
+        "multimodal",
+        "implemented",
+    }
+    assert set(cells["evidence"].values()) == {"declared"}
+
+
+def test_evidence_files_of_the_package_raise_the_level(tmp_path, monkeypatch):
+    package = tmp_path / "attn_proved"
+    (package / "evidence").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    for i, level in enumerate(("emulated", "device-tested", "compiled")):
+        cells = {"fp8_kv": {"level": level}} | ({"lse": {"level": level}} if i == 0 else {})
+        file = {"backend": "acme", "kind": "mha", "cells": cells}
+        (package / "evidence" / f"{i}.json").write_text(json.dumps(file))
+    other = {"backend": "other", "kind": "mha", "cells": {"sinks": {"level": "compiled"}}}
+    (package / "evidence" / "other.json").write_text(json.dumps(other))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    evidence = build_matrix(registry("attn_proved"))["mha"]["acme"]["evidence"]
+    assert evidence["fp8_kv"] == "device-tested"
+    assert evidence["lse"] == "emulated"
+    assert evidence["sinks"] == "declared"
+
+
+def test_departures_are_marked_and_explained():
+    matrix = build_matrix(
+        registry(departures={"mha.fp8_kv": "scales work <here>", "mla.fp8_kv": "elsewhere"})
+    )
+    assert matrix["mha"]["acme"]["departures"] == {"fp8_kv": "scales work <here>"}
+    assert "scales work" not in to_markdown(matrix, notes=False)
+    assert "acme, fp8_kv: scales work <here>" in to_markdown(matrix)
+    assert "yes*" in table(matrix, "mha")[1][0]
+    assert "fp8_kv*" in summary(matrix, "mha")[1][0][3]
+    assert "<td>yes*</td>" in to_html(matrix)
