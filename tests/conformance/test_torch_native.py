@@ -20,10 +20,13 @@ BY_NAME = {case.name: case for case in CASES}
 
 @pytest.fixture(params=["one-tile", "tiles"])
 def tiles(request, monkeypatch):
-    """Run with tiles as shipped, and with the smallest, so that short cases are merged too."""
+    """Run with tiles as shipped, and with the smallest on two cores: short cases are merged too."""
+    cores = torch.get_num_threads()
     if request.param == "tiles":
         monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
-    return request.param
+        torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(cores)
 
 
 def create(inputs: Inputs, kind: str, dtype: str, page_size: int, kv_dtype: str) -> TorchNative:

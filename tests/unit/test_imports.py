@@ -14,9 +14,11 @@ ROOT = pathlib.Path(attn_core.__file__).parent
 # From the data to the kernels: a module imports from its own layer or from one before it.
 LAYERS = (
     {"errors", "capabilities", "libraries", "environment"},
-    {"hookspecs", "unmet"},
+    {"hookspecs", "page_size"},
+    {"unmet"},
     {"plugins", "device", "decision", "models"},
-    {"explain", "selection", "matrix", "doctor"},
+    {"explain", "weigh", "matrix", "doctor"},
+    {"selection"},
     {"why_not"},
     # here torch begins
     {"forward", "quant", "slots", "merge"},
@@ -28,7 +30,7 @@ LAYERS = (
     {"integrations", "testing"},
     {"cli"},
 )
-DATA = set().union(*LAYERS[:5])
+DATA = set().union(*LAYERS[:7])
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 FREE = {  # may be imported before their layer: lazily, inside the function that needs them
     ("decision", "explain"),

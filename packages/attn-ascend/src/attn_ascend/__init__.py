@@ -9,6 +9,10 @@ from typing import Final
 from attn_core.capabilities import BackendSpec, Capabilities, Phase
 from attn_core.hookspecs import hookimpl
 
+from attn_ascend.pins import attn_register_pins
+
+__all__ = ["attn_register_backends", "attn_register_pins"]
+
 HALF: Final = frozenset({"fp16", "bf16"})
 
 

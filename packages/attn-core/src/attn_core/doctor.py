@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 import attn_core
 from attn_core.capabilities import Device
@@ -41,7 +42,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         Finding("python", platform.python_version(), "ok", "3.11 or newer"),
         *_torch(build),
         *_driver(build),
-        Finding("device", str(here), "ok", f"runtime {here.runtime or 'not applicable'}"),
+        Finding("device", str(here), "ok", f"runtime {here.runtime}" if here.runtime else "found"),
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
     ]
@@ -126,7 +127,7 @@ def _group(
 ) -> Iterator[Finding]:
     """Judge one any-of group: what of it is installed, else how to install it."""
     names = alternatives(group)
-    fitting = {n.name: p for n in names for p in pins if _applies(p, n.name, torch)}
+    fitting = {n.name: p for n in names for p in pins if _applies(p, n, torch)}
     tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
     lacking = shortfall(group, libraries)
     if lacking is not None:
@@ -164,10 +165,13 @@ def _group(
             yield Finding(name.name, version, "ok", serves)
 
 
-def _applies(pin: Pin, name: str, torch: str | None) -> bool:
-    if pin.distribution != name or torch is None:
+def _applies(pin: Pin, wanted: Requirement, torch: str | None) -> bool:
+    """Say whether a pin answers what is wanted for this torch."""
+    if pin.distribution != wanted.name or torch is None:
         return False
-    try:
-        return SpecifierSet(pin.torch).contains(Version(torch).public, prereleases=True)
-    except InvalidVersion:
+    exact = [
+        s.version for s in SpecifierSet(pin.version) if s.operator == "==" and "*" not in s.version
+    ]
+    if not all(wanted.specifier.contains(v, prereleases=True) for v in exact):
         return False
+    return SpecifierSet(pin.torch).contains(Version(torch).public, prereleases=True)

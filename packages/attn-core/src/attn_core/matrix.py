@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from attn_core.capabilities import BackendSpec, Capabilities, Phase
+from attn_core.capabilities import SERVING, BackendSpec, Capabilities, Phase
 from attn_core.plugins import Registry
 
 LEVELS = ("declared", "emulated", "compiled", "device-tested")
@@ -74,12 +74,13 @@ def _cells(
     spec: BackendSpec, kind: str, rows: list[Capabilities], evidence: Mapping[str, str]
 ) -> dict[str, Any]:
     cells: dict[str, Any] = {"devices": sorted({r.device for r in rows})}
-    serving = [r for r in rows if r.phases & {Phase.PREFILL, Phase.DECODE}]
+    serving = [r for r in rows if r.phases & SERVING]
     if rows[0].family == "softmax":
         any_size = not serving or any(not r.page_sizes for r in serving)
         sizes = {p for r in serving for p in r.page_sizes}
         cells["page_sizes"] = [] if any_size else sorted(sizes)
-    cells |= {name: any(has(r) for r in rows) for name, has in CELLS[kind].items()}
+    for name, has in CELLS[kind].items():  # what a vision tower's row has is no answer for text
+        cells[name] = any(has(r) for r in (rows if name == "multimodal" else serving))
     names = [c for c in cells if c != "devices"]
     cells["implemented"] = spec.implemented
     cells["evidence"] = {c: evidence.get(c, LEVELS[0]) for c in names}

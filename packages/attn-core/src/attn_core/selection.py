@@ -3,99 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from attn_core.capabilities import BackendSpec, Device, Family, Phase, Requirements
+from attn_core.capabilities import Device, Phase, Requirements
 from attn_core.decision import LinearSelection, Overrides, Selection, Verdict
 from attn_core.errors import NoBackendError, UsageError
 from attn_core.libraries import Libraries
+from attn_core.page_size import smallest_page, takes_page
 from attn_core.plugins import Registry
-from attn_core.unmet import Change, Unmet, places, smallest_page, takes_page, unmet
-
-Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
-
-
-@dataclass(frozen=True)
-class _Solver:
-    """The arguments of one select() call, so that the steps below can share them."""
-
-    needs: Requirements
-    device: Device
-    registry: Registry
-    libraries: Libraries
-    overrides: Overrides
-    profile: Profile
-    simulated: bool
-
-    def weigh(self, family: Family, phase: Phase) -> tuple[Verdict, ...]:
-        """Give every row of a family its verdict for a phase."""
-        spec_mode = self.needs.speculation and self.needs.speculation.mode
-        return tuple(
-            Verdict(
-                spec,
-                phase,
-                row,
-                unmet(
-                    row,
-                    self.needs,
-                    self.device,
-                    self.libraries,
-                    phase,
-                    speculates=family == "softmax" and spec_mode == phase.value,
-                )
-                + self._policy(spec),
-                tuple(n for n in (self._not_built(spec), row.note) if n),
-            )
-            for spec in self.registry.family(family)
-            for row in spec.capabilities
-        )
-
-    def _not_built(self, spec: BackendSpec) -> str:
-        return "" if spec.implemented else f"{spec.name} is not implemented in 0.1"
-
-    def _policy(self, spec: BackendSpec) -> tuple[Unmet, ...]:
-        found = []
-        allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
-        if not spec.implemented and not self.simulated:
-            found.append(Unmet("implementation", f"{name} is declared", "not implemented in 0.1"))
-        if allow is not None and name not in allow:
-            change = Change("overrides", (("allow", (*allow, name)),), 1, f"--allow {name}")
-            found.append(Unmet("allow", name, f"--allow has {', '.join(allow)}", (change,)))
-        if name in deny:
-            rest = tuple(d for d in deny if d != name)
-            change = Change("overrides", (("deny", rest),), 1, f"no --deny {name}")
-            found.append(Unmet("deny", name, "--deny has it", (change,)))
-        return tuple(found)
-
-    def rank(self, verdict: Verdict) -> tuple[float, ...]:
-        """Order fitting rows, best first: preferred, then measured, then by priority."""
-        prefer, name = self.overrides.prefer, verdict.spec.name
-        place = prefer.index(name) if name in prefer else len(prefer)
-        cost = self.profile.get((name, verdict.phase.value), float("inf"))
-        return (place, cost, -verdict.row.priority)
-
-    def named(self, family: Family, phase: Phase) -> str | None:
-        """Return the name that the caller gave this phase, after checking that it exists."""
-        name = self.overrides.flag(family, phase)[1]
-        return None if name is None else self.registry.get(name, family).name
-
-    def candidates(self, verdicts: tuple[Verdict, ...], family: Family) -> list[Verdict]:
-        """Return the verdicts that may be chosen, best first, ties by name."""
-        name = self.named(family, verdicts[0].phase) if verdicts else None
-        fitting = [v for v in verdicts if v.fits and name in (None, v.spec.name)]
-        return sorted(fitting, key=lambda v: (self.rank(v), v.spec.name))
-
-    def reason(self, chosen: Verdict, family: Family) -> str:
-        """Say why `chosen` was taken for its phase."""
-        flag, name = self.overrides.flag(family, chosen.phase)
-        if name is not None:
-            return f"named by {flag}"
-        if chosen.spec.name in self.overrides.prefer:
-            return "preferred by --prefer"
-        if (chosen.spec.name, chosen.phase.value) in self.profile:
-            return "measured fastest of those that fit"
-        return f"highest priority of those that fit ({chosen.row.priority})"
+from attn_core.weigh import Profile, Solver, best_per_backend, nothing_fits
 
 
 def select(
@@ -118,7 +34,7 @@ def select(
     a name that nobody declares; UsageError for a flag that has nothing to decide.
     """
     overrides = overrides or Overrides()
-    s = _Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
+    s = Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
     _check(s)
     base = Selection(
         kv_cache_dtype=requirements.store_dtype,
@@ -130,7 +46,7 @@ def select(
     return _solve_linear(s, chosen)
 
 
-def _check(s: _Solver) -> None:
+def _check(s: Solver) -> None:
     o = s.overrides
     known = {spec.name for spec in s.registry.backends.values()}
     for name in (*o.prefer, *(o.allow or ()), *o.deny):
@@ -145,37 +61,14 @@ def _check(s: _Solver) -> None:
         raise UsageError(f"--page-size {s.needs.page_size}: at least 1")
 
 
-def _best_per_backend(verdicts: tuple[Verdict, ...], s: _Solver) -> tuple[Verdict, ...]:
-    """Keep one row a backend: the best that fits, else the one nearest to fitting."""
-    best: dict[tuple[str, str], Verdict] = {}
-    for v in sorted(verdicts, key=lambda v: (not v.fits, v.cost, s.rank(v))):
-        best.setdefault((v.phase.value, v.spec.name), v)
-    for key, v in best.items():
-        best[key] = replace(v, reasons=tuple(_everywhere(r, v, verdicts) for r in v.reasons))
-    return tuple(
-        sorted(
-            best.values(),
-            key=lambda v: (list(Phase).index(v.phase), not v.fits, s.rank(v), v.spec.name),
-        )
-    )
-
-
-def _everywhere(reason: Unmet, verdict: Verdict, verdicts: tuple[Verdict, ...]) -> Unmet:
-    """Let a refused device name the places of all rows of the backend, not of the nearest one."""
-    if reason.need != "device":
-        return reason
-    rows = [v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases]
-    return replace(reason, supported=f"supports {places(rows)}") if rows else reason
-
-
-def _solve_softmax(s: _Solver, base: Selection) -> Selection:
+def _solve_softmax(s: Solver, base: Selection) -> Selection:
     weighed = {p: s.weigh("softmax", p) for p in (Phase.PREFILL, Phase.DECODE)}
-    verdicts = _best_per_backend(tuple(itertools.chain(*weighed.values())), s)
+    verdicts = best_per_backend(tuple(itertools.chain(*weighed.values())), s)
     base = replace(base, verdicts=verdicts)
     fitting = {p: s.candidates(w, "softmax") for p, w in weighed.items()}
     for phase, options in fitting.items():
         if not options:
-            raise NoBackendError(_nothing_fits(s, verdicts, phase), base)
+            raise NoBackendError(nothing_fits(s, verdicts, phase), base)
     pairs = {
         (
             *(a + b for a, b in zip(s.rank(pre), s.rank(dec), strict=True)),
@@ -232,7 +125,7 @@ def _solve_softmax(s: _Solver, base: Selection) -> Selection:
     )
 
 
-def _conflict(s: _Solver, pre: Verdict, dec: Verdict) -> str | None:
+def _conflict(s: Solver, pre: Verdict, dec: Verdict) -> str | None:
     """Say why two rows that fit alone cannot share a cache, None where they can."""
     pair = f"{pre.spec.name} (prefill) with {dec.spec.name} (decode)"
     ban = pre.row.bans.get(dec.spec.name) or dec.row.bans.get(pre.spec.name)
@@ -250,7 +143,7 @@ def _conflict(s: _Solver, pre: Verdict, dec: Verdict) -> str | None:
     return None
 
 
-def _page(s: _Solver, pre: Verdict, dec: Verdict) -> tuple[int, str]:
+def _page(s: Solver, pre: Verdict, dec: Verdict) -> tuple[int, str]:
     rows = (pre.row, dec.row)
     if s.needs.page_size is not None:
         return s.needs.page_size, "named by --page-size"
@@ -265,32 +158,15 @@ def _page(s: _Solver, pre: Verdict, dec: Verdict) -> tuple[int, str]:
     return smallest, "the smallest that every chosen row takes (best prefix reuse)"
 
 
-def _nothing_fits(s: _Solver, verdicts: tuple[Verdict, ...], phase: Phase) -> str:
-    family: Family = verdicts[0].spec.family if verdicts else "softmax"
-    flag, asked = s.overrides.flag(family, phase)
-    if asked is not None:
-        name = s.registry.get(asked, family).name
-        near = [v for v in verdicts if v.phase is phase and v.spec.name == name]
-        reasons = "; ".join(str(r) for v in near for r in v.reasons)
-        return f"{flag} {asked} cannot run {phase.value} on {s.device}: {reasons}"
-    near = [v for v in verdicts if v.phase is phase][:3]
-    shown = "; ".join(f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in near)
-    return (
-        f"no backend fits {phase.value} on {s.device}"
-        + (f"; nearest are {shown}" if shown else ": none is declared")
-        + "; `attn why-not BACKEND` says what to change"
-    )
-
-
-def _solve_vision(s: _Solver, base: Selection) -> Selection:
+def _solve_vision(s: Solver, base: Selection) -> Selection:
     if s.needs.vision is None:
         return base
     weighed = s.weigh("softmax", Phase.ENCODE)
-    verdicts = _best_per_backend(weighed, s)
+    verdicts = best_per_backend(weighed, s)
     base = replace(base, verdicts=base.verdicts + verdicts)
     options = s.candidates(weighed, "softmax")
     if not options:
-        problem = _nothing_fits(s, verdicts, Phase.ENCODE)
+        problem = nothing_fits(s, verdicts, Phase.ENCODE)
         if s.overrides.mm_attention_backend:
             raise NoBackendError(problem, base)
         kept = f"the vision tower keeps the model's own attention: {problem}"
@@ -304,19 +180,19 @@ def _solve_vision(s: _Solver, base: Selection) -> Selection:
     )
 
 
-def _solve_linear(s: _Solver, base: Selection) -> Selection:
+def _solve_linear(s: Solver, base: Selection) -> Selection:
     if not s.needs.linear_layers:
         return base
     best: dict[str, Verdict] = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
         weighed = s.weigh("linear", phase)
-        verdicts = _best_per_backend(weighed, s)
+        verdicts = best_per_backend(weighed, s)
         base = replace(base, verdicts=base.verdicts + verdicts)
         options = s.candidates(weighed, "linear")
         if options:
             best[phase.value] = options[0]
         elif s.overrides.flag("linear", phase)[1] is not None:
-            raise NoBackendError(_nothing_fits(s, verdicts, phase), base)
+            raise NoBackendError(nothing_fits(s, verdicts, phase), base)
     if len(best) < 2:
         kept = (
             "the model keeps its own linear attention layers: no linear backend can be created "

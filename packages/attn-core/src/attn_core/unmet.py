@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
@@ -21,6 +20,7 @@ from attn_core.capabilities import (
     Requirements,
 )
 from attn_core.libraries import Libraries, alternatives, shortfall
+from attn_core.page_size import takes_page
 
 # "softmax" and "linear" are the layers of the model of that family
 Target = Literal["requirements", "softmax", "linear", "device", "libraries", "overrides"]
@@ -60,20 +60,6 @@ def listing(values: Iterable[Any]) -> str:
         if len(steps) == 1:
             return f"{items[0]}, {items[1]} … {items[-1]}"
     return ", ".join(f"{x[0]}/{x[1]}" if isinstance(x, tuple) else str(x) for x in items)
-
-
-def takes_page(row: Capabilities, page_size: int) -> bool:
-    """Say whether a pool of this page size runs on a row: some page it takes divides the pool's."""
-    fits = not row.page_sizes or any(page_size % p == 0 for p in row.page_sizes)
-    return fits and (row.max_page_size is None or page_size <= row.max_page_size)
-
-
-def smallest_page(rows: Iterable[Capabilities]) -> int | None:
-    """Return the smallest pool page that every row takes, None where there is none."""
-    rows, pages = tuple(rows), {1}
-    for row in rows:
-        pages = {p * q // gcd(p, q) for p in pages for q in (row.page_sizes or {1})}
-    return min((p for p in pages if all(takes_page(row, p) for row in rows)), default=None)
 
 
 def unmet(

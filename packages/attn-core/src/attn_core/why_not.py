@@ -263,4 +263,6 @@ def describe(answer: WhyNot) -> str:
     else:
         lines.append("smallest change that makes it fit:")
         lines += [f"  {c.text}" for c in answer.changes]
+        if any(c.target == "libraries" for c in answer.changes):
+            lines.append("`attn doctor` prints the version that fits the torch installed")
     return "\n".join(lines)

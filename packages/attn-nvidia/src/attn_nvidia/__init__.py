@@ -8,6 +8,9 @@ from attn_core.capabilities import BackendSpec, Capabilities, Phase
 from attn_core.hookspecs import hookimpl
 
 from attn_nvidia import rows_mha, rows_mla
+from attn_nvidia.pins import attn_register_pins
+
+__all__ = ["attn_register_backends", "attn_register_pins"]
 
 
 def _cutedsl() -> Sequence[Capabilities]:

@@ -71,7 +71,7 @@ def fa3() -> Sequence[Capabilities]:
         device="cuda",
         archs=HOPPER,
         min_runtime="12.3",
-        requires=[f"flash-attn-3 or {SGL_KERNEL}"],
+        requires=[f"{SGL_KERNEL} or flash-attn-3"],
         dtypes=HALF,
         kv_dtypes=HALF,
         priority=30,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_core.cli.console import console
 from attn_core.cli.options import DTYPES, KV_DTYPES, BackendFlags, flag, takes
@@ -66,6 +65,9 @@ def _write(piece: str) -> None:
 
 
 def _load(flags: BackendFlags, path: Path, dtype: str | None, num_pages: int | None) -> TextModel:
+    # imported here: `attn select` shares the application and must start fast
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
         task = progress.add_task("importing torch and transformers", total=_STEPS)

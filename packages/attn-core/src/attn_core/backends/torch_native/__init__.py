@@ -26,7 +26,7 @@ from attn_core.merge import merge_states
 
 Plans = Mapping[LayerClass, tuple[Piece, ...]]
 
-_CPU_TILE = 4 << 20  # bytes of K and V gathered at once: written and read again while in cache
+_CPU_TILE = 2 << 20  # bytes of K and V that a core gathers at once, and reads while in its cache
 _GATHER = 256 << 20  # the same on a device, where few large calls win
 _MOST_PARTS = 8  # partial results kept before they are merged
 
@@ -51,11 +51,10 @@ class TorchNative(AttentionBackend):
         width = layer.head_dim if latent else layer.head_dim + layer.v_head_dim
         token = layer.num_kv_heads * width * self._dtype.itemsize
         if device.type != "cpu":
-            return Limits(tile=None, gather=max(1, _GATHER // token), together=1, fold=512)
-        # the CPU kernel hands one kv head of one request to a core
-        together = -(-torch.get_num_threads() // layer.num_kv_heads)
-        tile = max(64, _CPU_TILE // token)
-        return Limits(tile=tile, gather=tile, together=together, fold=64)
+            return Limits(tile=None, gather=max(1, _GATHER // token), fold=512, splits=1)
+        cores = torch.get_num_threads()
+        tile = max(64, _CPU_TILE // token) * cores
+        return Limits(tile=tile, gather=tile, fold=64, splits=cores)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every layer class of the model; without host lengths it asks the device."""
@@ -202,13 +201,13 @@ class TorchNative(AttentionBackend):
         if piece.fold:
             mine = mine.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
         else:
-            mine = mine.transpose(1, 2)
-        need_lse = need_lse or len(piece.tiles) > 1
-        parts: list[tuple[Tensor, Tensor | None]] = []
+            mine = mine.transpose(1, 2).contiguous()
+        need_lse = need_lse or len(piece.tiles) > 1 or piece.tiles[0].splits > 1
+        parts: list[tuple[Tensor, Tensor | None]] = []  # [P, R, …] each
         for tile in piece.tiles:
             k, v = gather(cache, tile, r, q.dtype, self._scratch)
-            part = attend(
-                mine,
+            part, total = attend(
+                mine.expand(r * tile.splits, -1, -1, -1) if tile.splits > 1 else mine,
                 k,
                 v,
                 tile,
@@ -217,11 +216,13 @@ class TorchNative(AttentionBackend):
                 logit_cap=layer.logit_cap,
                 need_lse=need_lse,
             )
-            parts.append(part)
+            side = (tile.splits, r)
+            states = None if total is None else total.view(*side, *total.shape[1:])
+            parts.append((part.view(*side, *part.shape[1:]), states))
             if len(parts) == _MOST_PARTS:
                 parts = [_merge(parts)]
         out, lse = _merge(parts)
-        return _unfold(out, piece, heads), None if lse is None else _unfold(lse, piece, heads)
+        return _unfold(out[0], piece, heads), None if lse is None else _unfold(lse[0], piece, heads)
 
 
 def _unfold(x: Tensor, piece: Piece, heads: int) -> Tensor:
@@ -233,10 +234,12 @@ def _unfold(x: Tensor, piece: Piece, heads: int) -> Tensor:
 
 
 def _merge(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    if len(parts) == 1:
+    """Merge along the first dimension, which is kept."""
+    if len(parts) == 1 and parts[0][0].shape[0] == 1:
         return parts[0]
     states = [lse for _, lse in parts if lse is not None]
-    return merge_states(torch.stack([out for out, _ in parts]), torch.stack(states))
+    out, lse = merge_states(torch.cat([out for out, _ in parts]), torch.cat(states))
+    return out.unsqueeze(0), lse.unsqueeze(0)
 
 
 def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:

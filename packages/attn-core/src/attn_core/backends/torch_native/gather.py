@@ -34,8 +34,9 @@ def gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Return k [R, Hkv, keys, D] and v alike (None for MLA) of a tile, unscaled, in `dtype`.
 
-    k_scale and v_scale are left to the caller: they commute with attention, and without them what
-    FP8 and FP4 store is exact in float16 and bfloat16. The result lives until the next gather.
+    A tile in splits has one request, and its splits take the place of R. k_scale and v_scale are
+    left to the caller: they commute with attention, and without them what FP8 and FP4 store is
+    exact in float16 and bfloat16. The result lives until the next gather.
     """
     blocks = cache.block_scales or (None, None)
 
@@ -55,12 +56,13 @@ def gather(
 def _tokens(
     name: str, pool: Tensor, layout: str, tile: Tile, requests: int, scratch: Scratch
 ) -> Tensor:
-    """The tokens of a tile, [R, keys, H, ...], in the pool's dtype."""
+    """The tokens of a tile, [R or splits, keys, H, ...], in the pool's dtype."""
     pages = _pages(name, pool, tile.pages, scratch)
     if layout == "HND":
         pages = pages.transpose(1, 2)
     tokens = pages.reshape(requests, -1, *pages.shape[2:])
-    return tokens[:, tile.start : tile.start + tile.length]
+    tokens = tokens[:, tile.start : tile.start + tile.length]
+    return tokens.view(tile.splits, -1, *tokens.shape[2:]) if tile.splits > 1 else tokens
 
 
 def _pages(name: str, pool: Tensor, pages: Where, scratch: Scratch) -> Tensor:

@@ -48,14 +48,14 @@ class Limits:
     """How large a piece may be.
 
     tile: most keys attended at once, None = all. gather: most keys gathered at once, over the
-    requests of a piece. together: requests worth putting in one piece before tiles are long.
-    fold: most queries for which the q heads of one kv head become rows of one product.
+    requests of a piece. fold: most queries for which the q heads of one kv head become rows of
+    one product. splits: equal parts of a long tile, one per core.
     """
 
     tile: int | None
     gather: int
-    together: int
     fold: int
+    splits: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +64,7 @@ class Tile:
 
     mask: additive [1 or R, 1, rows, length], None where all is visible; dead: bool
     [1 or R, 1, rows], queries that see none of these keys, None where there is none. causal:
-    query i sees keys 0..i.
+    query i sees keys 0..i. splits: how many parts are attended side by side and then merged.
     """
 
     pages: Where
@@ -73,6 +73,7 @@ class Tile:
     causal: bool = False
     mask: Tensor | None = None
     dead: Tensor | None = None
+    splits: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +87,7 @@ class Piece:
     tiles: tuple[Tile, ...]
 
 
+_LEAST_SPLIT = 64  # keys worth a core
 QUERY_BLOCK = 512  # a mask has at most this many queries, so it grows with the keys only
 
 
@@ -145,7 +147,7 @@ class Planner:
     @staticmethod
     def _requests_together(span: tuple[int, int], limits: Limits, available: int) -> int:
         keys = max(1, span[1] - span[0])
-        return max(1, min(available, max(limits.together, limits.gather // keys)))
+        return max(1, min(available, limits.gather // keys))
 
     def _piece(
         self,
@@ -158,7 +160,8 @@ class Planner:
         n, s, first, end, low, high = cut
         queries = end - first
         group = layer.num_q_heads // layer.num_kv_heads
-        fold = group > 1 and queries <= limits.fold
+        few = queries <= limits.fold
+        fold = group > 1 and few
         # the first key that not every query sees
         new = max(low, s - n + first) if layer.causal and queries > 1 else high
         tiles = []
@@ -185,6 +188,9 @@ class Planner:
                     causal=causal,
                     mask=mask,
                     dead=dead,
+                    splits=limits.splits
+                    if self._splits(c1 - c0, few, mask, members, limits)
+                    else 1,
                 )
             )
         return Piece(
@@ -202,6 +208,14 @@ class Planner:
         earliest = prefix if self._tree is not None else prefix + first + 1
         latest = prefix + (n if self._tree is not None else first + queries) - 1
         return c1 <= earliest and (layer.window is None or c0 > latest - layer.window)
+
+    @staticmethod
+    def _splits(
+        keys: int, few: bool, mask: Tensor | None, members: Sequence[int], limits: Limits
+    ) -> bool:
+        """One request with few queries leaves cores idle, or far from the keys they gathered."""
+        even = keys % limits.splits == 0 and keys >= limits.splits * _LEAST_SPLIT
+        return even and few and mask is None and len(members) == 1
 
     def _rows(self, members: Sequence[int], n: int, first: int, end: int) -> Where:
         whole = first == 0 and end == n
@@ -267,7 +281,7 @@ def _cuts(
         yield low, high
         return
     count = -(-(new - low) // tile)
-    edges = [low + (new - low) * i // max(1, count) for i in range(count + 1)]
-    yield from pairwise(edges)
+    edges = [low + (new - low) * i // count // limits.splits * limits.splits for i in range(count)]
+    yield from pairwise([*edges, new])
     if new < high:
         yield new, high
