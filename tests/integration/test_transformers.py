@@ -115,8 +115,8 @@ def spy(engine: Engine) -> tuple[list[Any], list[int]]:
         assert q.shape[0] == k.shape[0] == v.shape[0] == rest[0].num_tokens
         return forward(q, k, v, layer, *rest)
 
-    engine.dispatcher.init_forward_metadata = planned  # type: ignore[method-assign]
-    engine.dispatcher.forward = called  # type: ignore[method-assign]
+    engine.dispatcher.init_forward_metadata = planned
+    engine.dispatcher.forward = called
     return batches, calls
 
 
@@ -291,10 +291,10 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(
                 raise RuntimeError("a kernel fails")
             return forward(*args)
 
-        engine.dispatcher.forward = fails  # type: ignore[method-assign]
+        engine.dispatcher.forward = fails
         with pytest.raises(RuntimeError, match="a kernel fails"):
             llama(one[:, :9], past_key_values=cache)
-        engine.dispatcher.forward = forward  # type: ignore[method-assign]
+        engine.dispatcher.forward = forward
         assert cache.get_seq_length() == 6
         got = llama(one[:, 6:], past_key_values=cache).logits
         torch.testing.assert_close(got, llama(one).logits[:, 6:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Pin:
 Libraries = Mapping[str, str | None]
 
 
+@functools.cache
 def alternatives(group: str) -> tuple[Requirement, ...]:
     """Parse one any-of group: "flash-attn-3 or sglang-kernel>=0.4"."""
     return tuple(Requirement(part) for part in group.split(" or "))
