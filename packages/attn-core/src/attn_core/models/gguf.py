@@ -84,7 +84,7 @@ def read_gguf_config(path: Path) -> dict[str, object]:
     if arch not in _MODEL_TYPES:
         raise ModelConfigError(
             f"{path} is a GGUF file of architecture {arch} (read here: {', '.join(_MODEL_TYPES)}); "
-            "give the model's config.json, or run the file with `attn generate --model-path`"
+            "give the model's config.json"
         )
     config: dict[str, object] = {"model_type": _MODEL_TYPES[arch]}
     for key, name in _KEYS.items():

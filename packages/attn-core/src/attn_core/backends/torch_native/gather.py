@@ -9,70 +9,89 @@ from attn_core.backends.torch_native.plan import Tile, Where
 from attn_core.kv_cache import LayerCache
 from attn_core.quant import from_fp4, from_fp8
 
-
-class Scratch:
-    """Buffers that outlive a call: fresh memory costs a CPU more in page faults than the copy."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, numel: int, like: Tensor) -> Tensor:
-        """Return `numel` elements of like's dtype and device, contents undefined."""
-        buffer = self._buffers.get(name)
-        if (
-            buffer is None
-            or buffer.numel() < numel
-            or buffer.dtype != like.dtype
-            or buffer.device != like.device
-        ):
-            buffer = self._buffers[name] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return buffer[:numel]
+Buffers = dict[str, Tensor]  # outlive a call: fresh memory costs a CPU more than the copy into it
 
 
-def gather(
-    cache: LayerCache, tile: Tile, requests: int, dtype: torch.dtype, scratch: Scratch
-) -> tuple[Tensor, Tensor | None]:
-    """Return k [R, Hkv, keys, D] and v alike (None for MLA) of a tile, unscaled, in `dtype`.
+class KeyValues:
+    """The keys and values of one layer, read tile by tile, unscaled, in `dtype`.
 
-    A tile in splits has one request, and its splits take the place of R. k_scale and v_scale are
-    left to the caller: they commute with attention, and without them what FP8 and FP4 store is
-    exact in float16 and bfloat16. The result lives until the next gather.
+    k_scale and v_scale are left to the caller: they commute with attention, and without them what
+    FP8 and FP4 store is exact in float16 and bfloat16.
     """
-    blocks = cache.block_scales or (None, None)
 
-    def side(name: str, pool: Tensor, block_pool: Tensor | None) -> Tensor:
-        x = _tokens(name, pool, cache.layout, tile, requests, scratch)
-        if block_pool is not None:
-            block = _tokens(name + " blocks", block_pool, cache.layout, tile, requests, scratch)
-            x = from_fp4(x, block, 1.0, dtype)
-        elif x.dtype.itemsize == 1:
-            x = from_fp8(x, 1.0, dtype)
-        return x.to(dtype).transpose(1, 2)
+    def __init__(self, cache: LayerCache, dtype: torch.dtype, block: int, buffers: Buffers) -> None:
+        scales = cache.block_scales or (None, None)
 
-    k = side("k", cache.k, blocks[0])
-    return k, None if cache.v is None else side("v", cache.v, blocks[1])
+        def reader(name: str, pool: Tensor | None) -> _Blocks | None:
+            return None if pool is None else _Blocks(name, pool, cache.layout, block, buffers)
+
+        self._dtype = dtype
+        self._k, self._v = reader("k", cache.k), reader("v", cache.v)
+        self._k_scales, self._v_scales = (
+            reader("k scales", scales[0]),
+            reader("v scales", scales[1]),
+        )
+
+    def read(self, tile: Tile, requests: int) -> tuple[Tensor, Tensor | None]:
+        """Return k [R, Hkv, keys, D] and v alike (None for MLA), valid until the next read.
+
+        A tile in splits has one request, and its splits take the place of R.
+        """
+        k = self._side(self._k, self._k_scales, tile, requests)
+        assert k is not None
+        return k, self._side(self._v, self._v_scales, tile, requests)
+
+    def _side(
+        self, values: _Blocks | None, scales: _Blocks | None, tile: Tile, requests: int
+    ) -> Tensor | None:
+        if values is None:
+            return None
+        x = values.tokens(tile, requests)
+        if x.dtype != self._dtype:
+            if scales is not None:
+                x = from_fp4(x, scales.tokens(tile, requests), 1.0, self._dtype)
+            else:
+                x = from_fp8(x, 1.0, self._dtype)  # a plain dtype is cast alike
+        return x.transpose(1, 2)
 
 
-def _tokens(
-    name: str, pool: Tensor, layout: str, tile: Tile, requests: int, scratch: Scratch
-) -> Tensor:
-    """The tokens of a tile, [R or splits, keys, H, ...], in the pool's dtype."""
-    pages = _pages(name, pool, tile.pages, scratch)
-    if layout == "HND":
-        pages = pages.transpose(1, 2)
-    tokens = pages.reshape(requests, -1, *pages.shape[2:])
-    tokens = tokens[:, tile.start : tile.start + tile.length]
-    return tokens.view(tile.splits, -1, *tokens.shape[2:]) if tile.splits > 1 else tokens
+class _Blocks:
+    """One paged tensor in blocks of tokens, and the buffer that they are gathered into."""
 
+    def __init__(self, name: str, pool: Tensor, layout: str, block: int, buffers: Buffers) -> None:
+        self._pool = pool if layout == "NHD" else pool.transpose(1, 2)
+        self._name, self._block, self._buffers = name, block, buffers
+        # not every device indexes float8; its bytes can always be moved
+        self._raw = self._pool.view(torch.uint8) if pool.dtype.itemsize == 1 else self._pool
+        self._flat: Tensor | None = None
+        if self._raw.is_contiguous():
+            self._flat = self._raw.view(pool.shape[0] * self._raw.shape[1] // block, -1)
 
-def _pages(name: str, pool: Tensor, pages: Where, scratch: Scratch) -> Tensor:
-    if isinstance(pages, slice):
-        return pool[pages]
-    # not every device indexes float8; its bytes can always be moved
-    raw = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-    if not raw.is_contiguous():
-        return raw.index_select(0, pages).view(pool.dtype)
-    rows = raw.view(raw.shape[0], -1)
-    out = scratch.take(name, pages.numel() * rows.shape[1], raw).view(pages.numel(), -1)
-    torch.index_select(rows, 0, pages, out=out)
-    return out.view(pages.numel(), *raw.shape[1:]).view(pool.dtype)
+    def tokens(self, tile: Tile, requests: int) -> Tensor:
+        """The tokens of a tile, [R or splits, keys, H, ...], in the pool's dtype."""
+        found = self._scattered(tile.blocks) if self._flat is None else self._rows(tile.blocks)
+        tokens = found.view(self._pool.dtype).view(requests, -1, *self._pool.shape[2:])
+        if tile.length != tokens.shape[1]:
+            tokens = tokens[:, tile.start : tile.start + tile.length]
+        return tokens.view(tile.splits, -1, *tokens.shape[2:]) if tile.splits > 1 else tokens
+
+    def _rows(self, blocks: Where) -> Tensor:
+        """Blocks of a pool whose tokens follow each other: a view, or whole rows copied."""
+        assert self._flat is not None
+        if isinstance(blocks, slice):
+            return self._flat[blocks]
+        count, width = blocks.shape[0], self._flat.shape[1]
+        buffer = self._buffers.get(self._name)
+        if buffer is None or buffer.numel() < count * width or buffer.dtype != self._flat.dtype:
+            buffer = self._buffers[self._name] = self._flat.new_empty(count * width)
+        out = buffer[: count * width].view(count, width)
+        return torch.index_select(self._flat, 0, blocks, out=out)
+
+    def _scattered(self, blocks: Where) -> Tensor:
+        """The same of any other pool, token by token."""
+        if isinstance(blocks, slice):
+            blocks = torch.arange(blocks.start, blocks.stop, device=self._raw.device)
+        offset = torch.arange(self._block, device=blocks.device)
+        slots = (blocks[:, None].long() * self._block + offset).flatten()
+        page_size = self._raw.shape[1]
+        return self._raw[slots // page_size, slots % page_size]

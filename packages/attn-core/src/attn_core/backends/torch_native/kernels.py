@@ -10,6 +10,7 @@ from attn_core.backends.torch_native.plan import Tile
 
 # Scores that exist at once where they must be formed (256 MiB in float32).
 _MAX_SCORES = 1 << 26
+_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend(
@@ -65,9 +66,7 @@ def _flash_cpu(
         v = F.pad(v, (0, d - v.shape[-1]))
     elif v.shape[-1] > d:
         q, k = (F.pad(x, (0, v.shape[-1] - d)) for x in (q, k))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-    )
+    out, lse = _FLASH_CPU(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 

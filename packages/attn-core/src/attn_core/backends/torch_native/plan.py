@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attn_core.forward import AttentionLayer, SpecInfo
 
-Where = Tensor | slice  # rows or pages: a slice where they follow each other, so nothing is copied
-PagesOf = Callable[[Sequence[int], int, int], Where]  # requests, first page, end page → page ids
+Where = Tensor | slice  # rows or blocks: a slice where they follow each other, so nothing is copied
+BlocksOf = Callable[[Sequence[int], int, int], Where]  # requests, first block, end → block ids
 
 
 class LayerClass(NamedTuple):
@@ -48,26 +48,27 @@ class Limits:
     """How large a piece may be.
 
     tile: most keys attended at once, None = all. gather: most keys gathered at once, over the
-    requests of a piece. fold: most queries for which the q heads of one kv head become rows of
-    one product. splits: equal parts of a long tile, one per core.
+    requests of a piece. few: most queries for which calls cost more than numbers. splits: equal
+    parts of a long tile, one per core. block: tokens copied at once, a page or an even part of it.
     """
 
     tile: int | None
     gather: int
-    fold: int
+    few: int
     splits: int
+    block: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tile:
-    """Some keys of every request of a piece: `length` from offset `start` of its pages.
+    """Some keys of every request of a piece: `length` from offset `start` of its blocks.
 
     mask: additive [1 or R, 1, rows, length], None where all is visible; dead: bool
     [1 or R, 1, rows], queries that see none of these keys, None where there is none. causal:
     query i sees keys 0..i. splits: how many parts are attended side by side and then merged.
     """
 
-    pages: Where
+    blocks: Where
     start: int
     length: int
     causal: bool = False
@@ -78,12 +79,18 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """R requests with as many queries and as many keys each; no tiles = nothing is visible."""
+    """R requests with as many queries and as many keys each; no tiles = nothing is visible.
 
-    rows: Where  # their query tokens, request after request
+    rows: their query tokens, request after request. few: so few queries that calls cost more than
+    numbers. fold: the q heads of a kv head are rows of one product. parts: splits of all tiles.
+    """
+
+    rows: Where
     requests: int
     queries: int
+    few: bool
     fold: bool
+    parts: int
     tiles: tuple[Tile, ...]
 
 
@@ -97,7 +104,6 @@ class Planner:
     def __init__(
         self,
         query_lens: Sequence[int],
-        page_size: int,
         dtype: torch.dtype,
         device: torch.device,
         spec: SpecInfo | None = None,
@@ -107,7 +113,6 @@ class Planner:
         self._starts = [0]
         for n in query_lens:
             self._starts.append(self._starts[-1] + n)
-        self._page_size = page_size
         self._dtype, self._device = dtype, device
         self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
         self._tree = None if spec is None else spec.tree_mask
@@ -117,7 +122,7 @@ class Planner:
             self._depth = p - p[:, :1]  # the root of a tree is its first draft
 
     def plan(
-        self, layer: LayerClass, key_lens: Sequence[int], pages_of: PagesOf, limits: Limits
+        self, layer: LayerClass, key_lens: Sequence[int], blocks_of: BlocksOf, limits: Limits
     ) -> tuple[Piece, ...]:
         """Cut the batch for one class of layers; key_lens: keys per request, new ones included."""
         buckets: dict[tuple[int, int], list[int]] = {}
@@ -132,7 +137,7 @@ class Planner:
                 for at in range(0, len(members), size):
                     some = members[at : at + size]
                     cut = (n, s, first, end, *span)
-                    pieces.append(self._piece(layer, some, cut, pages_of, limits))
+                    pieces.append(self._piece(layer, some, cut, blocks_of, limits))
         return tuple(pieces)
 
     def _query_blocks(
@@ -154,19 +159,19 @@ class Planner:
         layer: LayerClass,
         members: Sequence[int],
         cut: tuple[int, int, int, int, int, int],
-        pages_of: PagesOf,
+        blocks_of: BlocksOf,
         limits: Limits,
     ) -> Piece:
         n, s, first, end, low, high = cut
         queries = end - first
         group = layer.num_q_heads // layer.num_kv_heads
-        few = queries <= limits.fold
+        few = queries <= limits.few
         fold = group > 1 and few
         # the first key that not every query sees
         new = max(low, s - n + first) if layer.causal and queries > 1 else high
         tiles = []
         for c0, c1 in _cuts(low, new, high, queries, members, limits):
-            page0, page1 = c0 // self._page_size, -(-c1 // self._page_size)
+            block0, block1 = c0 // limits.block, -(-c1 // limits.block)
             causal, mask, dead = False, None, None
             if layer.causal and not self._all_visible(layer, n, s - n, first, c0, c1, queries):
                 square = c0 == s - n + first and c1 - c0 == queries
@@ -182,8 +187,8 @@ class Planner:
                     )
             tiles.append(
                 Tile(
-                    pages=pages_of(members, page0, page1),
-                    start=c0 - page0 * self._page_size,
+                    blocks=blocks_of(members, block0, block1),
+                    start=c0 - block0 * limits.block,
                     length=c1 - c0,
                     causal=causal,
                     mask=mask,
@@ -197,7 +202,9 @@ class Planner:
             rows=self._rows(members, n, first, end),
             requests=len(members),
             queries=queries,
+            few=few,
             fold=fold,
+            parts=sum(tile.splits for tile in tiles),
             tiles=tuple(tiles),
         )
 

@@ -122,7 +122,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
             )
         except Exception as error:  # the template is a program of the model's author
             raise UsageError(
-                f"the model's chat template fails: {type(error).__name__}: {error}; use --no-chat"
+                f"the model's chat template fails: {type(error).__name__}: {error}; leave out --chat"
             ) from error
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     else:
@@ -161,7 +161,8 @@ def generate(
         interrupted = True
     except Exception as error:
         failure = error
-    stream.flush()
+    with _quiet():
+        stream.flush()
     yield Report(
         prompt_tokens=length,
         new_tokens=len(stream.ids),
@@ -222,9 +223,11 @@ class _Stream:
         text = self._decode(self.ids[self._from :])
         if not final and text.endswith("\ufffd"):
             return  # the rest of a character is still to come
-        if text[len(before) :]:
-            self._write(text[len(before) :])
+        piece = text[len(before) :]
+        if piece:
+            # first, because Ctrl-C mostly strikes inside write: nothing may be written twice
             self._from, self._to = self._to, len(self.ids)
+            self._write(piece)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
