@@ -58,7 +58,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the default tests; `nox -s tests -- tests/unit -k name` runs some."""
     install(session, *TOOLS, TRANSFORMERS, "tokenizers", "accelerate", "gguf")
-    run_tests(session, *(session.posargs or ["tests"]))
+    run_tests(session, *(session.posargs or ["tests", "-m", "not long"]))
 
 
 @nox.session

@@ -1,6 +1,7 @@
 """Time torch_native on this CPU, gather included, beside one SDPA call on K and V already gathered.
 
 Run: python benchmarks/torch_native_cpu.py [--output FILE.json] [--repeats N]
+On a machine with many cores: OMP_NUM_THREADS=2 taskset -c 0,1 python benchmarks/…
 """
 
 from __future__ import annotations
@@ -203,21 +204,22 @@ def cpu_model() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "torch_native_cpu.json")
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    capability = "amx" if amx else torch.backends.cpu.get_cpu_capability().lower()
+    output = RESULTS / f"torch_native_cpu.{capability}.json"
+    parser.add_argument("--output", type=pathlib.Path, default=output)
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
         results = [measure(shape, args.repeats) for shape in SHAPES]
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     report = {
         "benchmark": "torch_native_cpu",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": cpu_model(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "amx": bool(amx()) if amx else None,
+        "cpu_capability": capability,
         "threads": torch.get_num_threads(),
         "target_ratio": TARGET,
         "results": results,

@@ -26,7 +26,7 @@ from attn_core.merge import merge_states
 Plans = Mapping[LayerClass, tuple[Piece, ...]]
 States = list[tuple[Tensor, Tensor | None]]  # an output and its LSE per tile
 
-_CPU_TILE = 2 << 20  # bytes of K and V that a core gathers at once, and reads while in its cache
+_CPU_TILE = 1 << 20  # bytes of K and V that a core gathers at once, and reads while in its cache
 _CPU_COPY = 32 << 10  # bytes of a row copied at once: a longer copy may bypass the cache
 _GATHER = 256 << 20  # the same on a device, where few large calls win
 _MOST_STATES = 8  # partial results of many queries that are kept before they are merged
@@ -238,6 +238,8 @@ class TorchNative(AttentionBackend):
             mine = mine.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
         else:
             mine = mine.transpose(1, 2).contiguous()
+        need_lse = return_lse or layer.sinks is not None or piece.parts > 1
+        scale = layer.scale * k_scale
         states: States = []
         for tile in piece.tiles:
             k, v = key_values.read(tile, r)
@@ -247,9 +249,9 @@ class TorchNative(AttentionBackend):
                 v,
                 tile,
                 v_dim=layer.v_head_dim,
-                scale=layer.scale * k_scale,
+                scale=scale,
                 logit_cap=layer.logit_cap,
-                need_lse=return_lse or layer.sinks is not None or piece.parts > 1,
+                need_lse=need_lse,
             )
             states.append(state)
             if not piece.few and len(states) == _MOST_STATES:

@@ -63,6 +63,7 @@ class _Blocks:
         self._name, self._block, self._buffers = name, block, buffers
         # not every device indexes float8; its bytes can always be moved
         self._raw = self._pool.view(torch.uint8) if pool.dtype.itemsize == 1 else self._pool
+        self._tail = self._pool.shape[2:]
         self._flat: Tensor | None = None
         if self._raw.is_contiguous():
             self._flat = self._raw.view(pool.shape[0] * self._raw.shape[1] // block, -1)
@@ -70,10 +71,12 @@ class _Blocks:
     def tokens(self, tile: Tile, requests: int) -> Tensor:
         """The tokens of a tile, [R or splits, keys, H, ...], in the pool's dtype."""
         found = self._scattered(tile.blocks) if self._flat is None else self._rows(tile.blocks)
-        tokens = found.view(self._pool.dtype).view(requests, -1, *self._pool.shape[2:])
-        if tile.length != tokens.shape[1]:
-            tokens = tokens[:, tile.start : tile.start + tile.length]
-        return tokens.view(tile.splits, -1, *tokens.shape[2:]) if tile.splits > 1 else tokens
+        if self._raw is not self._pool:
+            found = found.view(self._pool.dtype)
+        if tile.whole:
+            return found.view(max(requests, tile.splits), -1, *self._tail)
+        tokens = found.view(requests, -1, *self._tail)[:, tile.start : tile.start + tile.length]
+        return tokens.view(tile.splits, -1, *self._tail) if tile.splits > 1 else tokens
 
     def _rows(self, blocks: Where) -> Tensor:
         """Blocks of a pool whose tokens follow each other: a view, or whole rows copied."""
@@ -84,7 +87,7 @@ class _Blocks:
         buffer = self._buffers.get(self._name)
         if buffer is None or buffer.numel() < count * width or buffer.dtype != self._flat.dtype:
             buffer = self._buffers[self._name] = self._flat.new_empty(count * width)
-        out = buffer[: count * width].view(count, width)
+        out = buffer.as_strided((count, width), (width, 1))
         return torch.index_select(self._flat, 0, blocks, out=out)
 
     def _scattered(self, blocks: Where) -> Tensor:

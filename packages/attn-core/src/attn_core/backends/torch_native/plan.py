@@ -66,6 +66,7 @@ class Tile:
     mask: additive [1 or R, 1, rows, length], None where all is visible; dead: bool
     [1 or R, 1, rows], queries that see none of these keys, None where there is none. causal:
     query i sees keys 0..i. splits: how many parts are attended side by side and then merged.
+    whole: all tokens of the blocks are meant.
     """
 
     blocks: Where
@@ -75,6 +76,7 @@ class Tile:
     mask: Tensor | None = None
     dead: Tensor | None = None
     splits: int = 1
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,6 +191,7 @@ class Planner:
                 Tile(
                     blocks=blocks_of(members, block0, block1),
                     start=c0 - block0 * limits.block,
+                    whole=c0 == block0 * limits.block and c1 == block1 * limits.block,
                     length=c1 - c0,
                     causal=causal,
                     mask=mask,
