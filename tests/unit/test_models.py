@@ -481,7 +481,10 @@ def test_a_gguf_header_gives_the_same_layers_as_config_json(tmp_path):
         (b"nothing", "does not begin with GGUF"),
         (gguf(GEMMA2_GGUF)[:-3], "broken GGUF file"),
         (gguf(GEMMA2_GGUF, version=1), "GGUF version 1"),
-        (gguf({"general.architecture": "rwkv7"}), "architecture rwkv7 .*give the model's config.json"),
+        (
+            gguf({"general.architecture": "rwkv7"}),
+            "architecture rwkv7 .*give the model's config.json",
+        ),
     ],
 )
 def test_a_gguf_file_that_cannot_be_read(tmp_path, content, text):

@@ -122,7 +122,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
             )
         except Exception as error:  # the template is a program of the model's author
             raise UsageError(
-                f"the model's chat template fails: {type(error).__name__}: {error}; leave out --chat"
+                f"the chat template fails: {type(error).__name__}: {error}; leave out --chat"
             ) from error
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     else:
