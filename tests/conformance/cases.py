@@ -89,8 +89,8 @@ CASES = (
     Case(name="window-half", query_lens=(80,), seq_lens=(160,), window=100),
     Case(
         name="window-blocks",
-        query_lens=(1100,),
-        seq_lens=(1200,),
+        query_lens=(560,),
+        seq_lens=(600,),
         window=33,
         heads=(2, 1),
         dims=(16, 16),

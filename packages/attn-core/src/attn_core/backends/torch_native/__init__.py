@@ -12,12 +12,7 @@ from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
-from attn_core.backends.torch_native.plan import (
-    LayerClass,
-    Limits,
-    Piece,
-    Planner,
-)
+from attn_core.backends.torch_native.plan import LayerClass, Limits, Piece, Planner
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import STORES, LayerCache
@@ -26,9 +21,11 @@ from attn_core.merge import merge_states
 Plans = Mapping[LayerClass, tuple[Piece, ...]]
 States = list[tuple[Tensor, Tensor | None]]  # an output and its LSE per tile
 
-_CPU_TILE = 1 << 20  # bytes of K and V that a core gathers at once, and reads while in its cache
-_CPU_COPY = 32 << 10  # bytes of a row copied at once: a longer copy may bypass the cache
+# Bytes of K and V that a core gathers at once and reads while they are in its cache. Smaller tiles
+# are a little faster on an idle machine and far slower on a busy one: cores wait at every tile.
+_CPU_TILE = 4 << 20
 _GATHER = 256 << 20  # the same on a device, where few large calls win
+_CPU_COPY = 32 << 10  # bytes of a row copied at once: a longer copy may bypass the cache
 _MOST_STATES = 8  # partial results of many queries that are kept before they are merged
 
 
@@ -48,6 +45,7 @@ class TorchNative(AttentionBackend):
         self._limits = {c: self._limits_of(c, config.page_size, config.device) for c in classes}
 
     def _limits_of(self, layer: LayerClass, page_size: int, device: torch.device) -> Limits:
+        """Fit what is gathered at once to the caches of the cores, or to a device."""
         latent = self.config.row.kind != "mha"  # the values are part of the keys
         width = layer.head_dim if latent else layer.head_dim + layer.v_head_dim
         token = layer.num_kv_heads * width * self._dtype.itemsize
@@ -103,7 +101,9 @@ class TorchNative(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         if topk_indices is not None:
-            raise UnsupportedError("torch_native attends to all keys; topk_indices needs dsa")
+            raise UnsupportedError(
+                "torch_native attends to all keys: topk_indices need a backend with a dsa row"
+            )
         which = LayerClass.of(layer)
         pieces = metadata.get(which)
         if pieces is None:

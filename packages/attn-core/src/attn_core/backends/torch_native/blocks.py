@@ -29,6 +29,8 @@ def paged(table: Tensor, split: int) -> BlocksOf:
 
 
 def ragged(starts: Sequence[int], device: torch.device) -> BlocksOf:
+    """Look tokens up that lie one after another; starts: the first of each request."""
+
     def blocks_of(requests: Sequence[int], first: int, end: int) -> Where:
         at = torch.tensor([starts[b] for b in requests])
         ids = (at[:, None] + torch.arange(first, end)).reshape(-1)

@@ -196,9 +196,7 @@ class Planner:
                     causal=causal,
                     mask=mask,
                     dead=dead,
-                    splits=limits.splits
-                    if self._splits(c1 - c0, few, mask, members, limits)
-                    else 1,
+                    splits=self._splits(c1 - c0, few and mask is None, members, limits),
                 )
             )
         return Piece(
@@ -220,12 +218,10 @@ class Planner:
         return c1 <= earliest and (layer.window is None or c0 > latest - layer.window)
 
     @staticmethod
-    def _splits(
-        keys: int, few: bool, mask: Tensor | None, members: Sequence[int], limits: Limits
-    ) -> bool:
+    def _splits(keys: int, wanted: bool, members: Sequence[int], limits: Limits) -> int:
         """One request with few queries leaves cores idle, or far from the keys they gathered."""
         even = keys % limits.splits == 0 and keys >= limits.splits * _LEAST_SPLIT
-        return even and few and mask is None and len(members) == 1
+        return limits.splits if wanted and even and len(members) == 1 else 1
 
     def _rows(self, members: Sequence[int], n: int, first: int, end: int) -> Where:
         whole = first == 0 and end == n
