@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import re
 import sys
+import types
+from typing import Any, get_args, get_origin, get_type_hints
 
+from attn_core.cli.app import build_app
 from attn_core.matrix import build_matrix, to_markdown
 from attn_core.plugins import load_plugins
 
@@ -16,17 +20,68 @@ MARK = re.compile(r"(<!-- matrix:begin -->\n).*?(<!-- matrix:end -->)", re.S)
 def pages() -> dict[pathlib.Path, str]:
     """Return the text that every generated page should have."""
     registry = load_plugins()
+    if registry.broken:  # pages without its backends would look complete
+        raise SystemExit("\n".join(f"{b.name}: {b.error}" for b in registry.broken))
     reference = (
         "# Support matrix\n\nGenerated from the rows of the installed packages and their evidence "
         "files by `python docs/generate.py`.\nyes* and no*: differs from the matrix that SGLang "
         "documents, the note below each table says why.\n\n"
     )
+    reference += to_markdown(build_matrix(registry)).replace("### ", "## ")
     readme = ROOT / "README.md"
     kinds = to_markdown(build_matrix(registry, ("mha", "mla", "gdn")), notes=False)
     return {
-        ROOT / "docs/reference/support-matrix.md": reference + to_markdown(build_matrix(registry)),
+        ROOT / "docs/reference/support-matrix.md": reference,
+        ROOT / "docs/reference/cli.md": cli(),
         readme: MARK.sub(lambda m: m[1] + kinds + m[2], readme.read_text()),
     }
+
+
+def cli() -> str:
+    """Write down every command, its arguments and its options, read off the application."""
+    parts = [
+        "# The command `attn`\n\nGenerated from the application by `python docs/generate.py`.\n"
+        "Every command takes `--help`, and `--debug` for tracebacks. Exit codes: 0 fine,\n"
+        "1 an error or a problem, 2 bad usage, 3 no backend fits. Where a variable is named,\n"
+        "it is read when the option is not given.\n"
+    ]
+    for command in build_app().registered_commands:
+        assert command.callback is not None
+        hints = get_type_hints(command.callback, include_extras=True)
+        options, usage = [], [f"attn {command.name}"]
+        for parameter in inspect.signature(command.callback).parameters.values():
+            annotation = hints.get(parameter.name, parameter.annotation)
+            kind, info = get_args(annotation)[0], get_args(annotation)[1]
+            if type(info).__name__ == "ArgumentInfo":
+                usage.append(parameter.name.upper())
+                name, default = f"`{parameter.name.upper()}`", "required"
+            else:
+                name, default = _option(parameter, kind, info)
+            if default == "required" and name.startswith("`--"):
+                usage.append(name.split("`")[1])
+            variable = f"`{info.envvar}`" if info.envvar else ""
+            options.append([name, variable, default, info.help])
+        table = "\n".join(f"| {' | '.join(line)} |" for line in [
+            ["option", "variable", "default", "meaning"], ["---"] * 4, *options
+        ])  # fmt: skip
+        text = inspect.getdoc(command.callback) or ""
+        head = f"## attn {command.name}\n\n{text}\n\n```text\n{' '.join(usage)} [OPTIONS]\n```\n"
+        parts.append(f"{head}\n{table}\n")
+    return "\n".join(parts)
+
+
+def _option(parameter: inspect.Parameter, kind: Any, info: Any) -> tuple[str, str]:
+    """Return an option's names, with what they take, and its default."""
+    given = info.default if isinstance(info.default, str) else ""  # typer keeps the first name here
+    names = [n for n in (given, *(info.param_decls or ())) if n.startswith("--")]
+    names = names or ["--" + parameter.name.replace("_", "-")]
+    inner = [t for t in get_args(kind) if t is not types.NoneType] if get_args(kind) else [kind]
+    plain = inner[0] if get_origin(kind) is not list else kind
+    takes = {bool: "", int: " INT", float: " FLOAT", pathlib.Path: " PATH"}.get(plain, " TEXT")
+    shown = ", ".join(f"`{n}{takes}`" for n in names)
+    if parameter.default is inspect.Parameter.empty:
+        return shown, "required"
+    return shown, "" if parameter.default in (None, False) else f"`{parameter.default}`"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Make the oracle and the cases importable."""
+"""Make the reference backend and its mutants importable by name, as `create` names them."""
 
 import pathlib
 import sys

@@ -30,7 +30,7 @@ def test_tokens_equal_eager() -> None:
     (report,) = generate(text, prompt, pieces.append, max_new_tokens=12)
     assert "".join(pieces) == "The capital of France is Paris."
     assert (report.prompt_tokens, report.new_tokens) == (37, len(pieces) + 1)  # the end has no text
-    assert text.engine.pages.num_held == 0
+    assert text.engine.num_held == 0
     text.engine.disable()
 
     tokenizer, model = text.tokenizer, text.model

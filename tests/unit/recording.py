@@ -1,4 +1,4 @@
-"""A backend that records its calls, and a dispatcher over two of them."""
+"""A backend that records its calls and returns what it owes, and a dispatcher over two of them."""
 
 import dataclasses
 
@@ -20,6 +20,13 @@ class Recorder(AttentionBackend):
     def __init__(self, config):
         super().__init__(config)
         self.calls = []
+        self.returned = None
+
+    def _attend(self, q, layer, out, return_lse):
+        out = q.new_zeros(len(q), layer.num_q_heads, layer.v_head_dim) if out is None else out
+        lse = q.new_zeros(len(q), layer.num_q_heads, dtype=torch.float32)
+        self.returned = (out, lse) if return_lse else out
+        return self.returned
 
     def _record(self, name, *args, **kwargs):
         self.calls.append((name, args, kwargs))
@@ -28,18 +35,24 @@ class Recorder(AttentionBackend):
     def init_forward_metadata(self, batch):
         return self._record("init_forward_metadata", batch)
 
-    def forward_extend(self, q, k, v, layer, cache, batch, metadata, **kwargs):
+    def forward_extend(self, q, k, v, layer, cache, batch, metadata, *, out, return_lse, **kwargs):
         stored = None
         if layer.view in batch.views:
             stored = read_kv(cache, batch.views[layer.view].out_cache_loc, torch.float32)
-        return self._record("forward_extend", q, k, v, layer, stored, batch, metadata, **kwargs)
+        kwargs |= {"out": out, "return_lse": return_lse}
+        self._record("forward_extend", q, k, v, layer, stored, batch, metadata, **kwargs)
+        return self._attend(q, layer, out, return_lse)
 
-    def forward_decode(self, q, k, v, layer, cache, batch, metadata, **kwargs):
+    def forward_decode(self, q, k, v, layer, cache, batch, metadata, *, out, return_lse, **kwargs):
         stored = read_kv(cache, batch.views[layer.view].out_cache_loc, torch.float32)
-        return self._record("forward_decode", q, k, v, layer, stored, batch, metadata, **kwargs)
+        kwargs |= {"out": out, "return_lse": return_lse}
+        self._record("forward_decode", q, k, v, layer, stored, batch, metadata, **kwargs)
+        return self._attend(q, layer, out, return_lse)
 
-    def forward_ragged(self, *args, **kwargs):
-        return self._record("forward_ragged", *args, **kwargs)
+    def forward_ragged(self, q, k, v, layer, *args, out, return_lse, **kwargs):
+        kwargs |= {"out": out, "return_lse": return_lse}
+        self._record("forward_ragged", q, k, v, layer, *args, **kwargs)
+        return self._attend(q, layer, out, return_lse)
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         self._record("init_cuda_graph_state", max_bs, max_num_tokens)
@@ -61,6 +74,7 @@ ROW = Capabilities(
     dtypes={"fp32"},
     kv_dtypes={"fp32"},
     priority=1,
+    head_dim_pairs="any",
     lse=True,
     max_topk=TREES,
     cuda_graph="full",

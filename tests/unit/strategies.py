@@ -157,7 +157,8 @@ layers = st.builds(
 requirements = st.builds(
     Requirements,
     layers=st.tuples(layers)
-    | st.tuples(layers, st.builds(LayerNeeds, kind=st.just("gdn"), head_dim=st.just(128))),
+    | st.tuples(layers, st.builds(LayerNeeds, kind=st.just("gdn"), head_dim=st.just(128)))
+    | st.tuples(st.builds(LayerNeeds, kind=st.just("gdn"))),
     dtype=st.sampled_from(DTYPES),
     kv_cache_dtype=st.sampled_from(("auto", "auto", *STORES)),
     page_size=st.sampled_from((None, None, *PAGES)),

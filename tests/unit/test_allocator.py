@@ -42,15 +42,15 @@ class Allocator(RuleBasedStateMachine):
         pages = self.real.grow(key, length)
         assert self.real.grow(key, length) == pages  # idempotent
 
-    @rule(key=keys, source=keys, length=tokens)
-    def share(self, key, source, length):
+    @rule(key=keys, source=keys, length=tokens, behind=st.integers(-3, 40))
+    def share(self, key, source, length, behind):
         row = self.model.get(source, [])[: length // PAGE]
-        enough = len(row) == length // PAGE and None not in row
+        enough = len(row) == length // PAGE and None not in row[max(behind, 0) // PAGE :]
         if key in self.model or source not in self.model or not enough:
             with pytest.raises(UsageError):
-                self.real.share(key, source, length)
+                self.real.share(key, source, length, behind=behind)
             return
-        assert self.real.share(key, source, length) == len(row) * PAGE
+        assert self.real.share(key, source, length, behind=behind) == len(row) * PAGE
         self.model[key] = list(row)
 
     @rule(key=keys, position=st.integers(-3, 40))

@@ -14,11 +14,12 @@ ROOT = pathlib.Path(attn_core.__file__).parent
 # From the data to the kernels: a module imports from its own layer or from one before it.
 LAYERS = (
     {"errors", "capabilities", "libraries", "environment"},
-    {"hookspecs", "page_size"},
+    {"declared", "hookspecs", "page_size", "listing"},
     {"unmet"},
-    {"plugins", "device", "decision", "models"},
+    {"plugins", "proofs", "device", "decision", "models"},
     {"explain", "weigh", "matrix", "doctor"},
     {"selection"},
+    {"situation"},
     {"why_not"},
     # here torch begins
     {"forward", "quant", "slots", "merge"},
@@ -30,7 +31,7 @@ LAYERS = (
     {"integrations", "testing"},
     {"cli"},
 )
-DATA = set().union(*LAYERS[:7])
+DATA = set().union(*LAYERS[:8])
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 FREE = {  # may be imported before their layer: lazily, inside the function that needs them
     ("decision", "explain"),

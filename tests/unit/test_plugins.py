@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import fields, replace
+
 import pytest
 import strategies as gen
+from attn_core import declared
 from attn_core.capabilities import BackendSpec, Capabilities
 from attn_core.errors import UnknownBackendError
 from attn_core.hookspecs import hookimpl
 from attn_core.libraries import Pin
-from attn_core.plugins import load_plugins
+from attn_core.plugins import Registry, load_plugins
 
 ROW = Capabilities(
     kind="mha", device="any", dtypes=["bf16"], kv_dtypes=["bf16"], priority=1, requires=["acme>=2"]
@@ -45,15 +49,18 @@ class NoHook:
         (gen.point("bad", ValueError("boom")), "ValueError: boom"),
         (gen.point("bad", "text"), "a hook returned str, not a list"),
         (gen.point("bad", ["text"]), "returned a str, not a BackendSpec"),
-        (gen.point("bad", [spec(name="")]), "name '' is no text"),
-        (gen.point("bad", [spec(name="bad", row="row")]), "a row is a str, not Capabilities"),
+        (gen.point("bad", [spec(name="")]), "name '' (expected text, not empty)"),
+        (
+            gen.point("bad", [spec(name="bad", row="row")]),
+            "capabilities ('row',) (expected a list of Capabilities",
+        ),
         (
             gen.point("bad", [BackendSpec(name="b", capabilities=[], create="a:b")]),
-            "no rows: a backend declares at least one Capabilities",
+            "capabilities () (expected a list of Capabilities, at least one)",
         ),
         (
             gen.point("bad", [BackendSpec(name="b", capabilities=[ROW], create="nowhere")]),
-            "create 'nowhere' is not 'module:Class'",
+            "create 'nowhere' (expected text, 'module:Class')",
         ),
         (
             gen.point("bad", [BackendSpec(name="b", capabilities=[ROW, GDN], create="a:b")]),
@@ -74,12 +81,15 @@ class NoHook:
                     )
                 ],
             ),
-            "kind 'mhla' (did you mean mla or mha?)",
+            "kind 'mhla' (expected 'mha', 'mla', 'dsa', 'gdn', 'kda')",
         ),
         (
             gen.point("bad", [spec()], requires=("attn-core>=0.2",)),
             "requires attn-core>=0.2, 0.1.0 is installed",
         ),
+        (gen.FakePoint("p", GeneratorExit("odd"), gen.FakeDist("bad")), "GeneratorExit: odd"),
+        (gen.point("bad", None), "a hook returned None, not a list"),
+        (gen.point("bad", []), "registers nothing"),
         (gen.FakePoint("p", NoHook(), gen.FakeDist("bad")), "mark a function with @hookimpl"),
         (gen.FakePoint("p", WrongArguments(), gen.FakeDist("bad")), "everything"),
     ],
@@ -90,6 +100,87 @@ def test_a_broken_plugin_is_listed_and_the_others_live(point, message):
     (broken,) = registry.broken
     assert message in broken.error
     assert broken.origin.distribution == "bad"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("device", None, "device None (expected text"),
+        ("device", "", "device '' (expected text, a type or 'any')"),
+        ("dtypes", set(), "dtypes {} (expected a set of text, of bf16, fp16, fp32)"),
+        ("dtypes", {"bfloat16"}, "dtypes {'bfloat16'} (expected"),
+        ("kv_dtypes", {"fp8"}, "kv_dtypes {'fp8'} (expected"),
+        ("archs", {90}, "archs {90} (expected a set of text)"),
+        ("min_runtime", "abc", "min_runtime 'abc' (expected text or None, a version like 12.8)"),
+        ("min_runtime", 12.8, "min_runtime 12.8 (expected"),
+        ("requires", ["acme >=> 2"], "requires ('acme >=> 2',) (expected a list of text"),
+        ("requires", [None], "requires (None,) (expected a list of text"),
+        ("phases", {"prefill"}, "phases {'prefill'} (expected a set of Phase"),
+        ("page_sizes", {0}, "page_sizes {0} (expected a set of int, above 0)"),
+        ("page_sizes", {"16"}, "page_sizes {'16'} (expected a set of int"),
+        ("max_page_size", 0, "max_page_size 0 (expected int or None, above 0)"),
+        ("layouts", {"nhd"}, "layouts {'nhd'} (expected a set of text, of HND, NHD)"),
+        ("head_dims", {64, "128"}, "head_dims {'128', 64} (expected a set of int"),
+        ("head_dim_pairs", {64}, "head_dim_pairs {64} (expected a set of a pair of int or 'any'"),
+        ("head_dim_pairs", {(64, 0)}, "head_dim_pairs {(64, 0)} (expected"),
+        ("sinks", 1, "sinks 1 (expected True or False)"),
+        ("max_topk", None, "max_topk None (expected int, 0 or more)"),
+        ("max_topk", True, "max_topk True (expected int"),
+        ("run_topk", -1, "run_topk -1 (expected int or None, 0 or more)"),
+        ("priority", "30", "priority '30' (expected int)"),
+        ("cuda_graph", "yes", "cuda_graph 'yes' (expected 'none', 'decode', 'full')"),
+        ("beside_linear", "no", "beside_linear 'no' (expected True or False or None)"),
+        ("bans", {"fa4": None}, "bans {'fa4': None} (expected a mapping of text to text)"),
+        ("note", None, "note None (expected text)"),
+    ],
+)
+def test_a_badly_typed_row_breaks_its_backend_alone(field, value, message):
+    registry = load_plugins([gen.point("bad", [spec("bad", replace(ROW, **{field: value}))]), FINE])
+    assert [s.name for s in registry.family("softmax")] == ["fine"]
+    (broken,) = registry.broken
+    assert (broken.name, message in broken.error) == ("bad", True), broken.error
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: replace(ROW, dtypes="bf16"), r"dtypes 'bf16' \(expected a set\)"),
+        (lambda: replace(ROW, archs="sm90"), r"archs 'sm90' \(expected a set\)"),
+        (lambda: replace(ROW, requires="acme"), r"requires 'acme' \(expected a list\)"),
+        (lambda: replace(ROW, page_sizes=64), r"page_sizes 64 \(expected a set\)"),
+        (lambda: replace(ROW, dtypes="any"), r"dtypes 'any' \(expected a set\)"),
+        (lambda: replace(ROW, bans="fa4"), r"bans 'fa4' \(expected a mapping\)"),
+        (lambda: spec(aliases="acme"), r"aliases 'acme' \(expected a list\)"),
+    ],
+)
+def test_text_is_no_collection(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_every_field_of_a_row_is_checked():
+    """A field of a new type is not passed over: no object() is fine anywhere."""
+    for record in (ROW, spec(), Pin(distribution="a", torch="", version="", why="")):
+        for f in fields(record):
+            wrong = copy.copy(record)
+            object.__setattr__(wrong, f.name, object())
+            assert declared._fields(wrong).startswith(f"{f.name} <object"), f.name
+            assert declared._fields(record) is None
+
+
+def test_a_plugin_cannot_write_to_the_commands_output(capsys):
+    class Loud(gen.FakePoint):
+        def load(self):
+            print("welcome to acme")
+            return super().load()
+
+    load_plugins([Loud("acme", gen.plugin([spec()]), gen.FakeDist("acme"))])
+    assert capsys.readouterr() == ("", "welcome to acme\n")
+
+
+def test_ctrl_c_is_nobodys_fault():
+    with pytest.raises(KeyboardInterrupt):
+        load_plugins([gen.FakePoint("p", KeyboardInterrupt(), gen.FakeDist("a"))])
 
 
 def test_extras_of_another_contract_do_not_count():
@@ -138,6 +229,39 @@ def test_aliases_and_pins_are_taken_in():
     assert registry.get("acme_attn").name == "fine"
     assert registry.pins == (pin,)
     assert pin.pip == "pip install 'acme==2.0'"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        (spec("x"), spec("y", aliases=["x"]), "the alias 'x' is taken by a 1.0; rename this one"),
+        (spec("y", aliases=["x"]), spec("x"), "the name 'x' is taken by a 1.0; rename this one"),
+        (spec("y", aliases=["x"]), spec("z", aliases=["w", "x"]), "the alias 'x' is taken by"),
+    ],
+)
+def test_aliases_are_names_that_others_cannot_take(first, second, error):
+    registry = load_plugins([gen.point("b", [second]), gen.point("a", [first])])
+    assert registry.family("softmax") == (first,)
+    (broken,) = registry.broken
+    assert error in broken.error
+    other = spec("triton", GDN, aliases=["x"])  # of the other family
+    assert not load_plugins([gen.point("a", [first, other])]).broken
+
+
+def test_a_name_goes_before_an_alias_and_either_family_is_found():
+    hijack = spec("a", aliases=["x"])
+    key = ("softmax", "x")
+    registry = Registry({("softmax", "a"): hijack, key: spec("x"), ("linear", "g"): spec("g", GDN)})
+    assert registry.get("x").name == "x"
+    assert registry.find("g").name == "g"
+    registry = load_plugins(
+        [gen.point("d", [spec("fine", aliases=["acme_attn"]), spec("gated", GDN, aliases=["gdn"])])]
+    )
+    assert [registry.find(n).name for n in ("fine", "acme_attn", "gdn")] == ["fine"] * 2 + ["gated"]
+    with pytest.raises(UnknownBackendError, match=r"unknown backend 'acme_atn': .*acme_attn"):
+        registry.get("acme_atn")
+    with pytest.raises(UnknownBackendError, match=r"unknown backend 'gatd': .*gated"):
+        registry.find("gatd")
 
 
 def test_the_installed_packages_load_without_a_fault():

@@ -1,23 +1,24 @@
 """What the chosen row does not honour is refused, in words, before anything runs."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 from attn_core.capabilities import TREES
-from attn_core.errors import UnsupportedError
+from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import SpecInfo
-from recording import HQ, LAYERS, M, batch, make, qkv, recorder
+from recording import DV, HQ, LAYERS, M, batch, make, qkv, recorder
 
 
 @pytest.mark.parametrize(
     ("change", "flag", "message"),
     [
-        ({"sinks": torch.zeros(HQ)}, "sinks", "attention sinks"),
-        ({"logit_cap": 30.0}, "logit_cap", "logit_cap 30.0"),
-        ({"sliding_window": 128}, "sliding_window", "window 128"),
-        ({"is_cross": True, "is_causal": False}, "cross_attention", "cross attention"),
-        ({"is_causal": False}, "encoder", "attention that is not causal"),
+        ({"sinks": torch.zeros(HQ)}, "sinks", "sinks"),
+        ({"logit_cap": 30.0}, "logit_cap", "logit_cap 30"),
+        ({"sliding_window": 128}, "sliding_window", "sliding_window 128"),
+        ({"is_cross": True, "is_causal": False}, "cross_attention", "cross"),
+        ({"is_causal": False}, "encoder", "encoder"),
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -26,6 +27,20 @@ def test_a_field_that_a_row_does_not_honour_is_refused_at_construction(role, cha
     with pytest.raises(UnsupportedError, match=f"layer 1 needs {message}, .* of picky"):
         make(**{role: recorder("picky", layers=layers)})
     make(**{role: recorder("able", layers=layers, **{flag: True})})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"head_dim_pairs": frozenset()}, r"head_dim 8/4 \(supports equal dims\)"),
+        ({"head_dim_pairs": {(8, 8)}}, r"head_dim 8/4 \(supports equal dims, 8/8\)"),
+        ({"q_heads": {16}}, r"num_q_heads 4 \(supports 16\)"),
+        ({"group_sizes": {1, 4}}, r"group_size 2 \(supports 1, 4\)"),
+    ],
+)
+def test_a_shape_that_a_row_does_not_take_is_refused_at_construction(row, message):
+    with pytest.raises(UnsupportedError, match=f"layer 0 needs {message}, .* of picky"):
+        make(decode=recorder("picky", **row))
 
 
 def test_an_lse_is_refused_where_the_row_has_none():
@@ -78,3 +93,44 @@ def test_drafts_that_a_row_cannot_verify_are_refused(limit, topk, tree, message)
             with pytest.raises(UnsupportedError, match=message):
                 plan(b)
     assert len(pre.calls) == (0 if message else 2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda out, lse: out, r"1 value for layer 0 \(expected \(out, lse\)\)"),
+        (lambda out, lse: (out, lse.double()), r"lse \[4, 4\] torch.float64 .*float32"),
+        (lambda out, lse: (out, lse.T[:2]), r"lse \[2, 4\] .*expected \[4, 4\]"),
+        (lambda out, lse: (out[:2], lse), r"out \[2, 4, 4\] .*expected \[4, 4, 4\]"),
+        (lambda out, lse: (out.clone(), lse), "a new tensor .*the one given as `out`, filled"),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_an_output_that_breaks_the_contract_is_refused(returned, message, ragged):
+    dispatcher, pre, _ = make()
+    attend = pre._attend
+    pre._attend = lambda *args: returned(*attend(*args))
+    q, k, v = qkv(4)
+    out, cu = torch.empty(4, HQ, DV), torch.tensor([0, 4], dtype=torch.int32)
+    more = {"out": out, "return_lse": True}
+    if ragged:
+        args = (q, k, v, LAYERS[0], cu, cu, 4, 4)
+        run = functools.partial(dispatcher.forward_ragged, *args, causal=True, **more)
+    else:
+        args = (q, k, v, LAYERS[0], batch(M.EXTEND), None)
+        run = functools.partial(dispatcher.forward, *args, **more)
+    with pytest.raises(BackendError, match=f"prefiller returned .*{message}"):
+        run()
+
+
+def test_outputs_are_checked_once_per_layer_and_method_not_in_every_pass(monkeypatch):
+    checked = []
+    monkeypatch.setattr(
+        "attn_core.dispatcher.refuse_output", lambda *args: checked.append(args[3].layer_id)
+    )
+    dispatcher, _, _ = make()
+    for _ in range(3):
+        for layer in LAYERS:
+            dispatcher.forward(*qkv(4), layer, batch(M.EXTEND), None)
+            dispatcher.forward(*qkv(2), layer, batch(M.DECODE), None)
+    assert checked == [0, 0, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import strategies as gen
@@ -18,7 +19,8 @@ from attn_core.decision import Overrides
 from attn_core.errors import AttnError, NoBackendError, UnknownBackendError, UsageError
 from attn_core.plugins import load_plugins
 from attn_core.selection import select
-from attn_core.why_not import Situation, describe, why_not
+from attn_core.situation import Situation
+from attn_core.why_not import describe, why_not
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +33,8 @@ def outcome(registry, needs, device, libraries, overrides=None, simulated=False)
         return select(needs, device, registry, libraries, overrides, simulated=simulated).to_json()
     except NoBackendError as error:
         error.selection.to_json()  # the decision as far as it came can be shown
+        return None
+    except UsageError:  # a flag that has nothing to decide
         return None
 
 
@@ -95,14 +99,17 @@ def test_every_backend_has_a_verdict_and_every_rejected_one_a_reason(
     except NoBackendError as error:
         selection = error.selection
     softmax = {s.name for s in registry.family("softmax")}
-    for phase in (Phase.PREFILL, Phase.DECODE):
+    phases = [Phase.PREFILL] if needs.softmax_layers else []
+    if any(not x.encoder for x in needs.softmax_layers):
+        phases.append(Phase.DECODE)
+    for phase in phases:
         mine = [v for v in selection.verdicts if v.phase is phase and v.spec.family == "softmax"]
         assert {v.spec.name for v in mine} == softmax
         assert len(mine) == len(softmax)
     for v in selection.verdicts:
         assert v.fits or all(str(r) for r in v.reasons)
     for role, name in (("prefill", selection.prefill), ("decode", selection.decode)):
-        if name is not None:
+        if name is not None and role in {p.value for p in phases}:
             (v,) = [x for x in selection.verdicts if (x.phase.value, x.spec.name) == (role, name)]
             assert v.fits
 
@@ -113,6 +120,9 @@ def test_the_chosen_rows_really_share_a_cache(points, needs, device, libs, sim):
         chosen = select(needs, device, load_plugins(points), libs, simulated=sim)
     except NoBackendError:
         return
+    if not needs.softmax_layers:
+        assert chosen.prefill is chosen.decode is chosen.page_size is None
+        return
     rows = [chosen.rows["prefill"], chosen.rows["decode"]]
     for row in rows:
         assert chosen.layout in row.layouts
@@ -122,32 +132,59 @@ def test_the_chosen_rows_really_share_a_cache(points, needs, device, libs, sim):
     assert needs.page_size in (None, chosen.page_size)
 
 
+def flags_of(names: list[str]) -> st.SearchStrategy[Overrides]:
+    pick = st.none() | st.sampled_from(names)
+    lists = st.lists(st.sampled_from(names), max_size=2, unique=True).map(tuple)
+    return st.builds(
+        Overrides,
+        attention_backend=pick,
+        prefill_attention_backend=st.none() | pick,
+        decode_attention_backend=st.none() | pick,
+        deny=lists,
+        allow=st.none() | st.none() | lists,
+    )
+
+
+def serving(selection, family):
+    if family == "linear":
+        return [selection.linear.prefill, selection.linear.decode]
+    return [selection.prefill, selection.decode, selection.multimodal]
+
+
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated, st.data())
 def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data):
+    """The changes and the flag, applied to what was asked, give the backend a role."""
     registry = load_plugins(points)
-    names = [s.name for s in registry.backends.values()]
-    name = data.draw(st.sampled_from(names))
-    family = next(s.family for s in registry.backends.values() if s.name == name)
-    if family == "linear" and not needs.linear_layers:
+    spec = data.draw(st.sampled_from(sorted(registry.backends.values(), key=lambda s: s.name)))
+    softmax = [s.name for s in registry.family("softmax")]
+    flags = data.draw(flags_of(softmax)) if softmax else Overrides()
+    try:
+        answer = why_not(
+            spec.name,
+            needs,
+            device,
+            registry,
+            libs,
+            flags,
+            simulated=sim,
+            family=spec.family,
+        )
+    except UsageError:  # a flag that has nothing to decide
         return
-    answer = why_not(name, needs, device, registry, libs, simulated=sim)
-    assert name in describe(answer)
+    assert spec.name in describe(answer)
     if answer.changes is None:
         assert not answer.fits
+        assert answer.reasons or not spec.implemented
         return
-    after = Situation(needs, device, libs, Overrides(), sim).apply(answer.changes)
-    if family == "linear":
-        forced = Overrides(linear_attn_backend=name)
-    else:
-        forced = Overrides(attention_backend=name)
-    if any(c.target == "overrides" for c in answer.changes) or answer.chosen:
-        forced = after.overrides
-    final = Situation(after.requirements, after.device, after.libraries, forced, after.simulated)
-    selection = final.select(registry)
-    serving = [selection.prefill, selection.decode]
-    if family == "linear":
-        serving = [selection.linear.prefill, selection.linear.decode]
-    assert name in serving
+    if not answer.naming:
+        assert answer.chosen
+        return
+    situation = Situation(needs, device, libs, flags, sim).apply(answer.changes)
+    option, name = answer.naming.removeprefix("--").split()
+    named = replace(situation.overrides, **{option.replace("-", "_"): name})
+    assert name in serving(replace(situation, overrides=named).select(registry), spec.family)
+    assert name in serving(answer.after.select(registry), spec.family)
+    assert answer.fits == (answer.changes == ())
 
 
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated)
@@ -156,19 +193,11 @@ def test_every_single_change_was_needed(points, needs, device, libs, sim):
     registry = load_plugins(points)
     for spec in registry.family("softmax"):
         answer = why_not(spec.name, needs, device, registry, libs, simulated=sim)
-        if answer.changes is None or answer.chosen:
+        if not answer.changes or answer.chosen:
             continue
         for left_out in answer.changes:
             rest = tuple(c for c in answer.changes if c is not left_out)
-            cheaper = Situation(needs, device, libs, Overrides(), sim).apply(rest)
-            if cheaper.overrides == Overrides():
-                cheaper = Situation(
-                    cheaper.requirements,
-                    cheaper.device,
-                    cheaper.libraries,
-                    Overrides(attention_backend=spec.name),
-                    cheaper.simulated,
-                )
+            cheaper = Situation(needs, device, libs, answer.after.overrides, sim).apply(rest)
             with pytest.raises(AttnError):
                 cheaper.select(registry)
 
@@ -209,7 +238,7 @@ def test_reasons_hold_the_value_asked_and_those_supported():
 
 def test_an_unknown_name_is_answered_with_the_near_ones():
     registry = registry_of(flashinfer=row(), triton=row())
-    with pytest.raises(UnknownBackendError, match="did you mean flashinfer"):
+    with pytest.raises(UnknownBackendError, match="known: flashinfer, triton"):
         select(Requirements(), HERE, registry, {}, Overrides(attention_backend="flashinfr"))
 
 

@@ -1,4 +1,4 @@
-"""Which version of torch-npu goes with which torch."""
+"""Which versions of Ascend's libraries go with which torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from attn_core.libraries import Pin
 
 @hookimpl
 def attn_register_pins() -> Sequence[Pin]:
-    """Return the pins of torch-npu: one minor version of torch each."""
+    """Return the pins of torch-npu, one minor version of torch each, and of triton-ascend."""
     return [
+        *(
+            Pin(
+                distribution="torch-npu",
+                torch=f"=={torch}.*",
+                version=f"=={torch}.*",
+                why="torch-npu needs exactly its own torch, and CANN: without CANN it breaks "
+                "`import torch`",
+            )
+            for torch in ("2.11", "2.13", "2.14")
+        ),
         Pin(
-            distribution="torch-npu",
-            torch=f"=={torch}.*",
-            version=f"=={torch}.*",
-            why="torch-npu needs exactly its own torch, and CANN: without CANN it breaks "
-            "`import torch`",
-        )
-        for torch in ("2.11", "2.13", "2.14")
+            distribution="triton-ascend",
+            torch=">=2.8",
+            version=">=3.2",
+            why="it owns the module `triton`: uninstall triton first, the two cannot coexist",
+        ),
     ]

@@ -70,22 +70,24 @@ class PageAllocator:
         self._pages[key] = [*held, *fresh]
         return self.pages(key)
 
-    def share(self, key: Hashable, from_key: Hashable, tokens: int) -> int:
+    def share(self, key: Hashable, from_key: Hashable, tokens: int, *, behind: int = 0) -> int:
         """Start a new key on the first `tokens` tokens of another; return how many it reuses.
 
         Whole pages only (reusable_prefix): the rest is computed anew, in pages of its own that
-        `grow` adds. Raises UsageError where `key` exists, or `from_key` lacks those pages or gave
-        them back behind its window.
+        `grow` adds. behind: the new key's window begins at this token, so pages that lie before it
+        may have been given back. Raises UsageError where `key` exists, or `from_key` lacks those
+        pages or gave others of them back behind its window.
         """
         if key in self._pages:
             raise UsageError(f"{key!r} holds pages already; share starts a new key")
         reused = reusable_prefix(tokens, self.page_size)
         prefix = self._held(from_key)[: reused // self.page_size]
-        if len(prefix) * self.page_size < reused or 0 in prefix:
+        lost = 0 in prefix[max(behind, 0) // self.page_size :]
+        if len(prefix) * self.page_size < reused or lost:
             have = len(self._held(from_key)) * self.page_size
-            why = "gave some of them back" if 0 in prefix else f"has room for {have}"
+            why = "gave some of them back" if lost else f"has room for {have}"
             raise UsageError(f"{key!r} asked to share {tokens} tokens, {from_key!r} {why}")
-        self._owners.update(prefix)
+        self._owners.update(filter(None, prefix))
         self._pages[key] = list(prefix)
         return reused
 

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from attn_core.errors import UsageError
 
 Kind = Literal["mha", "mla", "dsa", "gdn", "kda"]
 Family = Literal["softmax", "linear"]
 GraphLevel = Literal["none", "decode", "full"]
+VerifyMode = Literal["prefill", "decode"]
 
 LINEAR_KINDS: frozenset[str] = frozenset({"gdn", "kda"})
 PLAIN_DTYPES: frozenset[str] = frozenset({"fp32", "fp16", "bf16"})
 TREES = 1 << 30  # a max_topk that means: any tree of draft tokens
+
+
+def _collect(record: object, name: str, make: Callable[[Any], object], expected: str) -> None:
+    """Freeze a field that holds a collection; text would be taken apart letter by letter."""
+    value = getattr(record, name)
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        object.__setattr__(record, name, make(value))
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} {value!r} (expected {expected})") from None
 
 
 class Phase(enum.Enum):
@@ -70,11 +84,23 @@ class LayerNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding: `topk` draft tokens a step; `mode` is the phase that verifies."""
+    """Speculative decoding: `topk` draft tokens a step; `mode` is the phase that verifies.
+
+    Raises UsageError for a number below 1 or another mode.
+    """
 
     topk: int = 1
     num_draft_tokens: int = 4
-    mode: Literal["prefill", "decode"] = "prefill"
+    mode: VerifyMode = "prefill"
+
+    def __post_init__(self) -> None:
+        for name in ("topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"speculation with {name} {value!r} (expected 1 or more)")
+        if self.mode not in get_args(VerifyMode):
+            known = " or ".join(get_args(VerifyMode))
+            raise UsageError(f"speculation with mode {self.mode!r} (expected {known})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +144,8 @@ class Capabilities:
     """One row of the support matrix: everything in it holds at the same time.
 
     A conditional limit (a tree only with page size 1) is a second row. An empty set of archs,
-    page_sizes, head_dims, q_heads or group_sizes means any. Sets may be given as any iterable.
+    page_sizes, head_dims, q_heads or group_sizes means any. Sets may be given as any iterable
+    but text, which raises TypeError.
     """
 
     kind: Kind
@@ -160,11 +187,12 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            if str(f.type).startswith("AbstractSet") and value != "any":
-                object.__setattr__(self, f.name, frozenset(value))
-        object.__setattr__(self, "requires", tuple(self.requires))
-        object.__setattr__(self, "bans", dict(self.bans))
+            if str(f.type).startswith("AbstractSet"):
+                if f.name == "head_dim_pairs" and self.head_dim_pairs == "any":
+                    continue
+                _collect(self, f.name, frozenset, "a set")
+        _collect(self, "requires", tuple, "a list")
+        _collect(self, "bans", dict, "a mapping")
 
     @property
     def family(self) -> Family:
@@ -189,9 +217,9 @@ class BackendSpec:
     departures: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "capabilities", tuple(self.capabilities))
-        object.__setattr__(self, "aliases", tuple(self.aliases))
-        object.__setattr__(self, "departures", dict(self.departures))
+        _collect(self, "capabilities", tuple, "a list")
+        _collect(self, "aliases", tuple, "a list")
+        _collect(self, "departures", dict, "a mapping")
 
     @property
     def family(self) -> Family:

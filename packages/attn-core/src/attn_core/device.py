@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion, Version
 from attn_core.capabilities import Device
 from attn_core.errors import UsageError, near
 
+RUNTIMES = ("cuda", "rocm", "npu")  # types with a version: of CUDA, of ROCm, of CANN
 # Per type its architectures; the first is its newest data-centre part.
 ARCHS: dict[str, tuple[str, ...]] = {
     "cuda": ("sm103", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm110", "sm120"),
@@ -27,8 +28,8 @@ ARCHS: dict[str, tuple[str, ...]] = {
 def parse_device(text: str, runtime: str | None = None, extra: Iterable[str] = ()) -> Device:
     """Parse "cuda", "cuda:sm90" …; a type alone means its newest data-centre part.
 
-    runtime: version of CUDA, ROCm or CANN. extra: types that plugins declare beside the known
-    ones, any architecture. Raises UsageError with what is possible.
+    runtime: version of CUDA, ROCm or CANN; a CPU and an XPU have none. extra: types that plugins
+    declare beside the known ones, any architecture. Raises UsageError with what is possible.
     """
     if runtime is not None:
         try:
@@ -40,6 +41,9 @@ def parse_device(text: str, runtime: str | None = None, extra: Iterable[str] = (
         if kind in set(extra):
             return Device(kind, arch or None, runtime)
         raise UsageError(f"unknown device type {kind!r}: {near(kind, [*ARCHS, *extra])}")
+    if runtime is not None and kind not in RUNTIMES:
+        known = ", ".join(RUNTIMES)
+        raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {known})")
     if not arch:
         return Device(kind, ARCHS[kind][0], runtime)
     if arch not in ARCHS[kind]:

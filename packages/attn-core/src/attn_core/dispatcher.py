@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from attn_core.errors import BatchError, UnsupportedError, UsageError
 from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import KVPool, write_kv
 from attn_core.plugins import Registry
-from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer
+from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer, refuse_output
 
 Role = Literal["prefill", "decode", "verify", "draft", "encode"]
 _T = TypeVar("_T")
@@ -49,6 +49,8 @@ class HybridDispatcher:
                 raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
         self.routes = dict(routes)
         self.caches = caches
+        # a backend's outputs are checked the first time that a method of it serves a layer
+        self._checked: set[tuple[Callable[..., Output], int, bool]] = set()
         for backend in _distinct(self.routes.values()):
             for layer in backend.config.layers:
                 refuse_layer(backend.config, layer)
@@ -148,7 +150,8 @@ class HybridDispatcher:
 
         q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] go to the N slots of the layer's view, None is
         nothing to write. Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32
-        [T, Hq]. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view.
+        [T, Hq]. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view,
+        BackendError where the backend's first output for a layer breaks the contract.
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return _nothing(q, layer, out, return_lse)
@@ -165,7 +168,7 @@ class HybridDispatcher:
             write_kv(cache, k, v, view.out_cache_loc)
         decodes = batch.forward_mode in DECODE_MODES
         run = backend.forward_decode if decodes else backend.forward_extend
-        return run(
+        result = run(
             q,
             k,
             v,
@@ -177,6 +180,10 @@ class HybridDispatcher:
             return_lse=return_lse,
             topk_indices=topk_indices,
         )
+        if (run, layer.layer_id, return_lse) not in self._checked:
+            refuse_output(backend.config, result, q, layer, out, return_lse)
+            self._checked.add((run, layer.layer_id, return_lse))
+        return result
 
     def forward_ragged(
         self,
@@ -197,7 +204,7 @@ class HybridDispatcher:
         """Attend without a cache, as AttentionBackend.forward_ragged; role "encode" for vision."""
         backend = self.backend(role)
         refuse_call(backend.config, return_lse=return_lse)
-        return backend.forward_ragged(
+        result = backend.forward_ragged(
             q,
             k,
             v,
@@ -210,6 +217,10 @@ class HybridDispatcher:
             out=out,
             return_lse=return_lse,
         )
+        if (backend.forward_ragged, layer.layer_id, return_lse) not in self._checked:
+            refuse_output(backend.config, result, q, layer, out, return_lse)
+            self._checked.add((backend.forward_ragged, layer.layer_id, return_lse))
+        return result
 
     @property
     def captured(self) -> tuple[AttentionBackend, ...]:

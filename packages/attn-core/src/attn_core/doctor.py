@@ -18,8 +18,10 @@ from attn_core.capabilities import Device
 from attn_core.device import probe_device, torch_build
 from attn_core.libraries import Pin, alternatives, shortfall
 from attn_core.plugins import Registry
+from attn_core.proofs import faults
 
 Level = Literal["ok", "note", "problem"]
+BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         Finding("python", platform.python_version(), "ok", "3.11 or newer"),
         *_torch(build),
         *_driver(build),
-        Finding("device", str(here), "ok", f"runtime {here.runtime}" if here.runtime else "found"),
+        _device(here, device is not None, build),
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
     ]
@@ -66,6 +68,10 @@ def _driver(build: dict[str, str]) -> Iterator[Finding]:
         if "cuda" in build:
             text = "torch is built for CUDA, but no driver answers: attention runs on the CPU"
             yield Finding("cuda driver", "none", "note", text)
+        else:
+            yield Finding(
+                "cuda driver", "none", "ok", "no NVIDIA driver: nothing runs on CUDA here"
+            )
         return
     if "cuda" not in build:
         text = "a GPU driver is here, but torch is not built for CUDA"
@@ -75,6 +81,16 @@ def _driver(build: dict[str, str]) -> Iterator[Finding]:
         yield Finding("cuda driver", version, "problem", text)
     else:
         yield Finding("cuda driver", version, "ok", f"runs CUDA up to {version}")
+
+
+def _device(here: Device, assumed: bool, build: dict[str, str]) -> Finding:
+    runtime = f", runtime {here.runtime}" if here.runtime else ""
+    if not assumed:
+        return Finding("device", str(here), "ok", f"found{runtime}")
+    if here.type in BUILDS and BUILDS[here.type] not in build:
+        text = f"assumed{runtime}; this torch is not built for {here.type} and cannot use it"
+        return Finding("device", str(here), "note", text)
+    return Finding("device", str(here), "ok", f"assumed{runtime}")
 
 
 def _cuda_driver() -> str | None:
@@ -97,9 +113,13 @@ def _packages(registry: Registry) -> Iterator[Finding]:
             continue
         lockstep = not name.startswith("attn-") or version == core or name.count("-") != 1
         yield Finding(name, version, "ok" if lockstep else "note", "backends registered")
+    for slow in registry.slow:
+        yield Finding(f"{slow.name} ({slow.origin})", "slow", "note", str(slow))
     for broken in registry.broken:
         subject = f"{broken.name} ({broken.origin})"
         yield Finding(subject, "broken", "problem", broken.error)
+    for fault in faults(o.module for o in registry.origins.values()):
+        yield Finding("evidence", "unreadable", "problem", fault)
 
 
 def _kernel_libraries(
@@ -127,23 +147,23 @@ def _group(
 ) -> Iterator[Finding]:
     """Judge one any-of group: what of it is installed, else how to install it."""
     names = alternatives(group)
-    fitting = {n.name: p for n in names for p in pins if _applies(p, n, torch)}
+    known = [p for p in pins if any(_accepts(p, n) for n in names)]
+    fitting = {p.distribution: p for p in known if _loads(p, torch)}
     tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
     lacking = shortfall(group, libraries)
     if lacking is not None:
-        pin = next(iter(fitting.values()), None)
-        free = [n for n in names if n.name not in tied]
+        pin = next((p for p in fitting.values() if p.pip), None)
+        free = [n for n in names if n.name not in tied | set(fitting)]
         if pin is not None:
             yield Finding(group, lacking, "note", f"{serves}; {pin.why}", pin.pip)
         elif free:
             yield Finding(group, lacking, "note", serves, f"pip install '{free[0]}'")
         else:
-            known = ", ".join(
-                f"{p.distribution} for torch{p.torch}"
-                for p in pins
-                if p.distribution in {n.name for n in names}
-            )
-            yield Finding(group, lacking, "note", f"{serves}; none for torch {torch}: {known}")
+            texts = [f"{p.distribution}: {p.why}" for p in fitting.values()]
+            others = [f"{p.distribution} for torch{p.torch}" for p in known if not _loads(p, torch)]
+            if others:
+                texts.insert(0, f"none for torch {torch}: {', '.join(others)}")
+            yield Finding(group, lacking, "note", "; ".join([serves, *texts]))
         return
     for name in names:
         version = libraries.get(canonicalize_name(name.name))
@@ -165,13 +185,17 @@ def _group(
             yield Finding(name.name, version, "ok", serves)
 
 
-def _applies(pin: Pin, wanted: Requirement, torch: str | None) -> bool:
-    """Say whether a pin answers what is wanted for this torch."""
-    if pin.distribution != wanted.name or torch is None:
-        return False
-    exact = [
-        s.version for s in SpecifierSet(pin.version) if s.operator == "==" and "*" not in s.version
-    ]
-    if not all(wanted.specifier.contains(v, prereleases=True) for v in exact):
+def _accepts(pin: Pin, wanted: Requirement) -> bool:
+    """Say whether a pin is of the distribution that is wanted, in a version that is."""
+    versions = SpecifierSet(pin.version)
+    exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
+    return pin.distribution == wanted.name and all(
+        wanted.specifier.contains(v, prereleases=True) for v in exact
+    )
+
+
+def _loads(pin: Pin, torch: str | None) -> bool:
+    """Say whether a pin is for this torch."""
+    if torch is None:
         return False
     return SpecifierSet(pin.torch).contains(Version(torch).public, prereleases=True)

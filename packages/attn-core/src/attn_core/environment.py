@@ -1,4 +1,4 @@
-"""Environment variables that the command reads, and a warning for those it does not know."""
+"""Environment variables that a command reads, and a warning for those it does not read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def variable(flag: str) -> str:
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
-def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Return one sentence for every ATTN_* variable that nothing reads, with the nearest name."""
+def unknown_variables(environ: Mapping[str, str], known: Iterable[str], reader: str) -> list[str]:
+    """Return one sentence for every ATTN_* variable that `reader` does not read."""
     known = tuple(known)
     return [
-        f"environment variable {name} is not read by anything: {near(name, known)}"
+        f"environment variable {name} is not read by {reader}: "
+        + (near(name, known, prefix=PREFIX) if known else "it reads none")
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in known
     ]

@@ -10,13 +10,19 @@ if TYPE_CHECKING:
     from attn_core.decision import Selection
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """Say which known names are closest to `name`, or list all of them when none is close."""
-    known = sorted(set(known))
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"known: {', '.join(known)}" if known else "none is known"
+FEW = 8  # names that are listed whole
+
+
+def near(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Say which known names are closest to `name`; list all where they are few or none is close.
+
+    prefix: what all names begin with; it says nothing about how close they are.
+    """
+    ends = sorted({k.removeprefix(prefix) for k in known})
+    close = difflib.get_close_matches(name.removeprefix(prefix), ends, n=3, cutoff=0.5)
+    if close and len(ends) > FEW:
+        return f"did you mean {' or '.join(prefix + end for end in close)}?"
+    return f"known: {', '.join(prefix + end for end in ends)}" if ends else "none is known"
 
 
 class AttnError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.capabilities import Phase
 from attn_core.decision import Selection, Verdict
 
 ROLES = ("prefill", "decode", "verify", "draft", "multimodal")
@@ -61,8 +62,7 @@ def explain(selection: Selection) -> str:
         lines.append(f"  {'note':<11}{selection.why['notes']}")
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]
-    chosen = {(role, getattr(selection, role)) for role in ROLES}
-    rest = [v for v in selection.verdicts if (v.phase.value, v.spec.name) not in chosen]
+    rest = [v for v in selection.verdicts if not _serves(selection, v)]
     if rest:
         lines.append("others:")
     for v in rest:
@@ -70,3 +70,13 @@ def explain(selection: Selection) -> str:
         family = "linear " if v.spec.family == "linear" else ""
         lines.append(f"  {family}{v.phase.value:<8} {v.spec.name:<22}{text}")
     return "\n".join(lines)
+
+
+def _serves(selection: Selection, verdict: Verdict) -> bool:
+    """Say whether this verdict is the one of a chosen backend."""
+    if verdict.spec.family == "linear":
+        chosen = getattr(selection.linear, verdict.phase.value, None)
+    else:
+        role = "multimodal" if verdict.phase is Phase.ENCODE else verdict.phase.value
+        chosen = getattr(selection, role)
+    return bool(verdict.spec.name == chosen)

@@ -18,7 +18,8 @@ from attn_core.errors import UsageError
 class Pin:
     """A kernel library that is tied to one torch: with `torch` (a specifier) use `version`.
 
-    options: what pip needs beside, for example "--no-deps". why: the reason, for people.
+    options: what pip needs beside, for example "--no-deps". why: the reason, for people. indexed
+    False: no index has it, so that no pip line installs it, and `why` says how it is got.
     """
 
     distribution: str
@@ -26,10 +27,13 @@ class Pin:
     version: str
     why: str
     options: str = ""
+    indexed: bool = True
 
     @property
     def pip(self) -> str:
-        """The command that installs it."""
+        """The command that installs it, "" where none does."""
+        if not self.indexed:
+            return ""
         options = f"{self.options} " if self.options else ""
         return f"pip install {options}'{self.distribution}{self.version}'"
 

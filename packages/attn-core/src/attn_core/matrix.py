@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import html
-import importlib.util
-import json
-import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attn_core.capabilities import SERVING, BackendSpec, Capabilities, Phase
 from attn_core.plugins import Registry
+from attn_core.proofs import LEVELS, levels
 
-LEVELS = ("declared", "emulated", "compiled", "device-tested")
 Cell = Callable[[Capabilities], bool]
 
 SOFTMAX_CELLS: dict[str, Cell] = {
@@ -65,7 +62,7 @@ def build_matrix(registry: Registry, kinds: Iterable[str] = tuple(CELLS)) -> Mat
         for key, spec in registry.backends.items():
             rows = [r for r in spec.capabilities if r.kind == kind]
             if rows:
-                evidence = _evidence(registry.origins[key].module, spec.name, kind)
+                evidence = levels(registry.origins[key].module, spec.name, kind)
                 matrix[kind][spec.name] = _cells(spec, kind, rows, evidence)
     return matrix
 
@@ -91,25 +88,6 @@ def _cells(
         if cell.startswith(prefix)
     }
     return cells
-
-
-def _evidence(module: str, backend: str, kind: str) -> dict[str, str]:
-    """Read the strongest proof per cell from the evidence files beside a plugin's package.
-
-    A file is JSON: {"backend", "kind", "cells": {cell: {"level": one of LEVELS, …}}, …}.
-    """
-    package = module.partition(".")[0]
-    root = importlib.util.find_spec(package) if package.isidentifier() else None
-    levels: dict[str, str] = {}
-    for folder in (root.submodule_search_locations or ()) if root else ():
-        for path in sorted((pathlib.Path(folder) / "evidence").glob("*.json")):
-            data = json.loads(path.read_text())
-            if data.get("backend") != backend or data.get("kind") != kind:
-                continue
-            for cell, proof in data.get("cells", {}).items():
-                old = levels.get(cell, LEVELS[0])
-                levels[cell] = max(old, proof["level"], key=LEVELS.index)
-    return levels
 
 
 def _show(value: Any) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import sys
+import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import pluggy
 from packaging.requirements import Requirement
@@ -14,11 +17,13 @@ from packaging.utils import canonicalize_name
 
 import attn_core
 from attn_core import hookspecs
-from attn_core.capabilities import BackendSpec, Capabilities, Family, Kind, Phase
+from attn_core.capabilities import BackendSpec, Family
+from attn_core.declared import pin_problem, problem
 from attn_core.errors import UnknownBackendError, near
-from attn_core.libraries import Pin, alternatives, installed
+from attn_core.libraries import Pin, installed
 
 BUILTIN = "attn-core"
+SLOW_SECONDS = 1.0  # a plugin whose rows take longer is reported: every `attn` command waits for it
 Key = tuple[Family, str]
 
 
@@ -68,13 +73,29 @@ class BrokenPlugin:
 
 
 @dataclass(frozen=True)
+class SlowPlugin:
+    """A plugin that works, but whose rows took `seconds` to load."""
+
+    name: str
+    origin: Origin
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"its rows took {self.seconds:.1f} s to load, and every command waits for them; import "
+            "torch and kernel libraries in the module that `create` names, not beside the rows"
+        )
+
+
+@dataclass(frozen=True)
 class Registry:
-    """Every declared backend by (family, name), where each comes from, and what is broken."""
+    """Every declared backend by (family, name), its origin, and what is broken or slow."""
 
     backends: Mapping[Key, BackendSpec] = field(default_factory=dict)
     origins: Mapping[Key, Origin] = field(default_factory=dict)
     broken: tuple[BrokenPlugin, ...] = ()
     pins: tuple[Pin, ...] = ()
+    slow: tuple[SlowPlugin, ...] = ()
 
     def family(self, family: Family) -> tuple[BackendSpec, ...]:
         """Return the backends of one family, by name."""
@@ -82,16 +103,24 @@ class Registry:
 
     def get(self, name: str, family: Family = "softmax") -> BackendSpec:
         """Return a backend by name or alias. Raises UnknownBackendError with the near names."""
-        for spec in self.family(family):
-            if name == spec.name or name in spec.aliases:
-                return spec
+        return self._named(name, (family,))
+
+    def find(self, name: str) -> BackendSpec:
+        """Return a backend of either family by name or alias, softmax first; raises as get."""
+        return self._named(name, ("softmax", "linear"))
+
+    def _named(self, name: str, families: tuple[Family, ...]) -> BackendSpec:
+        specs = [spec for family in families for spec in self.family(family)]
+        called = [s for s in specs if s.name == name] + [s for s in specs if name in s.aliases]
+        if called:
+            return called[0]
         broken = [b for b in self.broken if b.name == name]
         if broken:
             raise UnknownBackendError(
                 f"backend {name!r} is broken in {broken[0].origin}: {broken[0].error}"
             )
-        known = [s.name for s in self.family(family)]
-        kind = "linear attention backend" if family == "linear" else "backend"
+        known = [n for spec in specs for n in (spec.name, *spec.aliases)]
+        kind = "linear attention backend" if families == ("linear",) else "backend"
         raise UnknownBackendError(f"unknown {kind} {name!r}: {near(name, known)}")
 
     def requires(self) -> tuple[str, ...]:
@@ -107,9 +136,11 @@ class Registry:
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     """Load every entry point of the group "attn_core", one by one.
 
-    A plugin that fails to import, whose hook raises or returns something else, that duplicates a
-    name, or whose distribution requires another attn-core is listed in `broken` with its error.
+    A plugin that fails to import, whose hook raises or returns something else, that registers
+    nothing, takes a name or an alias that is taken, or whose distribution requires another
+    attn-core is listed in `broken` with its error. What it prints goes to stderr.
     Of two plugins with one name the built-in wins, else the alphabetically first distribution.
+    One that takes longer than SLOW_SECONDS is taken in and listed in `slow`.
     """
     points: Iterable[EntryPoint] = (
         importlib.metadata.entry_points(group=hookspecs.GROUP)
@@ -118,31 +149,40 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     )
     backends: dict[Key, BackendSpec] = {}
     origins: dict[Key, Origin] = {}
+    names: dict[Key, Origin] = {}  # and aliases
     broken: list[BrokenPlugin] = []
     pins: list[Pin] = []
+    slow: list[SlowPlugin] = []
     found = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
         found.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
     ):
+        start = time.perf_counter()
         try:
             _check_contract(point)
-            specs, more = _call(point.load(), point.name)
-        except (Exception, SystemExit) as error:  # a plugin's code may raise anything
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's
+                specs, more = _call(point.load(), point.name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's code may raise anything
             text = f"{type(error).__name__}: {error}"
             broken.append(BrokenPlugin(point.name, origin, text, traceback.format_exc()))
             continue
+        if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
+            slow.append(SlowPlugin(point.name, origin, seconds))
         pins += more
         for spec in specs:
-            problem = _problem(spec)
-            key = (spec.family, spec.name) if problem is None else None
-            if key in origins:
-                problem = f"the name {spec.name!r} is taken by {origins[key]}; rename this one"
-            if problem is not None or key is None:
+            wrong = problem(spec) or _taken(spec, names)
+            if wrong is not None:
                 name = str(getattr(spec, "name", point.name))
-                broken.append(BrokenPlugin(name, origin, problem or "no name"))
+                broken.append(BrokenPlugin(name, origin, wrong))
                 continue
+            key = (spec.family, spec.name)
             backends[key], origins[key] = spec, origin
-    return Registry(dict(sorted(backends.items())), origins, tuple(broken), tuple(pins))
+            names |= {(spec.family, n): origin for n in (spec.name, *spec.aliases)}
+    return Registry(
+        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow)
+    )
 
 
 def _origin(point: EntryPoint) -> Origin:
@@ -170,43 +210,34 @@ def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
     manager = pluggy.PluginManager(hookspecs.GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)  # refuses a hook with arguments that do not exist
-    backends = manager.hook.attn_register_backends()
-    if not backends:
+    backends = _results(manager.hook.attn_register_backends)
+    if backends is None:
         raise TypeError("no hook attn_register_backends: mark a function with @hookimpl")
-    pins = manager.hook.attn_register_pins()
-    for result in (*backends, *pins):
+    pins = _results(manager.hook.attn_register_pins) or []
+    if not backends and not pins:
+        raise ValueError("registers nothing: attn_register_backends returned an empty list")
+    wrong = next((text for text in map(pin_problem, pins) if text), None)
+    if wrong is not None:
+        raise TypeError(f"a pin is wrong: {wrong}")
+    return backends, pins
+
+
+def _results(hook: pluggy.HookCaller) -> list[Any] | None:
+    """Return what the implementations of a hook list, None where there is none."""
+    implementations, results = hook.get_hookimpls(), hook()
+    if not implementations:
+        return None
+    if len(results) < len(implementations):  # pluggy leaves None out
+        raise TypeError("a hook returned None, not a list")
+    for result in results:
         if not isinstance(result, list | tuple):
             raise TypeError(f"a hook returned {type(result).__name__}, not a list")
-    all_pins = [pin for result in pins for pin in result]
-    wrong = [pin for pin in all_pins if not isinstance(pin, Pin)]
-    if wrong:
-        raise TypeError(f"attn_register_pins returned a {type(wrong[0]).__name__}, not a Pin")
-    return [spec for result in backends for spec in result], all_pins
+    return [item for result in results for item in result]
 
 
-def _problem(spec: Any) -> str | None:
-    """Say what is wrong with a declaration, value by value: it comes from foreign code."""
-    if not isinstance(spec, BackendSpec):
-        return f"attn_register_backends returned a {type(spec).__name__}, not a BackendSpec"
-    if not isinstance(spec.name, str) or not spec.name:
-        return f"name {spec.name!r} is no text"
-    if not isinstance(spec.create, str) or spec.create.count(":") != 1:
-        return f"create {spec.create!r} is not 'module:Class'"
-    if not spec.capabilities:
-        return "no rows: a backend declares at least one Capabilities"
-    for row in spec.capabilities:
-        if not isinstance(row, Capabilities):
-            return f"a row is a {type(row).__name__}, not Capabilities"
-        if row.kind not in get_args(Kind):
-            return f"kind {row.kind!r} ({near(row.kind, get_args(Kind))})"
-        if not row.phases <= set(Phase):
-            return f"phases {set(row.phases)} are no Phase"
-        if not isinstance(row.priority, int):
-            return f"priority {row.priority!r} is no int"
-        for group in row.requires:
-            try:
-                alternatives(group)
-            except Exception as error:
-                return f"requires {group!r}: {error}"
-    families = {row.family for row in spec.capabilities}
-    return "rows of both families, softmax and linear" if len(families) > 1 else None
+def _taken(spec: BackendSpec, names: Mapping[Key, Origin]) -> str | None:
+    """Say which name or alias of a backend another one has."""
+    for what, name in [("name", spec.name), *(("alias", alias) for alias in spec.aliases)]:
+        if (owner := names.get((spec.family, name))) is not None:
+            return f"the {what} {name!r} is taken by {owner}; rename this one"
+    return None

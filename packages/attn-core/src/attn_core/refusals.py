@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from attn_core.backend import BackendConfig
-from attn_core.errors import UnsupportedError
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from attn_core.backend import BackendConfig, Output
+from attn_core.capabilities import LayerNeeds
+from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.unmet import layer_gaps
 
 
 def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
-    """Raise UnsupportedError for a field of a layer that the row does not honour."""
-    row, bidirectional = config.row, not (layer.is_causal or layer.is_cross)
-    for asked, honoured, what in (
-        (layer.sinks is not None, row.sinks, "attention sinks"),
-        (layer.logit_cap is not None, row.logit_cap, f"logit_cap {layer.logit_cap}"),
-        (layer.sliding_window is not None, row.sliding_window, f"window {layer.sliding_window}"),
-        (layer.is_cross, row.cross_attention, "cross attention"),
-        (bidirectional, row.encoder, "attention that is not causal"),
-    ):
-        if asked and not honoured:
-            raise UnsupportedError(
-                f"layer {layer.layer_id} needs {what}, the chosen row of {config.name} does not "
-                "honour it; state it in the Requirements, so that select() finds a backend that "
-                "does"
-            )
+    """Raise UnsupportedError for a shape or a field of a layer that the row does not honour."""
+    row = config.row
+    needs = LayerNeeds(
+        kind=row.kind,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        num_q_heads=layer.num_q_heads,
+        num_kv_heads=layer.num_kv_heads,
+        sliding_window=layer.sliding_window,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks is not None,
+        cross=layer.is_cross,
+        encoder=not (layer.is_causal or layer.is_cross),
+    )
+    gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
+    if gaps:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "
+            "it; state it in the Requirements, so that select() finds a backend that does"
+        )
 
 
 def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False) -> None:
@@ -51,4 +63,44 @@ def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:
     raise UnsupportedError(
         f"{config.name} asked to verify topk {topk}{' with a tree_mask' * tree}, its chosen row "
         f"verifies {possible}; select with this speculation in the Requirements"
+    )
+
+
+def refuse_output(
+    config: BackendConfig,
+    result: Output,
+    q: Tensor,
+    layer: AttentionLayer,
+    out: Tensor | None,
+    return_lse: bool,
+) -> None:
+    """Raise BackendError where a backend returned something else than the contract says.
+
+    That is [T, Hq, Dv] in the dtype of q, or `out` itself where it was given; with return_lse
+    also the LSE, float32 [T, Hq].
+    """
+    rows = (q.shape[0], layer.num_q_heads)
+    owed: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("out", (*rows, layer.v_head_dim), q.dtype if out is None else out.dtype)
+    ]
+    given: tuple[Output, ...] = (result,)
+    if return_lse:
+        owed.append(("lse", rows, torch.float32))
+        given = result if isinstance(result, tuple) else (result,)
+    if len(given) != len(owed):
+        _broke(config, layer, f"{len(given)} value", "(out, lse)")
+    for value, (name, shape, dtype) in zip(given, owed, strict=True):
+        expected = f"{list(shape)} {dtype}"
+        if not isinstance(value, Tensor):
+            _broke(config, layer, f"{name} as {type(value).__name__}", f"a tensor {expected}")
+        if value.shape != shape or value.dtype != dtype:
+            _broke(config, layer, f"{name} {list(value.shape)} {value.dtype}", expected)
+    if out is not None and given[0] is not out:
+        _broke(config, layer, "a new tensor", "the one given as `out`, filled")
+
+
+def _broke(config: BackendConfig, layer: AttentionLayer, got: str, expected: str) -> NoReturn:
+    raise BackendError(
+        f"{config.name} returned {got} for layer {layer.layer_id} (expected {expected}): its "
+        "backend breaks the contract, tell its author"
     )

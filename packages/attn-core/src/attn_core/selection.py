@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from attn_core.capabilities import Device, Phase, Requirements
@@ -33,7 +34,7 @@ def select(
     Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
     a name that nobody declares; UsageError for a flag that has nothing to decide.
     """
-    overrides = overrides or Overrides()
+    overrides = _canonical(overrides or Overrides(), registry)
     s = Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
     _check(s)
     base = Selection(
@@ -46,15 +47,28 @@ def select(
     return _solve_linear(s, chosen)
 
 
+def _canonical(overrides: Overrides, registry: Registry) -> Overrides:
+    """Replace aliases in the lists by names. Raises UnknownBackendError."""
+
+    def names(given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(registry.find(name).name for name in given))
+
+    return replace(
+        overrides,
+        prefer=names(overrides.prefer),
+        allow=None if overrides.allow is None else names(overrides.allow),
+        deny=names(overrides.deny),
+    )
+
+
 def _check(s: Solver) -> None:
     o = s.overrides
-    known = {spec.name for spec in s.registry.backends.values()}
-    for name in (*o.prefer, *(o.allow or ()), *o.deny):
-        if name not in known:
-            s.registry.get(name)  # raises with the near names
     linear = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
     if any(linear) and not s.needs.linear_layers:
         raise UsageError("--linear-attn-backend: the model has no linear attention layers")
+    softmax = (o.attention_backend, o.prefill_attention_backend, o.decode_attention_backend)
+    if any(softmax) and not s.needs.softmax_layers:
+        raise UsageError("--attention-backend: the model has no softmax attention layers")
     if o.mm_attention_backend and s.needs.vision is None:
         raise UsageError("--mm-attention-backend: the model has no vision tower")
     if s.needs.page_size is not None and s.needs.page_size < 1:
@@ -62,7 +76,14 @@ def _check(s: Solver) -> None:
 
 
 def _solve_softmax(s: Solver, base: Selection) -> Selection:
-    weighed = {p: s.weigh("softmax", p) for p in (Phase.PREFILL, Phase.DECODE)}
+    if not s.needs.softmax_layers:
+        return base  # nothing to attend with: no cache, no backend
+    phases = [Phase.PREFILL, Phase.DECODE]
+    if all(x.encoder for x in s.needs.softmax_layers):
+        if s.overrides.decode_attention_backend is not None:
+            raise UsageError("--decode-attention-backend: the model has no layers that decode")
+        phases.remove(Phase.DECODE)
+    weighed = {p: s.weigh("softmax", p) for p in phases}
     verdicts = best_per_backend(tuple(itertools.chain(*weighed.values())), s)
     base = replace(base, verdicts=verdicts)
     fitting = {p: s.candidates(w, "softmax") for p, w in weighed.items()}
@@ -76,6 +97,8 @@ def _solve_softmax(s: Solver, base: Selection) -> Selection:
         ): (pre, dec)
         for i, (pre, dec) in enumerate(
             itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE])
+            if Phase.DECODE in fitting
+            else ((v, v) for v in fitting[Phase.PREFILL])
         )
     }
     conflicts: dict[tuple[str, str], str] = {}  # pairs that rank before the chosen one
@@ -96,8 +119,9 @@ def _solve_softmax(s: Solver, base: Selection) -> Selection:
     base = replace(base, conflicts=tuple(conflicts.values()))
     page, page_note = _page(s, pre, dec)
     why = {"prefill": s.reason(pre, "softmax"), "decode": s.reason(dec, "softmax")}
-    if page_note:
-        why["page_size"] = page_note
+    if Phase.DECODE not in fitting:
+        why["decode"] = "the model does not decode: as prefill"
+    why["page_size"] = page_note
     rows = {"prefill": pre.row, "decode": dec.row}
     verifier = None
     if s.needs.speculation is not None:
@@ -105,13 +129,7 @@ def _solve_softmax(s: Solver, base: Selection) -> Selection:
         verifier = {"prefill": pre, "decode": dec}[mode].spec.name
         rows["verify"] = rows["draft"] = rows[mode]
         why["verify"] = why["draft"] = f"--speculative-attention-mode {mode}"
-    notes = [
-        f"{v.spec.name} ({v.phase.value}): {n}" if n == v.row.note else n
-        for v in (pre, dec)
-        for n in v.notes
-    ]
-    if notes:
-        why["notes"] = "; ".join(dict.fromkeys(notes))
+    why |= _notes(why, pre, dec)
     return replace(
         base,
         prefill=pre.spec.name,
@@ -123,6 +141,15 @@ def _solve_softmax(s: Solver, base: Selection) -> Selection:
         why=why,
         rows=rows,
     )
+
+
+def _notes(why: Mapping[str, str], *chosen: Verdict) -> dict[str, str]:
+    """Add the notes of the chosen rows to those that are there."""
+    notes = [why["notes"]] if "notes" in why else []
+    for v in chosen:
+        phase = f"{v.spec.name} ({v.phase.value})"
+        notes += [f"{phase}: {n}" if n == v.row.note else n for n in v.notes]
+    return {"notes": "; ".join(dict.fromkeys(notes))} if notes else {}
 
 
 def _conflict(s: Solver, pre: Verdict, dec: Verdict) -> str | None:
@@ -175,7 +202,11 @@ def _solve_vision(s: Solver, base: Selection) -> Selection:
     return replace(
         base,
         multimodal=best.spec.name,
-        why={**base.why, "multimodal": s.reason(best, "softmax")},
+        why={
+            **base.why,
+            **_notes(base.why, best),
+            "multimodal": s.reason(best, "softmax"),
+        },
         rows={**base.rows, "multimodal": best.row},
     )
 
@@ -184,6 +215,7 @@ def _solve_linear(s: Solver, base: Selection) -> Selection:
     if not s.needs.linear_layers:
         return base
     best: dict[str, Verdict] = {}
+    problems = []
     for phase in (Phase.PREFILL, Phase.DECODE):
         weighed = s.weigh("linear", phase)
         verdicts = best_per_backend(weighed, s)
@@ -191,33 +223,47 @@ def _solve_linear(s: Solver, base: Selection) -> Selection:
         options = s.candidates(weighed, "linear")
         if options:
             best[phase.value] = options[0]
-        elif s.overrides.flag("linear", phase)[1] is not None:
-            raise NoBackendError(nothing_fits(s, verdicts, phase), base)
-    if len(best) < 2:
-        kept = (
-            "the model keeps its own linear attention layers: no linear backend can be created "
-            f"here for {' and '.join(p for p in ('prefill', 'decode') if p not in best)}"
-        )
-        return replace(base, assumptions=(*base.assumptions, kept))
+            continue
+        problems.append(nothing_fits(s, verdicts, phase))
+        if s.overrides.flag("linear", phase)[1] is not None:
+            raise NoBackendError(problems[-1], base)
     verifier = None
     if s.needs.speculation is not None:
-        topk = s.needs.speculation.topk
-        able = [v for v in s.weigh("linear", Phase.DECODE) if v.fits and v.row.max_topk >= topk]
-        able.sort(key=lambda v: (v.spec.name != best["decode"].spec.name, s.rank(v), v.spec.name))
-        if not able:
-            raise NoBackendError(
-                f"no linear backend verifies {topk} draft tokens a step on {s.device}; "
-                "run without speculation",
-                base,
-            )
-        verifier = able[0].spec.name
-        base = replace(base, rows={**base.rows, "linear_verify": able[0].row})
+        verifier = _linear_verifier(s, base, best)
+        base = replace(base, rows={**base.rows, "linear_verify": verifier.row})
+    if problems:
+        kept = f"the model keeps its own linear attention layers: {'; '.join(problems)}"
+        return replace(base, assumptions=(*base.assumptions, kept))
+    prefill, decode = best["prefill"], best["decode"]
     return replace(
         base,
-        linear=LinearSelection(best["prefill"].spec.name, best["decode"].spec.name, verifier),
-        why={**base.why, **{f"linear {p}": s.reason(v, "linear") for p, v in best.items()}},
+        linear=LinearSelection(
+            prefill.spec.name, decode.spec.name, verifier.spec.name if verifier else None
+        ),
+        why={
+            **base.why,
+            **_notes(base.why, prefill, decode),
+            **{f"linear {p}": s.reason(v, "linear") for p, v in best.items()},
+        },
         rows={**base.rows, **{f"linear_{p}": v.row for p, v in best.items()}},
     )
+
+
+def _linear_verifier(s: Solver, base: Selection, best: Mapping[str, Verdict]) -> Verdict:
+    """Choose who verifies drafts in linear layers: the decode kernels where they can.
+
+    A model's own layers cannot: nobody takes their state back to the accepted draft.
+    """
+    topk = s.needs.speculation.topk if s.needs.speculation is not None else 0
+    able = [v for v in s.weigh("linear", Phase.DECODE) if v.fits and v.row.max_topk >= topk]
+    if len(best) < 2 or not able:
+        raise NoBackendError(
+            f"no linear backend verifies topk {topk} on {s.device}, and the state of the model's "
+            "own linear layers cannot be taken back to the accepted draft; run without speculation",
+            base,
+        )
+    chosen = best["decode"].spec.name
+    return min(able, key=lambda v: (v.spec.name != chosen, s.rank(v), v.spec.name))
 
 
 __all__ = ["LinearSelection", "Overrides", "Profile", "Selection", "Verdict", "select"]

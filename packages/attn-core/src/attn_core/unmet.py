@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,13 +19,15 @@ from attn_core.capabilities import (
     Requirements,
 )
 from attn_core.libraries import Libraries, alternatives, shortfall
+from attn_core.listing import listing, places
 from attn_core.page_size import takes_page
 
-# "softmax" and "linear" are the layers of the model of that family
-Target = Literal["requirements", "softmax", "linear", "device", "libraries", "overrides"]
+# "softmax" and "linear" are the layers of the model of that family, "vision" its tower
+Target = Literal["requirements", "softmax", "linear", "vision", "device", "libraries", "overrides"]
 
-# What a change costs the caller: a flag, an installation, another machine, another model.
-FLAG, FEATURE, INSTALL, RUNTIME, DTYPE, MACHINE, MODEL = 1, 4, 6, 8, 20, 60, 200
+# What a change costs the caller: a flag, an installation, another machine, another model, and
+# last a model of another kind. Naming a backend for one phase only costs 1.
+FLAG, FEATURE, INSTALL, RUNTIME, DTYPE, MACHINE, MODEL, KIND = 2, 4, 6, 8, 20, 60, 200, 400
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,6 @@ class Unmet:
         return f"{self.asked} ({self.supported})"
 
 
-def listing(values: Iterable[Any]) -> str:
-    """Write a set for people: "32, 64", or "8, 16 … 256" for a long even row of numbers."""
-    items = sorted(values)
-    if len(items) > 4 and all(isinstance(x, int) for x in items):
-        steps = {b - a for a, b in itertools.pairwise(items)}
-        if len(steps) == 1:
-            return f"{items[0]}, {items[1]} … {items[-1]}"
-    return ", ".join(f"{x[0]}/{x[1]}" if isinstance(x, tuple) else str(x) for x in items)
-
-
 def unmet(
     row: Capabilities,
     needs: Requirements,
@@ -81,11 +72,14 @@ def unmet(
         found.append(Unmet("phase", f"phase {phase.value}", f"supports {phases}"))
     if needs.dtype not in row.dtypes:
         options = [
-            _set(f"dtype {d}", DTYPE, dtype=d, kv_cache_dtype="auto") for d in sorted(row.dtypes)
+            _set(f"--dtype {d}", DTYPE, dtype=d, kv_cache_dtype="auto") for d in sorted(row.dtypes)
         ]
         found.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
+    target: Target = "vision" if phase is Phase.ENCODE else row.family
     for layer in _layers(row, needs, phase):
-        found.extend(x for x in _layer(row, layer) if x not in found)
+        found.extend(x for x in layer_gaps(row, layer, target) if x not in found)
+    if row.family == "linear" and not needs.linear_layers:
+        found.append(Unmet("linear", "linear attention", "the model has no linear layers"))
     if row.family == "softmax" and phase is not Phase.ENCODE:
         found.extend(_store(row, needs))
         found.extend(_flags(row, needs, phase))
@@ -102,25 +96,19 @@ def _no(need: str, asked: object, supported: str, changes: Iterable[Change] = ()
     return Unmet(need, f"{need} {asked}", possible, tuple(changes))
 
 
-def places(rows: Iterable[Capabilities]) -> str:
-    """Name the devices that rows run on: "cuda:sm80, cuda:sm90"."""
-    found = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
-    order = sorted(found, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
-    return ", ".join(map(str, order))
-
-
 def _where(row: Capabilities, device: Device) -> Iterator[Unmet]:
-    targets = [Device(row.device, arch) for arch in sorted(row.archs)] or [Device(row.device)]
     here = row.device in ("any", device.type)
     if not here or (row.archs and device.arch not in row.archs):
+        kind = device.type if row.device == "any" else row.device
+        named = sorted(row.archs, key=lambda a: (len(a), a))
         moves = [
             Change(
                 "device",
-                (("type", p.type if p.type != "any" else device.type), ("arch", p.arch)),
-                MACHINE,
-                f"--device {p}" if p.type != "any" else f"--device {device.type}:{p.arch}",
+                (("type", kind), ("arch", arch)) + (() if here else (("runtime", None),)),
+                MACHINE + (0 if here else 1),
+                f"--device {Device(kind, arch)}",
             )
-            for p in targets
+            for arch in named or (None,)
         ]
         yield _no("device", device, places([row]), moves)
     elif row.min_runtime and device.runtime and Version(device.runtime) < Version(row.min_runtime):
@@ -159,13 +147,15 @@ def _layers(row: Capabilities, needs: Requirements, phase: Phase) -> tuple[Layer
 
 
 def _model(target: Target, text: str, **values: Any) -> Change:
-    return Change(target, tuple(values.items()), MODEL, f"a model {text}")
+    cost = KIND if "kind" in values else MODEL
+    return Change(target, tuple(values.items()), cost, f"a model {text}")
 
 
-def _layer(row: Capabilities, layer: LayerNeeds) -> Iterator[Unmet]:
+def layer_gaps(row: Capabilities, layer: LayerNeeds, target: Target) -> Iterator[Unmet]:
+    """List what `row` lacks for one layer; the changes are made to the layers of `target`."""
     if layer.kind != row.kind:
         other = _model(
-            row.family,
+            target,
             f"with {row.kind} layers",
             kind=row.kind,
             head_dim=None,
@@ -176,22 +166,20 @@ def _layer(row: Capabilities, layer: LayerNeeds) -> Iterator[Unmet]:
         yield _no("kind", layer.kind, row.kind, [other])
         return
     if row.family == "softmax":
-        yield from _head_dims(row, layer)
+        yield from _head_dims(row, layer, target)
     elif layer.head_dim is not None and row.head_dims and layer.head_dim not in row.head_dims:
-        options = [
-            _model(row.family, f"with head_dim {d}", head_dim=d) for d in sorted(row.head_dims)
-        ]
+        options = [_model(target, f"with head_dim {d}", head_dim=d) for d in sorted(row.head_dims)]
         yield _no("head_dim", layer.head_dim, listing(row.head_dims), options)
     hq, hkv = layer.num_q_heads, layer.num_kv_heads
     if hq is not None and row.q_heads and hq not in row.q_heads:
         options = [
-            _model(row.family, f"with {h} query heads", num_q_heads=h, num_kv_heads=None)
+            _model(target, f"with {h} query heads", num_q_heads=h, num_kv_heads=None)
             for h in sorted(row.q_heads)
         ]
         yield _no("num_q_heads", hq, listing(row.q_heads), options)
     if hq and hkv and row.group_sizes and hq // hkv not in row.group_sizes:
         options = [
-            _model(row.family, f"with {g} query heads per KV head", num_q_heads=g, num_kv_heads=1)
+            _model(target, f"with {g} query heads per KV head", num_q_heads=g, num_kv_heads=1)
             for g in sorted(row.group_sizes)
         ]
         yield _no("group_size", hq // hkv, listing(row.group_sizes), options)
@@ -205,11 +193,11 @@ def _layer(row: Capabilities, layer: LayerNeeds) -> Iterator[Unmet]:
         value = getattr(layer, name)
         if value and not able:
             said = "" if value is True else f" {value:g}"
-            change = _model(row.family, f"without {name}", **{name: without})
+            change = _model(target, f"without {name}", **{name: without})
             yield Unmet(name, f"{name}{said}", "not supported", (change,))
 
 
-def _head_dims(row: Capabilities, layer: LayerNeeds) -> Iterator[Unmet]:
+def _head_dims(row: Capabilities, layer: LayerNeeds, target: Target) -> Iterator[Unmet]:
     d, dv = layer.head_dim, layer.v_head_dim
     if d is None:
         return
@@ -223,17 +211,16 @@ def _head_dims(row: Capabilities, layer: LayerNeeds) -> Iterator[Unmet]:
         return
     possible = listing(row.head_dims) or "equal dims"
     options = [
-        _model(row.family, f"with head_dim {x}", head_dim=x, v_head_dim=x)
-        for x in sorted(row.head_dims)
+        _model(target, f"with head_dim {x}", head_dim=x, v_head_dim=x)
+        for x in sorted(row.head_dims, key=lambda x: abs(x - d))
     ]
     if not row.head_dims:
-        options = [_model(row.family, f"with v_head_dim {d}", head_dim=d, v_head_dim=d)]
+        options = [_model(target, f"with v_head_dim {d}", head_dim=d, v_head_dim=d)]
     if pairs and pairs != "any":
         some = sorted(pairs)
         possible += ", " + (listing(some) if len(some) < 6 else f"{some[0]} … {some[-1]}")
         options += [
-            _model(row.family, f"with head_dim {x}/{y}", head_dim=x, v_head_dim=y)
-            for x, y in some[:6]
+            _model(target, f"with head_dim {x}/{y}", head_dim=x, v_head_dim=y) for x, y in some[:6]
         ]
     yield _no("head_dim", d if d == dv else f"{d}/{dv}", possible, options)
 
@@ -241,13 +228,19 @@ def _head_dims(row: Capabilities, layer: LayerNeeds) -> Iterator[Unmet]:
 def _store(row: Capabilities, needs: Requirements) -> Iterator[Unmet]:
     store = needs.store_dtype
     mixed = store in PLAIN_DTYPES and store != needs.dtype and not row.mixed_kv
-    if store not in row.kv_dtypes or mixed:
+    follows = needs.kv_cache_dtype == "auto" and needs.dtype not in row.dtypes  # said already
+    if (store not in row.kv_dtypes or mixed) and not follows:
         options = sorted(d for d in row.kv_dtypes if d not in PLAIN_DTYPES or row.mixed_kv)
         if needs.dtype in row.kv_dtypes:
-            options = ["auto", *options]
+            options.append("auto")
+        alike = {d: FLAG if d[:3] == store[:3] else FLAG + 1 for d in options}  # FP8 stays FP8
+        changes = [
+            _set(f"--kv-cache-dtype {d}", alike[d], kv_cache_dtype=d)
+            for d in sorted(options, key=alike.__getitem__)
+        ]
+        asked = f"{store} of a {needs.dtype} model" if mixed else store
         possible = options if mixed else sorted(row.kv_dtypes)
-        changes = [_set(f"--kv-cache-dtype {d}", FLAG, kv_cache_dtype=d) for d in options]
-        yield _no("kv_cache_dtype", store, ", ".join(possible), changes)
+        yield _no("kv_cache_dtype", asked, ", ".join(possible), changes)
     page = needs.page_size
     if page is not None and not takes_page(row, page):
         sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from attn_core.capabilities import BackendSpec, Device, Family, Phase, Requirements
 from attn_core.decision import Overrides, Verdict
 from attn_core.libraries import Libraries
+from attn_core.listing import listing, places
 from attn_core.plugins import Registry
-from attn_core.unmet import Change, Unmet, places, unmet
+from attn_core.unmet import Change, Unmet, unmet
 
 Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
 
@@ -70,8 +71,9 @@ class Solver:
         """Order fitting rows, best first: preferred, then measured, then by priority."""
         prefer, name = self.overrides.prefer, verdict.spec.name
         place = prefer.index(name) if name in prefer else len(prefer)
-        cost = self.profile.get((name, verdict.phase.value), float("inf"))
-        return (place, cost, -verdict.row.priority)
+        cost = self.profile.get((name, verdict.phase.value))
+        measured = (0, cost) if cost is not None else (1, 0)  # what is measured ranks first
+        return (place, *measured, -verdict.row.priority)
 
     def named(self, family: Family, phase: Phase) -> str | None:
         """Return the name that the caller gave this phase, after checking that it exists."""
@@ -118,7 +120,10 @@ def _distance(verdict: Verdict) -> tuple[bool, bool, int]:
 
 
 def _everywhere(reason: Unmet, verdict: Verdict, verdicts: tuple[Verdict, ...]) -> Unmet:
-    """Let a refused device name the places of all rows of the backend, not of the nearest one."""
+    """Let a refused kind or device name those of all rows of the backend, not of the nearest."""
+    if reason.need == "kind":
+        kinds = {v.row.kind for v in verdicts if v.spec is verdict.spec}
+        return replace(reason, supported=f"supports {listing(kinds)}")
     if reason.need != "device":
         return reason
     mine = (v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases)

@@ -1,87 +1,63 @@
-"""Why a backend is not chosen, and the smallest change that makes it fit: verified, not guessed."""
+"""Why a backend is not chosen, and the smallest change that makes it fit: tried, not guessed."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attn_core.capabilities import Capabilities, Device, Family, Phase, Requirements
+from attn_core.capabilities import (
+    BackendSpec,
+    Capabilities,
+    Device,
+    Family,
+    Phase,
+    Requirements,
+)
 from attn_core.decision import Overrides, Selection
-from attn_core.errors import AttnError, NoBackendError, UnknownBackendError
+from attn_core.errors import AttnError, NoBackendError
 from attn_core.libraries import Libraries
 from attn_core.plugins import Registry
-from attn_core.selection import select
-from attn_core.unmet import Change, Unmet, unmet
+from attn_core.situation import Situation
+from attn_core.unmet import FLAG, Change, Unmet, unmet
 
-TRIES = 200  # combinations of changes that are tried for one pair of rows
+LOOKS = 3000  # situations that the search looks at before it gives up
 
 
 @dataclass(frozen=True)
 class WhyNot:
     """The answer to "why not this backend".
 
-    fits: it can be named as things are. chosen: the automatic choice has it in some role.
-    reasons: what it lacks per phase. changes: the cheapest set of changes after which it can be
-    named, () where none is needed, None where nothing that a caller can change is enough.
-    selection: the decision in which the backend serves (after the changes), if any.
+    fits: it can be named as things are. chosen: the roles that it has in the decision as asked.
+    reasons: (phase, what it lacks). naming: the flag that gives it a role. changes: the cheapest
+    changes after which that flag is honoured, () where none is needed, None where nothing that a
+    caller can change is enough. after: the situation with the changes and the flag, in which it
+    serves. decision: the one asked about, as far as it came.
     """
 
     backend: str
+    family: Family
     fits: bool
     chosen: tuple[str, ...]
-    automatic: Selection | None
     reasons: tuple[tuple[str, str], ...]
+    naming: str
     changes: tuple[Change, ...] | None
-    selection: Selection | None
+    after: Situation | None
+    decision: Selection
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Situation:
-    """Everything that select() decides from, so that a change can be applied to it."""
+class _Naming:
+    """One way to give a backend a role: the overrides with it, its flag, and what it costs."""
 
-    requirements: Requirements
-    device: Device
-    libraries: Libraries
     overrides: Overrides
-    simulated: bool = False
-
-    def apply(self, changes: tuple[Change, ...]) -> Situation:
-        """Return the situation after `changes`; another device is a simulated one."""
-        needs, device, overrides = self.requirements, self.device, self.overrides
-        libraries = dict(self.libraries)
-        for change in changes:
-            values: dict[str, Any] = dict(change.values)
-            if change.target == "requirements":
-                needs = replace(needs, **values)
-            elif change.target == "device":
-                device = replace(device, **values)
-            elif change.target == "libraries":
-                libraries.update(values)
-            elif change.target == "overrides":
-                overrides = replace(overrides, **values)
-            elif "layers" in values:
-                kept = tuple(x for x in needs.layers if x.family != change.target)
-                needs = replace(needs, layers=kept)
-            else:
-                layers = [
-                    replace(x, **values) if x.family == change.target else x for x in needs.layers
-                ]
-                needs = replace(needs, layers=tuple(dict.fromkeys(layers)))
-        moved = (device.type, device.arch) != (self.device.type, self.device.arch)
-        return Situation(needs, device, libraries, overrides, self.simulated or moved)
-
-    def select(self, registry: Registry) -> Selection:
-        """Run select() on it."""
-        return select(
-            self.requirements,
-            self.device,
-            registry,
-            self.libraries,
-            self.overrides,
-            simulated=self.simulated,
-        )
+    text: str
+    phases: tuple[Phase, ...]
+    drops: tuple[Change, ...] = ()
+    cost: int = 0
 
 
 def why_not(
@@ -93,136 +69,183 @@ def why_not(
     overrides: Overrides | None = None,
     *,
     simulated: bool = False,
+    family: Family = "softmax",
 ) -> WhyNot:
-    """Answer why `backend` is not the automatic choice and what would have to change.
+    """Answer why `backend` has no role, or not every one, and what would have to change.
 
-    Every suggested set of changes was run through select() and made the backend serve.
-    Raises UnknownBackendError.
+    The suggested changes were run through select(), and the backend then served. An alias of a
+    vision backend (--mm-attention-backend) asks about that role. Raises UnknownBackendError.
     """
-    family = _family(backend, registry, requirements)
-    name = registry.get(backend, family).name
+    spec = registry.get(backend, family)
     here = Situation(requirements, device, libraries, overrides or Overrides(), simulated)
-    automatic: Selection | None
+    failure = ""
     try:
-        automatic = here.select(registry)
-        verdicts = automatic.verdicts
+        decision = here.select(registry)
     except NoBackendError as error:
-        automatic, verdicts = None, error.selection.verdicts
-    roles = _roles(automatic, name, family) if automatic else ()
+        decision, failure = error.selection, str(error)
+    roles = _roles(decision, spec)
     reasons = tuple(
-        (v.phase.value, str(r))
-        for v in verdicts
-        if v.spec.name == name and v.spec.family == family
-        for r in v.reasons
+        (v.phase.value, str(r)) for v in decision.verdicts if v.spec is spec for r in v.reasons
     )
-    if roles:
-        return WhyNot(name, True, roles, automatic, reasons, (), automatic)
+    if not any(layer.family == family for layer in requirements.layers):
+        reasons += (("", f"the model has no {family} attention layers"),)
+    pair = (("pair", c) for c in decision.conflicts if spec.name in c)
+    reasons = tuple(dict.fromkeys((*reasons, *pair)))
+    notes = () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
 
-    best: tuple[Any, ...] | None = None
-    for order, (names, extra) in enumerate(_namings(name, family, here.overrides)):
-        asked = replace(here, overrides=names)
-        for some in _change_sets(asked, registry, name, family):
-            changes = (*extra, *some)
-            key = (sum(c.cost for c in changes), len(changes), order)
-            if best is not None and key >= best[0]:
-                continue
-            try:
-                result = asked.apply(some).select(registry)
-            except AttnError:
-                continue
-            best = (key, (asked, extra, some), result)
-    if best is None:
-        return WhyNot(name, False, (), automatic, reasons, None, None)
-    _, (asked, extra, some), result = best
-    for change in some:  # one change may have made another superfluous
-        fewer = tuple(c for c in some if c is not change)
-        try:
-            result = asked.apply(fewer).select(registry)
-            some = fewer
-        except AttnError:
-            continue
-    changes = _with_page((*extra, *some), result)
-    return WhyNot(name, not changes, (), automatic, reasons, changes, result)
+    def answer(naming: str, changes: tuple[Change, ...] | None, after: Situation | None) -> WhyNot:
+        fits = changes == ()
+        return WhyNot(
+            spec.name, family, fits, roles, reasons, naming, changes, after, decision, notes
+        )
+
+    if roles and not (family == "softmax" and len(set(roles) & {"prefill", "decode"}) == 1):
+        return answer("", (), here)
+    encodes = all(row.phases == {Phase.ENCODE} for row in spec.capabilities)
+    vision_only = encodes or backend != spec.name
+    found = _search(here, registry, spec, list(_namings(spec.name, here, family, vision_only)))
+    if found is None:
+        if not reasons:  # it fits alone: what fails is another role
+            reasons = (("", failure or f"no change gives {spec.name} a role"),)
+        return answer("", () if roles else None, None)
+    naming, changes, after = found
+    return answer(naming.text, changes, after)
 
 
-def _family(backend: str, registry: Registry, needs: Requirements) -> Family:
-    """Pick the family of a name that both have: softmax, unless only linear knows it."""
-    try:
-        registry.get(backend, "softmax")
-    except UnknownBackendError:
-        if needs.linear_layers or any(k == ("linear", backend) for k in registry.backends):
-            return "linear"
-        raise
-    return "softmax"
-
-
-def _roles(selection: Selection, name: str, family: Family) -> tuple[str, ...]:
-    if family == "linear":
+def _roles(selection: Selection, spec: BackendSpec) -> tuple[str, ...]:
+    if spec.family == "linear":
         linear = selection.linear
-        return tuple(r for r in ("prefill", "decode") if linear and getattr(linear, r) == name)
-    return tuple(r for r in ("prefill", "decode", "multimodal") if getattr(selection, r) == name)
+        return tuple(r for r in ("prefill", "decode") if linear and getattr(linear, r) == spec.name)
+    every = ("prefill", "decode", "multimodal")
+    return tuple(r for r in every if getattr(selection, r) == spec.name)
 
 
-def _namings(
-    name: str, family: Family, given: Overrides
-) -> Iterator[tuple[Overrides, tuple[Change, ...]]]:
-    """Name the backend for both phases, then, as a change of its own, for one of them."""
-    prefix = "linear_attn" if family == "linear" else ""
-    both = "linear_attn_backend" if prefix else "attention_backend"
-    per_phase = {
-        p: f"linear_attn_{p}_backend" if prefix else f"{p}_attention_backend"
-        for p in ("prefill", "decode")
+def _namings(name: str, here: Situation, family: Family, vision_only: bool) -> Iterator[_Naming]:
+    """Yield the ways to give a backend a role, with the caller's flags that stand against each."""
+    given = here.overrides
+    if here.requirements.vision is not None and family == "softmax":
+        old = given.mm_attention_backend
+        yield _Naming(
+            replace(given, mm_attention_backend=name),
+            f"--mm-attention-backend {name}",
+            (Phase.ENCODE,),
+            () if old in (None, name) else (_drop("mm_attention_backend", old),),
+            cost=0 if vision_only else 3,  # last: the question is about text
+        )
+    if vision_only:
+        return
+    linear = "linear_attn_" if family == "linear" else ""
+    base = f"{linear}backend" if linear else "attention_backend"
+    own = {
+        phase: f"{linear}{phase.value}_backend" if linear else f"{phase.value}_attention_backend"
+        for phase in (Phase.PREFILL, Phase.DECODE)
     }
-    cleared = _with(given, dict.fromkeys((both, *per_phase.values())))
-    yield _with(cleared, {both: name}), ()
-    for phase, option in per_phase.items():
-        flag = f"--{option.replace('_', '-')} {name}"
-        change = Change("overrides", ((option, name),), 1, f"{flag} (for {phase} only)")
-        yield _with(cleared, {option: name}), (change,)
+    values = {f: getattr(given, f) for f in (base, *own.values())}
+    drops = tuple(_drop(f, v) for f, v in values.items() if v not in (None, name))
+    cleared: dict[str, Any] = dict.fromkeys(values)
+    both = _with(given, {**cleared, base: name})
+    yield _Naming(both, f"{_flag(base)} {name}", tuple(own), drops)
+    for phase, option in own.items():
+        text = f"{_flag(option)} {name}"
+        other = next(o for o in own.values() if o != option)
+        mine = tuple(d for d in drops if option in dict(d.values))
+        asked = values[other] not in (None, name) and not mine  # the question is about this phase
+        named = _with(given, {option: name})
+        yield _Naming(named, text, (phase,), mine, cost=0 if asked else 1)
+        if len(drops) > len(mine):  # … and the other phase is left to the selection
+            yield _Naming(_with(given, {**cleared, option: name}), text, (phase,), drops, cost=1)
 
 
 def _with(overrides: Overrides, values: dict[str, Any]) -> Overrides:
     return replace(overrides, **values)
 
 
-def _change_sets(
-    asked: Situation, registry: Registry, name: str, family: Family
-) -> Iterator[tuple[Change, ...]]:
-    """Yield sets of changes that close every gap of some rows of the backend, cheapest first."""
-    spec = registry.get(name, family)
-    real = not spec.implemented and not asked.simulated  # then only another device helps
-    phases = [p for p in (Phase.PREFILL, Phase.DECODE) if asked.overrides.flag(family, p)[1]]
-    lists = _lists(asked.overrides, name)
-    rows = [[r for r in spec.capabilities if p in r.phases] for p in phases]
-    for chosen in itertools.product(*rows):
-        gaps = _gaps(asked, chosen, phases, family)
-        if any(not gap.changes for gap in gaps):
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _drop(field: str, value: object) -> Change:
+    return Change("overrides", ((field, None),), FLAG, f"no {_flag(field)} {value}")
+
+
+def _search(
+    here: Situation, registry: Registry, spec: BackendSpec, namings: list[_Naming]
+) -> tuple[_Naming, tuple[Change, ...], Situation] | None:
+    """Find the cheapest changes after which a naming is honoured: uniform-cost search."""
+    tie = itertools.count()
+    queue: list[tuple[int, int, _Naming, tuple[Capabilities, ...], tuple[Change, ...]]] = []
+    for naming in namings:
+        start = _lists(here.overrides, spec.name)
+        cost = naming.cost + sum(c.cost for c in (*naming.drops, *start))
+        for rows in _row_sets(spec, naming.phases):
+            heapq.heappush(queue, (cost, next(tie), naming, rows, start))
+    seen: set[tuple[int, tuple[int, ...], frozenset[Change]]] = set()
+    tried: set[tuple[int, frozenset[Change]]] = set()
+    for _ in range(LOOKS):
+        if not queue:
+            return None
+        cost, _, naming, rows, changes = heapq.heappop(queue)
+        key = (id(naming), tuple(map(id, rows)), frozenset(changes))
+        if key in seen:
             continue
-        if real and not any(gap.need == "device" for gap in gaps):
-            continue
-        options = itertools.product(*(gap.changes for gap in gaps))
-        sets = [tuple(dict.fromkeys((*lists, *some))) for some in itertools.islice(options, TRIES)]
-        yield from sorted(sets, key=lambda some: sum(c.cost for c in some))
+        seen.add(key)
+        after = replace(here, overrides=naming.overrides).apply(changes)
+        gaps = _gaps(after, spec, rows, naming.phases)
+        if not gaps:
+            if (key[0], key[2]) in tried:
+                continue
+            tried.add((key[0], key[2]))
+            try:
+                selection = after.select(registry)
+                changes = _with_page((*naming.drops, *changes), selection)
+                return naming, changes, after
+            except AttnError:
+                page = after.requirements.page_size
+                free = Change("requirements", (("page_size", None),), FLAG, "no --page-size")
+                options: tuple[Change, ...] = (free,) if page is not None else ()
+        else:
+            options = gaps[0].changes
+        for option in options:
+            more = (*changes, option)
+            heapq.heappush(queue, (cost + option.cost, next(tie), naming, rows, more))
+    return None
+
+
+def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Capabilities, ...]]:
+    """Yield a row per phase; rows of two kinds or two devices never serve together."""
+    able = [[r for r in spec.capabilities if p in r.phases] for p in phases]
+    for rows in itertools.product(*able):
+        first = rows[0]
+        if all(
+            r.kind == first.kind
+            and (r.device == first.device or "any" in (r.device, first.device))
+            and (not r.archs or not first.archs or r.archs & first.archs)
+            for r in rows
+        ):
+            yield rows
 
 
 def _gaps(
-    asked: Situation, rows: tuple[Capabilities, ...], phases: list[Phase], family: Family
-) -> tuple[Unmet, ...]:
-    spec = asked.requirements.speculation
-    return tuple(
-        dict.fromkeys(
-            gap
-            for row, phase in zip(rows, phases, strict=True)
-            for gap in unmet(
-                row,
-                asked.requirements,
-                asked.device,
-                asked.libraries,
-                phase,
-                speculates=family == "softmax" and spec is not None and spec.mode == phase.value,
-            )
+    asked: Situation, spec: BackendSpec, rows: tuple[Capabilities, ...], phases: tuple[Phase, ...]
+) -> list[Unmet]:
+    speculation = asked.requirements.speculation
+    mode = speculation.mode if speculation is not None and spec.family == "softmax" else None
+    gaps = [
+        gap
+        for row, phase in zip(rows, phases, strict=True)
+        for gap in unmet(
+            row,
+            asked.requirements,
+            asked.device,
+            asked.libraries,
+            phase,
+            speculates=mode == phase.value,
         )
-    )
+    ]
+    if not spec.implemented and not asked.simulated and not any(g.need == "device" for g in gaps):
+        gaps.insert(0, Unmet("implementation", spec.name, "not implemented in 0.1"))
+    # the fewest ways out first: a gap that nothing closes ends the branch at once
+    return sorted(dict.fromkeys(gaps), key=lambda g: len(g.changes))
 
 
 def _lists(overrides: Overrides, name: str) -> tuple[Change, ...]:
@@ -230,39 +253,43 @@ def _lists(overrides: Overrides, name: str) -> tuple[Change, ...]:
     changes = []
     if overrides.allow is not None and name not in overrides.allow:
         allow = (*overrides.allow, name)
-        changes.append(Change("overrides", (("allow", allow),), 1, f"--allow {name}"))
+        changes.append(Change("overrides", (("allow", allow),), 1, f"add {name} to --allow"))
     if name in overrides.deny:
         rest = tuple(d for d in overrides.deny if d != name)
-        changes.append(Change("overrides", (("deny", rest),), 1, f"no --deny {name}"))
+        changes.append(Change("overrides", (("deny", rest),), 1, f"take {name} from --deny"))
     return tuple(changes)
 
 
 def _with_page(changes: tuple[Change, ...], result: Selection) -> tuple[Change, ...]:
     """Put the page size that was chosen in the place of "no --page-size"."""
     page = result.page_size
-    named = Change("requirements", (("page_size", page),), 1, f"--page-size {page}")
+    named = Change("requirements", (("page_size", page),), FLAG, f"--page-size {page}")
     return tuple(named if c.values == (("page_size", None),) else c for c in changes)
 
 
 def describe(answer: WhyNot) -> str:
     """Write the answer for people."""
-    name, lines = answer.backend, []
+    name = f"{answer.backend} (linear)" if answer.family == "linear" else answer.backend
+    decision, lines = answer.decision, []
     if answer.chosen:
-        return f"{name} is chosen for {' and '.join(answer.chosen)}"
-    if answer.fits:
-        auto = answer.automatic
-        lines.append(f"{name} fits, but is not the automatic choice")
-        if auto is not None:
-            lines += [f"  {r}: {getattr(auto, r)}, {auto.why[r]}" for r in ("prefill", "decode")]
-        lines.append(f"to use it: --attention-backend {name}")
-        return "\n".join(lines)
-    lines.append(f"{name} does not fit")
+        lines.append(f"{name} is chosen for {' and '.join(answer.chosen)}")
+    elif answer.fits:
+        lines.append(f"{name} fits, but is not chosen")
+        for role in ("prefill", "decode"):
+            chosen = getattr(decision.linear if answer.family == "linear" else decision, role, None)
+            key = f"linear {role}" if answer.family == "linear" else role
+            if chosen is not None:
+                lines.append(f"  {role:<8} {chosen}: {decision.why.get(key, '')}")
+    else:
+        lines.append(f"{name} does not fit")
     lines += [f"  {phase:<8} {reason}" for phase, reason in answer.reasons]
     if answer.changes is None:
         lines.append("nothing that can be changed here makes it fit")
-    else:
-        lines.append("smallest change that makes it fit:")
+    elif answer.naming:
+        lines.append("smallest change:" if answer.changes else "to use it:")
         lines += [f"  {c.text}" for c in answer.changes]
+        lines.append(f"  {answer.naming}")
         if any(c.target == "libraries" for c in answer.changes):
             lines.append("`attn doctor` prints the version that fits the torch installed")
+    lines += [f"note: {note}" for note in answer.notes]
     return "\n".join(lines)

@@ -10,8 +10,15 @@ from attn_core.libraries import Pin
 
 @hookimpl
 def attn_register_pins() -> Sequence[Pin]:
-    """Return the pins of intel-extension-for-pytorch and vllm-xpu-kernels."""
+    """Return the pins of sglang-kernel-cpu, intel-extension-for-pytorch and vllm-xpu-kernels."""
     return [
+        Pin(
+            distribution="sglang-kernel-cpu",
+            torch=">=2.8",
+            version=">=0.4",
+            indexed=False,
+            why="built from SGLang's source for CPUs; no index has it",
+        ),
         Pin(
             distribution="intel-extension-for-pytorch",
             torch="==2.8.*",

@@ -13,7 +13,7 @@ SGL_KERNEL = {"2.9": "0.4.1", "2.11": "0.4.5", "2.13": "0.4.8", "2.14": "0.4.10"
 
 @hookimpl
 def attn_register_pins() -> Sequence[Pin]:
-    """Return the pins of sglang-kernel, sgl-flash-mla and flash-attn-4."""
+    """Return the pins of sglang-kernel, sgl-flash-mla, flash-attn-3 and flash-attn-4."""
     return [
         *(
             Pin(
@@ -31,6 +31,14 @@ def attn_register_pins() -> Sequence[Pin]:
             options="--no-deps",
             why="its stable ABI loads beside torch 2.11 and newer, but its metadata would make pip "
             "replace torch",
+        ),
+        Pin(
+            distribution="flash-attn-3",
+            torch=">=2.8",
+            version=">=3.0.0b1",
+            indexed=False,
+            why="built from the source of FlashAttention (its folder hopper); the project of that "
+            "name on the index is an empty placeholder",
         ),
         Pin(
             distribution="flash-attn-4",

@@ -161,7 +161,7 @@ def fa4() -> Sequence[Capabilities]:
 
 
 def nsa() -> Sequence[Capabilities]:
-    """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa picks its sub-backends."""
+    """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules."""
     fp8 = Capabilities(
         kind="dsa",
         device="cuda",

@@ -82,16 +82,25 @@ def _flex_attention() -> BackendSpec:
         kind="mha",
         device="any",
         dtypes=PLAIN_DTYPES,
-        kv_dtypes=PLAIN_DTYPES | FP4,
+        kv_dtypes=PLAIN_DTYPES | FP8 | FP4,
         priority=5,
+        mixed_kv=True,
+        head_dim_pairs="any",
+        sliding_window=True,
+        logit_cap=True,
         run_topk=0,
         needs_host_lengths=True,
+        finite_tail=True,  # a block is read as a whole, and 0 times NaN is NaN
     )
+    more = "this implementation does more than the documented one: "
     return BackendSpec(
         name="flex_attention",
         capabilities=list(_everywhere(row)),
-        create=DECLARED,
-        implemented=False,
+        create="attn_core.backends.flex_attention:FlexAttention",
+        departures={
+            "mha.fp8_kv": more + "quantised tokens are gathered and dequantised first",
+            "mha.sliding_window": more + "the window is part of the mask and of the block list",
+        },
     )
 
 

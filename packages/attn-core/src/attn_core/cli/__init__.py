@@ -19,12 +19,15 @@ def main() -> None:
     """Run `attn`. Exit codes: 0 fine, 1 an error while running, 2 bad usage, 3 no backend fits."""
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
-    from attn_core.cli.app import build_app, variables
-
-    for sentence in unknown_variables(os.environ, variables()):
-        print(f"warning: {sentence}", file=sys.stderr)
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
+        from attn_core.cli.app import COMMANDS, command, variables
+
+        run = command(asked)
+        if asked in COMMANDS:
+            for sentence in unknown_variables(os.environ, variables(run), f"`attn {asked}`"):
+                print(f"warning: {sentence}", file=sys.stderr)
+        run()
     except AttnError as error:
         if debug:
             traceback.print_exc()
@@ -33,6 +36,12 @@ def main() -> None:
     except BrokenPipeError:
         # the reader of our output has gone: nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        text = f"internal error: {type(error).__name__}: {error}"
+        print(f"attn: {text}{'' if debug else '; run again with --debug'}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from attn_core.cli.options import SituationFlags
-from attn_core.environment import variable
+import attn_core
+
+if TYPE_CHECKING:
+    import click
 
 COMMANDS = {
     "backends": "backends:backends_command",
@@ -18,6 +20,12 @@ COMMANDS = {
     "why-not": "select:why_not_command",
     "generate": "generate:generate_command",
 }
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"attn-core {attn_core.__version__}")
+        raise typer.Exit
 
 
 def build_app(asked: str | None = None) -> typer.Typer:
@@ -30,7 +38,7 @@ def build_app(asked: str | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(lambda: None)  # keeps the name of a command even where there is only one
+    app.callback()(_root)  # keeps the name of a command even where there is only one
     for name, place in COMMANDS.items():
         if asked not in COMMANDS or asked == name:
             module, _, function = place.partition(":")
@@ -38,6 +46,20 @@ def build_app(asked: str | None = None) -> typer.Typer:
     return app
 
 
-def variables() -> list[str]:
-    """Return the environment variables that some option reads."""
-    return [variable("--" + f.name.replace("_", "-")) for f in fields(SituationFlags)]
+def command(asked: str) -> click.Group:
+    """Return what to run for `attn asked …`."""
+    return cast("click.Group", typer.main.get_command(build_app(asked)))
+
+
+def variables(group: click.Group) -> list[str]:
+    """Return the environment variables that some option of the commands in `group` reads."""
+    options = (option for one in group.commands.values() for option in one.params)
+    return [str(option.envvar) for option in options if option.envvar]
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    pass

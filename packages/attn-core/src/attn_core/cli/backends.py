@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, get_args
 
 import typer
+from packaging.utils import canonicalize_name
 
 from attn_core.capabilities import BackendSpec, Device, Kind
 from attn_core.cli.console import console, print_json, print_table
@@ -13,12 +15,13 @@ from attn_core.device import probe_device
 from attn_core.libraries import Libraries, alternatives, shortfall
 from attn_core.matrix import build_matrix, summary, to_html, to_markdown
 from attn_core.plugins import Registry, load_plugins
+from attn_core.proofs import faults
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def backends_command(json: Json = False) -> None:
-    """List every backend: origin, library found, usable here or why not, and broken plugins."""
+    """List every backend: origin, library found, usable or why not; broken and slow plugins."""
     registry = load_plugins()
     libraries, here = registry.installed_libraries(), probe_device()
     entries = [_entry(registry, s, here, libraries) for s in registry.backends.values()]
@@ -27,13 +30,19 @@ def backends_command(json: Json = False) -> None:
             {"name": b.name, "origin": str(b.origin), "error": b.error, "details": b.details}
             for b in registry.broken
         ]
-        print_json({"device": str(here), "backends": entries, "broken": broken})
+        slow = [
+            {"name": s.name, "origin": str(s.origin), "seconds": round(s.seconds, 3)}
+            for s in registry.slow
+        ]
+        print_json({"device": str(here), "backends": entries, "broken": broken, "slow": slow})
         return
     lines = [
         [e["name"], ", ".join(e["kinds"]), e["origin"], _found(e["libraries"]), e["here"]]
         for e in entries
     ]
     print_table(["backend", "kinds", "from", "libraries", f"on {here}"], lines)
+    for s in registry.slow:
+        console().print(f"\nslow: {s.name} from {s.origin} ({s.origin.module})\n  {s}")
     for b in registry.broken:
         console().print(f"\nbroken: {b.name} from {b.origin} ({b.origin.module})\n  {b.error}")
         if b.details:
@@ -45,9 +54,7 @@ def _entry(
 ) -> dict[str, Any]:
     groups = sorted({g for row in spec.capabilities for g in row.requires})
     found = {
-        w.name: libraries.get(w.name.lower().replace("_", "-"))
-        for g in groups
-        for w in alternatives(g)
+        w.name: libraries.get(canonicalize_name(w.name)) for g in groups for w in alternatives(g)
     }
     reason = _reason(spec, here, libraries)
     return {
@@ -90,7 +97,10 @@ def matrix_command(
     check("--format", format, ("table", "markdown", "json", "html"))
     check("--kind", kind, get_args(Kind))
     kinds = (kind,) if kind else get_args(Kind)
-    matrix = build_matrix(load_plugins(), kinds)
+    registry = load_plugins()
+    matrix = build_matrix(registry, kinds)
+    for fault in faults(origin.module for origin in registry.origins.values()):
+        print(f"warning: {fault}", file=sys.stderr)
     if format == "json":
         print_json(matrix)
     elif format == "markdown":

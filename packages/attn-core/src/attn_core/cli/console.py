@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -16,22 +19,59 @@ def console(stream: TextIO | None = None) -> Console:
     from rich.console import Console  # 70 ms that `attn select` does not pay
 
     stream = stream or sys.stdout
-    width = None if stream.isatty() else max(100, shutil.get_terminal_size((160, 40)).columns)
+    width = None if stream.isatty() else shutil.get_terminal_size((160, 40)).columns
     return Console(
         file=stream, markup=False, emoji=False, highlight=False, soft_wrap=False, width=width
     )
 
 
 def print_table(header: list[str], lines: list[list[str]], title: str = "") -> None:
-    """Print a table; long cells fold."""
+    """Print a table; long cells fold between words, and within a word only where they must."""
     from rich.table import Table
 
+    out = console()
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
+    widths = _widths([header, *lines], out.width - 2 * (len(header) - 1))
+    for name, width in zip(header, widths, strict=True):
+        table.add_column(name, overflow="fold", width=width)
     for line in lines:
         table.add_row(*line)
-    console().print(table)
+    out.print(table)
+
+
+def _widths(rows: list[list[str]], room: int) -> list[int]:
+    """Give every column its longest word, then share what is left.
+
+    Where the words do not fit, those of the widest columns break, names (the first column) last.
+    """
+    columns = list(zip(*rows, strict=True))
+    least = [max(len(word) for cell in c for word in (cell.split() or [""])) for c in columns]
+    whole = [max(map(len, c)) for c in columns]
+    while sum(least) > max(room, len(columns)):
+        widest = max(range(len(columns)), key=lambda i: (least[i] > 1, i > 0, least[i]))
+        least[widest] -= 1
+    spare = max(0, room - sum(least))
+    wanting = sorted(range(len(columns)), key=lambda i: whole[i] - least[i])
+    for left, i in zip(range(len(wanting), 0, -1), wanting, strict=True):
+        share = min(whole[i] - least[i], spare // left)
+        least[i], spare = least[i] + share, spare - share
+    return least
+
+
+def print_text(text: str) -> None:
+    """Print lines as they are, one fact each.
+
+    In a terminal, and where COLUMNS is set, they fold below their last column.
+    """
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        print(text)
+        return
+    width = shutil.get_terminal_size().columns
+    for line in text.splitlines():
+        column = max((m.end() for m in re.finditer(" {2,}", line)), default=0)
+        indent = " " * (column if column <= width // 2 else 4)
+        folded = textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        print("\n".join(folded))
 
 
 def print_json(data: Any) -> None:

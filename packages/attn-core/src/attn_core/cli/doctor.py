@@ -24,7 +24,8 @@ def doctor_command(
 
     Exit code 1 where there is a problem; a library that is only missing is a note.
     """
-    findings = examine(load_plugins(), parse_device(device) if device else None)
+    assumed = None if device is None else parse_device(device)
+    findings = examine(load_plugins(), assumed)
     if json:
         print_json([asdict(f) for f in findings])
     else:

@@ -44,6 +44,11 @@ def generate_command(
     """Generate text with a local model. Ctrl-C ends it and keeps what was written."""
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
     check("--dtype", dtype, DTYPES)
+    if model.is_file() and model.suffix != ".gguf":
+        raise UsageError(
+            f"--model-path {model}: give the model's directory, with its weights and tokenizer, or "
+            "a GGUF file"
+        )
     if num_pages is not None and num_pages < 2:
         raise UsageError(f"--num-pages {num_pages}: at least 2, one of them is the dummy page")
     text = _load(flags, model, dtype, num_pages)

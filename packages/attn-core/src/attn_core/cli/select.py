@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_core.cli.console import print_json
+from attn_core.capabilities import Family
+from attn_core.cli.console import print_json, print_text
 from attn_core.cli.options import SituationFlags, takes
 from attn_core.cli.situation import situation
 from attn_core.errors import NoBackendError
 from attn_core.explain import explain, to_json
-from attn_core.plugins import load_plugins
+from attn_core.plugins import Registry, load_plugins
+from attn_core.situation import Situation
 from attn_core.why_not import WhyNot, describe, why_not
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -28,12 +30,12 @@ def select_command(flags: SituationFlags, json: Json = False) -> None:
         if json:
             print_json(to_json(error.selection, str(error)))
             raise typer.Exit(3) from None
-        print(explain(error.selection))
+        print_text(explain(error.selection))
         raise
     if json:
         print_json(to_json(selection))
     else:
-        print(explain(selection))
+        print_text(explain(selection))
 
 
 @takes(SituationFlags)
@@ -45,27 +47,47 @@ def why_not_command(
     """Say why a backend is not chosen, and the smallest change that would make it fit."""
     registry = load_plugins()
     asked = situation(flags, registry)
-    answer = why_not(
-        backend,
-        asked.requirements,
-        asked.device,
-        registry,
-        asked.libraries,
-        asked.overrides,
-        simulated=asked.simulated,
-    )
+    answers = [
+        why_not(
+            backend,
+            asked.requirements,
+            asked.device,
+            registry,
+            asked.libraries,
+            asked.overrides,
+            simulated=asked.simulated,
+            family=family,
+        )
+        for family in _families(backend, registry, asked)
+    ]
     if json:
-        print_json(_as_data(answer))
+        data = [_as_data(a) for a in answers]
+        print_json(data[0] | ({"linear": data[1]} if len(data) > 1 else {}))
     else:
-        print(describe(answer))
+        print_text("\n\n".join(map(describe, answers)))
+
+
+def _families(backend: str, registry: Registry, asked: Situation) -> list[Family]:
+    """Ask about the family that has the name; about both where the model has layers of both."""
+    families: list[Family] = ["softmax", "linear"]
+    having = [
+        f
+        for f in families
+        if any(backend in (s.name, *s.aliases) for s in registry.family(f))
+        and (f == "softmax" or asked.requirements.linear_layers)
+    ]
+    return having or [registry.find(backend).family]
 
 
 def _as_data(answer: WhyNot) -> dict[str, Any]:
     return {
         "backend": answer.backend,
+        "family": answer.family,
         "fits": answer.fits,
         "chosen": list(answer.chosen),
         "reasons": [{"phase": phase, "reason": reason} for phase, reason in answer.reasons],
         "changes": None if answer.changes is None else [c.text for c in answer.changes],
-        "selection": None if answer.selection is None else to_json(answer.selection),
+        "naming": answer.naming,
+        "notes": list(answer.notes),
+        "decision": to_json(answer.decision),
     }

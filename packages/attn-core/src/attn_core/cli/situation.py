@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -15,11 +16,11 @@ from attn_core.capabilities import (
     Speculation,
 )
 from attn_core.cli.options import DTYPES, KV_DTYPES, SituationFlags, names
-from attn_core.device import parse_device, probe_device
+from attn_core.device import RUNTIMES, parse_device, probe_device
 from attn_core.errors import UsageError, near
 from attn_core.libraries import alternatives, parse_libraries
 from attn_core.plugins import Registry
-from attn_core.why_not import Situation
+from attn_core.situation import Situation
 
 SHAPE = (
     "kind",
@@ -31,20 +32,22 @@ SHAPE = (
     "logit_cap",
     "sinks",
 )
+COUNTS = ("tp", *(name for name in SHAPE if name not in ("kind", "sinks")))
 
 
 def situation(flags: SituationFlags, registry: Registry) -> Situation:
     """Turn the flags into what select() decides from. Raises UsageError, ModelConfigError."""
     here = probe_device()
     types = {r.device for s in registry.backends.values() for r in s.capabilities} - {"any"}
-    device = parse_device(flags.device or here.type, flags.runtime_version, types)
+    text = here.type if flags.device is None else flags.device
+    device = parse_device(text, flags.runtime_version, types)
     if flags.device is None:
         device = here
     same = (device.type, device.arch) == (here.type, here.arch)
     if same:
         device = Device(here.type, here.arch, flags.runtime_version or here.runtime)
     libraries, assumed = _libraries(flags, registry, same)
-    if device.runtime is None and device.type in ("cuda", "rocm", "npu"):
+    if device.runtime is None and device.type in RUNTIMES:
         assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
     needs = _requirements(flags, assumed)
     simulated = not same or flags.assume_installed is not None
@@ -54,16 +57,22 @@ def situation(flags: SituationFlags, registry: Registry) -> Situation:
 def _libraries(
     flags: SituationFlags, registry: Registry, same: bool
 ) -> tuple[dict[str, str | None], list[str]]:
-    given = names(flags.assume_installed)
-    every = dict.fromkeys(parse_libraries(_all_names(registry)))
+    asked = names(flags.assume_installed)
+    given = [name for name in asked if name != "all"]
+    every: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
+    pinned, known = parse_libraries(given), [*every, "torch"]
+    for name in pinned:
+        if name not in known:
+            raise UsageError(
+                f"--assume-installed {name}: no backend requires it; {near(name, known)}"
+            )
     found: dict[str, str | None] = dict(registry.installed_libraries()) if same else {}
-    if "all" in given:
-        return every | found, ["every library counts as installed, new enough"]
+    if "all" in asked or not (same or asked):
+        exact = f"; exactly: {', '.join(given)}" if given else ""
+        return every | pinned, [f"every library counts as installed, new enough{exact}"]
     if given:
         text = f"installed: {', '.join(given)}" + ("" if same else ", no other library")
-        return found | parse_libraries(given), [text]
-    if not same:
-        return dict(every), ["every library counts as installed, new enough"]
+        return found | pinned, [text]
     return found, []
 
 
@@ -71,13 +80,18 @@ def _requirements(flags: SituationFlags, assumed: list[str]) -> Requirements:
     speculation = _speculation(flags, assumed)
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
     check("--dtype", flags.dtype, DTYPES)
-    if flags.tp < 1:
-        raise UsageError(f"--tp {flags.tp}: at least 1")
+    for name in COUNTS:
+        value = getattr(flags, name)
+        if value is not None and not 0 < value < inf:  # NaN is not above 0 either
+            raise UsageError(f"{_option(name)} {value:g}: above 0")
     if flags.model is not None:
         return _of_model(flags, flags.model, speculation, assumed)
+    vision = LayerNeeds(encoder=True) if flags.mm_attention_backend else None
+    if vision is not None:
+        assumed.append("--mm-attention-backend without --model: a vision tower of any shape")
     return Requirements(
         layers=_layers(flags, assumed),
-        vision=LayerNeeds(encoder=True) if flags.mm_attention_backend else None,
+        vision=vision,
         dtype=flags.dtype or "bf16",
         kv_cache_dtype=flags.kv_cache_dtype,
         page_size=flags.page_size,
@@ -92,7 +106,7 @@ def _of_model(
 ) -> Requirements:
     from attn_core.models import read_config, requirements_from_config
 
-    given = ["--" + n.replace("_", "-") for n in SHAPE if getattr(flags, n)]
+    given = [_option(n) for n in SHAPE if getattr(flags, n) not in (None, False)]
     if given:
         raise UsageError(f"{', '.join(given)} beside --model: the model says it; drop one")
     needs = requirements_from_config(
@@ -107,6 +121,10 @@ def _of_model(
     return replace(needs, deterministic=flags.deterministic, assumptions=assumptions)
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _layers(flags: SituationFlags, assumed: list[str]) -> tuple[LayerNeeds, ...]:
     kind = cast(Kind, check("--kind", flags.kind, get_args(Kind)) or "mha")
     linear = (LayerNeeds(kind=kind),) if kind in LINEAR_KINDS else ()
@@ -114,6 +132,8 @@ def _layers(flags: SituationFlags, assumed: list[str]) -> tuple[LayerNeeds, ...]
         assumed.append(f"{kind} layers beside full attention (mha)")
         kind = "mha"
     d, dv = flags.head_dim, flags.v_head_dim
+    if dv is not None and d is None:
+        raise UsageError(f"--v-head-dim {dv} without --head-dim: give both")
     if kind in ("mla", "dsa") and d is None and dv is None:
         d, dv = 576, 512
         assumed.append(f"{kind}: latent 512 + rope 64")
@@ -121,20 +141,32 @@ def _layers(flags: SituationFlags, assumed: list[str]) -> tuple[LayerNeeds, ...]
     unset = [n for n, v in {"head_dim": d, **shape}.items() if v is None]
     if unset:
         assumed.append(f"{', '.join(unset)} not given: constrains nothing")
-    q, kv = flags.num_q_heads, flags.num_kv_heads
-    if q and q % flags.tp:
-        raise UsageError(f"--num-q-heads {q} does not divide by --tp {flags.tp}")
+    q, kv = _heads(flags, assumed)
     layer = LayerNeeds(
         kind=kind,
         head_dim=d,
         v_head_dim=dv,
-        num_q_heads=q and q // flags.tp,
-        num_kv_heads=kv and max(1, kv // flags.tp),
+        num_q_heads=q,
+        num_kv_heads=kv,
         sliding_window=flags.sliding_window,
         logit_cap=flags.logit_cap,
         sinks=flags.sinks,
     )
     return (layer, *linear)
+
+
+def _heads(flags: SituationFlags, assumed: list[str]) -> tuple[int | None, int | None]:
+    """Return one rank's query and KV heads, by the rule that a model's config is read with."""
+    from attn_core.models.keys import Keys  # start-up: rarely needed
+    from attn_core.models.layers import rank_heads
+
+    q, kv, tp = flags.num_q_heads, flags.num_kv_heads, flags.tp
+    owner = "--num-q-heads and --num-kv-heads"
+    if q is None or kv is None:
+        owner += " (the one not given was taken to fit)"
+    keys = Keys({}, owner, notes=assumed)
+    mine = rank_heads(keys, q or (kv or 1) * tp, kv or q or 1, tp)
+    return q and mine[0], kv and mine[1]
 
 
 def _speculation(flags: SituationFlags, assumed: list[str]) -> Speculation | None:

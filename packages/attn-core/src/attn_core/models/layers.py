@@ -71,8 +71,11 @@ def vision_layer(keys: Keys, tp: int) -> LayerNeeds | None:
 def rank_heads(keys: Keys, q: int, kv: int, tp: int) -> tuple[int, int]:
     """Return one rank's query and KV heads: q / tp, and kv / tp or, replicated, one.
 
-    Raises ModelConfigError, with the sizes that do divide, for any other `tp`.
+    Raises ModelConfigError, with the sizes that do divide, for any other `tp`, and where the query
+    heads are no multiple of the KV heads.
     """
+    if q % kv:
+        raise ModelConfigError(f"{keys.owner}: {q} query heads are no multiple of {kv} KV heads")
 
     def divides(size: int) -> bool:
         return q % size == 0 and (kv % size == 0 or size % kv == 0)

@@ -194,7 +194,7 @@ class TorchNative(AttentionBackend):
             if sinks is not None and total is not None:
                 with_sink = torch.logaddexp(total, sinks)
                 part, total = part * (total - with_sink).exp()[..., None], with_sink
-            out[piece.rows] = part
+            out[piece.rows] = part.to(out.dtype)
             if return_lse and total is not None:
                 lse[piece.rows] = total
 

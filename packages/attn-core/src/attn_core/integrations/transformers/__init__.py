@@ -11,6 +11,7 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 from attn_core.integrations.transformers.architectures import SUPPORTED
-from attn_core.integrations.transformers.engine import Engine, enable, select_for
+from attn_core.integrations.transformers.choose import select_for
+from attn_core.integrations.transformers.engine import Engine, enable
 
 __all__ = ["SUPPORTED", "Engine", "enable", "select_for"]

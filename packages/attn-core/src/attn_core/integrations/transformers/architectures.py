@@ -1,18 +1,43 @@
-"""Which transformers architectures are supported, and the attention layers of a model."""
+"""Which transformers architectures are supported, and where attention happens in a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.forward import AttentionLayer
 
-# Decoders of plain causal attention over one K/V cache: config.model_type, each compared token by
-# token with the model's own eager attention in tests/integration.
-SUPPORTED: frozenset[str] = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# config.model_type, each compared token by token with the model's own eager attention in
+# tests/integration.
+SUPPORTED: frozenset[str] = frozenset(
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"),
+        *("deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen2_vl"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelAttention:
+    """The attention of a model: each layer as attn-core sees it, and the module that calls it.
+
+    layers: those with keys and values in the cache; layer_id is the cache layer. Layers with a
+    window lie in the view "window", the others in "full". latent: they are MLA, absorbed. linear:
+    there are linear layers beside them, which the model runs itself. vision: its vision tower.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    modules: tuple[nn.Module, ...]
+    latent: bool
+    linear: bool
+    vision_layers: tuple[AttentionLayer, ...] = ()
+    vision_modules: tuple[nn.Module, ...] = ()
 
 
 def check_supported(config: Mapping[str, object]) -> None:
@@ -25,33 +50,88 @@ def check_supported(config: Mapping[str, object]) -> None:
         )
 
 
-def attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
-    """Read the attention layers off a model of a supported architecture, in order.
+def read_attention(model: Any) -> ModelAttention:
+    """Read the attention off a model of a supported architecture.
 
     The window of a layer is the one that transformers' own cache gives it. Raises UnsupportedError.
     """
-    config = model.config
-    check_supported(config.to_dict())
-    windows = [getattr(x, "sliding_window", None) for x in DynamicCache(config=config).layers]
-    modules = {
+    check_supported(model.config.to_dict())
+    text = model.config.get_text_config(decoder=True)
+    caches = dict(enumerate(DynamicCache(config=text).layers))
+    linear = {i for i, x in caches.items() if isinstance(x, LinearAttentionCacheLayerMixin)}
+    windows = {i: getattr(x, "sliding_window", None) for i, x in caches.items() if i not in linear}
+    found = {
         m.layer_idx: m
         for m in model.get_decoder().modules()
         if hasattr(m, "layer_idx") and hasattr(m, "scaling")
     }
-    if sorted(modules) != list(range(len(windows))):
+    if found.keys() != windows.keys():
         raise UnsupportedError(
-            f"{type(model).__name__} has attention layers {sorted(modules)} for a cache of "
-            f"{len(windows)} layers; attn-core needs one cache layer for each"
+            f"{type(model).__name__} has attention layers {sorted(found)} for a cache with keys "
+            f"and values in layers {sorted(windows)}; attn-core needs one cache layer for each"
         )
-    return tuple(
-        AttentionLayer(
-            layer_id=i,
-            num_q_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=modules[i].head_dim,
-            v_head_dim=modules[i].head_dim,
-            scale=float(modules[i].scaling),
-            sliding_window=window,
+    tower = _vision_modules(model)
+    return ModelAttention(
+        layers=tuple(_layer(i, found[i], text, window) for i, window in windows.items()),
+        modules=tuple(found[i] for i in windows),
+        latent=any(_is_latent(m) for m in found.values()),
+        linear=bool(linear),
+        vision_layers=tuple(_vision_layer(i, m) for i, m in enumerate(tower)),
+        vision_modules=tower,
+    )
+
+
+def _is_latent(module: nn.Module) -> bool:
+    return hasattr(module, "kv_lora_rank")
+
+
+def _layer(layer_id: int, module: Any, config: Any, window: int | None) -> AttentionLayer:
+    if not module.is_causal:
+        raise UnsupportedError(
+            f"layer {layer_id} of {type(module).__name__} attends in both directions "
+            "(use_bidirectional_attention); attn-core runs causal decoders"
         )
-        for i, window in enumerate(windows)
+    if _is_latent(module):
+        if (
+            type(module.kv_b_proj) is not nn.Linear
+            or not module.kv_b_proj.weight.is_floating_point()
+        ):
+            raise UnsupportedError(
+                f"layer {layer_id}: kv_b_proj is a {type(module.kv_b_proj).__name__}, absorbing it "
+                "needs a plain Linear; load the model without quantization"
+            )
+        kv_heads, head_dim = 1, module.kv_lora_rank + module.qk_rope_head_dim
+        v_head_dim = module.kv_lora_rank
+    else:
+        kv_heads, head_dim = config.num_key_value_heads, module.head_dim
+        v_head_dim = head_dim
+    return AttentionLayer(
+        layer_id=layer_id,
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        scale=float(module.scaling),
+        view="full" if window is None else "window",
+        logit_cap=getattr(module, "attn_logit_softcapping", None),
+        sliding_window=window,
+        sinks=getattr(module, "sinks", None),  # the parameter itself: it may still move or change
+    )
+
+
+def _vision_modules(model: Any) -> tuple[Any, ...]:
+    if getattr(model.config, "vision_config", None) is None:
+        return ()
+    return tuple(m for m in model.base_model.visual.modules() if hasattr(m, "scaling"))
+
+
+def _vision_layer(layer_id: int, module: Any) -> AttentionLayer:
+    return AttentionLayer(
+        layer_id=layer_id,
+        num_q_heads=module.num_heads,
+        num_kv_heads=module.num_heads,
+        head_dim=module.head_dim,
+        v_head_dim=module.head_dim,
+        scale=float(module.scaling),
+        is_causal=False,
     )

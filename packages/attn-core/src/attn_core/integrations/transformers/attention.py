@@ -10,6 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.forward import AttentionLayer
+from attn_core.integrations.transformers import latent as mla
+from attn_core.integrations.transformers import vision
 from attn_core.integrations.transformers.requests import Requests
 
 NAME = "attn_core"  # the attention implementation's name inside transformers
@@ -18,24 +20,26 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # would change th
 
 
 def register() -> None:
-    """Register the attention and its mask under one name; again is harmless."""
+    """Register the attentions and the decoder's mask by name; again is harmless."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(vision.NAME, vision.attention)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
     """One layer of a transformers cache whose tokens lie in pages.
 
     Length, order and pages are the business of `requests`, which all layers share; the first
-    layer passes on what transformers asks of every layer in turn.
+    layer passes on what transformers asks of every layer in turn. latent: MLA, whose new keys and
+    values are the latent and the rotated key.
     """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, requests: Requests, layer: AttentionLayer) -> None:
+    def __init__(self, requests: Requests, layer: AttentionLayer, *, latent: bool) -> None:
         super().__init__()
-        self.requests, self.layer = requests, layer
+        self.requests, self.layer, self.latent = requests, layer, latent
         self.is_sliding = layer.sliding_window is not None
         self._leads = layer.layer_id == requests.first_layer_id
 
@@ -66,6 +70,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
     def get_max_length(self) -> int:
         """Return -1: pages are the only limit."""
         return -1
+
+    def activate_past_recording(self) -> None:
+        """Keep the pages behind the window until the next crop."""
+        if self._leads:
+            self.requests.keep_past()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove columns."""
@@ -126,19 +135,22 @@ def attention(
             f"{type(module).__name__} attends without a paged cache layer; attn-core runs decoders "
             "whose layers all go through past_key_values"
         )
-    x = paged.layer
+    x, new_values = paged.layer, None if paged.latent else value
+    if paged.latent:
+        query, key = mla.absorb(module, query, key, value)
+    v_head_dim = x.v_head_dim if new_values is None else new_values.shape[3]
     asked = (
-        *(query.shape[1], key.shape[1], query.shape[3], value.shape[3]),
-        *(scaling, sliding_window, softcap, s_aux is not None, dropout, is_causal is not False),
+        *(query.shape[1], key.shape[1], query.shape[3], v_head_dim),
+        *(scaling, sliding_window, softcap, s_aux is x.sinks, dropout, is_causal is not False),
     )
     known = (
         *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),
-        *(x.scale, x.sliding_window, x.logit_cap, x.sinks is not None, 0.0, x.is_causal),
+        *(x.scale, x.sliding_window, x.logit_cap, True, 0.0, x.is_causal),
     )
     if asked != known:
         raise UnsupportedError(
             f"layer {x.layer_id} was called with (heads, KV heads, D, Dv, scale, window, softcap, "
-            f"sinks, dropout, causal) = {asked}, attn-core was enabled for {known}"
+            f"known sinks, dropout, causal) = {asked}, attn-core was enabled for {known}"
         )
     foreign = [name for name in _PACKED if kwargs.get(name) is not None]
     if attention_mask is not None or foreign:
@@ -146,7 +158,8 @@ def attention(
             f"a custom mask ({', '.join(foreign) or 'attention_mask'}) in layer {x.layer_id}; "
             "attn-core takes a 2-D attention_mask that marks padding"
         )
-    return paged.requests.attend(query, key, value, x), None
+    out = paged.requests.attend(query, key, new_values, x)
+    return mla.project(module, out) if paged.latent else out, None
 
 
 def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> None:

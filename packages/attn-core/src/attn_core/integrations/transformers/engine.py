@@ -12,62 +12,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from attn_core.allocator import PageAllocator
-from attn_core.capabilities import PLAIN_DTYPES, Device
 from attn_core.decision import Overrides, Selection
-from attn_core.device import probe_device
 from attn_core.dispatcher import HybridDispatcher
-from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError
+from attn_core.errors import UnsupportedError, UsageError
 from attn_core.forward import AttentionLayer
-from attn_core.integrations.transformers.architectures import attention_layers, check_supported
+from attn_core.integrations.transformers import latent, vision
+from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
+from attn_core.integrations.transformers.choose import DTYPES, select_for
+from attn_core.integrations.transformers.memory import Memory
 from attn_core.integrations.transformers.requests import Requests
-from attn_core.kv_cache import STORES, KVPool
-from attn_core.models import requirements_from_config
-from attn_core.page_table import num_pages_for
 from attn_core.plugins import Registry, load_plugins
-from attn_core.selection import select
-
-_DTYPES = {STORES[name]: name for name in PLAIN_DTYPES}
-_SLACK = 256  # tokens: what a pool that grows on demand adds beyond the need
-
-
-def select_for(
-    config: Mapping[str, object],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    page_size: int | None = None,
-    kv_cache_dtype: str = "auto",
-    overrides: Overrides | None = None,
-    registry: Registry | None = None,
-) -> Selection:
-    """Select the backends for the keys of a model's config.json on this machine.
-
-    dtype, device: of the model's weights. Raises UnsupportedError for an architecture or
-    device that is not supported, and what select() raises.
-    """
-    check_supported(config)
-    if dtype not in _DTYPES:
-        possible = ", ".join(sorted(str(d) for d in _DTYPES))
-        raise UnsupportedError(f"a model in {dtype} (supports {possible}); use model.to(dtype)")
-    needs = requirements_from_config(
-        config,
-        dtype=_DTYPES[dtype],
-        kv_cache_dtype=kv_cache_dtype,
-        page_size=page_size,
-    )
-    registry = registry or load_plugins()
-    here = _device(device)
-    return select(needs, here, registry, registry.installed_libraries(), overrides)
-
-
-def _device(device: torch.device) -> Device:
-    here = probe_device()
-    if device.type == ("cuda" if here.type == "rocm" else here.type):
-        return here
-    if device.type == "cpu":
-        return Device("cpu")  # this machine has an accelerator, the model does not use it
-    raise UnsupportedError(f"the model is on {device}, this machine has {here}; use model.to(...)")
 
 
 def enable(
@@ -76,7 +31,7 @@ def enable(
     *,
     page_size: int | None = None,
     kv_cache_dtype: str = "auto",
-    num_pages: int | None = None,
+    num_pages: int | Mapping[str, int] | None = None,
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Engine:
@@ -84,15 +39,17 @@ def enable(
 
     From then on model.generate(...) and model(...) run through the selected backends, in batches
     with padding on either side too. selection: None selects for the model's config, dtype and
-    device with page_size, kv_cache_dtype and overrides. num_pages: pages of the pool, the dummy
-    page 0 included; None grows on demand. Inference only.
+    device with page_size, kv_cache_dtype and overrides. num_pages: pages of each view ("full",
+    "window") or of all alike, the dummy page 0 included; None grows on demand. Layers with a
+    window give the pages behind it back after each pass. A vision tower runs through the selected
+    encoder backend, linear attention layers in the model's own code. Inference only.
 
     Returns the handle, also a context manager: disable() gives the model back as it was. Raises
     UnsupportedError for a model that cannot run so, UsageError, and what select() raises.
     """
     if model.config._attn_implementation == NAME:
         raise UsageError("attn-core is enabled on this model; call disable() of its handle first")
-    layers = attention_layers(model)
+    attention = read_attention(model)
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise UnsupportedError(f"a model on {len(devices)} devices (supports one): {devices}")
@@ -111,37 +68,40 @@ def enable(
         raise UsageError(
             "page_size, kv_cache_dtype and overrides belong to the selection; give those or one"
         )
-    return Engine(model, layers, selection, registry, num_pages)
+    if selection.linear is not None:
+        raise UnsupportedError(
+            f"the selection names backends for linear layers ({selection.linear.prefill}), which "
+            "run in the model's own code here; use select_for(), or set linear=None"
+        )
+    dtype = DTYPES[model.dtype]
+    memory = Memory(
+        attention, selection, registry, dtype=dtype, device=model.device, num_pages=num_pages
+    )
+    return Engine(model, attention, memory)
 
 
 class Engine:
     """A model on paged pools: the handle that `enable` returns."""
 
-    def __init__(
-        self,
-        model: Any,
-        layers: tuple[AttentionLayer, ...],
-        selection: Selection,
-        registry: Registry,
-        num_pages: int | None,
-    ) -> None:
-        page_size = selection.page_size
-        if page_size is None:
-            raise UsageError("the selection has no page size: it chose no backend")
-        self.selection, self.layers, self.device = selection, layers, model.device
-        self.pages = PageAllocator(num_pages or 1, page_size)
-        self._grows = num_pages is None
-        self.dispatcher = HybridDispatcher.from_selection(
-            selection, registry, layers, self._pool(num_pages or 1), dtype=_DTYPES[model.dtype]
-        )
+    def __init__(self, model: Any, attention: ModelAttention, memory: Memory) -> None:
         self._model, self._decoder = model, model.get_decoder()
-        self._before = model.config._attn_implementation
+        self._attention, self._memory = attention, memory
         self._forward = self._decoder.forward
         self._replaced = vars(self._decoder).get("forward")  # set where another tool wrapped it
         self._names = list(inspect.signature(self._forward).parameters)
+        config = model.config
+        parts = {name: getattr(config, name) for name in config.sub_configs}
+        self._before = {"": config._attn_implementation} | {
+            name: part._attn_implementation for name, part in parts.items() if part is not None
+        }
         self.enabled = True
         register()
-        model.set_attn_implementation(NAME)
+        vision.attach(attention, memory.dispatcher)
+        model.set_attn_implementation(
+            {n: vision.NAME if n == "vision_config" else NAME for n in self._before}
+        )
+        if attention.latent:
+            latent.keep_latent(attention.modules)
 
         @functools.wraps(self._forward)  # its signature is read by others
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -156,8 +116,31 @@ class Engine:
         self.disable()
 
     @property
+    def selection(self) -> Selection:
+        return self._memory.selection
+
+    @property
+    def dispatcher(self) -> HybridDispatcher:
+        return self._memory.dispatcher
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """The layers whose keys and values lie in the pool; layer_id is the cache layer."""
+        return self._memory.layers
+
+    @property
     def page_size(self) -> int:
-        return self.pages.page_size
+        return self._memory.page_size
+
+    @property
+    def pages(self) -> Mapping[str, PageAllocator]:
+        """Who owns which page of each view, "full" and "window", as far as the model has them."""
+        return self._memory.pages
+
+    @property
+    def num_held(self) -> int:
+        """Pages that some request holds, of all views together."""
+        return self._memory.num_held
 
     @property
     def kv_bytes(self) -> int:
@@ -170,44 +153,11 @@ class Engine:
             return
         self.enabled = False
         self._model.set_attn_implementation(self._before)
+        vision.detach(self._attention)
+        latent.expand_again(self._attention.modules)
         del self._decoder.forward
         if self._replaced is not None:
             self._decoder.forward = self._replaced
-
-    def reserve(self, pages: int) -> None:
-        """Make sure that `pages` pages are free, or raise OutOfPagesError and change nothing."""
-        lacking = pages - self.pages.num_free
-        if lacking <= 0:
-            return
-        if not self._grows:
-            raise OutOfPagesError(
-                f"{pages} more pages of {self.page_size} tokens are asked, {self.pages.num_free} "
-                f"of {self.pages.total} are free; drop a cache, ask for fewer tokens or give more "
-                "with num_pages"
-            )
-        total = self.pages.total
-        num_pages = 1 + total + max(lacking, total) + num_pages_for(_SLACK, self.page_size)
-        pool, old = self._pool(num_pages), self.dispatcher.caches
-        for layer in self.layers:
-            parts = zip(
-                pool.layer(layer.layer_id).parts(), old.layer(layer.layer_id).parts(), strict=True
-            )
-            for (to, _), (part, _) in parts:
-                to[: total + 1] = part
-        self.dispatcher.caches = pool
-        self.pages.extend(num_pages)
-
-    def _pool(self, num_pages: int) -> KVPool:
-        layout = self.selection.layout
-        assert layout in ("NHD", "HND")
-        return KVPool(
-            self.layers,
-            num_pages=num_pages,
-            page_size=self.page_size,
-            kv_cache_dtype=self.selection.kv_cache_dtype,
-            device=self.device,
-            layout="HND" if layout == "HND" else "NHD",
-        )
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward as one planned pass over the requests of its cache."""
@@ -250,13 +200,13 @@ class Engine:
     def _adopt(self, cache: Any) -> Requests:
         """Return the requests of a cache, after giving an empty one paged layers."""
         layers = getattr(cache, "layers", ())
-        if layers and isinstance(layers[0], PagedLayer):
-            requests = layers[0].requests
-            if not requests.belong_to(self):
+        paged = next((x for x in layers if isinstance(x, PagedLayer)), None)
+        if paged is not None:
+            if not paged.requests.belong_to(self._memory):
                 raise UnsupportedError(
                     "this cache lies in the pool of another model; start a new cache"
                 )
-            return requests
+            return paged.requests
         if type(cache) is not DynamicCache or cache.offloading:
             raise UnsupportedError(
                 f"a {type(cache).__name__}{', offloaded' * getattr(cache, 'offloading', False)} "
@@ -267,9 +217,13 @@ class Engine:
                 f"this cache holds {cache.get_seq_length()} tokens that were computed without "
                 "attn-core; start a new cache"
             )
-        requests = Requests(self)
-        cache.layers = [PagedLayer(requests, layer) for layer in self.layers]
-        cache.layer_class_to_replicate = None
+        requests = Requests(self._memory)
+        if any(getattr(x, "record_past", False) for x in layers):
+            requests.keep_past()
+        layers = list(layers or DynamicCache(config=self._decoder.config).layers)
+        for x in self._memory.layers:  # linear layers stay as they are
+            layers[x.layer_id] = PagedLayer(requests, x, latent=self._memory.latent)
+        cache.layers, cache.layer_class_to_replicate = layers, None
         return requests
 
 
@@ -283,6 +237,8 @@ def _padding_mask(given: dict[str, Any], columns: int) -> Tensor | None:
                 f"an attention_mask of {shape} (supports [batch, tokens], 1 = real, 0 = padding)"
             )
         return mask
+    if positions is not None and positions.dim() == 3:  # time, height and width of image tokens;
+        positions = positions[0] if positions.shape[0] == 4 else None  # four: the text's are first
     if positions is not None and not columns and bool((positions.diff() != 1).any()):
         raise UnsupportedError(
             "position_ids that restart, several sequences packed in a row; give each its own row"

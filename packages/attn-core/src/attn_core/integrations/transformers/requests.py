@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attn_core.allocator import PageAllocator
 from attn_core.backend import Metadata
-from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import BatchError, UnsupportedError
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
-from attn_core.kv_cache import copy_slots
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
+from attn_core.integrations.transformers.memory import Memory
 from attn_core.page_table import num_pages_for, pad_page_table
 
 _NUMBERS = itertools.count(1)
-
-
-class Memory(Protocol):
-    """What the requests use of the engine that owns the pool."""
-
-    @property
-    def pages(self) -> PageAllocator: ...
-    @property
-    def dispatcher(self) -> HybridDispatcher: ...
-    @property
-    def layers(self) -> tuple[AttentionLayer, ...]: ...
-    @property
-    def device(self) -> torch.device: ...
-    def reserve(self, pages: int) -> None: ...  # make sure that so many pages are free, or raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +31,11 @@ class _Pass:
     seen: Tensor
 
 
-def _release(pages: PageAllocator, keys: list[str]) -> None:
+def _release(views: Mapping[str, PageAllocator], keys: list[str]) -> None:
     for key in keys:
-        if key in pages:
-            pages.release(key)
+        for pages in views.values():
+            if key in pages:
+                pages.release(key)
     keys.clear()
 
 
@@ -67,6 +52,8 @@ class Requests:
         self._lens: list[int] = []
         self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns] on the host, True = real
         self._pass: _Pass | None = None
+        self._keeps_past = False  # pages behind the window stay until the next crop
+        self._broken = False
         weakref.finalize(self, _release, memory.pages, self._keys).atexit = False
 
     @property
@@ -95,6 +82,10 @@ class Requests:
         _release(self._memory.pages, self._keys)
         self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool)
 
+    def keep_past(self) -> None:
+        """Keep the pages behind the window until the next crop, so that it may reach behind it."""
+        self._keeps_past = True
+
     def begin(self, batch_size: int, num_tokens: int, mask: Tensor | None) -> None:
         """Plan a pass of `num_tokens` new columns in each of `batch_size` rows.
 
@@ -102,39 +93,70 @@ class Requests:
         as seen before `commit`. Raises BatchError where it does not go on from what was seen,
         OutOfPagesError.
         """
-        pages = self._memory.pages
+        memory = self._memory
+        if self._broken:
+            raise UnsupportedError(
+                "a pass over this cache failed and left the model's linear layers in the middle "
+                "of it; start a new cache"
+            )
         new = self._new_tokens(batch_size, num_tokens, mask)
         if not self._keys:
             self._keys += [self._new_key() for _ in range(batch_size)]
-            for key in self._keys:
-                pages.grow(key, 0)
+            for pages in memory.pages.values():
+                for key in self._keys:
+                    pages.grow(key, 0)
             self._lens = [0] * batch_size
             self._seen = torch.zeros(batch_size, 0, dtype=torch.bool)
         counts: list[int] = new.sum(1).tolist()
         lens = [have + n for have, n in zip(self._lens, counts, strict=True)]
-        self._memory.reserve(
-            sum(
-                max(0, num_pages_for(n, pages.page_size) - len(pages.pages(key)))
-                for key, n in zip(self._keys, lens, strict=True)
-            )
-        )
-        tables = [pages.grow(key, n) for key, n in zip(self._keys, lens, strict=True)]
         rows = [i for i, n in enumerate(counts) if n]
+        tables = self._grow(lens)
         seen = torch.cat([self._seen, new], 1)
         if not rows:
             self._pass = _Pass(None, None, None, lens, seen)
             return
+        queries, keys = tuple(counts[i] for i in rows), [lens[i] for i in rows]
+        views = {
+            view: CacheView.build(
+                page_table=pad_page_table([table[i] for i in rows], device=memory.device),
+                page_size=memory.page_size,
+                seq_lens=keys,
+                new_lens=queries,
+            )
+            for view, table in tables.items()
+        }
         decodes = num_tokens == 1 and all(self._lens[i] for i in rows)
-        batch = ForwardBatch.build(
-            ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
-            query_lens=[counts[i] for i in rows],
-            seq_lens=[lens[i] for i in rows],
-            page_table=pad_page_table([tables[i] for i in rows], device=self._memory.device),
-            page_size=pages.page_size,
+        positions = [torch.arange(s - n, s) for s, n in zip(keys, queries, strict=True)]
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
+            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32).to(
+                memory.device
+            ),
+            positions=torch.cat(positions).to(memory.device),
+            max_q_len=max(queries),
+            views=views,
+            query_lens_host=queries,
         )
         metadata = self._memory.dispatcher.init_forward_metadata(batch)
         real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(self._memory.device)
         self._pass = _Pass(batch, metadata, real, lens, seen)
+
+    def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:
+        """Give every row room for lens[i] tokens; return the page tables of each view."""
+        size, views = self._memory.page_size, self._memory.pages
+        self._memory.reserve(
+            {
+                view: sum(
+                    max(0, num_pages_for(n, size) - len(pages.pages(key)))
+                    for key, n in zip(self._keys, lens, strict=True)
+                )
+                for view, pages in views.items()
+            }
+        )
+        return {
+            view: [pages.grow(key, n) for key, n in zip(self._keys, lens, strict=True)]
+            for view, pages in views.items()
+        }
 
     def _new_tokens(self, batch_size: int, num_tokens: int, mask: Tensor | None) -> Tensor:
         if self._keys and batch_size != self.batch_size:
@@ -156,13 +178,27 @@ class Requests:
         """Count the tokens of the pass as seen."""
         assert self._pass is not None
         self._lens, self._seen, self._pass = self._pass.lens, self._pass.seen, None
+        if not self._keeps_past:
+            self._trim()
+
+    def _trim(self) -> None:
+        for key, length in zip(self._keys, self._lens, strict=True):
+            self._memory.trim(key, length)
 
     def abandon(self) -> None:
-        """Forget a pass that failed: what it wrote lies behind every length."""
-        self._pass = None
+        """Forget a pass that failed: what it wrote lies behind every length.
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-        """Write and attend for one layer: [B, H, T, D] each → [B, T, Hq, Dv], padding 0."""
+        Linear layers of the model cannot forget: with them these requests end here.
+        """
+        self._pass, self._broken = None, self._memory.linear
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer
+    ) -> Tensor:
+        """Write and attend for one layer: [B, H, T, D] each → [B, T, Hq, Dv], padding 0.
+
+        value None: MLA, whose values are part of the keys.
+        """
         current = self._pass
         assert current is not None  # update() of the same layer looked
         b, hq, t, _ = query.shape
@@ -174,16 +210,19 @@ class Requests:
             x = x.transpose(1, 2).flatten(0, 1)
             return x if current.real is None else x[current.real]
 
-        out = self._memory.dispatcher.forward(
-            ragged(query), ragged(key), ragged(value), layer, current.batch, current.metadata
-        )
+        q, k, v = ragged(query), ragged(key), None if value is None else ragged(value)
+        out = self._memory.dispatcher.forward(q, k, v, layer, current.batch, current.metadata)
         assert isinstance(out, Tensor)  # no LSE was asked for
         if current.real is not None:
             out = out.new_zeros(shape).index_copy_(0, current.real, out)
         return out.view(b, t, hq, layer.v_head_dim)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove columns. Raises UnsupportedError for a positive one."""
+        """Forget the last -tokens_to_remove columns.
+
+        Raises UnsupportedError for a positive number, and where pages behind a window are needed
+        again that were given back; keep_past() keeps them.
+        """
         if tokens_to_remove > 0:
             raise UnsupportedError(
                 f"crop({tokens_to_remove}): a length is deprecated in transformers; pass the "
@@ -193,6 +232,7 @@ class Requests:
             seen = self._seen[:, : max(0, self.columns + tokens_to_remove)]
             self._rebuild(list(range(self.batch_size)), seen.sum(1).tolist())
             self._seen = seen
+        self._trim()
 
     def choose(self, sources: Sequence[int]) -> None:
         """Let row i go on from what row sources[i] holds; rows may repeat or vanish."""
@@ -206,32 +246,44 @@ class Requests:
         Whole pages are shared. The page that will be written next is never shared: it stays with
         the first row that takes all of its source and is copied for the others.
         """
-        pages, size = self._memory.pages, self._memory.pages.page_size
+        memory, size = self._memory, self._memory.page_size
+        for source, length in zip(sources, lens, strict=True):
+            self._check_window(source, length)
         keys, fresh, kept = [], [], set()
-        src: list[int] = []
-        dst: list[int] = []
         for source, length in zip(sources, lens, strict=True):
             if length == self._lens[source] and source not in kept:
                 kept.add(source)
                 keys.append(self._keys[source])
                 continue
             keys.append(self._new_key())
-            fresh.append((keys[-1], source, length))
-        self._memory.reserve(sum(1 for _, _, length in fresh if length % size))
-        for key, source, length in fresh:
-            reused = pages.share(key, self._keys[source], length)
-            old, new = pages.pages(self._keys[source]), pages.grow(key, length)
-            for position in range(reused, length):
-                page, offset = divmod(position, size)
-                src.append(old[page] * size + offset)
-                dst.append(new[page] * size + offset)
-        if src:
-            device = self._memory.device
-            a, b = torch.tensor(src, device=device), torch.tensor(dst, device=device)
-            for layer in self._memory.layers:
-                copy_slots(self._memory.dispatcher.caches.layer(layer.layer_id), a, b)
-        for source, key in enumerate(self._keys):
-            if source not in kept:
-                pages.release(key)
+            fresh.append((keys[-1], self._keys[source], length))
+        copies = sum(1 for _, _, length in fresh if length % size)
+        memory.reserve(dict.fromkeys(memory.pages, copies))
+        for view, pages in memory.pages.items():
+            src: list[int] = []
+            dst: list[int] = []
+            for key, source_key, length in fresh:
+                reused = pages.share(key, source_key, length, behind=memory.behind(view, length))
+                old, new = pages.pages(source_key), pages.grow(key, length)
+                for position in range(reused, length):
+                    page, offset = divmod(position, size)
+                    src.append(old[page] * size + offset)
+                    dst.append(new[page] * size + offset)
+            memory.copy(view, src, dst)
+            for i, key in enumerate(self._keys):
+                if i not in kept:
+                    pages.release(key)
         self._keys[:] = keys
         self._lens = list(lens)
+
+    def _check_window(self, source: int, length: int) -> None:
+        """Refuse to go back to a length whose window has lost pages."""
+        size = self._memory.page_size
+        for view, pages in self._memory.pages.items():
+            first = self._memory.behind(view, length) // size
+            if 0 in pages.pages(self._keys[source])[first : num_pages_for(length, size)]:
+                raise UnsupportedError(
+                    f"a crop to {length} of {self._lens[source]} tokens: the pages behind the "
+                    f"window of {self._memory.windows[view]} were given back; call "
+                    "activate_past_recording() of the cache before the tokens come"
+                )

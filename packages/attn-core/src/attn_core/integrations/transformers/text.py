@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import logging
 
 from attn_core.decision import Overrides
 from attn_core.device import probe_device
 from attn_core.errors import ContextLengthError, ModelConfigError, UsageError
-from attn_core.integrations.transformers.engine import Engine, enable, select_for
+from attn_core.integrations.transformers.choose import select_for
+from attn_core.integrations.transformers.engine import Engine, enable
 from attn_core.kv_cache import STORES
 from attn_core.models import context_length, read_config, requirements_from_config
 
@@ -88,10 +94,8 @@ def load(
         step("loading the tokenizer")
         tokenizer = _of(path, lambda: AutoTokenizer.from_pretrained(where, **files))
         step("loading the weights")
-        model = _of(
-            path,
-            lambda: AutoModelForCausalLM.from_pretrained(where, dtype=STORES[plain], **files),
-        )
+        kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+        model = _of(path, lambda: kind.from_pretrained(where, dtype=STORES[plain], **files))
     step("moving the model")
     model = model.to(device).eval()
     ends = model.generation_config.eos_token_id

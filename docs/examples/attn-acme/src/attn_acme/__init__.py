@@ -1,0 +1,22 @@
+"""What the acme backend can do: data only, so that choosing a backend imports no torch."""
+
+from collections.abc import Sequence
+
+from attn_core import BackendSpec, Capabilities, hookimpl
+
+ROW = Capabilities(
+    kind="mha",
+    device="cpu",
+    dtypes={"fp32", "bf16"},
+    kv_dtypes={"fp32", "bf16"},
+    priority=40,
+    sliding_window=True,
+    lse=True,
+    needs_host_lengths=True,
+)
+
+
+@hookimpl
+def attn_register_backends() -> Sequence[BackendSpec]:
+    """Declare the backend; the class that runs it is named, not imported."""
+    return [BackendSpec(name="acme", capabilities=[ROW], create="attn_acme.backend:Acme")]

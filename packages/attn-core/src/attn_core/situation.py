@@ -1,0 +1,62 @@
+"""Everything that a selection is made from, as one value that changes can be applied to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attn_core.capabilities import Device, Requirements
+from attn_core.decision import Overrides, Selection
+from attn_core.libraries import Libraries
+from attn_core.plugins import Registry
+from attn_core.selection import select
+from attn_core.unmet import Change
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that select() decides from, so that a change can be applied to it."""
+
+    requirements: Requirements
+    device: Device
+    libraries: Libraries
+    overrides: Overrides
+    simulated: bool = False
+
+    def apply(self, changes: tuple[Change, ...]) -> Situation:
+        """Return the situation after `changes`; another device is a simulated one."""
+        needs, device, overrides = self.requirements, self.device, self.overrides
+        libraries = dict(self.libraries)
+        for change in changes:
+            values: dict[str, Any] = dict(change.values)
+            if change.target == "requirements":
+                needs = replace(needs, **values)
+            elif change.target == "device":
+                device = replace(device, **values)
+            elif change.target == "libraries":
+                libraries.update(values)
+            elif change.target == "overrides":
+                overrides = replace(overrides, **values)
+            elif change.target == "vision":
+                needs = replace(needs, vision=needs.vision and replace(needs.vision, **values))
+            elif "layers" in values:
+                kept = tuple(x for x in needs.layers if x.family != change.target)
+                needs = replace(needs, layers=kept)
+            else:
+                layers = [
+                    replace(x, **values) if x.family == change.target else x for x in needs.layers
+                ]
+                needs = replace(needs, layers=tuple(dict.fromkeys(layers)))
+        moved = (device.type, device.arch) != (self.device.type, self.device.arch)
+        return Situation(needs, device, libraries, overrides, self.simulated or moved)
+
+    def select(self, registry: Registry) -> Selection:
+        """Run select() on it."""
+        return select(
+            self.requirements,
+            self.device,
+            registry,
+            self.libraries,
+            self.overrides,
+            simulated=self.simulated,
+        )

@@ -1,0 +1,55 @@
+"""A declared backend under test: which row is asked, on which device, and how it is created."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn_core.backend import AttentionBackend, BackendConfig, create_backend
+from attn_core.capabilities import BackendSpec, Capabilities
+from attn_core.forward import AttentionLayer
+from attn_core.refusals import refuse_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One row of a backend and the torch device that its tensors lie on."""
+
+    spec: BackendSpec
+    row: Capabilities
+    torch_device: torch.device
+
+    def create(
+        self,
+        layers: Sequence[AttentionLayer],
+        *,
+        dtype: str,
+        page_size: int = 1,
+        kv_dtype: str = "auto",
+        max_bs: int = 0,
+        max_num_tokens: int = 0,
+        max_seq_len: int = 0,
+        topk: int = 0,
+        num_draft_tokens: int = 0,
+    ) -> AttentionBackend:
+        """Create the backend for these layers, as the dispatcher would."""
+        config = BackendConfig(
+            name=self.spec.name,
+            row=self.row,
+            layers=tuple(layers),
+            page_size=page_size,
+            dtype=dtype,
+            kv_cache_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+            device=self.torch_device,
+            max_bs=max_bs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            deterministic=self.row.deterministic,
+        )
+        for layer in layers:
+            refuse_layer(config, layer)
+        return create_backend(self.spec, config)

@@ -1,0 +1,74 @@
+"""The error budget: twice the error of a plain run in the same precision, plus rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class CheckFailed(AssertionError):  # noqa: N818  # a verdict, like pytest's Failed
+    """A backend does not do what its row declares."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An error and what was allowed, in the units of the output."""
+
+    error: float = 0.0
+    budget: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The share of the budget that is used; above 1 the check fails."""
+        if self.budget > 0:
+            return self.error / self.budget
+        return 0.0 if self.error == 0 else float("inf")
+
+
+def worst(measures: list[Measure]) -> Measure:
+    """Return the measure that uses most of its budget."""
+    return max(measures, key=lambda m: m.ratio, default=Measure())
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise CheckFailed unless `ok`."""
+    if not ok:
+        raise CheckFailed(message)
+
+
+def within_budget(
+    name: str, got: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype
+) -> Measure:
+    """Compare with the float64 truth; raise CheckFailed beyond the budget.
+
+    The allowed error is 2 · |yardstick - truth| plus two roundings in `rounding`, of a partial
+    result and of the result, by the largest entries and by the root mean square: the second sees a
+    small error that is made everywhere. Infinities must agree entry by entry; NaN never passes.
+    """
+    require(got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(truth.shape)}")
+    got, yardstick, truth = got.detach().cpu().double(), yardstick.cpu().double(), truth.cpu()
+    finite = truth.isfinite()
+    require(torch.equal(got[~finite], truth[~finite]), f"{name}: infinities differ")
+    bad = int((~got[finite].isfinite()).sum())
+    require(bad == 0, f"{name}: {bad} of {got.numel()} values are not finite")
+    if not finite.any():
+        return Measure()
+    truth = truth[finite]
+    error, near = (got[finite] - truth).abs(), (yardstick[finite] - truth).abs()
+    eps = torch.finfo(rounding).eps
+    measures = []
+    for how, of in (("largest", torch.max), ("root mean square", _rms)):
+        size = of(truth.abs()).item()
+        measure = Measure(of(error).item(), 2 * of(near).item() + 2 * eps * size)
+        require(
+            measure.ratio <= 1,
+            f"{name}: {how} error {measure.error:.3e}, allowed {measure.budget:.3e}",
+        )
+        measures.append(measure)
+    return worst(measures)
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()

@@ -1,0 +1,187 @@
+"""One question to a backend: what its row must declare for it, and how it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from attn_core.capabilities import Capabilities, Kind, Phase, Requirements
+from attn_core.forward import ForwardMode
+from attn_core.testing import features, relations
+from attn_core.testing.bench import Bench
+from attn_core.testing.budget import Measure
+from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.inputs import Point
+from attn_core.testing.passes import run_case, run_ragged
+from attn_core.testing.replay import replayed
+from attn_core.testing.session import run_session, session_cells
+from attn_core.testing.shapes import (
+    adapted,
+    base_point,
+    dtypes,
+    page_cases,
+    points,
+    shape_cases,
+)
+
+Flaw = Callable[[Capabilities], str | None]  # what a row lacks that Requirements do not say
+
+
+def _none(row: Capabilities) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question to a backend.
+
+    phases: any of them will do or, with `every`, all of them. cells: the cells of the support
+    matrix that it is evidence for. run raises CheckFailed, or says how much of the budget is used.
+    """
+
+    id: str
+    feature: str
+    cells: frozenset[str]
+    needs: Requirements
+    phases: tuple[Phase, ...]
+    run: Callable[[Bench], Measure]
+    every: bool = False
+    layout: str | None = None  # of the cache, None where there is none
+    flaw: Flaw = _none
+
+
+Template = Callable[[Capabilities], Check]  # a row may have to be asked with its own shapes
+
+
+def templates(
+    kind: Kind, rows: Sequence[Capabilities], *, passes: int, reduced: bool
+) -> Iterator[Template]:
+    """Yield the questions to the rows of one kind; the arguments are those of plan()."""
+    serving = [r for r in rows if r.phases != {Phase.ENCODE}]
+    if serving:
+        base = base_point(serving)
+        paged = features.PAGED if kind == "mha" else features.LATENT
+        for case in (*paged, *shape_cases(kind, serving)):
+            where = points(case, serving)
+            for point in where[:1] if reduced else where:
+                yield partial(_paged, case, point)
+        for case, page_size in page_cases(kind, serving):
+            yield partial(_paged, case, replace(base, page_size=page_size))
+        yield from _related_cases(kind, base)
+        finest = replace(base, dtype=dtypes(serving)[0])
+        yield partial(_session, kind, finest, "auto", passes)
+        for store in ("auto", "fp8_e4m3"):
+            yield partial(_session, kind, base, store, passes // 3)
+    for ragged_case in (c for c in features.RAGGED if c.kind == kind):
+        for dtype in dict.fromkeys((dtypes(rows)[0], dtypes(rows)[-1])):
+            yield partial(_ragged, ragged_case, dtype, run_ragged)
+    if kind == "mla":
+        yield partial(_ragged, features.PREFIX, dtypes(rows)[-1], relations.prefix_in_chunks)
+
+
+def _paged(case: Case, point: Point, row: Capabilities) -> Check:
+    case = adapted(case, row)
+    return Check(
+        id=f"{case.feature}-{point}",
+        feature=case.feature,
+        cells=case.cells | ({"lse"} if row.lse else set()),
+        needs=case.needs(point.dtype, point.page_size),
+        phases=case.phases,
+        run=lambda bench: run_case(bench, case, point),
+        layout=point.layout,
+        flaw=_needs_host_lengths if case.device_lengths else _none,
+    )
+
+
+def _needs_host_lengths(row: Capabilities) -> str | None:
+    return "lengths on the device alone (needs_host_lengths)" if row.needs_host_lengths else None
+
+
+def _ragged(
+    case: RaggedCase,
+    dtype: str,
+    ask: Callable[[Bench, RaggedCase, str], Measure],
+    row: Capabilities,
+) -> Check:
+    case = adapted(case, row)
+    merged = ask is relations.prefix_in_chunks
+    return Check(
+        id=f"{case.feature}-{dtype}",
+        feature=case.feature,
+        cells=case.cells,
+        needs=replace(case.needs(dtype), lse=merged),
+        phases=(case.phase,),
+        run=lambda bench: ask(bench, case, dtype),
+        flaw=_no_chunks if case.kind == "mla" else _none,
+    )
+
+
+def _no_chunks(row: Capabilities) -> str | None:
+    return None if row.chunked_prefix else "chunked_prefix (not supported)"
+
+
+def _related_cases(kind: Kind, base: Point) -> Iterator[Template]:
+    """Yield the checks that put one pass beside another, and those of a row's flags."""
+    cases = features.RELATED[kind]
+    for name in ("whole", "whole-window-sinks"):
+        if name in cases:
+            yield partial(_related, f"chunks-{name}", cases[name], base, relations.in_chunks)
+            yield partial(_related, f"then-decode-{name}", cases[name], base, relations.then_decode)
+    for name in ("whole", "decode"):
+        yield partial(_related, f"pages-moved-{name}", cases[name], base, relations.pages_moved)
+        yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
+        yield partial(_related, f"lse-{name}", cases[name], base, run_case)
+    for name in ("decode", "chain", "tree"):
+        yield partial(_related, f"graph-{name}", cases[name], base, replayed)
+
+
+Relation = Callable[[Bench, Case, Point], Measure]
+_PROVES: dict[Relation, str] = {
+    relations.twice: "deterministic",
+    run_case: "lse",
+    replayed: "cuda_graph",
+}
+
+
+def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabilities) -> Check:
+    case = adapted(case, row)
+    cell = _PROVES.get(ask)
+    needs = replace(
+        case.needs(point.dtype, point.page_size),
+        lse=cell == "lse",
+        deterministic=cell == "deterministic",
+    )
+    level = "decode" if case.mode is ForwardMode.DECODE else "full"
+    decodes_too = ask is relations.then_decode
+    return Check(
+        id=f"{name}-{point}",
+        feature=name,
+        cells=case.cells | ({cell} if cell else set()),
+        needs=needs,
+        phases=(Phase.PREFILL, Phase.DECODE) if decodes_too else case.phases,
+        every=decodes_too,
+        run=lambda bench: ask(bench, case, point),
+        layout=point.layout,
+        flaw=partial(_no_graph, level) if cell == "cuda_graph" else _none,
+    )
+
+
+def _no_graph(level: str, row: Capabilities) -> str | None:
+    if row.cuda_graph in (level, "full"):
+        return None
+    return f"cuda_graph {level} (supports {row.cuda_graph})"
+
+
+def _session(kind: Kind, point: Point, store: str, passes: int, row: Capabilities) -> Check:
+    case = adapted(features.RELATED[kind]["decode"], row)
+    phases = tuple(p for p in (Phase.PREFILL, Phase.DECODE) if p in row.phases)
+    return Check(
+        id=f"session-{store}-{point}" if store != "auto" else f"session-{point}",
+        feature="session",
+        cells=session_cells(row, store),
+        needs=replace(case.needs(point.dtype, point.page_size), kv_cache_dtype=store),
+        phases=phases or (Phase.PREFILL,),
+        run=lambda bench: run_session(bench, case, point, store, passes=passes),
+        layout=point.layout,
+    )

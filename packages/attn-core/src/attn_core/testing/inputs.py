@@ -1,0 +1,293 @@
+"""The tensors that a case describes: what a backend gets, and what its cache really holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, SpecInfo
+from attn_core.kv_cache import STORES, LayerCache
+from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.oracle import attend_request, tree_mask, yardstick
+from attn_core.testing.pools import Placement, Side, fill, place, poison, poison_blocks, raw
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Where a case is run: the dtype of its queries, its pages and their order and layout."""
+
+    dtype: str
+    page_size: int
+    order: str = "shuffled"
+    layout: str = "NHD"
+
+    def __str__(self) -> str:
+        more = [x for x in (self.order, self.layout) if x not in ("shuffled", "NHD")]
+        return "-".join([self.dtype, f"page{self.page_size}", *more])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """What a backend gets, and per request the keys and values in its cache, in float64.
+
+    k, v: the new tokens, None where there is nothing to write. after: what the cache must hold
+    after the pass (`cache` itself, unless the kernel writes new tokens).
+    """
+
+    layer: AttentionLayer
+    cache: LayerCache
+    after: LayerCache
+    batch: ForwardBatch
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    real_tokens: int  # the tokens after these are padding
+
+
+Answer = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (out, lse): truth, yardstick
+
+
+def make_layer(
+    case: Case | RaggedCase, rng: torch.Generator, *, scale_by: float = 1.0, cross: bool = False
+) -> AttentionLayer:
+    """Build the layer of a case."""
+    (hq, hkv), (d, dv) = case.heads, case.dims
+    return AttentionLayer(
+        layer_id=0,
+        num_q_heads=hq,
+        num_kv_heads=hkv,
+        head_dim=d,
+        v_head_dim=dv,
+        scale=d**-0.5 * scale_by,
+        view="cross" if cross else "full",
+        logit_cap=case.logit_cap,
+        sliding_window=case.window,
+        sinks=torch.randn(hq, generator=rng) * 2 if case.sinks else None,
+        is_causal=case.is_causal if isinstance(case, Case) else case.causal,
+        is_cross=cross,
+    )
+
+
+def make_inputs(
+    case: Case,
+    point: Point,
+    *,
+    finite_tail: bool = False,
+    fused: bool = False,
+    seed: int = 0,
+) -> Inputs:
+    """Draw the inputs of a case; every number of the pool that no request owns is poison.
+
+    finite_tail, fused (fused_kv_write): the row's flags. With `fused` the slots of new tokens
+    hold poison until the backend writes them.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    dtype, page_size = STORES[point.dtype], point.page_size
+    cross = case.encoder_lens is not None
+    owned = case.encoder_lens if case.encoder_lens is not None else case.seq_lens
+    placed = place(owned, page_size, case.padding, point.order, rng)
+    stored = case.kv_dtype if case.kv_dtype != "auto" else point.dtype
+    writes = fused and not cross and not case.shared_kv
+
+    def side(dim: int, scale: float) -> Side:
+        return fill(
+            stored,
+            placed,
+            page_size,
+            case.heads[1],
+            dim,
+            scale,
+            rng,
+            layout=point.layout,
+            finite_tail=finite_tail,
+            written_from=dtype if writes else None,
+        )
+
+    keys = side(case.dims[0], case.k_scale)
+    values = side(case.dims[1], case.v_scale) if case.kind == "mha" else None
+    after = LayerCache(
+        k=keys.pool,
+        v=None if values is None else values.pool,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        block_scales=None
+        if keys.blocks is None
+        else (keys.blocks, None if values is None else values.blocks),
+        layout=point.layout,
+    )
+    layer = make_layer(case, rng, scale_by=case.scale_by, cross=cross)
+    batch = _batch(case, placed, page_size)
+    truth_k = keys.truth
+    truth_v = tuple(k[..., : case.dims[1]] for k in truth_k) if values is None else values.truth
+    q = torch.randn(batch.num_tokens, *(case.heads[0], case.dims[0]), generator=rng).to(dtype)
+    k = v = None
+    if not cross and not case.shared_kv:
+        k = _new_tokens(case, truth_k, batch.num_tokens, dtype)
+        v = None if values is None else _new_tokens(case, truth_v, batch.num_tokens, dtype)
+    if case.strided:
+        q, k, v = _strided(q, k, v)
+    return Inputs(
+        layer=layer,
+        cache=_before(after, stored, case, placed) if writes else after,
+        after=after,
+        batch=batch,
+        q=q,
+        k=k,
+        v=v,
+        keys=truth_k,
+        values=truth_v,
+        real_tokens=sum(case.query_lens),
+    )
+
+
+def _batch(case: Case, placed: Placement, page_size: int) -> ForwardBatch:
+    n_pad = case.drafts or 1
+    query_lens = [*case.query_lens, *[n_pad] * case.padding]
+    seq_lens = [*case.seq_lens, *[n_pad] * case.padding]
+    spec, full = None, placed.table
+    views: dict[str, CacheView] = {}
+    if case.drafts:
+        mask = None
+        if case.trees is not None:
+            padded = [*case.trees, *[case.trees[0]] * case.padding]
+            mask = torch.stack([tree_mask(parents) for parents in padded])
+        spec = SpecInfo(topk=case.topk, num_draft_tokens=n_pad, tree_mask=mask)
+    if case.encoder_lens is not None:
+        none_new = [0] * len(case.encoder_lens)
+        views["cross"] = CacheView.build(
+            page_table=placed.table,
+            page_size=page_size,
+            seq_lens=case.encoder_lens,
+            new_lens=none_new,
+        )
+        full = torch.zeros(len(seq_lens), -(-max(seq_lens) // page_size), dtype=torch.int32)
+    batch = ForwardBatch.build(
+        case.mode,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        page_table=full,
+        page_size=page_size,
+        spec=spec,
+        views=views,
+    )
+    return without_host_lengths(batch) if case.device_lengths else batch
+
+
+def without_host_lengths(batch: ForwardBatch) -> ForwardBatch:
+    """Return the batch with its lengths on the device alone."""
+    views = {k: dataclasses.replace(v, seq_lens_host=None) for k, v in batch.views.items()}
+    return dataclasses.replace(batch, views=views, query_lens_host=None)
+
+
+def _new_tokens(case: Case, truth: Sequence[Tensor], total: int, dtype: torch.dtype) -> Tensor:
+    new = torch.cat([t[len(t) - n :] for t, n in zip(truth, case.query_lens, strict=True)])
+    padding = new.new_zeros(total - new.shape[0], *new.shape[1:])
+    return torch.cat([new, padding]).to(dtype)
+
+
+def _strided(
+    q: Tensor, k: Tensor | None, v: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the same numbers as slices of one fused projection, [T, (Hq + Hkv) · D + Hkv · Dv]."""
+    fused = torch.cat([x.flatten(1) for x in (q, k, v) if x is not None], 1)
+    at = 0
+
+    def piece(x: Tensor) -> Tensor:
+        nonlocal at
+        at += x[0].numel()
+        return fused[:, at - x[0].numel() : at].view(x.shape)
+
+    return piece(q), None if k is None else piece(k), None if v is None else piece(v)
+
+
+def _before(after: LayerCache, stored: str, case: Case, placed: Placement) -> LayerCache:
+    """Return the cache with poison where the new tokens of this pass belong."""
+    fresh = clone_cache(after)
+    ends = [(p[-n:], o[-n:]) for (p, o), n in zip(placed.where, case.query_lens, strict=True) if n]
+    page, offset = (torch.cat(x) for x in zip(*ends, strict=True))
+    for pool, blocks in ((fresh.k, 0), (fresh.v, 0), *((b, 1) for b in fresh.block_scales or ())):
+        if pool is None:
+            continue
+        tokens = pool.transpose(1, 2) if after.layout == "HND" else pool
+        bad = poison_blocks((1,), large=False) if blocks else poison(stored, (1,), large=False)
+        raw(tokens)[page, offset] = raw(bad)
+    return fresh
+
+
+def clone_cache(cache: LayerCache) -> LayerCache:
+    """Return a copy that a backend may write to."""
+    return mapped(cache, torch.Tensor.clone)
+
+
+def mapped(x: T, change: Any) -> T:
+    """Return a dataclass, tuple or dict with every tensor in it, at any depth, changed."""
+    new: Any = x
+    if isinstance(x, Tensor):
+        new = change(x)
+    elif isinstance(x, tuple):
+        new = tuple(mapped(y, change) for y in x)
+    elif isinstance(x, dict):
+        new = {k: mapped(y, change) for k, y in x.items()}
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = {f.name: mapped(getattr(x, f.name), change) for f in dataclasses.fields(x)}
+        new = dataclasses.replace(x, **fields)
+    typed: T = new
+    return typed
+
+
+def to_device(x: T, device: torch.device) -> T:
+    """Return `x` with every tensor in it on the device; strides stay as they are."""
+    return x if device.type == "cpu" else mapped(x, lambda t: _moved(t, device))
+
+
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    if t.is_contiguous():
+        return t.to(device)
+    room = (t.shape[0] - 1) * t.stride(0) + t[0].numel() if t.shape[0] else 0
+    fresh = torch.zeros(max(room, t.numel()), dtype=t.dtype, device=device)
+    view = fresh.as_strided(t.shape, t.stride())
+    view.copy_(t)
+    return view
+
+
+def answer(case: Case, inputs: Inputs, dtype: torch.dtype, order: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the oracle's out [T, Hq, Dv] and LSE [T, Hq] of the real tokens, in `dtype`."""
+    layer, at = inputs.layer, 0
+    parts = []
+    for b, n in enumerate(case.query_lens):
+        part = attend_request(
+            inputs.q[at : at + n],
+            inputs.keys[b],
+            inputs.values[b],
+            dtype=dtype,
+            causal=layer.is_causal and not layer.is_cross,
+            scale=layer.scale,
+            window=layer.sliding_window,
+            parents=case.trees[b] if case.trees else None,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+            order=order,
+        )
+        parts.append(part)
+        at += n
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+@lru_cache(maxsize=1024)
+def expected(case: Case, point: Point, finite_tail: bool, fused: bool) -> tuple[Inputs, Answer]:
+    """Return the inputs of a case and its answers, drawn and computed once per process."""
+    inputs = make_inputs(case, point, finite_tail=finite_tail, fused=fused)
+    truth = answer(case, inputs, torch.float64)
+    near = yardstick(partial(answer, case, inputs), STORES[point.dtype], truth)
+    return inputs, (truth, near)

@@ -1,0 +1,137 @@
+"""Per-query softmax attention over explicitly listed keys: slow, plain, independent of backends.
+
+In float64 it is the truth, in a backend's own dtype the yardstick of its error budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(
+    query: int,
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    parents: Sequence[int] | None = None,
+) -> list[int]:
+    """List the keys that query `query` of a request sees; the last queries' keys end the keys.
+
+    parents: draft i hangs on draft parents[i] (-1: on the prefix); it sees the prefix, its
+    ancestors and itself. A window W keeps the keys less than W positions before the query.
+    """
+    if not causal:
+        return list(range(num_keys))
+    prefix = num_keys - num_queries
+    if parents is None:
+        own = prefix + query
+        return [j for j in range(own + 1) if window is None or j > own - window]
+
+    def path(draft: int) -> list[int]:
+        return [] if draft < 0 else [*path(parents[draft]), draft]
+
+    position = {j: j for j in range(prefix)}
+    position |= {prefix + i: prefix + len(path(i)) - 1 for i in range(num_queries)}
+    seen = [*range(prefix), *(prefix + i for i in path(query))]
+    own = position[prefix + query]
+    return [j for j in seen if window is None or position[j] > own - window]
+
+
+def tree_mask(parents: Sequence[int]) -> Tensor:
+    """Return the tree mask bool [n, n] of a list of parents: each sees its ancestors and itself."""
+    n = len(parents)
+    rows = [visible_keys(i, n, n, causal=True, parents=parents) for i in range(n)]
+    return torch.tensor([[j in row for j in range(n)] for row in rows])
+
+
+def attend_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    logit_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query in the dtype of its operands.
+
+    q [Hq, D], k [n, Hkv, D], v [n, Hkv, Dv], sinks [Hq]. Returns out [Hq, Dv] and the natural
+    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink.
+    """
+    group = q.shape[0] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.stack([k[:, h] @ q[h] for h in range(q.shape[0])]) * scale  # [Hq, n]
+    if logit_cap is not None:
+        scores = torch.tanh(scores / logit_cap) * logit_cap
+    logits = scores if sinks is None else torch.cat([scores, sinks[:, None].to(scores)], 1)
+    if logits.shape[1] == 0:
+        return q.new_zeros(q.shape[0], v.shape[-1]), q.new_full((q.shape[0],), -math.inf)
+    p = logits.softmax(-1)[:, : scores.shape[1]]
+    out = torch.stack([p[h] @ v[:, h] for h in range(q.shape[0])])
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return out, wide.logsumexp(-1)
+
+
+def attend_request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtype: torch.dtype,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    parents: Sequence[int] | None = None,
+    logit_cap: float | None = None,
+    sinks: Tensor | None = None,
+    queries: Sequence[int] | None = None,
+    order: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the queries of one request, computed in `dtype`.
+
+    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `order` 1, 2 …
+    adds up in other orders. Returns out [n or picked, Hq, Dv] and LSE [n or picked, Hq]. The rest
+    is as in visible_keys and attend_one.
+    """
+    n, s = q.shape[0], k.shape[0]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    rng = torch.Generator().manual_seed(order)
+    if order:
+        dims = torch.randperm(q.shape[2], generator=rng)
+        q, k = q[..., dims], k[..., dims]
+    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
+    for i in range(n) if queries is None else queries:
+        seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
+        if order and seen:
+            seen = torch.tensor(seen)[torch.randperm(len(seen), generator=rng)].tolist()
+        out, lse = attend_one(q[i], k[seen], v[seen], scale=scale, logit_cap=logit_cap, sinks=sinks)
+        outs.append(out[None])
+        lses.append(lse[None])
+    return torch.cat(outs), torch.cat(lses)
+
+
+def yardstick(
+    solve: Callable[[torch.dtype, int], tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    truth: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the plain run in `dtype` that errors are measured by; solve(dtype, order) makes one.
+
+    In float32 the error of one run is luck: three orders of summation are run, and of each number
+    the one farthest from the truth is taken.
+    """
+    runs = [solve(dtype, order) for order in range(3 if dtype == torch.float32 else 1)]
+    out, lse = runs[0]
+    for more_out, more_lse in runs[1:]:
+        out, lse = _farther(out, more_out, truth[0]), _farther(lse, more_lse, truth[1])
+    return out, lse
+
+
+def _farther(a: Tensor, b: Tensor, truth: Tensor) -> Tensor:
+    return torch.where((b - truth).abs() > (a - truth).abs(), b, a)

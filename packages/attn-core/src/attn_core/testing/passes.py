@@ -1,0 +1,209 @@
+"""Run one case on a backend and compare every number it returns, and its cache, with the oracle."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_core.backend import AttentionBackend, Output
+from attn_core.forward import DECODE_MODES, ForwardBatch
+from attn_core.kv_cache import STORES, LayerCache
+from attn_core.testing.bench import Bench
+from attn_core.testing.budget import Measure, require, within_budget, worst
+from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.inputs import (
+    Answer,
+    Inputs,
+    Point,
+    clone_cache,
+    expected,
+    make_layer,
+    to_device,
+)
+from attn_core.testing.oracle import attend_request, yardstick
+from attn_core.testing.pools import changed
+
+
+def create(bench: Bench, case: Case, inputs: Inputs, point: Point) -> AttentionBackend:
+    """Create the backend that a case asks for."""
+    batch = inputs.batch
+    return bench.create(
+        (inputs.layer,),
+        dtype=point.dtype,
+        page_size=point.page_size,
+        kv_dtype=case.kv_dtype,
+        max_bs=batch.batch_size,
+        max_num_tokens=batch.num_tokens,
+        max_seq_len=max(v.max_seq_len for v in batch.views.values()),
+        topk=case.topk,
+        num_draft_tokens=case.drafts,
+    )
+
+
+def prepared(bench: Bench, case: Case, point: Point) -> tuple[Inputs, Answer]:
+    """Return a case's inputs on the device under test, and what is right."""
+    row = bench.row
+    inputs, right = expected(case, point, row.finite_tail, row.fused_kv_write)
+    return to_device(inputs, bench.torch_device), right
+
+
+def attend(
+    backend: AttentionBackend,
+    inputs: Inputs,
+    *,
+    batch: ForwardBatch | None = None,
+    metadata: object = None,
+    cache: LayerCache | None = None,
+    given: bool = False,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Run one pass: plan (unless metadata is given), then one layer; check shapes and dtypes.
+
+    cache None: a copy of inputs.cache, and afterwards it must be inputs.after bit by bit. given:
+    hand in an output buffer full of NaN. Returns out and the LSE, None where it was not asked.
+    """
+    batch = batch or inputs.batch
+    layer, q = inputs.layer, inputs.q
+    mine = clone_cache(inputs.cache) if cache is None else cache
+    if metadata is None:
+        metadata = backend.init_forward_metadata(batch)
+    shape = (batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
+    out = q.new_full(shape, torch.nan) if given else None
+    decodes = batch.forward_mode in DECODE_MODES
+    run = backend.forward_decode if decodes else backend.forward_extend
+    got = run(
+        q,
+        inputs.k,
+        inputs.v,
+        layer,
+        mine,
+        batch,
+        metadata,
+        out=out,
+        return_lse=return_lse,
+    )
+    if cache is None:
+        pages = sorted(set(changed(_parts(inputs.after), _parts(mine))))
+        require(not pages, f"the cache is not what it must be after the pass in pages {pages}")
+    return returned(got, shape, q.dtype, out=out, return_lse=return_lse)
+
+
+def returned(
+    got: Output,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the form of what a backend returned, [T, Hq, Dv] and float32 [T, Hq], and take it."""
+    require(
+        isinstance(got, tuple) == return_lse,
+        f"return_lse={return_lse} gave a {type(got).__name__}",
+    )
+    value, lse = got if isinstance(got, tuple) else (got, None)
+    require(tuple(value.shape) == shape, f"output {tuple(value.shape)}, expected {shape}")
+    require(value.dtype == dtype, f"output is {value.dtype}, the queries are {dtype}")
+    require(out is None or value is out, "the buffer given as out was not the one returned")
+    if lse is not None:
+        require(tuple(lse.shape) == shape[:2], f"LSE {tuple(lse.shape)}, expected {shape[:2]}")
+        require(lse.dtype == torch.float32, f"the LSE is {lse.dtype}, expected float32")
+    return value, lse
+
+
+def _parts(cache: LayerCache) -> list[Tensor]:
+    return [t for t, _ in cache.parts()]
+
+
+def compare(
+    got: tuple[Tensor, Tensor | None], right: Answer, tokens: int, dtype: torch.dtype, what: str
+) -> Measure:
+    """Compare out and LSE of the first `tokens` tokens with truth and yardstick."""
+    truth, near = right
+    value, lse = got
+    found = [within_budget(what, value[:tokens], truth[0], near[0], dtype)]
+    if lse is not None:
+        found.append(within_budget(f"{what}, LSE", lse[:tokens], truth[1], near[1], torch.float32))
+    return worst(found)
+
+
+def run_case(bench: Bench, case: Case, point: Point) -> Measure:
+    """Run one case, without the LSE and, where the row has it, with it."""
+    inputs, right = prepared(bench, case, point)
+    backend = create(bench, case, inputs, point)
+    dtype, tokens = STORES[point.dtype], inputs.real_tokens
+    got = attend(backend, inputs, given=True)
+    found = [compare(got, right, tokens, dtype, "output")]
+    if bench.row.lse:
+        got = attend(backend, inputs, return_lse=True)
+        found.append(compare(got, right, tokens, dtype, "output with LSE"))
+    return worst(found)
+
+
+@lru_cache(maxsize=128)
+def ragged_inputs(case: RaggedCase, dtype: str) -> tuple[tuple[Tensor, Tensor, Tensor], Answer]:
+    """Draw q, k, v of a ragged case and compute its answers, once per process."""
+    rng = torch.Generator().manual_seed(1)
+    layer = make_layer(case, rng)
+    (hq, hkv), (d, dv) = case.heads, case.dims
+    draws = ((sum(case.query_lens), hq, d), *((sum(case.key_lens), hkv, x) for x in (d, dv)))
+    q, k, v = (torch.randn(shape, generator=rng).to(STORES[dtype]) for shape in draws)
+
+    def solve(exact: torch.dtype, order: int = 0) -> tuple[Tensor, Tensor]:
+        outs, lses, at, base = [], [], 0, 0
+        for n, s in zip(case.query_lens, case.key_lens, strict=True):
+            out, lse = attend_request(
+                q[at : at + n],
+                k[base : base + s],
+                v[base : base + s],
+                dtype=exact,
+                causal=case.causal,
+                scale=layer.scale,
+                window=case.window,
+                logit_cap=case.logit_cap,
+                sinks=layer.sinks,
+                order=order,
+            )
+            outs.append(out)
+            lses.append(lse)
+            at, base = at + n, base + s
+        return torch.cat(outs), torch.cat(lses)
+
+    if case.strided:  # heads apart from each other, as a fused projection leaves them
+        q, k, v = (torch.cat([x, x], -1)[..., : x.shape[-1]] for x in (q, k, v))
+    truth = solve(torch.float64)
+    return (q, k, v), (truth, yardstick(solve, STORES[dtype], truth))
+
+
+def indptr(lens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return cumulative lengths int32 [B + 1]."""
+    return torch.tensor([0, *lens], device=device).cumsum(0).int()
+
+
+def run_ragged(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
+    """Run one ragged case, with the LSE where the row has it."""
+    (q, k, v), right = ragged_inputs(case, dtype)
+    layer = make_layer(case, torch.Generator().manual_seed(1))
+    q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
+    backend = bench.create((layer,), dtype=dtype)
+    shape, found = (q.shape[0], q.shape[1], v.shape[2]), []
+    for return_lse in (False, True) if bench.row.lse else (False,):
+        out = None if return_lse else q.new_full(shape, torch.nan)
+        got = backend.forward_ragged(
+            q,
+            k,
+            v,
+            layer,
+            indptr(case.query_lens, q.device),
+            indptr(case.key_lens, q.device),
+            max(case.query_lens),
+            max(case.key_lens),
+            causal=case.causal,
+            out=out,
+            return_lse=return_lse,
+        )
+        form = returned(got, shape, q.dtype, out=out, return_lse=return_lse)
+        found.append(compare(form, right, q.shape[0], q.dtype, "ragged output"))
+    return worst(found)

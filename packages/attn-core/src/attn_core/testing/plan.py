@@ -1,0 +1,116 @@
+"""Which row of a backend answers each check, or why none does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attn_core.capabilities import (
+    BackendSpec,
+    Capabilities,
+    Device,
+    Kind,
+    LayerNeeds,
+    Phase,
+    Requirements,
+)
+from attn_core.errors import BackendNotImplementedError, UnsupportedError
+from attn_core.libraries import Libraries
+from attn_core.testing.checks import Check, templates
+from attn_core.unmet import unmet
+
+KINDS: tuple[Kind, ...] = ("mha", "mla")  # what the suite has cases for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A check and the row that it is put to, or the reason why no row has it."""
+
+    check: Check
+    kind: Kind
+    row: Capabilities | None
+    reason: str = ""
+
+
+def usable_rows(
+    spec: BackendSpec, kind: Kind, device: Device, libraries: Libraries
+) -> tuple[Capabilities, ...]:
+    """Return the rows of a kind that can run here, none where it has no such rows.
+
+    Raises UnsupportedError with the reason where it has rows and none of them runs here.
+    """
+    rows, reasons = [], []
+    for row in (r for r in spec.capabilities if r.kind == kind):
+        gaps = unmet(row, Requirements(layers=()), device, libraries, Phase.PREFILL)
+        reasons.append("; ".join(str(g) for g in gaps if g.need in _HERE))
+        if not reasons[-1]:
+            rows.append(row)
+    if reasons and not rows:
+        why = min(reasons, key=len)
+        raise UnsupportedError(f"{spec.name} ({kind}) cannot run here: {why}")
+    return tuple(rows)
+
+
+_HERE = frozenset({"device", "runtime", "library"})
+
+
+def plan(
+    spec: BackendSpec,
+    device: Device,
+    libraries: Libraries,
+    *,
+    kinds: tuple[Kind, ...] = KINDS,
+    passes: int = 200,
+    reduced: bool = False,
+) -> list[Planned]:
+    """List every check of these kinds, each with the first row that declares what it needs.
+
+    passes: of each random session. reduced: every feature in one place only, the base page and
+    the finest dtype. Raises BackendNotImplementedError for a backend that is only declared,
+    UnsupportedError where the suite has no cases for it or it cannot run on `device`.
+    """
+    if not spec.implemented:
+        raise BackendNotImplementedError(
+            f"{spec.name} is declared but not implemented in 0.1, so there is nothing to check"
+        )
+    found: dict[tuple[Kind, str], Planned] = {}
+    for kind in kinds:
+        rows = usable_rows(spec, kind, device, libraries)
+        for template in templates(kind, rows, passes=passes, reduced=reduced) if rows else ():
+            options = []
+            for row in rows:
+                check = template(row)
+                lacks = _lacks(row, check, device, libraries)
+                wrong_phase = not row.phases & set(check.phases)  # its gap explains nothing
+                options.append((wrong_phase, len(lacks), check, row, "; ".join(lacks)))
+            _, missing, check, row, reason = min(options, key=lambda o: o[:2])
+            taken = None if missing else row
+            # two cases may turn into one on a row that takes a single shape
+            found.setdefault(
+                (kind, check.id), Planned(check=check, kind=kind, row=taken, reason=reason)
+            )
+    if not found:
+        has = sorted({r.kind for r in spec.capabilities})
+        raise UnsupportedError(
+            f"{spec.name} has rows of kind {', '.join(has)}; the suite has cases for "
+            f"{', '.join(kinds)}"
+        )
+    return list(found.values())
+
+
+def _lacks(
+    row: Capabilities, check: Check, device: Device, libraries: Libraries
+) -> tuple[str, ...]:
+    """Say what a row lacks for a check, in the fewest words over its phases."""
+    needs = check.needs
+    if row.beside_linear:
+        needs = replace(needs, layers=(*needs.layers, LayerNeeds(kind="gdn")))
+    drafts = needs.speculation is not None
+    per_phase = [
+        tuple(map(str, unmet(row, needs, device, libraries, phase, speculates=drafts)))
+        for phase in check.phases
+    ]
+    lacks = max(per_phase, key=len) if check.every else min(per_phase, key=len)
+    if check.layout is not None and check.layout not in row.layouts:
+        lacks = (*lacks, f"layout {check.layout} (supports {', '.join(sorted(row.layouts))})")
+    flaw = check.flaw(row)
+    return lacks if flaw is None else (*lacks, flaw)

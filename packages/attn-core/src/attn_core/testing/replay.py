@@ -1,0 +1,140 @@
+"""CUDA graphs: a pass is captured once and replayed with other requests in the same buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_core.backend import AttentionBackend, Metadata
+from attn_core.forward import DECODE_MODES, ForwardBatch, SpecInfo
+from attn_core.kv_cache import STORES
+from attn_core.testing.bench import Bench
+from attn_core.testing.budget import Measure, worst
+from attn_core.testing.cases import Case
+from attn_core.testing.inputs import Answer, Inputs, Point, mapped, without_host_lengths
+from attn_core.testing.passes import compare, create, prepared, returned
+
+Rows = Sequence[int | None]  # which request of the case sits in each row, None is padding
+
+
+def replayed(bench: Bench, case: Case, point: Point) -> Measure:
+    """Capture with padding alone, then replay all requests, in another order, and fewer of them.
+
+    On a CUDA device the call is captured in a graph; elsewhere it is made again, with the metadata
+    and the tensors of the capture, which shows the same mistakes.
+    """
+    inputs, right = prepared(bench, case, point)
+    backend = create(bench, case, inputs, point)
+    fill, n = max(backend.get_cuda_graph_seq_len_fill_value(), case.drafts), case.drafts or 1
+    rows = list(range(len(case.seq_lens)))
+    none: Rows = [None] * len(rows)
+    static = mapped(_arranged(inputs, case, point, none, fill), torch.Tensor.clone)
+    static = dataclasses.replace(static, batch=_bounded(static.batch, point.page_size))
+    backend.init_cuda_graph_state(len(rows), static.batch.num_tokens)
+    metadata = backend.init_forward_metadata_capture_cuda_graph(static.batch)
+    shape = (len(rows) * n, static.layer.num_q_heads, static.layer.v_head_dim)
+    out = static.q.new_full(shape, torch.nan)
+    again = _captured(backend, static, metadata, out)
+    measures = []
+    for order in (rows, rows[::-1], [*rows[1:], None], rows):
+        fresh = _arranged(inputs, case, point, order, fill)
+        for mine, new in ((static.q, fresh.q), (static.k, fresh.k), (static.v, fresh.v)):
+            if mine is not None and new is not None:
+                mine.copy_(new)
+        batch = _overwritten(static.batch, fresh.batch)
+        backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
+        out.fill_(torch.nan)
+        again()
+        real = _tokens([r for r in order if r is not None], n)
+        truth, near = ((o[real], lse[real]) for o, lse in right)
+        answer: Answer = (truth, near)
+        got = (out, None)
+        measures.append(compare(got, answer, len(real), STORES[point.dtype], "replayed output"))
+    return worst(measures)
+
+
+def _tokens(requests: Sequence[int], n: int) -> Tensor:
+    return torch.tensor([r * n + i for r in requests for i in range(n)], dtype=torch.int64)
+
+
+def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) -> Inputs:
+    """Return the pass with its requests in another order, padded rows at the end or alone."""
+    real, n = [r for r in order if r is not None], case.drafts or 1
+    old, device = inputs.batch.views["full"], inputs.q.device
+    table = torch.zeros_like(old.page_table)
+    table[: len(real)] = old.page_table[real]
+    spec = inputs.batch.spec
+    if spec is not None and spec.tree_mask is not None:
+        mask = spec.tree_mask[[*real, *[0] * (len(order) - len(real))]]
+        spec = SpecInfo(topk=spec.topk, num_draft_tokens=n, tree_mask=mask)
+    batch = ForwardBatch.build(
+        case.mode,
+        query_lens=[n] * len(order),
+        seq_lens=[*(case.seq_lens[r] for r in real), *[fill] * (len(order) - len(real))],
+        page_table=table,
+        page_size=point.page_size,
+        spec=spec,
+    )
+    tokens = _tokens(real, n).to(device)
+
+    def pick(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        new = torch.zeros_like(x)
+        new[: len(tokens)] = x[tokens]
+        return new
+
+    q = inputs.q.new_zeros(inputs.q.shape)
+    q[: len(tokens)] = inputs.q[tokens]
+    return dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
+
+
+def _bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
+    """Return the batch as it is captured: lengths are on the device and bounded by the table."""
+    view = batch.views["full"]
+    view = dataclasses.replace(view, max_seq_len=view.page_table.shape[1] * page_size)
+    return without_host_lengths(dataclasses.replace(batch, views={"full": view}))
+
+
+def _overwritten(static: Any, new: Any) -> Any:
+    """Copy every tensor of `new` into its place in `static`; return `new` with those tensors."""
+    if isinstance(new, Tensor):
+        return static.copy_(new)
+    if isinstance(new, dict):
+        return {k: _overwritten(static[k], x) for k, x in new.items()}
+    if dataclasses.is_dataclass(new) and not isinstance(new, type):
+        names = [f.name for f in dataclasses.fields(new)]
+        fields = {x: _overwritten(getattr(static, x), getattr(new, x)) for x in names}
+        return dataclasses.replace(new, **fields)
+    return new
+
+
+def _captured(
+    backend: AttentionBackend, static: Inputs, metadata: Metadata, out: Tensor
+) -> Callable[[], object]:
+    decodes = static.batch.forward_mode in DECODE_MODES
+    run = backend.forward_decode if decodes else backend.forward_extend
+
+    def call() -> None:
+        got = run(
+            static.q, static.k, static.v, static.layer, static.cache, static.batch, metadata,
+            out=out,
+        )  # fmt: skip
+        returned(got, tuple(out.shape), out.dtype, out=out, return_lse=False)  # type: ignore[arg-type]  # three dims
+
+    if out.device.type != "cuda":
+        return call
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what a kernel allocates or compiles on its first call
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

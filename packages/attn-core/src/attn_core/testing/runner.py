@@ -1,0 +1,158 @@
+"""Run the checks of a backend and sum them up per cell of the support matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from attn_core.capabilities import BackendSpec, Capabilities, Device, Kind, Phase
+from attn_core.errors import AttnError
+from attn_core.libraries import Libraries
+from attn_core.matrix import CELLS
+from attn_core.testing.bench import Bench
+from attn_core.testing.budget import CheckFailed, Measure
+from attn_core.testing.plan import Planned, usable_rows
+
+Status = Literal["passed", "failed", "skipped"]
+
+# How torch names the devices that the rows name otherwise.
+_TORCH_TYPES = {"rocm": "cuda"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a check; `detail` is why it failed or was skipped."""
+
+    planned: Planned
+    status: Status
+    measure: Measure = field(default_factory=Measure)
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellReport:
+    """One cell of the matrix: checks run and failed, the worst error beside its budget.
+
+    skipped: reason → number of checks. problem: why the declaration of this cell is not proved,
+    "" where it is, or where nothing is declared.
+    """
+
+    declared: bool
+    cases: int
+    failed: int
+    worst: float
+    budget: float
+    skipped: Mapping[str, int]
+    problem: str = ""
+
+
+def torch_device(device: Device) -> torch.device:
+    """Return the torch device of a Device. Raises RuntimeError, torch's, for an unknown type."""
+    return torch.device(_TORCH_TYPES.get(device.type, device.type))
+
+
+def run_check(planned: Planned, spec: BackendSpec, on: torch.device) -> Measure:
+    """Put one check to its row. Raises CheckFailed with the row's fault in words.
+
+    An error of the backend itself is a fault too: what a row declares, it must not refuse.
+    """
+    if planned.row is None:
+        raise ValueError(f"{planned.check.id} has no row: {planned.reason}")
+    bench = Bench(spec=spec, row=planned.row, torch_device=on)
+    try:
+        with torch.no_grad():
+            return planned.check.run(bench)
+    except CheckFailed as failure:
+        raise CheckFailed(f"{planned.check.id}: {failure}") from failure
+    except Exception as error:  # foreign code: whatever it raises is the finding
+        kind = "refused" if isinstance(error, AttnError) else type(error).__name__
+        raise CheckFailed(f"{planned.check.id}: declared, but {kind}: {error}") from error
+
+
+def run_all(
+    checks: Sequence[Planned],
+    spec: BackendSpec,
+    on: torch.device,
+    step: Callable[[Planned], None] = lambda planned: None,
+) -> list[Outcome]:
+    """Run every check that has a row; `step` is called before each."""
+    outcomes = []
+    for planned in checks:
+        step(planned)
+        if planned.row is None:
+            outcomes.append(Outcome(planned=planned, status="skipped", detail=planned.reason))
+            continue
+        try:
+            measure = run_check(planned, spec, on)
+        except CheckFailed as failure:
+            outcomes.append(Outcome(planned=planned, status="failed", detail=str(failure)))
+        else:
+            outcomes.append(Outcome(planned=planned, status="passed", measure=measure))
+    return outcomes
+
+
+def report(
+    outcomes: Sequence[Outcome], spec: BackendSpec, device: Device, libraries: Libraries
+) -> dict[Kind, dict[str, CellReport]]:
+    """Sum outcomes up per kind and cell; a declared cell that nothing proved is a problem."""
+    kinds = dict.fromkeys(o.planned.kind for o in outcomes)
+    return {
+        kind: _cells([o for o in outcomes if o.planned.kind == kind],
+                     kind, usable_rows(spec, kind, device, libraries))
+        for kind in kinds
+    }  # fmt: skip
+
+
+def _cells(
+    outcomes: Sequence[Outcome], kind: Kind, rows: Sequence[Capabilities]
+) -> dict[str, CellReport]:
+    serving = [r for r in rows if r.phases != {Phase.ENCODE}]
+    declares = {name: any(has(r) for r in rows) for name, has in CELLS[kind].items()}
+    found = {}
+    for cell, declared in {"page_sizes": bool(serving), **declares}.items():
+        mine = [o for o in outcomes if cell in o.planned.check.cells]
+        ran = [o for o in mine if o.status != "skipped"]
+        failed = [o for o in ran if o.status == "failed"]
+        worst = max((o.measure for o in ran), key=lambda m: m.ratio, default=Measure())
+        skipped: dict[str, int] = {}
+        for o in mine:
+            if o.status == "skipped":
+                skipped[o.detail] = skipped.get(o.detail, 0) + 1
+        problem = failed[0].detail if failed else ""
+        if declared and not ran:
+            problem = "declared, but no check could be run: " + "; ".join(skipped or ["no case"])
+        found[cell] = CellReport(
+            declared=declared,
+            cases=len(ran),
+            failed=len(failed),
+            worst=worst.error,
+            budget=worst.budget,
+            skipped=skipped,
+            problem=problem,
+        )
+    return found
+
+
+def summary(
+    outcomes: Sequence[Outcome], cells: Mapping[Kind, Mapping[str, CellReport]]
+) -> dict[str, Any]:
+    """Return plain data for JSON: the cells and every failure in words."""
+    return {
+        "passed": sum(o.status == "passed" for o in outcomes),
+        "failures": [o.detail for o in outcomes if o.status == "failed"],
+        "skipped": sum(o.status == "skipped" for o in outcomes),
+        "kinds": {k: {c: vars(r) for c, r in found.items()} for k, found in cells.items()},
+    }
+
+
+def problems(cells: Mapping[Kind, Mapping[str, CellReport]]) -> list[str]:
+    """List the declared cells that are not proved, with the reason."""
+    return [
+        f"{kind}, {cell}: {r.problem}"
+        for kind, found in cells.items()
+        for cell, r in found.items()
+        if r.problem
+    ]

@@ -1,0 +1,298 @@
+"""A small server for the random session: pages, requests, and a record of what each cache holds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_core.allocator import PageAllocator
+from attn_core.capabilities import PLAIN_DTYPES
+from attn_core.dispatcher import HybridDispatcher
+from attn_core.errors import OutOfPagesError
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.kv_cache import STORES, KVPool, copy_slots, write_kv
+from attn_core.page_table import pad_page_table, reusable_prefix
+from attn_core.testing.bench import Bench
+from attn_core.testing.cases import Case, Parents
+from attn_core.testing.inputs import Point, make_layer, to_device
+from attn_core.testing.oracle import tree_mask
+from attn_core.testing.pools import poison, raw
+from attn_core.testing.requests import Request, Step
+
+WINDOW = 21
+
+
+class Server:
+    """Requests over one poisoned pool, and a dispatcher whose every role is the same backend."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        case: Case,
+        point: Point,
+        *,
+        drafts: int,
+        max_bs: int,
+        longest: int,
+        rng: random.Random,
+    ) -> None:
+        row, size = bench.row, point.page_size
+        self._bench, self._case, self._point, self._drafts = bench, case, point, drafts
+        self._rng, self._torch_rng = rng, torch.Generator().manual_seed(rng.randrange(1 << 30))
+        self._store = point.dtype if case.kv_dtype == "auto" else case.kv_dtype
+        self.layers = to_device(_layers(bench, case, self._torch_rng), bench.torch_device)
+        views = sorted({x.view for x in self.layers})
+        pages = max(12, 640 // size)
+        self._allocators = {view: PageAllocator(pages, size) for view in views}
+        # small scales saturate the tails of what is written
+        self._scales = (1.0, 1.0) if self._store in PLAIN_DTYPES else (0.006, 0.005)
+        pool = KVPool(
+            self.layers,
+            num_pages=dict.fromkeys(views, pages),
+            page_size=size,
+            kv_cache_dtype=self._store,
+            device=bench.torch_device,
+            kind="mla" if case.kind == "mla" else "mha",
+            layout="HND" if point.layout == "HND" else "NHD",
+            scales={x.layer_id: self._scales for x in self.layers},
+        )
+        self._caches = [pool.layer(x.layer_id) for x in self.layers]
+        for view in views:
+            self._poison(view, range(1, pages), large=bench.row.finite_tail)
+            # the dummy holds what padded rows wrote, and stands for pages behind a window
+            self._poison(view, (0,), large=True)
+        backend = bench.create(
+            self.layers,
+            dtype=point.dtype,
+            page_size=size,
+            kv_dtype=self._store,
+            max_bs=max_bs,
+            max_num_tokens=max_bs * 64,
+            max_seq_len=longest,
+            topk=2 if row.max_topk > 1 else row.max_topk,
+            num_draft_tokens=drafts if row.max_topk else 0,
+        )
+        routes = dict.fromkeys(("prefill", "decode", "verify", "draft"), backend)
+        self.dispatcher = HybridDispatcher(routes, pool)  # type: ignore[arg-type]  # its keys are roles
+        self.requests: list[Request] = []
+        self._numbers = itertools.count()
+
+    # requests
+
+    def begin(self) -> Request:
+        """Take in a request, on the shared prefix of another where that can be."""
+        new = self._request([], [])
+        self.requests.append(new)
+        sources = [r for r in self.requests if r.length]
+        if sources and self._rng.random() < 0.5:
+            source = self._rng.choice(sources)
+            self._share(new, source, self._rng.randint(1, source.length))
+        return new
+
+    def fork(self, request: Request) -> Request | None:
+        """Branch a request: whole pages are shared, the partial last page is copied.
+
+        Returns None where pages that a branch would share were given back, or none is free.
+        """
+        new = self._request([], [])
+        whole = self._share(new, request, request.length)
+        if whole is None:
+            return None
+        for view, allocator in self._allocators.items():
+            try:
+                allocator.grow(new.key, request.length)
+            except OutOfPagesError:
+                self.release(new)
+                return None
+            tail = range(whole, request.length)
+            src, dst = (self._slots(view, r, tail) for r in (request, new))
+            for layer, cache in zip(self.layers, self._caches, strict=True):
+                if layer.view == view:
+                    copy_slots(cache, src, dst)
+        new.keys, new.values = list(request.keys), list(request.values)
+        return new
+
+    def release(self, request: Request) -> None:
+        """End a request; what it alone held becomes poison."""
+        if request in self.requests:
+            self.requests.remove(request)
+        for view, allocator in self._allocators.items():
+            if request.key in allocator:
+                held = allocator.pages(request.key)
+                allocator.release(request.key)
+                self._poison_free(view, held)
+
+    def forget_window(self, request: Request) -> None:
+        """Give back the pages that no later token sees."""
+        allocator = self._allocators.get("window")
+        if allocator is not None and request.key in allocator:
+            held = allocator.pages(request.key)
+            allocator.release_before(request.key, request.length - WINDOW + 1)
+            self._poison_free("window", held)
+
+    def keep(self, request: Request, drafts: int, path: Sequence[int]) -> None:
+        """Keep the drafts on an accepted path, moved together behind the prefix."""
+        prefix = request.length - drafts
+        kept = [*range(prefix), *(prefix + i for i in path)]
+        for view in self._allocators:
+            src = self._slots(view, request, [prefix + i for i in path])
+            dst = self._slots(view, request, range(prefix, prefix + len(path)))
+            for layer, cache in zip(self.layers, self._caches, strict=True):
+                if layer.view == view:
+                    copy_slots(cache, src, dst)
+        request.keys = [x[kept] for x in request.keys]
+        request.values = [x[kept] for x in request.values]
+
+    # passes
+
+    def prepare(
+        self,
+        mode: ForwardMode,
+        requests: Sequence[Request],
+        news: Sequence[int],
+        *,
+        trees: Sequence[Parents] | None,
+        padding: int,
+    ) -> Step:
+        """Give each request room and draw its new tokens. Raises OutOfPagesError."""
+        for request, n in zip(requests, news, strict=True):
+            for allocator in self._allocators.values():
+                allocator.grow(request.key, request.length + n)
+        extra = self._drafts if mode is ForwardMode.TARGET_VERIFY else 1
+        query_lens = [*news, *[extra] * padding]
+        lens = [r.length + n for r, n in zip(requests, news, strict=True)]
+        seq_lens = [*lens, *[extra] * padding]
+        spec = None
+        if mode is ForwardMode.TARGET_VERIFY:
+            masks = [tree_mask(t) for t in (*trees, *[trees[0]] * padding)] if trees else None
+            spec = SpecInfo(
+                topk=2 if trees else 1,
+                num_draft_tokens=extra,
+                tree_mask=torch.stack(masks).to(self._bench.torch_device) if masks else None,
+            )
+        size, device = self._point.page_size, self._bench.torch_device
+        latent = self._case.kind == "mla"
+        width = max((-(-s // size) for s in seq_lens), default=1)
+        tables = {
+            view: pad_page_table(
+                [*(allocator.pages(r.key) for r in requests), *[[0]] * padding],
+                width=width + self._rng.randint(0, 2),
+                device=device,
+            )
+            for view, allocator in self._allocators.items()
+        }
+        windows = {
+            view: CacheView.build(
+                page_table=table, page_size=size, seq_lens=seq_lens, new_lens=query_lens
+            )
+            for view, table in tables.items()
+            if view != "full"
+        }
+        batch = ForwardBatch.build(
+            mode,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            page_table=tables["full"],
+            page_size=size,
+            spec=spec,
+            views=windows,
+        )
+        return Step(
+            requests=tuple(requests),
+            news=tuple(news),
+            trees=tuple(trees) if trees else None,
+            batch=batch,
+            q=[self._draw(batch, x.num_q_heads, x.head_dim) for x in self.layers],
+            k=[self._draw(batch, x.num_kv_heads, x.head_dim) for x in self.layers],
+            v=[
+                None if latent else self._draw(batch, x.num_kv_heads, x.v_head_dim)
+                for x in self.layers
+            ],
+        )
+
+    def write(self, step: Step, index: int) -> None:
+        """Write a layer's new tokens, as another backend's pass would have done."""
+        view = step.batch.views[self.layers[index].view]
+        write_kv(self._caches[index], step.k[index], step.v[index], view.out_cache_loc)
+
+    def record(self, step: Step, index: int) -> None:
+        """Note what the cache of a layer must hold now."""
+        layer, at = self.layers[index], 0
+        k, v = step.k[index].cpu(), step.v[index]
+        for request, n in zip(step.requests, step.news, strict=True):
+            new = self._rounded(k[at : at + n], self._scales[0])
+            request.keys[index] = torch.cat([request.keys[index], new])
+            if v is None:
+                request.values[index] = request.keys[index][..., : layer.v_head_dim]
+            else:
+                new = self._rounded(v[at : at + n].cpu(), self._scales[1])
+                request.values[index] = torch.cat([request.values[index], new])
+            at += n
+
+    # details
+
+    def _request(self, keys: list[Tensor], values: list[Tensor]) -> Request:
+        for x in self.layers:
+            keys.append(torch.zeros(0, x.num_kv_heads, x.head_dim, dtype=torch.float64))
+            values.append(torch.zeros(0, x.num_kv_heads, x.v_head_dim, dtype=torch.float64))
+        return Request(next(self._numbers), keys, values)
+
+    def _share(self, new: Request, source: Request, tokens: int) -> int | None:
+        whole = reusable_prefix(tokens, self._point.page_size)
+        pages = whole // self._point.page_size
+        if any(0 in a.pages(source.key)[:pages] for a in self._allocators.values()):
+            return None
+        for allocator in self._allocators.values():
+            allocator.share(new.key, source.key, tokens)
+        new.keys = [x[:whole] for x in source.keys]
+        new.values = [x[:whole] for x in source.values]
+        return whole
+
+    def _slots(self, view: str, request: Request, tokens: Sequence[int]) -> Tensor:
+        size, pages = self._point.page_size, self._allocators[view].pages(request.key)
+        slots = [pages[t // size] * size + t % size for t in tokens]
+        return torch.tensor(slots, dtype=torch.int64, device=self._bench.torch_device)
+
+    def _draw(self, batch: ForwardBatch, heads: int, dim: int) -> Tensor:
+        x = torch.randn(batch.num_tokens, heads, dim, generator=self._torch_rng)
+        return x.to(STORES[self._point.dtype]).to(self._bench.torch_device)
+
+    def _rounded(self, x: Tensor, scale: float) -> Tensor:
+        """What the store makes of new tokens: FP8 saturates."""
+        dtype = STORES[self._store]
+        if self._store in PLAIN_DTYPES:
+            return x.to(dtype).double()
+        top = torch.finfo(dtype).max
+        return (x.float() / scale).clamp(-top, top).to(dtype).double() * scale
+
+    def _poison_free(self, view: str, pages: Sequence[int]) -> None:
+        allocator = self._allocators[view]
+        held = {p for r in self.requests if r.key in allocator for p in allocator.pages(r.key)}
+        free = [p for p in pages if p and p not in held]
+        self._poison(view, free, large=self._bench.row.finite_tail)
+
+    def _poison(self, view: str, pages: Sequence[int], *, large: bool) -> None:
+        where = torch.tensor(list(pages), dtype=torch.int64, device=self._bench.torch_device)
+        bad = raw(poison(self._store, (1,), large=large)).item()
+        for layer, cache in zip(self.layers, self._caches, strict=True):
+            if layer.view == view:
+                for t, _ in cache.parts():
+                    raw(t).index_fill_(0, where, bad)
+
+
+def _layers(bench: Bench, case: Case, rng: torch.Generator) -> tuple[AttentionLayer, ...]:
+    row = bench.row
+    rich = replace(
+        case,
+        window=WINDOW if row.sliding_window else None,
+        sinks=row.sinks,
+        logit_cap=8.0 if row.logit_cap else None,
+    )
+    first, second = make_layer(case, rng), make_layer(rich, rng)
+    view = "window" if row.sliding_window else "full"
+    return first, replace(second, layer_id=1, view=view)

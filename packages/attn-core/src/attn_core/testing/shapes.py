@@ -1,0 +1,136 @@
+"""Head counts, head dims and pages that a backend's rows declare, and cases of those shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from attn_core.capabilities import Capabilities, Kind
+from attn_core.forward import ForwardMode
+from attn_core.page_size import takes_page
+from attn_core.testing.cases import FINEST_FIRST, Case, RaggedCase
+from attn_core.testing.inputs import Point
+from attn_core.testing.pools import ORDERS
+
+C = TypeVar("C", Case, RaggedCase)
+
+# What is asked where a row takes any value.
+_DIMS = (13, 80, 256)
+_PAIRS = ((192, 128), (32, 96))
+_HEADS = ((3, 3), (8, 1), (14, 2), (6, 2))
+_PAGES = (1, 16, 64)
+
+
+def adapted(case: C, row: Capabilities) -> C:
+    """Give a case heads and dims that the row takes, where the case is not about them."""
+    return replace(case, heads=_heads(case, row), dims=_dims(case, row))
+
+
+def _heads(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
+    hq, hkv = case.heads
+
+    def fits(q: int, kv: int) -> bool:
+        right = not row.group_sizes or q // kv in row.group_sizes
+        return q % kv == 0 and right and (not row.q_heads or q in row.q_heads)
+
+    if "heads" in case.fixed or fits(hq, hkv):
+        return hq, hkv
+    # one KV head stays one (MLA), equal counts stay equal (vision)
+    groups = sorted(row.group_sizes) or [hq // hkv, 2, 1, 4, 8]
+    for q in sorted(row.q_heads) or [2 * groups[0]]:
+        for kv in [1] if hkv == 1 else [q] if hq == hkv else [q // g for g in groups if q % g == 0]:
+            if fits(q, kv):
+                return q, kv
+    return hq, hkv
+
+
+def _dims(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
+    d, dv = case.dims
+    if "dims" in case.fixed or case.kind == "mla":  # 576/512, and 192/128 without a cache
+        return d, dv
+    if not row.head_dims or d in row.head_dims:
+        return d, dv
+    able = sorted(row.head_dims)
+    nearest = next((x for x in able if x >= d), able[-1])
+    return nearest, nearest
+
+
+def shape_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[Case]:
+    """Yield a prefill and a decode per head dim, pair of dims and number of heads of the rows.
+
+    Every declared value is asked; where a row takes any, a few odd ones are.
+    """
+    latent = kind == "mla"
+    pairs = {(d, d) for r in rows for d in r.head_dims}
+    if any(not r.head_dims for r in rows):
+        pairs |= {(d, d) for d in _DIMS}
+    for r in rows:
+        pairs |= set(_PAIRS) if r.head_dim_pairs == "any" else set(r.head_dim_pairs)
+    for dims in () if latent else sorted(pairs):
+        name = "-".join(map(str, dims if dims[0] != dims[1] else dims[:1]))
+        yield from _both(f"dim-{name}", Case, dims=dims, fixed=frozenset({"dims"}))
+    heads = {(q, q // g) for r in rows for q in r.q_heads for g in r.group_sizes if q % g == 0}
+    heads |= {(g * kv, kv) for r in rows if not r.q_heads for g in r.group_sizes for kv in (1, 2)}
+    heads |= {(q, 1) for r in rows if not r.group_sizes for q in r.q_heads}
+    if any(not r.q_heads and not r.group_sizes for r in rows):
+        heads |= set(_HEADS)
+    shape = {"kind": kind, "dims": (576, 512) if latent else (64, 64)}
+    for hq, hkv in sorted({(q, 1 if latent else kv) for q, kv in heads}):
+        yield from _both(
+            f"heads-{hq}-{hkv}", Case, heads=(hq, hkv), fixed=frozenset({"heads"}), **shape
+        )
+
+
+def page_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[tuple[Case, int]]:
+    """Yield, per page size p, a prefill and a decode of lengths p - 1, p, p + 1 and 2 · p."""
+    shape = {"kind": "mla", "heads": (4, 1), "dims": (576, 512)} if kind == "mla" else {}
+    for p in page_sizes(rows):
+        lens = tuple(n for n in (p - 1, p, p + 1, 2 * p) if n)
+        edges = Case(feature="page-edges", query_lens=(1,) * len(lens), seq_lens=lens)
+        edges = replace(edges, **shape)  # type: ignore[arg-type]  # names and types are Case's
+        news = tuple(max(1, n - p // 2) for n in lens)
+        yield replace(edges, feature="page-edges-prefill", query_lens=news), p
+        yield replace(edges, feature="page-edges-decode", mode=ForwardMode.DECODE), p
+
+
+def _both(name: str, make: type[Case], **shape: object) -> Iterator[Case]:
+    base = make(feature=name, query_lens=(18, 1), seq_lens=(33, 17), sweep=False)
+    base = replace(base, **shape)  # type: ignore[arg-type]  # names and types are Case's
+    yield base
+    yield replace(base, feature=f"{name}-decode", query_lens=(1, 1), mode=ForwardMode.DECODE)
+
+
+def page_sizes(rows: Sequence[Capabilities]) -> list[int]:
+    """List the pages to ask for: every declared one, a multiple, and some where any will do."""
+    found = {p for r in rows for p in r.page_sizes}
+    found |= {2 * max(r.page_sizes) for r in rows if r.page_sizes}
+    if any(not r.page_sizes for r in rows):
+        found |= set(_PAGES)
+    return [p for p in sorted(found) if any(takes_page(r, p) for r in rows)]
+
+
+def dtypes(rows: Sequence[Capabilities]) -> list[str]:
+    """List the dtypes that some row takes, the finest first."""
+    return [d for d in FINEST_FIRST if any(d in r.dtypes for r in rows)]
+
+
+def base_point(rows: Sequence[Capabilities]) -> Point:
+    """Return where a case runs when it runs once: the coarsest dtype, pages of 16 if possible."""
+    pages, layouts = page_sizes(rows), {x for r in rows for x in r.layouts}
+    return Point(
+        dtype=dtypes(rows)[-1],
+        page_size=16 if 16 in pages else pages[len(pages) // 2],
+        layout="NHD" if "NHD" in layouts else min(layouts),
+    )
+
+
+def points(case: Case, rows: Sequence[Capabilities]) -> list[Point]:
+    """List where a case runs: dtypes on the base page; with `sweep` all pages, orders, layouts."""
+    base, able = base_point(rows), dtypes(rows)
+    found = [replace(base, dtype=d) for d in (able if case.all_dtypes else (able[0], able[-1]))]
+    if case.sweep:
+        found += [replace(base, page_size=p) for p in page_sizes(rows)]
+        found += [replace(base, order=o) for o in ORDERS]
+        found += [replace(base, layout=x) for x in sorted({x for r in rows for x in r.layouts})]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,426 @@
+"""Faults: each class is the reference with one mistake in it, of the kind that kernels have had."""
+
+import math
+from dataclasses import replace
+
+import torch
+from attn_core.testing.inputs import mapped
+from reference import Reference
+
+
+class WindowOneTooWide(Reference):
+    def in_window(self, key, query, window):
+        return key >= query - window
+
+
+class WindowOneTooNarrow(Reference):
+    def in_window(self, key, query, window):
+        return key > query - window + 1
+
+
+class WindowIgnored(Reference):
+    def in_window(self, key, query, window):
+        return key >= 0
+
+
+class WindowByDraftIndex(Reference):
+    """The position of a draft is its index, not its depth."""
+
+    def depth(self, tree):
+        return torch.arange(tree.shape[0], device=tree.device)
+
+
+class WindowFromChunkStart(Reference):
+    """Windows count from the first new token of the pass."""
+
+    def position(self, position, rows):
+        return position - int(rows.queries > 1)
+
+
+class ScaleOnePercentOff(Reference):
+    def scale(self, layer):
+        return layer.scale * 1.01
+
+
+class ScaleOfHeadDim(Reference):
+    """The layer's own scale is ignored."""
+
+    def scale(self, layer):
+        return layer.head_dim**-0.5
+
+
+class LseBaseTwo(Reference):
+    def natural(self, lse):
+        return lse / math.log(2)
+
+
+class LseWithoutSink(Reference):
+    def with_sinks(self, out, lse, layer):
+        return super().with_sinks(out, lse, layer)[0], lse
+
+
+class LseRounded(Reference):
+    def natural(self, lse):
+        return lse.to(torch.bfloat16).float()
+
+
+class LseOfNothingIsZero(Reference):
+    def natural(self, lse):
+        return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+class OnePageTooFar(Reference):
+    def rows(self, batch, view):
+        size, found = self.config.page_size, super().rows(batch, view)
+        return [replace(r, length=min(r.length + size, r.table.numel() * size)) for r in found]
+
+
+class LastPageWhole(Reference):
+    """The length of the last page is ignored."""
+
+    def rows(self, batch, view):
+        size = self.config.page_size
+        return [replace(r, length=-(-r.length // size) * size) for r in super().rows(batch, view)]
+
+
+class OneKeyShort(Reference):
+    def rows(self, batch, view):
+        return [replace(r, length=max(r.length - 1, r.queries)) for r in super().rows(batch, view)]
+
+
+class LengthOfTheLongest(Reference):
+    def rows(self, batch, view):
+        found = super().rows(batch, view)
+        return [replace(r, length=max(x.length for x in found)) for r in found]
+
+
+class PagesInOrderOfTheirIds(Reference):
+    def rows(self, batch, view):
+        size = self.config.page_size
+        return [
+            replace(r, table=r.table[: -(-r.length // size)].sort().values)
+            for r in super().rows(batch, view)
+        ]
+
+
+class SlotForPage(Reference):
+    """Table entries are taken for token slots."""
+
+    def slots(self, rows, page_size):
+        position = torch.arange(rows.length, device=rows.table.device)
+        return rows.table[position // page_size].long() + position % page_size
+
+
+class PageSizeOf16(Reference):
+    def slots(self, rows, page_size):
+        position = torch.arange(rows.length, device=rows.table.device)
+        index = (position // 16).clamp(max=rows.table.numel() - 1)
+        return rows.table[index].long() * page_size + position % 16 % page_size
+
+
+class TableRowOfTheNext(Reference):
+    def rows(self, batch, view):
+        found = super().rows(batch, view)
+        return [replace(r, table=found[(r.index + 1) % len(found)].table) for r in found]
+
+
+class TailReadAndMasked(Reference):
+    """Keys past the end weigh nothing, but their values are read: 0 · NaN."""
+
+    def read(self, cache, rows, layer):
+        size = cache.page_size
+        return super().read(cache, replace(rows, length=-(-rows.length // size) * size), layer)
+
+    def visible(self, layer, rows, n, s, device):
+        seen = super().visible(layer, rows, n, rows.length, device)
+        return torch.nn.functional.pad(seen, (0, s - rows.length))
+
+
+class CausalTopLeft(Reference):
+    def last_key(self, query, n, s):
+        return query
+
+
+class CausalWithoutItself(Reference):
+    def last_key(self, query, n, s):
+        return (query + s - n - 1).clamp(min=0)
+
+
+class CausalIgnored(Reference):
+    def last_key(self, query, n, s):
+        return query * 0 + s
+
+
+class PrefixIgnored(Reference):
+    def visible(self, layer, rows, n, s, device):
+        seen = super().visible(layer, rows, n, s, device)
+        if n > 1 and layer.is_causal and not layer.is_cross:
+            seen[:, : s - n] = False
+        return seen
+
+
+class RaggedTopLeft(Reference):
+    def last_key(self, query, n, s):
+        return query if self.ragged else super().last_key(query, n, s)
+
+    ragged = False
+
+    def forward_ragged(self, *args, **kwargs):
+        self.ragged = True
+        return super().forward_ragged(*args, **kwargs)
+
+
+class RaggedAlwaysCausal(Reference):
+    def forward_ragged(self, *args, causal, **kwargs):
+        return super().forward_ragged(*args, causal=True, **kwargs)
+
+
+class RaggedKeysByQueries(Reference):
+    """The ends of the queries are taken for those of the keys."""
+
+    def forward_ragged(self, q, k, v, layer, cq, ck, max_q, max_k, **kwargs):
+        return super().forward_ragged(q, k, v, layer, cq, cq, max_q, max_q, **kwargs)
+
+
+class GqaInterleaved(Reference):
+    """Query head h reads KV head h % Hkv instead of h // group."""
+
+    def kv_head(self, k, layer):
+        return k.repeat(1, layer.num_q_heads // layer.num_kv_heads, 1)
+
+
+class TreeIgnored(Reference):
+    def seen_drafts(self, tree, prefix):
+        return super().seen_drafts(torch.ones_like(tree).tril(), prefix)
+
+
+class TreeTransposed(Reference):
+    def seen_drafts(self, tree, prefix):
+        return super().seen_drafts(tree.T, prefix)
+
+
+class TreeOnThePrefix(Reference):
+    """The mask is laid on the first keys instead of the last."""
+
+    def seen_drafts(self, tree, prefix):
+        n = tree.shape[0]
+        seen = tree.new_ones(n, prefix + n).tril(prefix)
+        seen[:, :n] = tree
+        return seen
+
+
+class TreeOfAnotherRequest(Reference):
+    def tree(self, mask, b):
+        return mask[b - 1]
+
+
+class CapIgnored(Reference):
+    def cap(self, scores, cap):
+        return scores
+
+
+class CapAfterTheMask(Reference):
+    def cap_and_mask(self, scores, seen, cap):
+        return self.cap(self.mask(scores, seen), cap)
+
+
+class CapNotScaledBack(Reference):
+    def cap(self, scores, cap):
+        return scores if cap is None else torch.tanh(scores / cap)
+
+
+class SinksIgnored(Reference):
+    def with_sinks(self, out, lse, layer):
+        return out, lse
+
+
+class SinksAddedToTheOutput(Reference):
+    def with_sinks(self, out, lse, layer):
+        scaled, total = super().with_sinks(out, lse, layer)
+        if layer.sinks is None:
+            return scaled, total
+        return scaled + (layer.sinks - total).exp()[..., None], total
+
+
+class SinksOfOtherHeads(Reference):
+    def with_sinks(self, out, lse, layer):
+        sinks = None if layer.sinks is None else layer.sinks.flip(0)
+        return super().with_sinks(out, lse, replace(layer, sinks=sinks))
+
+
+class ScalesSwapped(Reference):
+    def scales(self, cache):
+        return cache.v_scale, cache.k_scale
+
+
+class ValueScaleIgnored(Reference):
+    def scales(self, cache):
+        return cache.k_scale, (cache.k_scale if cache.v is None else 1.0)
+
+
+class KeyScaleIgnored(Reference):
+    def scales(self, cache):
+        return 1.0, cache.v_scale
+
+
+class E5m2ReadAsE4m3(Reference):
+    def decode_fp8(self, x, scale):
+        return super().decode_fp8(x.view(torch.float8_e4m3fn), scale)
+
+
+class Fp4NibblesSwapped(Reference):
+    def decode_fp4(self, codes, unit, scale):
+        return super().decode_fp4((codes >> 4) | (codes << 4), unit, scale)
+
+
+class Fp4ScaleOfTheNextBlock(Reference):
+    def decode_fp4(self, codes, unit, scale):
+        raw = unit.view(torch.uint8)
+        return super().decode_fp4(codes, raw.roll(1, -1).view(unit.dtype), scale)
+
+
+class ValuesByTheStrideOfKeys(Reference):
+    def read(self, cache, rows, layer):
+        keys, values = super().read(cache, rows, layer)
+        if cache.v is None or cache.v.dtype.itemsize == 1 or cache.layout != "NHD":
+            return keys, values
+        flat, inner = cache.v.flatten(), cache.k[0, 0].numel()
+        slots = self.slots(rows, cache.page_size)[:, None, None]
+        head = torch.arange(cache.k.shape[2], device=flat.device)[:, None] * cache.k.shape[3]
+        at = slots * inner + head + torch.arange(cache.v.shape[3], device=flat.device)
+        return keys, flat[at % flat.numel()].float()
+
+
+class RopePartDropped(Reference):
+    def score(self, q, k):
+        return super().score(q[..., :512], k[..., :512])
+
+
+class NoMaxSubtracted(Reference):
+    def softmax(self, scores, v):
+        p = scores.exp()
+        total = p.sum(-1)
+        out = torch.einsum("hns,shd->nhd", p, v) / total.T.clamp(min=1e-30)[..., None]
+        return out, total.log().T
+
+
+class HalvesAveraged(Reference):
+    """Two splits of the keys are merged without their weights."""
+
+    def softmax(self, scores, v):
+        s = scores.shape[-1]
+        if s < 64:
+            return super().softmax(scores, v)
+        parts = [
+            super(HalvesAveraged, self).softmax(scores[..., a], v[a])
+            for a in (slice(0, s // 2), slice(s // 2, s))
+        ]
+        return (parts[0][0] + parts[1][0]) / 2, torch.logaddexp(parts[0][1], parts[1][1])
+
+
+class ScoresInBfloat16(Reference):
+    def score(self, q, k):
+        return super().score(q.bfloat16(), k.bfloat16()).float()
+
+
+class CrossKeysOfTheDecoder(Reference):
+    def rows(self, batch, view):
+        return super().rows(batch, "full")
+
+
+class QueriesTakenForContiguous(Reference):
+    def queries(self, q):
+        return q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))
+
+
+class BufferNotFilled(Reference):
+    """A new output is returned instead of the buffer that was given."""
+
+    def buffer(self, q, layer, out):
+        return super().buffer(q, layer, None)
+
+
+class OutputInFloat32(Reference):
+    def buffer(self, q, layer, out):
+        return super().buffer(q.float(), layer, None)
+
+
+class PlanOfTheFirstPass(Reference):
+    first = None
+
+    def init_forward_metadata(self, batch):
+        self.first = self.first or super().init_forward_metadata(batch)
+        return self.first
+
+
+class StaleAfterReplay(Reference):
+    """The plan of the capture is not refilled."""
+
+    def init_forward_metadata_capture_cuda_graph(self, batch):
+        self.static["batch"] = mapped(batch, torch.Tensor.clone)
+        return self.static
+
+    def init_forward_metadata_replay_cuda_graph(self, batch, metadata):
+        pass
+
+
+class StaleTablesAfterReplay(StaleAfterReplay):
+    """Lengths are refilled, page tables are not."""
+
+    def init_forward_metadata_replay_cuda_graph(self, batch, metadata):
+        old = metadata["batch"]
+        views = {
+            name: replace(view, page_table=old.views[name].page_table)
+            for name, view in batch.views.items()
+        }
+        metadata["batch"] = replace(batch, views=views)
+
+
+class NotDeterministic(Reference):
+    def score(self, q, k):
+        return super().score(q + torch.randn_like(q) * 1e-4, k)
+
+
+class WritesOneSlotOff(Reference):
+    def write(self, cache, k, v, slots):
+        super().write(cache, k, v, slots + 1)
+
+
+class WritesPaddedRows(Reference):
+    """Tokens of padded rows go to a real page instead of the dummy."""
+
+    def write(self, cache, k, v, slots):
+        size = cache.page_size
+        super().write(cache, k, v, torch.where(slots < size, slots + size, slots))
+
+
+class WritesTheFirstLayer(Reference):
+    first = None
+
+    def write(self, cache, k, v, slots):
+        self.first = self.first or cache
+        super().write(self.first if self.first.k.shape == cache.k.shape else cache, k, v, slots)
+
+
+class WritesWithoutSaturation(Reference):
+    def encode_fp8(self, x, dtype, scale):
+        return (x.float() / scale).to(dtype)
+
+
+class WritesValuesOverKeys(Reference):
+    def write(self, cache, k, v, slots):
+        super().write(cache, k if v is None or v.shape != k.shape else v, v, slots)
+
+
+class ScribblesIntoTheCache(Reference):
+    """A scratch row lies in the last page of the pool."""
+
+    def read(self, cache, rows, layer):
+        found = super().read(cache, rows, layer)
+        self.bytes(cache.k)[-1, -1] = 0
+        return found
+
+
+MUTANTS = tuple(x for x in globals().values() if isinstance(x, type) and x.__module__ == __name__)
+# These are faults of a kernel that writes new keys and values itself.
+WRITERS = tuple(x for x in MUTANTS if x.__name__.startswith("Writes"))

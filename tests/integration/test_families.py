@@ -1,0 +1,615 @@
+"""Every supported model family on paged pools says what it says by its own eager attention."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from attn_core import cli  # noqa: E402
+from attn_core.decision import LinearSelection, Overrides  # noqa: E402
+from attn_core.errors import (  # noqa: E402
+    NoBackendError,
+    OutOfPagesError,
+    UnsupportedError,
+    UsageError,
+)
+from attn_core.forward import DECODE_MODES  # noqa: E402
+from attn_core.integrations.transformers import SUPPORTED, Engine, enable  # noqa: E402
+from attn_core.plugins import Registry, load_plugins  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
+
+W = 8  # the window of every windowed layer
+NEW = 40
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,  # a tied Gemma repeats its last word
+    "initializer_range": 0.2,  # far from uniform, so that a wrong token shows at once
+}
+MIXED = {"sliding_window": W, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+IMAGE, START, END = 120, 122, 123
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": W},
+    "qwen2": {},
+    "qwen3": {"use_sliding_window": True, **MIXED},
+    "gemma2": {**MIXED, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 20},
+    "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": HYBRID,
+    "qwen2_vl": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 3, 3],
+        },
+    },
+}
+WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    keys = {**TINY, **FAMILIES[name], **changes}
+    if name == "qwen2_vl":
+        del keys["head_dim"]
+        tower = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
+        tower |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        config = transformers.Qwen2VLConfig(
+            text_config=keys,
+            vision_config=tower,
+            image_token_id=IMAGE,
+            video_token_id=121,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+        )
+        auto = AutoModelForImageTextToText
+    else:
+        config, auto = transformers.AutoConfig.for_model(name, **keys), AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    for module in model.modules():
+        if hasattr(module, "sinks"):
+            torch.nn.init.normal_(module.sinks, std=1.0)
+    return model
+
+
+def inputs_of(name: str) -> dict[str, torch.Tensor]:
+    """Prompts of unlike lengths, padded on the left; for Qwen2-VL with an image each."""
+    torch.manual_seed(1)
+    if name != "qwen2_vl":
+        mask = torch.ones(3, 12, dtype=torch.int64)
+        mask[1, :4] = 0
+        mask[2, :9] = 0
+        return {"input_ids": torch.randint(2, 110, (3, 12)) * mask, "attention_mask": mask}
+    text = torch.randint(2, 110, (15,)).tolist()
+    large = [START, *[IMAGE] * 4, END]  # 4 × 4 patches, merged by 2 × 2
+    small = [START, *[IMAGE] * 2, END]
+    rows = [[*large, *text[:8]], [0, 0, 0, *text[8:12], *small, *text[12:]]]
+    ids = torch.tensor(rows)
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": torch.randn(16 + 8, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]]),
+    }
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **more: Any) -> Any:
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **more})
+
+
+def test_every_supported_architecture_is_tested() -> None:
+    assert set(FAMILIES) == SUPPORTED
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_equal_eager(name: str) -> None:
+    model, inputs = tiny(name), inputs_of(name)
+    assert not inputs["attention_mask"].all()
+    expected = generate(model, inputs)
+    assert len(set(expected[0, -NEW:].tolist())) > 10  # a model that says one word proves nothing
+    for page_size in (1, 16, 64):
+        with enable(model, page_size=page_size) as engine:
+            assert torch.equal(generate(model, inputs), expected), page_size
+            assert engine.page_size == page_size
+            assert engine.num_held == 0
+    assert torch.equal(generate(model, inputs), expected)  # disable() gave the model back
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_is_as_near_to_the_truth_as_eager(name: str) -> None:
+    """Budget: twice the error of the model's own eager attention in bfloat16."""
+    model, inputs = tiny(name).bfloat16(), inputs_of(name)
+    real = inputs["attention_mask"].bool()
+
+    def logits(dtype: torch.dtype) -> torch.Tensor:
+        cast = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+        with torch.no_grad():
+            return model(**cast).logits[real].float()
+
+    eager = logits(torch.bfloat16)
+    with enable(model, page_size=16):
+        got = logits(torch.bfloat16)
+    model.float()
+    truth = logits(torch.float32)
+    assert 0 < (got - truth).abs().max() <= 2 * (eager - truth).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("mistral", "sliding_window", None),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "query_pre_attn_scalar", 32),
+        ("gemma2", "sliding_window", 2 * W),
+        ("gemma3_text", "sliding_window", 2 * W),
+        ("gpt_oss", "sliding_window", 2 * W),
+    ],
+)
+def test_what_a_family_adds_makes_the_difference(name: str, key: str, value: Any) -> None:
+    """Equality would prove nothing if the tiny model did not feel its window, cap or scale."""
+    model, other = tiny(name), tiny(name, **{key: value})
+    other.load_state_dict(model.state_dict())
+    with enable(model, page_size=16), enable(other, page_size=16):
+        assert not torch.equal(*(generate(m, inputs_of(name)) for m in (model, other)))
+
+
+def test_sinks_are_read_when_they_are_used() -> None:
+    model, inputs = tiny("gpt_oss"), inputs_of("gpt_oss")
+    with enable(model, page_size=16) as engine:
+        with_sinks = generate(model, inputs)
+        for layer in model.model.layers:
+            torch.nn.init.constant_(layer.self_attn.sinks, -1e4)
+        without = generate(model, inputs)
+        model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+        with pytest.raises(UnsupportedError, match="known sinks"):
+            generate(model, inputs)
+        gc.collect()
+        assert engine.num_held == 0
+    assert not torch.equal(with_sinks, without)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("gemma2", "attn_logit_softcapping", 7.0),
+        ("gemma2", "sliding_window", 2 * W),
+        ("gemma3_text", "scaling", 0.5),
+        ("deepseek_v3", "scaling", 0.5),
+        ("gpt_oss", "sliding_window", None),
+    ],
+)
+def test_a_layer_that_changed_since_is_refused(name: str, attribute: str, value: Any) -> None:
+    model = tiny(name)
+    with enable(model, page_size=16):
+        setattr(model.model.layers[0].self_attn, attribute, value)
+        with pytest.raises(UnsupportedError, match=r"layer 0 was called with .* enabled for"):
+            generate(model, inputs_of(name))
+
+
+class Rounding:
+    """Let transformers' own cache layers round what they store, as an FP8 cache does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+        for layer in (DynamicLayer, DynamicSlidingWindowLayer):
+            patch.setattr(layer, "update", self._rounding(layer.update, dtype))
+
+    @staticmethod
+    def _rounding(update: Any, dtype: torch.dtype) -> Any:
+        def rounded(self: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+            return update(self, *(x.to(dtype).to(x.dtype) for x in (k, v)), *rest)
+
+        return rounded
+
+
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [*((name, "fp8_e4m3") for name in FAMILIES), ("gemma2", "fp8_e5m2"), ("llama", "fp8_e5m2")],
+)
+def test_fp8_is_the_rounding_and_nothing_else(
+    name: str, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bound: 5 % of what the rounding does to the logits of the prompt, in every later pass too.
+
+    That leaves room for a number that lies on an edge of two FP8 numbers and falls the other way.
+    """
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[store]
+    model, inputs = tiny(name), inputs_of(name)
+    how = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 24}
+    plain = generate(model, inputs, **how)
+    with monkeypatch.context() as patch:
+        Rounding(patch, dtype)
+        rounded = generate(model, inputs, **how)
+    bound = 0.05 * (plain.logits[0] - rounded.logits[0]).abs().max()
+    assert bound > 0
+    with enable(model, page_size=16, kv_cache_dtype=store) as engine:
+        got = generate(model, inputs, **how)
+        assert engine.dispatcher.caches.layer(engine.layers[0].layer_id).k.dtype == dtype
+    assert torch.equal(got.sequences, rounded.sequences)
+    for a, b in zip(got.logits, rounded.logits, strict=True):
+        assert (a - b).abs().max() <= bound
+
+
+def with_twin() -> Registry:
+    """The installed backends, and torch_native once more under another name."""
+    registry = load_plugins()
+    twin = replace(registry.get("torch_native"), name="twin", aliases=())
+    return replace(registry, backends={**registry.backends, ("softmax", "twin"): twin})
+
+
+def modes_by_backend(engine: Engine) -> dict[str, set[bool]]:
+    """Record which backend plans decode passes (True) and which the others (False)."""
+    seen: dict[str, set[bool]] = {}
+
+    def watch(backend: Any) -> None:
+        plan = backend.init_forward_metadata
+
+        def planned(batch: Any) -> Any:
+            decodes = batch.forward_mode in DECODE_MODES
+            seen.setdefault(backend.config.name, set()).add(decodes)
+            return plan(batch)
+
+        backend.init_forward_metadata = planned
+
+    for role in ("prefill", "decode"):
+        watch(engine.dispatcher.backend(role))
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefill_and_decode_on_different_backends(name: str) -> None:
+    model, inputs = tiny(name), inputs_of(name)
+    expected = generate(model, inputs)
+    pair = ("twin", "torch_native")
+    for prefill, decode in (pair, pair[::-1]):
+        names = Overrides(prefill_attention_backend=prefill, decode_attention_backend=decode)
+        with enable(model, page_size=16, overrides=names, registry=with_twin()) as engine:
+            seen = modes_by_backend(engine)
+            assert torch.equal(generate(model, inputs), expected)
+        assert seen == {prefill: {False}, decode: {True}}
+
+
+LONG = ("llama", "mistral", "qwen3", "gemma3_text", "qwen3_next", "qwen2_vl")
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+)
+def test_flex_attention_beside_torch_native(name: str) -> None:
+    if not load_plugins().get("flex_attention").implemented:
+        pytest.skip("flex_attention is declared, not implemented")
+    model, inputs, pair = tiny(name), inputs_of(name), ("flex_attention", "torch_native")
+    expected = generate(model, inputs)
+    for prefill, decode in (pair, pair[::-1]):
+        names = Overrides(prefill_attention_backend=prefill, decode_attention_backend=decode)
+        with enable(model, page_size=16, overrides=names) as engine:
+            seen = modes_by_backend(engine)
+            assert torch.equal(generate(model, inputs), expected)
+        assert seen == {prefill: {False}, decode: {True}}
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpt_oss", "sinks"), ("deepseek_v3", "mla")])
+def test_a_backend_that_lacks_a_need_is_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(NoBackendError, match=why):
+        enable(tiny(name), overrides=Overrides(prefill_attention_backend="flex_attention"))
+
+
+def poison_what_is_free(engine: Engine) -> None:
+    """Write NaN into the dummy page and every page that no request holds."""
+    for x in engine.layers:
+        pages = engine.pages[x.view]
+        held = {p for key in pages._pages for p in pages.pages(key)}
+        free = [p for p in range(pages.total + 1) if p not in held - {0}]
+        cache = engine.dispatcher.caches.layer(x.layer_id)
+        for pool in (cache.k, cache.v):
+            if pool is not None:
+                pool[free] = float("nan")
+
+
+def watch_passes(engine: Engine, look: Any) -> None:
+    """Call look(batch) before every pass, when its pages are there."""
+    plan = engine.dispatcher.init_forward_metadata
+
+    def planned(batch: Any) -> Any:
+        look(batch)
+        return plan(batch)
+
+    engine.dispatcher.init_forward_metadata = planned
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_pages_behind_the_window_go_back(name: str, page_size: int) -> None:
+    model, inputs = tiny(name), inputs_of(name)
+    lens = inputs["attention_mask"].sum(1).tolist()
+    expected = generate(model, inputs)
+
+    def pages(first: int, end: int) -> int:
+        return -(-end // page_size) - first // page_size
+
+    with enable(model, page_size=page_size) as engine:
+        counts: list[dict[str, int]] = []
+
+        def look(batch: Any) -> None:
+            poison_what_is_free(engine)
+            counts.append({view: x.num_held for view, x in engine.pages.items()})
+
+        watch_passes(engine, look)
+        assert torch.equal(generate(model, inputs), expected)
+        assert engine.num_held == 0
+    # the prompt needs all of its pages; a pass with one more token those that it sees
+    wanted = [sum(pages(0, n) for n in lens)]
+    wanted += [sum(pages(max(0, n + step - W), n + step) for n in lens) for step in range(1, NEW)]
+    assert [count["window"] for count in counts] == wanted
+    if "full" in counts[0]:
+        assert counts[-1]["full"] == sum(pages(0, n + NEW - 1) for n in lens)
+        assert counts[-1]["full"] > counts[-1]["window"]
+    else:
+        assert name == "mistral"
+
+
+def test_a_small_view_serves_a_long_text() -> None:
+    """The window's view runs in pages that would not hold the text; the full one cannot."""
+    model, inputs = tiny("gemma2"), inputs_of("gemma2")
+    expected = generate(model, inputs)
+    enough = {"window": 1 + 9, "full": 1 + 3 * 13}  # 3 rows: W + 3 tokens in pages of 4, or all
+    with enable(model, page_size=4, num_pages=enough):
+        assert torch.equal(generate(model, inputs), expected)
+    with (
+        enable(model, page_size=4, num_pages=10) as engine,
+        pytest.raises(OutOfPagesError, match=r'of view "full" are asked, 0 of 9 are free'),
+    ):
+        generate(model, inputs)
+    gc.collect()
+    assert engine.num_held == 0
+    with pytest.raises(
+        UsageError, match=r"num_pages for the views \['window'\] .*'full', 'window'"
+    ):
+        enable(model, page_size=4, num_pages={"window": 10})
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_beam_search_equals_eager(name: str) -> None:
+    model, inputs = tiny(name), inputs_of(name)
+    how = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 24}
+    expected = generate(model, inputs, **how)
+    for page_size in (1, 4):
+        with enable(model, page_size=page_size) as engine:
+            watch_passes(engine, lambda batch, engine=engine: poison_what_is_free(engine))
+            assert torch.equal(generate(model, inputs, **how), expected), page_size
+            assert engine.num_held == 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_assisted_generation_equals_eager(name: str) -> None:
+    """Rejected drafts crop the cache, behind the window too."""
+    model, drafter = tiny(name), tiny("llama", num_hidden_layers=1)
+    one = {"input_ids": inputs_of(name)["input_ids"][:1]}
+    expected = generate(model, one)
+    for page_size in (1, 4):
+        with enable(model, page_size=page_size) as engine:
+            assert torch.equal(generate(model, one, assistant_model=drafter), expected)
+            assert engine.num_held == 0
+
+
+def test_a_crop_behind_the_window_needs_its_pages() -> None:
+    model, ids = tiny("gemma2"), inputs_of("gemma2")["input_ids"][:1]
+    with torch.no_grad(), enable(model, page_size=4) as engine:
+        whole = model(ids).logits
+        cache = model(ids).past_key_values
+        gc.collect()
+        assert engine.pages["window"].num_held == 2  # tokens 4 to 12
+        cache.crop(-1)  # the next token, the 12th, sees 5 to 12
+        got = model(ids[:, 11:], past_key_values=cache).logits
+        torch.testing.assert_close(got, whole[:, 11:])
+        before = engine.num_held
+        with pytest.raises(UnsupportedError, match=r"crop to 10 of 12 .* window of 8 were given"):
+            cache.crop(-2)
+        assert (cache.get_seq_length(), engine.num_held) == (12, before)
+
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)
+        cache.crop(-6)
+        got = model(ids[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(got, whole[:, 6:])
+        cache.crop(0)  # as in transformers: what is behind the window now goes
+        assert engine.pages["window"].num_held == 2
+
+
+def test_latents_are_all_that_is_stored() -> None:
+    model, inputs = tiny("deepseek_v3"), inputs_of("deepseek_v3")
+    expand = type(model.model.layers[0].self_attn).expand_kv
+    with enable(model, page_size=16) as engine:
+        assert engine.dispatcher.caches.kind == "mla"
+        cache = engine.dispatcher.caches.layer(0)
+        assert cache.v is None
+        assert cache.k.shape[1:] == (16, 1, 32 + 16)  # latent and rotated key, for all heads
+        shapes = set()
+        forward = engine.dispatcher.forward
+
+        def called(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+            shapes.add((*q.shape[1:], *k.shape[1:], v))
+            return forward(q, k, v, *rest)
+
+        engine.dispatcher.forward = called
+        generate(model, inputs, max_new_tokens=3)
+        assert shapes == {(4, 48, 1, 48, None)}  # in prefill and decode alike
+    assert model.model.layers[0].self_attn.expand_kv.__func__ is expand
+    model.model.layers[1].self_attn.kv_b_proj = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="layer 1: kv_b_proj is a Identity"):
+        enable(model)
+
+
+def test_the_vision_tower_attends_ragged() -> None:
+    model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
+    with enable(model, page_size=16) as engine:
+        assert engine.selection.multimodal == "torch_native"
+        calls: list[tuple[Any, ...]] = []
+        ragged = engine.dispatcher.forward_ragged
+
+        def called(q: Any, k: Any, v: Any, layer: Any, lens: Any, *rest: Any, **how: Any) -> Any:
+            calls.append((layer.layer_id, tuple(q.shape), lens.tolist(), how))
+            return ragged(q, k, v, layer, lens, *rest, **how)
+
+        engine.dispatcher.forward_ragged = called
+        generate(model, inputs, max_new_tokens=4)
+        how = {"causal": False, "role": "encode"}
+        # both images in one call of each layer, in the pass of the prompt only
+        assert calls == [(i, (24, 4, 16), [0, 16, 24], how) for i in range(2)]
+        blind = replace(engine.selection, multimodal=None)
+    assert model.config.vision_config._attn_implementation == "eager"
+    with pytest.raises(UnsupportedError, match="no backend for encode"):
+        enable(model, blind)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_positions_of_images_are_no_packing() -> None:
+    model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
+    inputs["input_ids"][inputs["input_ids"] == 0] = 7
+    del inputs["attention_mask"]  # no mask: packed sequences would show in the positions only
+    tokens = inputs["input_ids"].shape[1]
+    packed = torch.arange(tokens).remainder(5).expand(4, 2, -1)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        with enable(model, page_size=16):
+            torch.testing.assert_close(model(**inputs).logits, expected)
+            with pytest.raises(UnsupportedError, match="restart"):
+                model(**inputs, position_ids=packed)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_linear_layers_stay_the_models_own(name: str) -> None:
+    model, inputs = tiny(name), inputs_of(name)
+    with enable(model, page_size=16) as engine:
+        chosen = engine.selection
+        assert chosen.linear is None
+        assert any("own" in sentence for sentence in chosen.assumptions)
+        assert [x.layer_id for x in engine.layers] == [1]
+    with pytest.raises(UnsupportedError, match="model's own code here"):
+        enable(model, replace(chosen, linear=LinearSelection("triton", "triton")))
+    with torch.no_grad(), enable(model, page_size=16) as engine:
+        cache = model(**inputs).past_key_values
+        forward = engine.dispatcher.forward
+
+        def fails(*args: Any) -> Any:
+            raise RuntimeError("a kernel fails")
+
+        one = torch.full((3, 1), 5)
+        engine.dispatcher.forward = fails
+        with pytest.raises(RuntimeError, match="a kernel fails"):
+            model(one, past_key_values=cache)
+        engine.dispatcher.forward = forward
+        # the linear layer has seen the token, the others have not
+        with pytest.raises(UnsupportedError, match="in the middle of it; start a new cache"):
+            model(one, past_key_values=cache)
+        del cache
+        gc.collect()
+        assert engine.num_held == 0
+        torch.testing.assert_close(model(**inputs, use_cache=False).logits, model(**inputs).logits)
+
+
+def test_a_prompt_in_chunks_is_the_prompt() -> None:
+    for name in ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"):
+        model, inputs = tiny(name), inputs_of(name)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        with torch.no_grad(), enable(model, page_size=4):
+            whole = model(ids, attention_mask=mask).logits[:, -1]
+            cache = DynamicCache(config=model.config)
+            for end in (5, 11, 12):
+                start = cache.get_seq_length()
+                part = {"attention_mask": mask[:, :end], "past_key_values": cache}
+                out = model(ids[:, start:end], **part).logits
+        torch.testing.assert_close(out[:, -1], whole, msg=lambda text, name=name: name + text)
+
+
+def unsupported() -> Iterator[tuple[str, Any]]:
+    yield "'gpt2'", transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    both = {**TINY, **FAMILIES["gemma3_text"], "use_bidirectional_attention": True}
+    yield "both directions", transformers.Gemma3TextConfig(**both)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_unsupported_models_say_why(number: int) -> None:
+    words, config = list(unsupported())[number]
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedError, match=words):
+        enable(model)
+    assert model.config._attn_implementation != "attn_core"
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_vl"])
+def test_attn_generate_runs_the_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    words = ["<pad>", "<unk>", *(f"w{i}" for i in range(126))]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>"
+    ).save_pretrained(tmp_path)
+    prompt = torch.tensor([[6, 3, 14, 27, 9]])
+    expected = generate(model, {"input_ids": prompt}, max_new_tokens=20)[0, 5:]
+    argv = ["attn", "generate", "--model-path", tmp_path, "w4 w1 w12 w25 w7", "--page-size", 16]
+    monkeypatch.setattr(sys, "argv", [*map(str, argv), "--max-new-tokens", "20"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    captured = capsys.readouterr()
+    assert not end.value.code, captured.err
+    assert captured.out.split("\n")[0] == " ".join(words[i] for i in expected)
