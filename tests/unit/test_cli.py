@@ -8,6 +8,18 @@ import subprocess
 import sys
 
 import pytest
+from attn_core import cli
+from attn_core.cli.options import SituationFlags
+from attn_core.cli.situation import situation
+from attn_core.plugins import Registry, load_plugins
+
+ROWS = """
+from attn_core import BackendSpec, Capabilities, hookimpl
+
+@hookimpl
+def attn_register_backends():
+    return {}
+"""
 
 
 def attn(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -70,9 +82,12 @@ def test_no_backend_exits_3_with_the_same_object_and_an_error():
     [
         (["select", "--attention-backend", "flashinfr"], "did you mean flashinfer"),
         (["select", "--device", "cuda:sm91"], "did you mean cuda:sm90"),
-        (["select", "--device", "cud"], "did you mean cuda"),
+        (["select", "--device", "cud"], "known: cpu, cuda, npu, rocm, xpu"),
+        (["select", "--device", ""], "unknown device type ''"),
+        (["doctor", "--device", ""], "unknown device type ''"),
+        (["select", "--device", "xpu", "--runtime-version", "12"], "a xpu device has none"),
         (["select", "--device", "cuda", "--runtime-version", "new"], "not a version like 12.8"),
-        (["select", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: did you mean"),
+        (["select", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: known: auto, bf16, fp16"),
         (["select", "--kind", "gqa"], "known: dsa, gdn, kda, mha, mla"),
         (["select", "--page-size", "0"], "--page-size 0: at least 1"),
         (["select", "--speculative-eagle-topk", "0"], "at least 1"),
@@ -80,10 +95,22 @@ def test_no_backend_exits_3_with_the_same_object_and_an_error():
         (["select", "--linear-attn-backend", "triton"], "no linear attention layers"),
         (["select", "--assume-installed", "triton>3"], "not NAME or NAME==VERSION"),
         (["select", "--prefer", "fa9"], "unknown backend 'fa9'"),
-        (["select", "--num-q-heads", "6", "--tp", "4"], "does not divide by --tp 4"),
+        (["select", "--num-q-heads", "6", "--tp", "4"], "6 KV heads do not divide over tp 4"),
+        (["select", "--num-kv-heads", "3", "--tp", "2"], "3 KV heads do not divide over tp 2"),
+        (
+            ["select", "--num-q-heads", "8", "--num-kv-heads", "3"],
+            "8 query heads are no multiple of 3 KV heads",
+        ),
+        (["select", "--head-dim", "0"], "--head-dim 0: above 0"),
+        (["select", "--num-q-heads", "-8"], "--num-q-heads -8: above 0"),
+        (["select", "--sliding-window", "0"], "--sliding-window 0: above 0"),
+        (["select", "--logit-cap", "nan"], "--logit-cap nan: above 0"),
+        (["select", "--v-head-dim", "128"], "--v-head-dim 128 without --head-dim"),
+        (["select", "--assume-installed", "triton,tritn"], "--assume-installed tritn: no backend"),
+        (["generate", "--model-path", __file__, "x"], "give the model's directory"),
         (["select", "--no-such-flag"], "no-such-flag"),
         (["why-not", "fa33"], "did you mean fa3"),
-        (["matrix", "--format", "xml"], "--format xml: did you mean html?"),
+        (["matrix", "--format", "xml"], "--format xml: known: html, json, markdown, table"),
         (["select", "--model", "/nonexistent/model"], "/nonexistent/model"),
     ],
 )
@@ -100,6 +127,97 @@ def test_an_impossible_page_size_says_what_can():
     )
     assert done.returncode == 3
     assert "page_size 8 (supports 16, 32, 64)" in done.stderr
+
+
+def test_heads_of_one_rank_and_what_was_assumed_of_them():
+    shape = ("--num-q-heads", "32", "--num-kv-heads", "4", "--tp", "8")
+    got = data("select", "--device", "cuda:sm90", *shape, "--json")
+    assert "tp 8 is above the 4 KV heads: each rank holds one, replicated" in got["assumptions"]
+    # 4 query heads and one KV head: no row of nsa or wave, but cutlass_mla wants 128 heads
+    latent = ("--kind", "mla", "--device", "cuda:sm100", "--attention-backend", "cutlass_mla")
+    assert data("select", *latent, "--num-q-heads", "256", "--tp", "2", "--json")["prefill"]
+    refused = attn("select", *latent, "--num-q-heads", "128", "--tp", "2")
+    assert "num_q_heads 64 (supports 128)" in refused.stderr
+
+
+def test_a_vision_tower_without_a_model_is_an_assumption():
+    got = data("select", "--device", "cuda:sm90", "--mm-attention-backend", "fa3", "--json")
+    assert got["multimodal"] == "fa3"
+    assert any("a vision tower of any shape" in text for text in got["assumptions"])
+
+
+def test_all_libraries_but_the_one_that_is_pinned():
+    base = ("select", "--device", "cuda:sm75", "--json", "--attention-backend", "triton")
+    assert data(*base, "--assume-installed", "all")["prefill"] == "triton"
+    old = attn(*base, "--assume-installed", "all,triton==3.0")
+    assert old.returncode == 3
+    assert "triton 3.0 (needs triton>=3.4)" in json.loads(old.stdout)["error"]
+
+
+def test_all_counts_an_old_library_of_this_machine_as_new_enough(monkeypatch):
+    registry = load_plugins()
+    monkeypatch.setattr(Registry, "installed_libraries", lambda self: {"triton": "3.0"})
+    asked = situation(SituationFlags(assume_installed=["all"]), registry)
+    assert asked.libraries["triton"] is None
+    assert situation(SituationFlags(), registry).libraries == {"triton": "3.0"}
+
+
+def test_version():
+    done = attn("--version")
+    assert (done.returncode, done.stdout) == (0, "attn-core 0.1.0\n")
+
+
+def test_a_fault_of_our_own_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("attn_core.cli.app.build_app", lambda asked: 1 / 0)
+    for debug in ([], ["--debug"]):
+        monkeypatch.setattr(sys, "argv", ["attn", "select", *debug])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 1
+        said = capsys.readouterr().err
+        line = "attn: internal error: ZeroDivisionError: division by zero"
+        assert ("Traceback" in said) == bool(debug)
+        assert said.endswith(line + "\n" if debug else line + "; run again with --debug\n")
+
+
+def test_a_plugin_that_prints_or_says_nothing_is_listed_and_json_stays_json(tmp_path):
+    for name, text in (
+        ("loud", "print('welcome')"),
+        ("mute", ROWS.format("[]")),
+        ("none", ROWS.format("None")),
+        (
+            "typed",
+            ROWS.format(
+                "[BackendSpec(name='typed', create='a:b', capabilities=[Capabilities(kind='mha', "
+                "device='any', dtypes={'bf16'}, kv_dtypes={'bf16'}, priority=99, page_sizes={0})])]"
+            ),
+        ),
+    ):
+        (tmp_path / f"attn_{name}.py").write_text(text)
+        info = tmp_path / f"attn_{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: attn-{name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[attn_core]\n{name} = attn_{name}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = attn("backends", "--json", PYTHONPATH=path)
+    assert (done.returncode, done.stderr) == (0, "welcome\n")
+    broken = {b["name"]: b["error"] for b in json.loads(done.stdout)["broken"]}
+    assert set(broken) == {"loud", "mute", "none", "typed"}
+    assert "registers nothing" in broken["mute"]
+    assert "a hook returned None, not a list" in broken["none"]
+    assert broken["typed"] == "page_sizes {0} (expected a set of int, above 0)"
+    for command in ("select", "matrix", "why-not triton"):
+        assert attn(*command.split(), PYTHONPATH=path).returncode == 0
+    assert "registers nothing" in attn("backends", PYTHONPATH=path).stdout
+
+
+def test_a_pipe_honours_columns():
+    for columns in ("60", "200"):
+        done = attn("backends", COLUMNS=columns)
+        assert max(map(len, done.stdout.splitlines())) <= int(columns)
+    folded = attn("select", "--device", "cuda:sm90", COLUMNS="60").stdout
+    assert max(map(len, folded.splitlines())) <= 60
+    assert folded.split() == attn("select", "--device", "cuda:sm90").stdout.split()
 
 
 def test_debug_adds_the_traceback():
@@ -146,6 +264,16 @@ def test_unknown_variables_warn_with_the_nearest_and_known_ones_work():
     done = attn("select", "--device", "cuda:sm90", "--json", ATTN_ATTENTION_BACKEND="triton")
     assert done.stderr == ""
     assert json.loads(done.stdout)["prefill"] == "triton"
+    # --kind has no variable, and --device is no option of generate
+    done = attn("select", "--device", "cuda:sm90", ATTN_KIND="mla")
+    assert "ATTN_KIND is not read by `attn select`" in done.stderr
+    done = attn("generate", "--help", ATTN_DEVICE="cpu", ATTN_PAGE_SIZES="1")
+    assert "ATTN_DEVICE is not read by `attn generate`" in done.stderr
+    assert "ATTN_PAGE_SIZES is not read by `attn generate`: did you mean ATTN_PAGE_SIZE?" in (
+        done.stderr
+    )
+    assert attn("doctor", "--json", ATTN_DEVICE="cpu").stderr == ""
+    assert "it reads none" in attn("matrix", ATTN_DEVICE="cpu").stderr
 
 
 def test_why_not_names_the_smallest_change():

@@ -32,6 +32,14 @@ def test_every_documented_architecture_is_known():
     assert set(ARCHS["cpu"]) == {"amx", "avx512", "avx2", "neon"}
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu:amx", "xpu", "xpu:bmg"])
+def test_a_device_without_a_runtime_takes_no_version(name):
+    with pytest.raises(UsageError, match=r"12.8: a .pu device has none \(only cuda, rocm, npu\)"):
+        parse_device(name, "12.8")
+    assert parse_device("npu", "8.3").runtime == "8.3"
+    assert parse_device("acme", "1", extra=["acme"]).runtime == "1"
+
+
 def test_a_plugins_own_device_type_is_taken_as_it_is():
     assert parse_device("acme:x7", extra=["acme"]) == Device("acme", "x7")
     with pytest.raises(UsageError, match="unknown device type 'acme'"):

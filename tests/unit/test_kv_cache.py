@@ -182,8 +182,20 @@ def test_memory_is_known_beforehand(store, kind, index_dim, bytes_per_token):
     assert made.nbytes == 10 * page
 
 
+@pytest.mark.parametrize("latent", [False, True])
+def test_v_goes_where_the_cache_stores_one(latent):
+    kind = "mla" if latent else "mha"
+    cache = pool(kind=kind, layers=[layer(heads=1)]).layer(0)
+    k, v = tokens(5, 1, 32), tokens(5, 1, 16)
+    message = "stores none: give v None" if latent else "v is None, but the cache stores V"
+    with pytest.raises(UsageError, match=message):
+        write_kv(cache, k, v if latent else None, SLOTS)
+    assert not cache.k.any()
+    write_kv(cache, k, None if latent else v, SLOTS)
+
+
 def test_errors_say_what_is_possible():
-    with pytest.raises(UsageError, match=r"'fp8_e4m4': did you mean fp8_e4m3"):
+    with pytest.raises(UsageError, match=r"'fp8_e4m4': known: .*fp8_e4m3"):
         pool("fp8_e4m4")
     with pytest.raises(UsageError, match="page_size 0"):
         pool(page_size=0)

@@ -237,7 +237,7 @@ def test_a_tp_that_does_not_divide_is_refused_with_those_that_do(name, tp, text)
 def test_tp_and_dtype_that_do_not_exist():
     with pytest.raises(UsageError, match="tp 0"):
         requirements_from_config(config_of("gpt2"), tp=0)
-    with pytest.raises(UsageError, match=r"dtype 'bfloat': did you mean .*bfloat16"):
+    with pytest.raises(UsageError, match=r"dtype 'bfloat': known: .*bfloat16"):
         requirements_from_config(config_of("gpt2"), dtype="bfloat")
 
 
