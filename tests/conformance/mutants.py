@@ -397,14 +397,20 @@ class WritesPaddedRows(Reference):
 class WritesTheFirstLayer(Reference):
     first = None
 
+    def forward_extend(self, q, k, v, layer, cache, *args, **kwargs):
+        if layer.layer_id == 0:
+            self.first = cache
+        return super().forward_extend(q, k, v, layer, cache, *args, **kwargs)
+
     def write(self, cache, k, v, slots):
-        self.first = self.first or cache
-        super().write(self.first if self.first.k.shape == cache.k.shape else cache, k, v, slots)
+        super().write(self.first, k, v, slots)
 
 
 class WritesWithoutSaturation(Reference):
     def encode_fp8(self, x, dtype, scale):
-        return (x.float() / scale).to(dtype)
+        y = x.float() / scale
+        # not every cast gives NaN beyond the largest number, so say it
+        return y.masked_fill(y.abs() > torch.finfo(dtype).max, torch.nan).to(dtype)
 
 
 class WritesValuesOverKeys(Reference):

@@ -133,7 +133,6 @@ def test_heads_of_one_rank_and_what_was_assumed_of_them():
     shape = ("--num-q-heads", "32", "--num-kv-heads", "4", "--tp", "8")
     got = data("select", "--device", "cuda:sm90", *shape, "--json")
     assert "tp 8 is above the 4 KV heads: each rank holds one, replicated" in got["assumptions"]
-    # 4 query heads and one KV head: no row of nsa or wave, but cutlass_mla wants 128 heads
     latent = ("--kind", "mla", "--device", "cuda:sm100", "--attention-backend", "cutlass_mla")
     assert data("select", *latent, "--num-q-heads", "256", "--tp", "2", "--json")["prefill"]
     refused = attn("select", *latent, "--num-q-heads", "128", "--tp", "2")

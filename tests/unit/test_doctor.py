@@ -12,6 +12,7 @@ HOPPER = Device("cuda", "sm90", "13.0")
 PINS = (
     Pin(distribution="kern", torch="==2.11.*", version="==0.4.5", why="built for torch 2.11"),
     Pin(distribution="kern", torch="==2.13.*", version="==0.4.8", why="built for torch 2.13"),
+    Pin(distribution="source", torch=">=2.8", version="", why="built from source", indexed=False),
     Pin(distribution="meta", torch=">=2.11", version="==1.0", options="--no-deps", why="metadata"),
 )
 
@@ -48,6 +49,19 @@ def examine(monkeypatch, torch: str, libraries: dict, *groups: str, device=HOPPE
         ("2.12.0", {}, "kern>=0.4", "note", "none for torch 2.12.0", ""),
         ("2.12.0", {}, "kern>=0.4 or meta", "note", "metadata", "--no-deps 'meta==1.0'"),
         ("2.12.0", {}, "kern or free>=3", "note", "for x", "'free>=3'"),
+        ("2.13.0", {}, "source", "note", "for x; source: built from source", ""),
+        ("2.13.0", {}, "kern>=0.4 or source", "note", "built for torch 2.13", "'kern==0.4.8'"),
+        ("2.13.0", {}, "source or free", "note", "for x", "'free'"),
+        ("2.12.0", {}, "kern or source", "note", "torch==2.13.*; source: built from source", ""),
+        (
+            "2.13.0",
+            {},
+            "kern>=0.4,<=0.4.5",
+            "note",
+            "for x; none for torch 2.13.0: kern for torch==2.11.*$",
+            "",
+        ),
+        ("2.13.0", {"source": "9"}, "source", "ok", "for x", ""),
         ("2.13.0", {"kern": "0.4.5"}, "kern", "problem", "not the version", "'kern==0.4.8'"),
         ("2.12.0", {"kern": "0.4.5"}, "kern", "problem", "no version of it is known", ""),
         ("2.13.0", {"kern": "0.4.8"}, "kern", "ok", "for x", ""),
@@ -55,9 +69,9 @@ def examine(monkeypatch, torch: str, libraries: dict, *groups: str, device=HOPPE
 )
 def test_libraries(monkeypatch, torch, libraries, group, level, text, fix):
     found = examine(monkeypatch, torch, libraries, group)
-    finding = found[group if not libraries else "kern"]
+    finding = found[group if not libraries else next(iter(libraries))]
     assert finding.level == level
-    assert text in finding.verdict
+    assert text in finding.verdict + "$"
     assert finding.fix.endswith(fix)
     assert bool(finding.fix) == bool(fix)
 
@@ -80,6 +94,7 @@ def test_broken_plugins_are_problems(monkeypatch):
         ({"version": "2.13.0", "cuda": "13.0"}, "12.8", "problem", "update the driver"),
         ({"version": "2.13.0", "cuda": "12.8"}, "13.0", "ok", "runs CUDA up to 13.0"),
         ({"version": "2.13.0", "cuda": "13.0"}, None, "note", "attention runs on the CPU"),
+        ({"version": "2.13.0+cpu"}, None, "ok", "no NVIDIA driver"),
     ],
 )
 def test_driver(monkeypatch, build, driver, level, text):
@@ -87,6 +102,23 @@ def test_driver(monkeypatch, build, driver, level, text):
     (finding,) = doctor._driver(build)
     assert finding.level == level
     assert text in finding.verdict
+
+
+@pytest.mark.parametrize(
+    ("asked", "level", "verdict"),
+    [
+        (HOPPER, "ok", "assumed, runtime 13.0"),
+        (Device("rocm", "gfx942"), "note", "assumed; this torch is not built for rocm and cannot"),
+        (Device("cpu", "amx"), "ok", "assumed"),
+        (None, "ok", "found"),
+    ],
+)
+def test_a_device_that_was_named_is_assumed(monkeypatch, asked, level, verdict):
+    monkeypatch.setattr(doctor, "probe_device", lambda: Device("cpu", "neon"))
+    finding = examine(monkeypatch, "2.13.0", {}, device=asked)["device"]
+    assert finding.level == level
+    assert finding.verdict.startswith(verdict)
+    assert ("assumed" in finding.verdict) == (asked is not None)
 
 
 @pytest.mark.parametrize(

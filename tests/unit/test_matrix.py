@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import strategies as gen
 from attn_core.capabilities import BackendSpec, Capabilities, Phase
+from attn_core.cli.backends import matrix_command
+from attn_core.doctor import examine
 from attn_core.matrix import build_matrix, summary, table, to_html, to_markdown
 from attn_core.plugins import load_plugins
 
@@ -52,6 +55,40 @@ def test_evidence_files_of_the_package_raise_the_level(tmp_path, monkeypatch):
     assert evidence["fp8_kv"] == "device-tested"
     assert evidence["lse"] == "emulated"
     assert evidence["sinks"] == "declared"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "a JSON list, not an object"),
+        ('{"backend": "acme", "kind": "mha"}', "cells is None (expected a dict)"),
+        (
+            '{"backend": "acme", "kind": "mha", "cells": {"lse": {"level": "seen"}}}',
+            "cell lse has level 'seen' (expected declared, emulated, compiled, device-tested)",
+        ),
+        ('{"backend": "acme", "kind": "mha", "cells": {"lse": 1}}', "cell lse has level None"),
+    ],
+)
+def test_a_corrupt_evidence_file_is_skipped_and_named(tmp_path, monkeypatch, capsys, text, fault):
+    folder = tmp_path / "attn_corrupt" / "evidence"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("")
+    cells = {"fp8_kv": {"level": "compiled"}}
+    good = {"backend": "acme", "kind": "mha", "cells": cells}
+    (folder / "good.json").write_text(json.dumps(good))
+    (folder / "bad.json").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = registry("attn_corrupt.rows:plugin")  # an entry point may name an attribute
+    monkeypatch.setattr("attn_core.cli.backends.load_plugins", lambda: found)
+    matrix_command(kind="mha", format="json")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["mha"]["acme"]["evidence"]["fp8_kv"] == "compiled"
+    assert err.startswith(f"warning: evidence file {folder / 'bad.json'} is skipped: ")
+    assert fault in err
+    (finding,) = [f for f in examine(found) if f.subject == "evidence"]
+    assert finding.level == "problem"
+    assert fault in finding.verdict
 
 
 def test_departures_are_marked_and_explained():

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import pytest
 import strategies as gen
 from attn_core import declared
-from attn_core.capabilities import BackendSpec, Capabilities
-from attn_core.errors import UnknownBackendError
+from attn_core.capabilities import BackendSpec, Capabilities, Speculation
+from attn_core.errors import UnknownBackendError, UsageError
 from attn_core.hookspecs import hookimpl
 from attn_core.libraries import Pin
 from attn_core.plugins import Registry, load_plugins
@@ -268,3 +268,17 @@ def test_the_installed_packages_load_without_a_fault():
     registry = load_plugins()
     assert registry.broken == ()
     assert registry.get("torch_native").implemented
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"topk": 0}, "topk 0 .expected 1 or more"),
+        ({"topk": 2.5}, "topk 2.5"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens -1"),
+        ({"mode": "verify"}, "mode 'verify' .expected prefill or decode"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(UsageError, match=message):
+        Speculation(**fields)

@@ -24,7 +24,9 @@ from recording import DV, HQ, LAYERS, M, batch, make, qkv, recorder
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_field_that_a_row_does_not_honour_is_refused_at_construction(role, change, flag, message):
     layers = (LAYERS[0], dataclasses.replace(LAYERS[1], **change))
-    with pytest.raises(UnsupportedError, match=rf"layer 1 needs {message} \(not supported\), .* of picky"):
+    with pytest.raises(
+        UnsupportedError, match=rf"layer 1 needs {message} \(not supported\), .* of picky"
+    ):
         make(**{role: recorder("picky", layers=layers)})
     make(**{role: recorder("able", layers=layers, **{flag: True})})
 

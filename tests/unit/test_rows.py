@@ -218,6 +218,27 @@ def test_requirements_are_extras_of_their_package():
                 )
 
 
+def test_a_note_of_decode_is_printed_once():
+    chosen = select(
+        Requirements(),
+        parse_device("cuda:sm90"),
+        REGISTRY,
+        {"flash-attn-4": None},
+        Overrides(attention_backend="fa4"),
+        simulated=True,
+    )
+    assert chosen.why["notes"].count("split-KV") == 1
+    assert "fa4 (decode): FA4 decode on Hopper" in chosen.why["notes"]
+
+
+def test_no_pip_line_for_what_no_index_has():
+    lines = {p.distribution: p.pip for p in REGISTRY.pins}
+    assert lines["flash-attn-3"] == lines["sglang-kernel-cpu"] == ""
+    assert lines["triton-ascend"] == "pip install 'triton-ascend>=3.2'"
+    (ascend,) = [p for p in REGISTRY.pins if p.distribution == "triton-ascend"]
+    assert "owns the module `triton`" in ascend.why
+
+
 def test_rows_import_no_torch():
     code = "import sys, attn_core.backends, attn_nvidia, attn_nvidia.dsa, attn_rocm, attn_ascend"
     code += ", attn_intel; sys.exit('torch' in sys.modules)"

@@ -42,8 +42,8 @@ def parse_device(text: str, runtime: str | None = None, extra: Iterable[str] = (
             return Device(kind, arch or None, runtime)
         raise UsageError(f"unknown device type {kind!r}: {near(kind, [*ARCHS, *extra])}")
     if runtime is not None and kind not in RUNTIMES:
-        known = ", ".join(RUNTIMES)
-        raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {known})")
+        have = ", ".join(RUNTIMES)
+        raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {have})")
     if not arch:
         return Device(kind, ARCHS[kind][0], runtime)
     if arch not in ARCHS[kind]:

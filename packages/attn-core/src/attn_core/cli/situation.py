@@ -157,13 +157,13 @@ def _layers(flags: SituationFlags, assumed: list[str]) -> tuple[LayerNeeds, ...]
 
 def _heads(flags: SituationFlags, assumed: list[str]) -> tuple[int | None, int | None]:
     """Return one rank's query and KV heads, by the rule that a model's config is read with."""
-    from attn_core.models.keys import Keys  # start-up: rarely needed
-    from attn_core.models.layers import rank_heads
-
     q, kv, tp = flags.num_q_heads, flags.num_kv_heads, flags.tp
     owner = "--num-q-heads and --num-kv-heads"
     if q is None or kv is None:
         owner += " (the one not given was taken to fit)"
+    from attn_core.models.keys import Keys  # start-up: rarely needed
+    from attn_core.models.layers import rank_heads
+
     keys = Keys({}, owner, notes=assumed)
     mine = rank_heads(keys, q or (kv or 1) * tp, kv or q or 1, tp)
     return q and mine[0], kv and mine[1]

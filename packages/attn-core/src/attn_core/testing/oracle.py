@@ -64,16 +64,16 @@ def attend_one(
     q [Hq, D], k [n, Hkv, D], v [n, Hkv, Dv], sinks [Hq]. Returns out [Hq, Dv] and the natural
     log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink.
     """
-    group = q.shape[0] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.stack([k[:, h] @ q[h] for h in range(q.shape[0])]) * scale  # [Hq, n]
+    heads, kv_heads = q.shape[0], k.shape[1]
+    grouped = q.view(kv_heads, heads // kv_heads, -1)  # query head h reads KV head h // group
+    scores = (grouped @ k.permute(1, 2, 0)).view(heads, -1) * scale  # [Hq, n]
     if logit_cap is not None:
         scores = torch.tanh(scores / logit_cap) * logit_cap
     logits = scores if sinks is None else torch.cat([scores, sinks[:, None].to(scores)], 1)
     if logits.shape[1] == 0:
         return q.new_zeros(q.shape[0], v.shape[-1]), q.new_full((q.shape[0],), -math.inf)
     p = logits.softmax(-1)[:, : scores.shape[1]]
-    out = torch.stack([p[h] @ v[:, h] for h in range(q.shape[0])])
+    out = (p.reshape(kv_heads, heads // kv_heads, -1) @ v.transpose(0, 1)).view(heads, -1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return out, wide.logsumexp(-1)
 
@@ -108,9 +108,15 @@ def attend_request(
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
     for i in range(n) if queries is None else queries:
         seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
-        if order and seen:
-            seen = torch.tensor(seen)[torch.randperm(len(seen), generator=rng)].tolist()
-        out, lse = attend_one(q[i], k[seen], v[seen], scale=scale, logit_cap=logit_cap, sinks=sinks)
+        indices = torch.tensor(seen, dtype=torch.int64)
+        picked: Tensor | slice = indices
+        if order:
+            picked = indices[torch.randperm(len(seen), generator=rng)]
+        elif seen and seen == list(range(seen[0], seen[-1] + 1)):
+            picked = slice(seen[0], seen[-1] + 1)
+        out, lse = attend_one(
+            q[i], k[picked], v[picked], scale=scale, logit_cap=logit_cap, sinks=sinks
+        )
         outs.append(out[None])
         lses.append(lse[None])
     return torch.cat(outs), torch.cat(lses)
