@@ -60,7 +60,12 @@ def pattern(output):
     return "".join(lines)
 
 
-COMMANDS = [(page, example) for page, text in PAGES.items() for example in shown(text)]
+COMMANDS = [
+    # the conformance suite of the example is a session of its own, too
+    pytest.param(page, example, marks=pytest.mark.long if " check " in example.command else ())
+    for page, text in PAGES.items()
+    for example in shown(text)
+]
 
 
 @pytest.fixture(scope="module")

@@ -188,7 +188,7 @@ def test_the_context_is_a_limit(tmp_path: Path, attn: Attn) -> None:
         (["w1", "--dtype", "float32"], 2, "--dtype float32"),
         (["w1", "--num-pages", "1"], 2, "at least 2"),
         (["w1", "--max-new-tokens", "0"], 2, "at least 1"),
-        (["w1", "--deny", "torch_native"], 3, "no backend fits"),
+        (["w1", "--deny", "torch_native,flex_attention"], 3, "no backend fits"),
         ([""], 2, "the prompt is empty"),
     ],
 )

@@ -44,6 +44,11 @@ class Said:
     err: str
 
     @property
+    def words(self):
+        """The text whatever the width it was folded at."""
+        return " ".join(self.out.split())
+
+    @property
     def json(self):
         return json.loads(self.out)
 
@@ -174,7 +179,7 @@ def test_a_plugin_of_another_contract_says_which_one_is_here(user):
     listed = user.starts("backends")
     assert listed.code == 0, listed.err
     assert "requires attn-core<0.3,>=0.2, 0.1.0 is installed" in listed.out
-    assert "pip install 'attn-core<0.3,>=0.2' or another version of the plugin" in listed.out
+    assert "pip install 'attn-core<0.3,>=0.2' or another version of the plugin" in listed.words
     asked = user.says("select", "--attention-backend", "bad")
     assert asked.code == 2
     assert asked.err.startswith("attn: backend 'bad' is broken in attn-bad 1.2: ImportError:")
@@ -184,7 +189,7 @@ def test_a_slow_plugin_works_and_is_reported(user):
     user.install("import time\ntime.sleep(1.1)\n" + ROWS.replace("NAME", "slow"))
     listed = user.starts("backends")
     assert "\nslow: bad from attn-bad 1.2 (attn_bad)\n  its rows took " in listed.out
-    assert "import torch and kernel libraries in the module that `create`" in listed.out
+    assert "import torch and kernel libraries in the module that `create`" in listed.words
     assert any(line.startswith("slow ") for line in listed.out.splitlines())  # its backend
     doctor = user.says("doctor", "--json")
     assert doctor.code == 0  # a note, no problem

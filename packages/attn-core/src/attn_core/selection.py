@@ -223,10 +223,12 @@ def _solve_linear(s: Solver, base: Selection) -> Selection:
         options = s.candidates(weighed, "linear")
         if options:
             best[phase.value] = options[0]
-            continue
-        problems.append(nothing_fits(s, verdicts, phase))
-        if s.overrides.flag("linear", phase)[1] is not None:
-            raise NoBackendError(problems[-1], base)
+        else:
+            problems.append(nothing_fits(s, verdicts, phase))
+    o = s.overrides
+    named = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
+    if problems and any(named):  # a name is honoured, or all of it is refused
+        raise NoBackendError("; ".join(problems), base)
     verifier = None
     if s.needs.speculation is not None:
         verifier = _linear_verifier(s, base, best)

@@ -19,6 +19,7 @@ COMMANDS = {
     "select": "select:select_command",
     "why-not": "select:why_not_command",
     "generate": "generate:generate_command",
+    "check": "check:check_command",
 }
 
 

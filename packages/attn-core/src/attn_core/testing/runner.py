@@ -94,9 +94,12 @@ def run_all(
     return outcomes
 
 
+Report = dict[Kind, dict[str, CellReport]]  # kind → cell of the matrix
+
+
 def report(
     outcomes: Sequence[Outcome], spec: BackendSpec, device: Device, libraries: Libraries
-) -> dict[Kind, dict[str, CellReport]]:
+) -> Report:
     """Sum outcomes up per kind and cell; a declared cell that nothing proved is a problem."""
     kinds = dict.fromkeys(o.planned.kind for o in outcomes)
     return {
@@ -136,9 +139,7 @@ def _cells(
     return found
 
 
-def summary(
-    outcomes: Sequence[Outcome], cells: Mapping[Kind, Mapping[str, CellReport]]
-) -> dict[str, Any]:
+def summary(outcomes: Sequence[Outcome], cells: Report) -> dict[str, Any]:
     """Return plain data for JSON: the cells and every failure in words."""
     return {
         "passed": sum(o.status == "passed" for o in outcomes),
@@ -148,7 +149,7 @@ def summary(
     }
 
 
-def problems(cells: Mapping[Kind, Mapping[str, CellReport]]) -> list[str]:
+def problems(cells: Report) -> list[str]:
     """List the declared cells that are not proved, with the reason."""
     return [
         f"{kind}, {cell}: {r.problem}"

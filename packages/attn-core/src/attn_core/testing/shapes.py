@@ -36,10 +36,10 @@ def _heads(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
 
     if "heads" in case.fixed or fits(hq, hkv):
         return hq, hkv
-    # one KV head stays one (MLA), equal counts stay equal (vision)
-    groups = sorted(row.group_sizes) or [hq // hkv, 2, 1, 4, 8]
-    for q in sorted(row.q_heads) or [2 * groups[0]]:
-        for kv in [1] if hkv == 1 else [q] if hq == hkv else [q // g for g in groups if q % g == 0]:
+    groups = sorted(row.group_sizes) or [hq // hkv, 2, 1]
+    latent = case.kind == "mla" and hkv == 1  # there is one latent
+    for q in sorted(row.q_heads) or [groups[0] * (1 if latent else 2)]:
+        for kv in [1] if latent else [q // g for g in groups if q % g == 0]:
             if fits(q, kv):
                 return q, kv
     return hq, hkv

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_core.backend import AttentionBackend, BackendConfig, Output
-from attn_core.backends.flex_attention.kernel import Kernel, KernelShape, kernel
+from attn_core.backends.flex_attention.kernel import Kernel, KernelShape, compiled_kernel
 from attn_core.backends.flex_attention.plan import (
     Gather,
     LayerClass,
@@ -45,7 +45,7 @@ class FlexAttention(AttentionBackend):
         self._in_place = bool(fitting) and config.kv_cache_dtype == config.dtype
         self._block = fitting[0] if self._in_place else _BLOCKS[0]
         self._rows = _CPU_ROWS if config.device.type == "cpu" else _ROWS
-        self._kernels = {self._shape(x): kernel(self._shape(x)) for x in config.layers}
+        self._kernels = {self._shape(x): compiled_kernel(self._shape(x)) for x in config.layers}
         self._classes = {LayerClass.of(layer) for layer in config.layers}
 
     def _shape(self, layer: AttentionLayer) -> KernelShape:
@@ -114,8 +114,8 @@ class FlexAttention(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        heads, kv_heads, v_dim = layer.num_q_heads, layer.num_kv_heads, layer.v_head_dim
-        out = q.new_empty(q.shape[0], heads, v_dim) if out is None else out
+        if out is None:
+            out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
         if not q.shape[0]:
             return out
         plan, compiled = metadata.get(LayerClass.of(layer)), self._kernels.get(self._shape(layer))
@@ -124,25 +124,30 @@ class FlexAttention(AttentionBackend):
                 f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its like is not in "
                 f"BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
             )
-        tiles, gather = plan
-        keys, values = cache.k, cache.v
-        if gather is not None:
-            keys, values = read_kv(cache, gather.slots, q.dtype)
-            assert values is not None  # the row is of kind mha
-            values = values.masked_fill(gather.dead[..., None, None], 0)  # 0 times NaN is NaN
-        assert values is not None
-        count, queries = tiles.tokens.shape
-        group = heads // kv_heads
-        size = (count, kv_heads, queries * group)
+        # Plain tensors in every grad and inference mode: any other kind would be compiled anew.
         with torch.inference_mode(False), torch.no_grad():
-            # copied, so that its strides are always the same: other strides would be compiled anew
-            rows = q.new_empty(*size, layer.head_dim)
-            picked = q[tiles.tokens].view(count, queries, kv_heads, group, layer.head_dim)
-            rows.view(count, kv_heads, queries, group, layer.head_dim).copy_(picked.transpose(1, 2))
-            done = compiled(rows, keys, values, tiles)
-            done = done.view(count, kv_heads, queries, group, v_dim).transpose(1, 2)
-            out.copy_(done.reshape(-1, heads, v_dim)[tiles.picks])
-        return out
+            done = self._attend(q, layer, cache, plan, compiled)
+        return out.copy_(done)
+
+    def _attend(
+        self, q: Tensor, layer: AttentionLayer, cache: LayerCache, plan: Plan, compiled: Kernel
+    ) -> Tensor:
+        tiles, gather = plan
+        k, v = cache.k, cache.v
+        if gather is not None:
+            k, v = read_kv(cache, gather.slots, q.dtype)
+            assert v is not None  # the row is of kind mha
+            v = v.masked_fill(gather.dead[..., None, None], 0)  # 0 times NaN is NaN
+        assert v is not None
+        kv_heads, dim, v_dim = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+        (count, queries), group = tiles.tokens.shape, layer.num_q_heads // layer.num_kv_heads
+        # copied, so that the strides are always those of the probe
+        rows = q.new_empty(count, kv_heads, queries * group, dim)
+        picked = q[tiles.tokens].view(count, queries, kv_heads, group, dim).transpose(1, 2)
+        rows.view(count, kv_heads, queries, group, dim).copy_(picked)
+        done = compiled(rows, k, v, tiles)
+        done = done.view(count, kv_heads, queries, group, v_dim).transpose(1, 2)
+        return done.reshape(count * queries, kv_heads * group, v_dim)[tiles.picks]
 
     def forward_decode(
         self,

@@ -61,14 +61,9 @@ class Kernel:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
         """Attend q [tiles, Hkv, rows, D] to k [pages, page_size, Hkv, D] and v, alike with Dv.
 
-        Returns [tiles, Hkv, rows, Dv].
+        Returns [tiles, Hkv, rows, Dv]. Gradients and inference mode are off in the caller.
         """
-        return self._on_plain_tensors(*self._inputs(q, k, v, tiles))
-
-    def _on_plain_tensors(self, *inputs: Tensor) -> Tensor:
-        # without gradients and not in inference mode, which would be compiled anew
-        with torch.inference_mode(False), torch.no_grad():
-            out: Tensor = self._run(*inputs)
+        out: Tensor = self._run(*self._inputs(q, k, v, tiles))
         return out
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, ...]:
@@ -86,7 +81,7 @@ class Kernel:
             return torch.zeros(size, dtype=dtype, device=s.device)
 
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 index, nothing = zeros(count, dtype=torch.int64), zeros(0, dtype=torch.int64)
                 tiles = Tiles(
                     requests=2,
@@ -111,12 +106,12 @@ class Kernel:
                 )
                 for x, dims in zip(inputs, _DYNAMIC, strict=True):
                     torch._dynamo.mark_dynamic(x, dims)
-                self._on_plain_tensors(*inputs)
+                self._run(*inputs)
         except Exception as error:  # whatever the compiler says: keep it, say what to do
-            lines = [line for line in str(error).splitlines() if line.strip()]
+            lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
             raise UnsupportedError(
                 f"flex_attention cannot be compiled here for {s}: {type(error).__name__}: "
-                f"{lines[0] if lines else ''}; on a CPU it needs AVX2 and a C++ compiler (g++), "
+                f"{' '.join(lines[:3])}; on a CPU it needs AVX2 and a C++ compiler (g++), "
                 "elsewhere Triton; or take another backend, torch_native runs anywhere"
             ) from error
         if not self.compiled:
@@ -128,7 +123,7 @@ class Kernel:
 
 
 @cache
-def kernel(shape: KernelShape) -> Kernel:
+def compiled_kernel(shape: KernelShape) -> Kernel:
     """Return the kernel of a shape; backends of one process share it, as they share compilers."""
     return Kernel(shape)
 

@@ -94,7 +94,7 @@ def _room(listed: Tensor, blocks: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gather:
-    """Token slots to copy, int64 [blocks, block]; dead: bool alike, those past an end."""
+    """Token slots to copy, int64 [blocks, block]; dead: bool alike, what no query sees."""
 
     slots: Tensor
     dead: Tensor
@@ -114,7 +114,8 @@ def gather_tokens(
     blocks, int32 [B, blocks], by the numbers that they have in the copy.
     """
     n, s = torch.tensor(query_lens), torch.tensor(key_lens)
-    first = torch.zeros_like(s) if window is None else (s - n - window + 1).clamp(min=0) // block
+    seen = torch.zeros_like(s) if window is None else (s - n - window + 1).clamp(min=0)
+    first = seen // block
     end = torch.where(n > 0, -(-s // block), first)
     counts = end - first
     starts = counts.cumsum(0) - counts
@@ -124,9 +125,10 @@ def gather_tokens(
         request, number = (torch.cat((x, x)) for x in (request, number))
     position = number[:, None] * block + torch.arange(block)
     request = request[:, None]
-    dead = position >= s[request]
+    dead = (position < seen[request]) | (position >= s[request])
+    room = table.shape[1] * page_size  # a slot that no query sees may be any
     position, request, dead = (
-        x.to(table.device) for x in (position.masked_fill(dead, 0), request, dead)
+        x.to(table.device) for x in (position.clamp(max=room - 1), request, dead)
     )
     slots = table[request, position // page_size].long() * page_size + position % page_size
     blocks = ((starts - first)[:, None] + torch.arange(int(end.max()))).clamp(min=0)

@@ -1,0 +1,113 @@
+"""`attn check`: hold a backend to what it declares, on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attn_core.capabilities import Device
+from attn_core.cli.console import console, print_json, print_table
+from attn_core.cli.options import flag
+from attn_core.device import parse_device, probe_device
+from attn_core.errors import UsageError
+from attn_core.plugins import load_plugins
+
+if TYPE_CHECKING:
+    from attn_core.capabilities import BackendSpec
+    from attn_core.testing.plan import Planned
+    from attn_core.testing.runner import CellReport, Outcome, Report
+
+
+def check_command(
+    backend: Annotated[str, typer.Argument(help="Name of the backend.")],
+    device: Annotated[
+        str | None, flag("--device", "TYPE[:ARCH]: the device of this machine to use.", env=False)
+    ] = None,
+    evidence: Annotated[
+        Path | None, flag("--evidence", "Folder to write evidence files into.", env=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run the conformance suite against a backend; exit code 1 where it breaks its declaration.
+
+    What a row declares must work; what none declares is not run, and the reason is printed.
+    """
+    registry = load_plugins()
+    spec, here, libraries = registry.get(backend), _here(device), registry.installed_libraries()
+    from attn_core.testing import runner  # torch, which other commands do without
+    from attn_core.testing.evidence import write_evidence
+    from attn_core.testing.plan import plan
+
+    outcomes = _run(plan(spec, here, libraries), spec, here)
+    cells = runner.report(outcomes, spec, here, libraries)
+    failures = [o.detail for o in outcomes if o.status == "failed"]
+    failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]
+    written = write_evidence(evidence, spec, here, cells) if evidence is not None else []
+    if json:
+        data = {"backend": spec.name, "device": str(here), **runner.summary(outcomes, cells)}
+        print_json({**data, "failures": failures, "evidence": [str(p) for p in written]})
+    else:
+        _print(outcomes, cells, f"on {here}")
+        for sentence in failures:
+            console().print(f"failed: {sentence}", soft_wrap=True)
+        for path in written:
+            console().print(f"wrote {path}", soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _here(asked: str | None) -> Device:
+    """Return the device of this machine that is meant; its CPU is always one."""
+    here = probe_device()
+    if asked is None:
+        return here
+    wanted = parse_device(asked, extra=[here.type])
+    named = ":" in asked
+    if wanted.type == here.type and (not named or wanted.arch == here.arch):
+        return here
+    if wanted.type == "cpu" and here.type != "cpu":
+        return wanted if named else Device("cpu")
+    raise UsageError(
+        f"--device {asked}: checks run on real devices, and this machine has {here}; leave "
+        "--device away, or run `attn check` on a machine that has one"
+    )
+
+
+def _run(planned: Sequence[Planned], spec: BackendSpec, here: Device) -> list[Outcome]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from attn_core.testing import runner
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+        task = progress.add_task("", total=len(planned))
+
+        def step(one: Planned) -> None:
+            progress.update(task, advance=1, description=one.check.id)
+
+        return runner.run_all(planned, spec, runner.torch_device(here), step)
+
+
+def _print(outcomes: Sequence[Outcome], cells: Report, where: str) -> None:
+    header = ["cell", "checks", "failed", "worst error", "allowed", "verdict"]
+    for kind, found in cells.items():
+        print_table(header, [_line(cell, r) for cell, r in found.items()], title=f"{kind} {where}")
+        print()
+    reasons = dict.fromkeys(
+        (f"{o.planned.kind}: {o.planned.check.feature}", o.detail)
+        for o in outcomes
+        if o.status == "skipped"
+    )
+    if reasons:
+        print_table(["not declared, so not run", "the row's reason"], [list(r) for r in reasons])
+        print()
+
+
+def _line(cell: str, r: CellReport) -> list[str]:
+    numbers = [f"{r.worst:.2e}", f"{r.budget:.2e}"] if r.cases else ["-", "-"]
+    verdict = "not declared" if not r.declared else "failed" if r.problem else "passed"
+    return [cell, str(r.cases), str(r.failed), *numbers, verdict]

@@ -1,0 +1,245 @@
+"""flex_attention: what it declares, and that nothing is compiled once it has been created."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from attn_core.backend import BackendConfig, create_backend
+from attn_core.backends.flex_attention import kernel as kernels
+from attn_core.errors import BackendError, UnsupportedError
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.kv_cache import KVPool, read_kv, write_kv
+from attn_core.page_table import slot_table
+from attn_core.plugins import load_plugins
+from attn_core.testing import BackendSuite
+
+SPEC = load_plugins().get("flex_attention")
+ROW = next(row for row in SPEC.capabilities if row.device == "cpu")
+HEADS, KV_HEADS, DIM = 4, 2, 16
+FULL = AttentionLayer(
+    layer_id=0, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, v_head_dim=DIM, scale=0.25
+)
+WINDOW = dataclasses.replace(FULL, layer_id=1, view="window", sliding_window=21)
+CAPPED = dataclasses.replace(FULL, layer_id=2, logit_cap=1.5)
+LAYERS = (FULL, WINDOW, CAPPED)
+PAGE = 16
+
+
+@pytest.mark.long  # compiles some twenty shapes
+class TestFlexAttention(BackendSuite):
+    name = "flex_attention"
+    reduced = True
+
+
+def create(layers=LAYERS, *, page_size=PAGE, store="fp32", row=ROW):
+    config = BackendConfig(
+        name="flex_attention",
+        row=row,
+        layers=layers,
+        page_size=page_size,
+        dtype="fp32",
+        kv_cache_dtype=store,
+        device=torch.device("cpu"),
+    )
+    return create_backend(SPEC, config)
+
+
+class World:
+    """A pool whose unowned pages hold NaN, with requests that grow in it, and the right answers."""
+
+    def __init__(self, page_size, store, pages, *, seed=0):
+        self.page_size, self.pages, self.store = page_size, pages, store
+        self.rng, self.torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.pool = KVPool(LAYERS, num_pages={"full": pages, "window": pages},
+                           page_size=page_size, kv_cache_dtype=store)  # fmt: skip
+        self.free = list(range(1, pages))
+        self.rng.shuffle(self.free)
+        self.tables, self.lens = [], []
+        for layer in LAYERS:
+            for pool in (self.pool.layer(layer.layer_id).k, self.pool.layer(layer.layer_id).v):
+                pool.view(torch.uint8).fill_(0x7F if store != "fp32" else 0xFF)
+
+    def randn(self, *size):
+        return torch.randn(size, generator=self.torch_rng)
+
+    def batch(self, mode, rows, news):
+        """Give the requests `rows` so many new tokens each."""
+        for row, n in zip(rows, news, strict=True):
+            while row >= len(self.lens):
+                self.lens.append(0)
+                self.tables.append([])
+            self.lens[row] += n
+            while len(self.tables[row]) * self.page_size < self.lens[row]:
+                page = self.free.pop()
+                self.tables[row].append(page)
+                for cache in map(self.pool.layer, range(len(LAYERS))):
+                    for pool in (cache.k, cache.v):  # the tails are finite, and far from zero
+                        pool[page] = torch.full(pool[page].shape, 400.0).to(pool.dtype)
+        width = max(len(self.tables[r]) for r in rows) + self.rng.randrange(4)
+        table = torch.randint(0, self.pages, (len(rows), width), generator=self.torch_rng).int()
+        behind = table.clone()  # what the window has left behind may be any page
+        for i, row in enumerate(rows):
+            own = torch.tensor(self.tables[row], dtype=torch.int32)
+            table[i, : len(own)] = own
+            first = max(0, self.lens[row] - news[i] - WINDOW.sliding_window + 1) // self.page_size
+            behind[i, first : len(own)] = own[first:]
+        lens = [self.lens[r] for r in rows]
+        view = CacheView.build(
+            page_table=behind, page_size=self.page_size, seq_lens=lens, new_lens=news
+        )
+        return ForwardBatch.build(
+            mode,
+            query_lens=news,
+            seq_lens=lens,
+            page_table=table,
+            page_size=self.page_size,
+            views={"window": view},
+        ), slot_table(table, self.page_size)
+
+    def check(self, backend, mode, rows, news, *, strided=False):
+        """Run a pass over all layers; compare with a float64 softmax per query."""
+        batch, slots = self.batch(mode, rows, news)
+        metadata = backend.init_forward_metadata(batch)
+        total = sum(news)
+        run = backend.forward_decode if mode is ForwardMode.DECODE else backend.forward_extend
+        for layer in LAYERS:
+            cache = self.pool.layer(layer.layer_id)
+            k, v = (self.randn(total, KV_HEADS, DIM) for _ in range(2))
+            write_kv(cache, k, v, batch.views["full"].out_cache_loc)
+            q = self.randn(total, HEADS, 3 * DIM)[..., :DIM] if strided else self.randn(
+                total, HEADS, DIM)  # fmt: skip
+            out = torch.full((total, HEADS, DIM), torch.nan)
+            got = run(q, k, v, layer, cache, batch, metadata, out=out)
+            assert got is out
+            at = 0
+            for i, n in enumerate(news):
+                want = self.answer(layer, cache, slots[i], self.lens[rows[i]], q[at : at + n])
+                torch.testing.assert_close(got[at : at + n], want, atol=3e-6, rtol=2e-5)
+                at += n
+
+    @staticmethod
+    def answer(layer, cache, slots, length, q):
+        k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1)
+                for x in read_kv(cache, slots[:length], torch.float32))  # fmt: skip
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * layer.scale
+        if layer.logit_cap:
+            scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+        i = torch.arange(length - len(q), length)[:, None]
+        j = torch.arange(length)
+        hidden = j > i
+        if layer.sliding_window:
+            hidden |= j <= i - layer.sliding_window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).float()
+
+
+@pytest.mark.parametrize(
+    ("page_size", "store"),
+    [(16, "fp32"), (1, "fp32"), (24, "fp32"), (64, "fp8_e4m3")],
+    ids=lambda x: str(x),
+)
+def test_a_hundred_steps_are_right_and_compile_nothing(page_size, store):
+    """Requests come, are prefilled in chunks and grow; batches of 1 to 7, pools that grow."""
+    backend = create(page_size=page_size, store=store)
+    assert len(backend.kernels) == 2  # a window is no other shape, a soft cap is
+    assert [len(k.compiled) for k in backend.kernels] == [1, 1]
+    rng = random.Random(1)
+    world = World(page_size, store, 2500 // page_size)
+    for step in range(100):
+        if step % 40 == 0:
+            world = World(page_size, store, (2500 + 40 * step) // page_size, seed=step)
+            world.check(backend, ForwardMode.EXTEND, [0, 1, 2], [1, 70, 33])
+        alive = range(len(world.lens))
+        rows = rng.sample(alive, rng.randint(1, len(alive)))
+        if step % 10 == 3 and len(alive) < 7:
+            rows, news = [*rows[:2], len(alive)], [*[1] * len(rows[:2]), rng.randint(1, 90)]
+            world.check(backend, ForwardMode.MIXED, rows, news)
+        elif step % 10 == 7:
+            news = [rng.randint(0, 20) for _ in rows[1:]]
+            world.check(backend, ForwardMode.EXTEND, rows, [1, *news], strided=True)
+        else:
+            with torch.inference_mode(step % 3 == 0), torch.set_grad_enabled(step % 3 == 1):
+                world.check(backend, ForwardMode.DECODE, rows, [1] * len(rows))
+    assert [len(k.compiled) for k in backend.kernels] == [1, 1]
+    assert backend.compilations == 2
+    assert create(page_size=page_size, store=store).kernels == backend.kernels
+
+
+def test_passes_without_queries_give_nothing():
+    backend, world = create(), World(PAGE, "fp32", 20)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=(0, 0), seq_lens=(3, 4), page_table=table, page_size=PAGE
+    )
+    metadata = backend.init_forward_metadata(batch)
+    q = torch.zeros(0, HEADS, DIM)
+    out = backend.forward_extend(q, None, None, FULL, world.pool.layer(0), batch, metadata)
+    assert out.shape == (0, HEADS, DIM)
+
+
+@pytest.fixture
+def one_pass():
+    backend, world = create(), World(PAGE, "fp32", 20)
+    batch, _ = world.batch(ForwardMode.EXTEND, [0], [5])
+    metadata = backend.init_forward_metadata(batch)
+    q = torch.zeros(5, HEADS, DIM)
+    return backend, (q, None, None, FULL, world.pool.layer(0), batch, metadata)
+
+
+def test_lengths_on_the_device_alone_are_enough(one_pass):
+    backend, args = one_pass
+    q, cache, batch = torch.randn(5, HEADS, DIM), args[4], args[5]
+    views = {k: dataclasses.replace(v, seq_lens_host=None) for k, v in batch.views.items()}
+    bare = dataclasses.replace(batch, views=views, query_lens_host=None)
+    outs = [
+        backend.forward_extend(q, None, None, FULL, cache, b, backend.init_forward_metadata(b))
+        for b in (batch, bare)
+    ]
+    assert torch.equal(*outs)
+
+
+def test_what_is_not_honoured_is_refused(one_pass):
+    backend, args = one_pass
+    with pytest.raises(UnsupportedError, match="no log-sum-exp"):
+        backend.forward_extend(*args, return_lse=True)
+    with pytest.raises(UnsupportedError, match="topk_indices"):
+        backend.forward_extend(*args, topk_indices=torch.zeros(1))
+    stranger = dataclasses.replace(FULL, layer_id=9, view="cross")
+    with pytest.raises(BackendError, match=r"layer 9 \(view 'cross'\)"):
+        backend.forward_extend(*args[:3], stranger, *args[4:])
+    for change in ({"is_causal": False}, {"is_cross": True}, {"sinks": torch.zeros(HEADS)}):
+        with pytest.raises(UnsupportedError, match="layer 0 needs"):
+            create((dataclasses.replace(FULL, **change),))
+    drafts = ForwardBatch.build(
+        ForwardMode.TARGET_VERIFY,
+        query_lens=(2,),
+        seq_lens=(9,),
+        page_table=torch.ones(1, 1, dtype=torch.int32),
+        page_size=PAGE,
+        spec=SpecInfo(topk=1, num_draft_tokens=2),
+    )
+    with pytest.raises(UnsupportedError, match="no drafts"):
+        backend.init_forward_metadata(drafts)
+
+
+@pytest.fixture
+def nothing_compiled():
+    kernels.compiled_kernel.cache_clear()
+    yield
+    kernels.compiled_kernel.cache_clear()
+
+
+def test_a_machine_that_cannot_compile_says_so_at_creation(nothing_compiled, monkeypatch):
+    def no_compiler(graph, inputs):
+        raise RuntimeError("No working C++ compiler found\nand more")
+
+    monkeypatch.setattr(kernels, "lookup_backend", lambda name: no_compiler)
+    with pytest.raises(UnsupportedError, match=r"No working C\+\+ compiler found.*torch_native"):
+        create()
+
+
+def test_without_torch_compile_creation_is_refused(nothing_compiled, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with pytest.raises(UnsupportedError, match="TORCHDYNAMO_DISABLE"):
+        create((FULL,))

@@ -1,0 +1,201 @@
+"""The suite itself: what is asked, what is skipped and why, what `attn check` says and writes."""
+
+import json
+import pathlib
+from dataclasses import replace
+
+import attn_core
+import pytest
+import torch
+from attn_core.capabilities import Device
+from attn_core.cli.app import build_app
+from attn_core.errors import BackendNotImplementedError, UnsupportedError
+from attn_core.matrix import build_matrix
+from attn_core.plugins import load_plugins
+from attn_core.testing.bench import Bench
+from attn_core.testing.budget import CheckFailed, within_budget
+from attn_core.testing.cases import Case
+from attn_core.testing.features import PAGED
+from attn_core.testing.inputs import Point
+from attn_core.testing.passes import run_case
+from attn_core.testing.plan import plan
+from attn_core.testing.runner import problems, report, run_all
+from mutants import TailReadAndMasked
+from reference import ROW, spec_of
+from typer.testing import CliRunner
+
+HERE = Device("cpu", "avx2")
+SKIPS = pathlib.Path(__file__).parent / "skips.txt"
+BUILT = ("torch_native", "flex_attention")
+
+
+def skips():
+    """Every feature of the suite that a built-in backend does not declare, with its reason."""
+    registry, lines = load_plugins(), set()
+    for name in BUILT:
+        spec = registry.get(name)
+        for p in plan(spec, HERE, {}) if spec.implemented else ():
+            if p.row is None:
+                lines.add(f"{name}, {p.kind}, {p.check.feature}: {p.reason}")
+    return sorted(lines)
+
+
+def test_support_does_not_shrink_unseen():
+    """When rows change on purpose: python tests/conformance/test_suite.py writes the list anew."""
+    assert skips() == SKIPS.read_text().splitlines()
+
+
+def test_every_cell_of_torch_native_was_proved_here():
+    matrix = build_matrix(load_plugins(), ["mha", "mla"])
+    for kind, backends in matrix.items():
+        cells = backends["torch_native"]
+        for cell, level in cells["evidence"].items():
+            declared = cell == "page_sizes" or cells[cell]
+            assert level == ("device-tested" if declared else "declared"), (kind, cell)
+
+
+def test_a_backend_without_an_implementation_is_not_checked():
+    with pytest.raises(BackendNotImplementedError, match="not implemented"):
+        plan(load_plugins().get("fa3"), Device("cuda", "sm90"), {})
+
+
+def test_a_backend_for_other_devices_is_not_checked():
+    rows = [replace(row, device="cuda", archs={"sm90"}) for row in spec_of().capabilities]
+    spec = replace(spec_of(), capabilities=rows)
+    with pytest.raises(UnsupportedError, match=r"reference \(mha\) cannot run here: .*cuda:sm90"):
+        plan(spec, HERE, {})
+
+
+def test_a_row_is_asked_with_its_own_shapes_and_pages():
+    changes = {"head_dims": {128}, "q_heads": {32}, "group_sizes": {8}, "page_sizes": {32}}
+    row = replace(ROW, head_dim_pairs=frozenset(), dtypes={"bf16"}, **changes)
+    spec = replace(spec_of(), capabilities=[row])
+    planned = plan(spec, HERE, {}, kinds=("mha",))
+    asked = [p for p in planned if p.row is not None]
+    layers = {layer for p in asked for layer in p.check.needs.layers}
+    assert {(x.num_q_heads, x.num_kv_heads, x.head_dim) for x in layers} == {(32, 4, 128)}
+    assert {p.check.needs.page_size for p in asked} - {None} == {32, 64}
+    skipped = {p.check.feature for p in planned if p.row is None}
+    assert skipped == {"kv-fp32", "kv-fp16", "vision", "vision-ragged"}
+
+
+def test_the_row_that_declares_a_condition_answers_for_it():
+    chains = replace(ROW, max_topk=1)
+    trees = replace(ROW, max_page_size=1)
+    spec = replace(spec_of(), capabilities=[chains, trees])
+    planned = plan(spec, HERE, {}, kinds=("mha",))
+    by_id = {p.check.id: p for p in planned}
+    assert by_id["verify-tree-bf16-page1"].row is trees
+    assert by_id["verify-chain-bf16-page16"].row is chains
+    refused = by_id["verify-tree-bf16-page16"]
+    assert refused.row is None
+    assert refused.reason == "speculative topk 2 (supports topk up to 1)"
+
+
+def test_what_is_not_declared_is_not_run():
+    plain = replace(ROW, sinks=False, kv_dtypes={"fp32", "bf16"})
+    spec = replace(spec_of(), capabilities=[plain])
+    skipped = {p.check.feature: p.reason for p in plan(spec, HERE, {}) if p.row is None}
+    assert skipped["sinks"] == "sinks (not supported)"
+    assert skipped["fp4"] == "kv_cache_dtype fp4_e2m1 (supports bf16, fp32)"
+
+
+def test_a_declared_cell_that_no_check_proves_is_a_problem():
+    spec = spec_of()
+    planned = plan(spec, HERE, {}, kinds=("mha",), reduced=True)
+    some = [p for p in planned if "sinks" not in p.check.cells][:3]
+    cells = report(run_all(some, spec, torch.device("cpu")), spec, HERE, {})
+    assert any(p.startswith("mha, sinks: declared, but no check") for p in problems(cells))
+
+
+@pytest.mark.parametrize("finite_tail", [False, True])
+def test_tails_are_poison_or_large_as_the_row_asks(finite_tail):
+    """A kernel that reads whole pages is wrong, unless its row asks for finite tails."""
+    row = replace(ROW, finite_tail=finite_tail)
+    spec = replace(spec_of(), create=f"mutants:{TailReadAndMasked.__name__}")
+    bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"))
+    case, point = PAGED[0], Point(dtype="fp32", page_size=16)
+    if finite_tail:
+        run_case(bench, case, point)
+    else:
+        with pytest.raises(CheckFailed, match="not finite"):
+            run_case(bench, case, point)
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.9, True), (1.1, False)])
+def test_the_budget_has_an_edge(share, passes):
+    truth = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    near = truth + 1e-2
+    allowed = 2 * 1e-2 + 2 * torch.finfo(torch.float32).eps
+    got = truth.clone()
+    got[3] += share * allowed
+    if passes:
+        assert within_budget("x", got, truth, near, torch.float32).ratio == pytest.approx(share)
+    else:
+        with pytest.raises(CheckFailed, match="x: largest error"):
+            within_budget("x", got, truth, near, torch.float32)
+
+
+def test_a_small_error_everywhere_is_over_budget():
+    """The largest entry may be off by as much; all of them may not."""
+    truth = torch.ones(100, dtype=torch.float64)
+    near = truth.clone()
+    near[0] += 1e-2
+    with pytest.raises(CheckFailed, match="root mean square"):
+        within_budget("x", truth + 1e-2, truth, near, torch.float32)
+
+
+def test_cases_say_what_they_prove():
+    case = Case(feature="x", query_lens=(1,), seq_lens=(9,), window=3, kv_dtype="fp8_e4m3")
+    assert case.cells == {"page_sizes", "sliding_window", "fp8_kv"}
+    assert len({c.feature for c in PAGED}) == len(PAGED)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(build_app("check"), ["check", *arguments])
+
+
+def test_attn_check_names_the_fault_and_exits_1(monkeypatch, tmp_path):
+    spec = replace(
+        spec_of(max_topk=0, cuda_graph="none"),
+        capabilities=[replace(ROW, max_topk=0, cuda_graph="none", dtypes={"fp32"})],
+        create="mutants:SinksIgnored",
+    )
+    registry = load_plugins()
+    key = ("softmax", "reference")
+    registry = replace(registry, backends={**registry.backends, key: spec})
+    monkeypatch.setattr("attn_core.cli.check.load_plugins", lambda: registry)
+    monkeypatch.setattr("attn_core.testing.plan.templates", few_templates)
+    done = invoke("reference", "--json", "--device", "cpu", "--evidence", str(tmp_path))
+    assert done.exit_code == 1, done.output
+    data = json.loads(done.stdout)
+    assert data["kinds"]["mha"]["sinks"]["failed"] > 0
+    assert any("sinks-fp32-page16: output: largest error" in f for f in data["failures"])
+    [path] = tmp_path.iterdir()
+    written = json.loads(path.read_text())
+    assert written["backend"] == "reference"
+    assert written["versions"]["attn-core"] == attn_core.__version__
+    assert "page_sizes" not in written["cells"]  # the failed case is evidence for it too
+    assert written["cells"]["logit_cap"]["level"] == "device-tested"
+    text = invoke("reference", "--device", "cpu")
+    assert text.exit_code == 1
+    assert "failed: sinks-fp32-page16" in text.stdout
+
+
+def few_templates(kind, rows, **kwargs):
+    from attn_core.testing.checks import templates
+
+    wanted = ("sinks-fp32-page16", "softcap-fp32-page16", "prefill-edges-fp32-page16")
+    for template in templates(kind, rows, **kwargs):
+        if template(rows[0]).id in wanted:
+            yield template
+
+
+def test_attn_check_needs_a_device_of_this_machine():
+    done = invoke("torch_native", "--device", "npu:910b")
+    assert done.exit_code != 0
+    assert "this machine has" in str(done.exception)
+
+
+if __name__ == "__main__":
+    SKIPS.write_text("\n".join(skips()) + "\n")
