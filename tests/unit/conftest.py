@@ -1,5 +1,6 @@
 """Make the strategies importable and bound the number of random examples."""
 
+import os
 import pathlib
 import sys
 
@@ -7,7 +8,8 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-settings.register_profile(
-    "default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("default")
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# The same examples every time, so that a change is judged by the change; `nox -s full` draws new.
+settings.register_profile("default", max_examples=60, derandomize=True, **COMMON)
+settings.register_profile("random", max_examples=300, **COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

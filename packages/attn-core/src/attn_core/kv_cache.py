@@ -71,15 +71,13 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA), slots int64 [N] = page · page_size + offset;
     padding goes to slot 0. k None: nothing to write. FP8 saturates; FP4 takes one e4m3 scale per
-    16 values from the values themselves. Never syncs with the device. Raises UsageError
-    where either v is given or the cache stores V, but not both.
+    16 values from themselves. Never syncs. Raises UsageError where only v or only the V pool is.
     """
     if k is None:
         return
-    if v is None and cache.v is not None:
-        raise UsageError("v is None, but the cache stores V: give it")
-    if v is not None and cache.v is None:
-        raise UsageError("v is given, but the cache is latent and stores none: give v None")
+    if (v is None) != (cache.v is None):
+        latent = "v is given, but the cache is latent and stores none: give v None"
+        raise UsageError("v is None, but the cache stores V: give it" if v is None else latent)
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:

@@ -98,6 +98,12 @@ def _show(value: Any) -> str:
     return str(value)
 
 
+def _proved(cells: Mapping[str, Any]) -> list[str]:
+    """List the levels of what is declared: nothing proves a cell that says no."""
+    levels = {v for c, v in cells["evidence"].items() if c == "page_sizes" or cells[c]}
+    return sorted(levels, key=LEVELS.index)
+
+
 def table(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
     """Return header and lines of one kind, as text; * marks a departure from the documented."""
     hidden = {"evidence", "departures", "implemented"}
@@ -106,7 +112,7 @@ def table(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
     lines = []
     for name, cells in matrix[kind].items():
         shown = [_show(cells[c]) + ("*" if c in cells["departures"] else "") for c in columns]
-        proved = sorted(set(cells["evidence"].values()), key=LEVELS.index)
+        proved = _proved(cells)
         built = "" if cells["implemented"] else ", not implemented"
         lines.append([name, *shown, " … ".join(proved) + built])
     return ["backend", *columns, "evidence"], lines
@@ -118,7 +124,7 @@ def summary(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
     for name, cells in matrix[kind].items():
         has = [c + "*" * (c in cells["departures"]) for c in CELLS[kind] if cells[c]]
         lacks = [f"no {c}*" for c in CELLS[kind] if not cells[c] and c in cells["departures"]]
-        proved = sorted(set(cells["evidence"].values()), key=LEVELS.index)
+        proved = _proved(cells)
         pages = _show(cells.get("page_sizes", "-"))
         built = "yes" if cells["implemented"] else "no"
         row = [name, ", ".join(cells["devices"]), pages, " ".join([*has, *lacks]) or "-", built]

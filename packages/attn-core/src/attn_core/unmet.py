@@ -130,7 +130,7 @@ def _libraries(row: Capabilities, libraries: Libraries) -> Iterator[Unmet]:
                     "libraries",
                     ((str(canonicalize_name(w.name)), None),),
                     INSTALL,
-                    f"pip install '{w}'",
+                    f"install {w}",
                 )
                 for w in alternatives(group)
             ]
