@@ -37,8 +37,9 @@ def install(session: nox.Session, *more: str, extras: str = "") -> None:
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with one thread per process, so that timings do not fight for cores."""
-    session.run("pytest", *arguments, env={"TOKENIZERS_PARALLELISM": "false"})
+    """Run pytest with one thread: small operations wait longer for a second one than they gain."""
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    session.run("pytest", *arguments, env=env)
 
 
 @nox.session

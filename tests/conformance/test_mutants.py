@@ -45,8 +45,12 @@ def test_a_fault_is_killed(mutant):
     assert killer(mutant) is not None
 
 
+# Scores in bfloat16 are no fault there: the budget is measured by a run that has them.
+IN_BFLOAT16 = [m for m in mutants.MUTANTS if m is not mutants.ScoresInBfloat16]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("mutant", IN_BFLOAT16, ids=lambda m: m.__name__)
 def test_a_fault_is_killed_in_bfloat16_alone(mutant):
     assert killer(mutant, ("bf16",)) is not None
 

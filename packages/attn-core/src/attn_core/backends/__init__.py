@@ -91,6 +91,8 @@ def _flex_attention() -> BackendSpec:
         run_topk=0,
         needs_host_lengths=True,
         finite_tail=True,  # a block is read as a whole, and 0 times NaN is NaN
+        note="flex_attention reads pages of a multiple of 16 tokens in place; smaller pages and "
+        "quantised stores are gathered first",
     )
     more = "this implementation does more than the documented one: "
     return BackendSpec(

@@ -68,8 +68,8 @@ def templates(
                 yield partial(_paged, case, point)
         for case, page_size in page_cases(kind, serving):
             yield partial(_paged, case, replace(base, page_size=page_size))
-        yield from _related_cases(kind, base)
         finest = replace(base, dtype=dtypes(serving)[0])
+        yield from _related_cases(kind, base, finest)
         yield partial(_session, kind, finest, "auto", passes)
         for store in ("auto", "fp8_e4m3"):
             yield partial(_session, kind, base, store, passes // 3)
@@ -121,13 +121,15 @@ def _no_chunks(row: Capabilities) -> str | None:
     return None if row.chunked_prefix else "chunked_prefix (not supported)"
 
 
-def _related_cases(kind: Kind, base: Point) -> Iterator[Template]:
+def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]:
     """Yield the checks that put one pass beside another, and those of a row's flags."""
     cases = features.RELATED[kind]
     for name in ("whole", "whole-window-sinks"):
-        if name in cases:
-            yield partial(_related, f"chunks-{name}", cases[name], base, relations.in_chunks)
-            yield partial(_related, f"then-decode-{name}", cases[name], base, relations.then_decode)
+        for point in (base, finest) if name in cases else ():
+            yield partial(_related, f"chunks-{name}", cases[name], point, relations.in_chunks)
+            yield partial(
+                _related, f"then-decode-{name}", cases[name], point, relations.then_decode
+            )
     for name in ("whole", "decode"):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, relations.pages_moved)
         yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
