@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from attn_core.capabilities import BackendSpec, Kind
 from attn_core.device import parse_device, probe_device
 from attn_core.plugins import load_plugins
-from attn_core.testing.plan import KINDS, Planned, plan
+from attn_core.testing.budget import Measure
+from attn_core.testing.plan import KINDS, plan
 from attn_core.testing.runner import run_check, torch_device
 
 
@@ -38,38 +40,28 @@ class BackendSuite:
         return load_plugins().get(cls.name)
 
     @classmethod
-    def planned(cls) -> list[Planned]:
-        """List the checks of this backend."""
-        device = parse_device(cls.device) if cls.device else probe_device()
-        libraries = cls.libraries
-        if libraries is None:
-            libraries = load_plugins().installed_libraries()
-        return plan(
-            cls.spec(),
-            device,
-            libraries,
-            kinds=cls.kinds,
-            passes=cls.passes,
-            reduced=cls.reduced,
-        )
-
-    @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
         """Make one test of each check; those that no row declares are skipped with the reason."""
-        if "planned_check" not in metafunc.fixturenames:
+        if "ask" not in metafunc.fixturenames:
             return
+        spec, libraries = cls.spec(), cls.libraries
+        device = parse_device(cls.device) if cls.device else probe_device()
+        on = torch.device(cls.on) if cls.on else torch_device(device)
+        if libraries is None:
+            libraries = load_plugins().installed_libraries()
+        checks = plan(
+            spec, device, libraries, kinds=cls.kinds, passes=cls.passes, reduced=cls.reduced
+        )
         params = [
             pytest.param(
-                p,
+                partial(run_check, p, spec, on),
                 id=f"{p.kind}-{p.check.id}",
                 marks=[pytest.mark.skip(reason=p.reason)] if p.row is None else [],
             )
-            for p in cls.planned()
+            for p in checks
         ]
-        metafunc.parametrize("planned_check", params)
+        metafunc.parametrize("ask", params)
 
-    def test_declared(self, planned_check: Planned) -> None:
+    def test_declared(self, ask: Callable[[], Measure]) -> None:
         """Put one check to the row that declares it."""
-        device = parse_device(self.device) if self.device else probe_device()
-        on = torch.device(self.on) if self.on else torch_device(device)
-        run_check(planned_check, self.spec(), on)
+        ask()
