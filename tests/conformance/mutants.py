@@ -136,6 +136,22 @@ class TailReadAndMasked(Reference):
         return torch.nn.functional.pad(seen, (0, s - rows.length))
 
 
+class BehindTheWindowReadAndMasked(Reference):
+    """Keys behind the window weigh nothing, but their values are read: 0 · NaN."""
+
+    def without_what_is_behind(self, values, rows, layer):
+        return values
+
+
+class BehindTheWindowReadAtPageOne(Reference):
+    """Single tokens are gathered by a path of their own, from the first one of the request."""
+
+    def without_what_is_behind(self, values, rows, layer):
+        if self.config.page_size == 1:
+            return values
+        return super().without_what_is_behind(values, rows, layer)
+
+
 class CausalTopLeft(Reference):
     def last_key(self, query, n, s):
         return query
@@ -316,6 +332,22 @@ class HalvesAveraged(Reference):
             for a in (slice(0, s // 2), slice(s // 2, s))
         ]
         return (parts[0][0] + parts[1][0]) / 2, torch.logaddexp(parts[0][1], parts[1][1])
+
+
+class MergedWithoutMax(Reference):
+    """Two splits of the keys are merged by exp(LSE) as it is."""
+
+    def softmax(self, scores, v):
+        half = scores.shape[-1] // 2
+        if not half:
+            return super().softmax(scores, v)
+        parts = [
+            super(MergedWithoutMax, self).softmax(scores[..., a], v[a])
+            for a in (slice(0, half), slice(half, None))
+        ]
+        (a, b), (x, y) = ([o.nan_to_num(0.0) for o, _ in parts], [lse.exp() for _, lse in parts])
+        out = (a * x[..., None] + b * y[..., None]) / (x + y).clamp(min=1e-30)[..., None]
+        return out, (x + y).log()
 
 
 class ScoresInBfloat16(Reference):

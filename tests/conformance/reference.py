@@ -86,6 +86,7 @@ class Reference(AttentionBackend):
         for rows in self.rows(planned, layer.view):
             if rows.queries:
                 keys, values = self.read(cache, rows, layer)
+                values = self.without_what_is_behind(values, rows, layer)
                 part = self.attend(self.queries(q)[rows.tokens], keys, values, layer, rows)
                 out[rows.tokens], lse[rows.tokens] = part
         return (out, lse) if return_lse else out
@@ -161,6 +162,11 @@ class Reference(AttentionBackend):
         if cache.v is None:
             return keys, keys[..., : layer.v_head_dim]
         return keys, self.side(cache.v, v_blocks, v_scale, slots, cache.layout)
+
+    def without_what_is_behind(self, values, rows, layer):
+        """Pages behind the window were given back: their keys weigh nothing, but 0 · NaN is NaN."""
+        first = rows.length - rows.queries - (layer.sliding_window or rows.length) + 1
+        return values.index_fill(0, torch.arange(max(0, first), device=values.device), 0)
 
     def write(self, cache, k, v, slots):
         blocks = cache.block_scales or (None, None)

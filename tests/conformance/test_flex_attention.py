@@ -13,6 +13,7 @@ from attn_core.kv_cache import KVPool, read_kv, write_kv
 from attn_core.page_table import slot_table
 from attn_core.plugins import load_plugins
 from attn_core.testing import BackendSuite
+from torch.utils import _pytree as pytree
 
 SPEC = load_plugins().get("flex_attention")
 ROW = next(row for row in SPEC.capabilities if row.device == "cpu")
@@ -164,6 +165,17 @@ def test_a_hundred_steps_are_right_and_compile_nothing(page_size, store):
     assert [len(k.compiled) for k in backend.kernels] == [1, 1]
     assert backend.compilations == 2
     assert create(page_size=page_size, store=store).kernels == backend.kernels
+
+
+def test_a_model_that_registers_its_outputs_compiles_nothing():
+    """transformers registers its classes with torch when a model's module is first imported."""
+    backend, world = create(), World(PAGE, "fp32", 20)
+    before = backend.compilations
+    world.check(backend, ForwardMode.EXTEND, [0], [5])
+    output = type("ModelOutput", (), {})
+    pytree.register_pytree_node(output, lambda x: ([], None), lambda children, context: output())
+    world.check(backend, ForwardMode.EXTEND, [0], [5])
+    assert backend.compilations == before
 
 
 def test_passes_without_queries_give_nothing():

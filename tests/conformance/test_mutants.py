@@ -45,6 +45,13 @@ def test_a_fault_is_killed(mutant):
     assert killer(mutant) is not None
 
 
+def test_pages_behind_a_window_are_poison_at_every_page_size():
+    """Tokens given back one by one are nowhere else in a suite with each feature in one place."""
+    verdict = killer(mutants.BehindTheWindowReadAtPageOne)
+    assert verdict.startswith("page-window-prefill-bf16-page1: output:")
+    assert "not finite" in verdict
+
+
 # Scores in bfloat16 are no fault there: the budget is measured by a run that has them.
 IN_BFLOAT16 = [m for m in mutants.MUTANTS if m is not mutants.ScoresInBfloat16]
 

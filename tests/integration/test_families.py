@@ -327,8 +327,6 @@ LONG = ("llama", "mistral", "qwen3", "gemma3_text", "qwen3_next", "qwen2_vl")
     "name", ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 )
 def test_flex_attention_beside_torch_native(name: str) -> None:
-    if not load_plugins().get("flex_attention").implemented:
-        pytest.skip("flex_attention is declared, not implemented")
     model, inputs, pair = tiny(name), inputs_of(name), ("flex_attention", "torch_native")
     expected = generate(model, inputs)
     for prefill, decode in (pair, pair[::-1]):

@@ -180,7 +180,7 @@ class Capabilities:
     cuda_graph: GraphLevel = "none"
     beside_linear: bool | None = None  # True only beside linear layers, False never, None either
     needs_host_lengths: bool = False
-    finite_tail: bool = False  # the tail of a last page must hold finite numbers
+    finite_tail: bool = False  # last pages' tails, pages behind a window must hold finite numbers
     fused_kv_write: bool = False  # the kernel writes new K/V itself
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
     note: str = ""

@@ -57,7 +57,8 @@ class SpecInfo:
 class CacheView:
     """Where the requests of a batch lie in one pool.
 
-    page_table: int32 [B, max_pages], page ids; entries past a request's pages hold a valid page.
+    page_table: int32 [B, max_pages], page ids; entries past a request's pages, and those that lie
+    behind the window of every layer of this view, hold a valid page with any content.
     seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
     out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to.
     max_seq_len: the largest of seq_lens, or a bound of it. seq_lens_host: the same on the host.

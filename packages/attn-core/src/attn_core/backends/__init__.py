@@ -119,11 +119,14 @@ def _triton_mha() -> Sequence[Capabilities]:
         sliding_window=True,
         logit_cap=True,
         sinks=True,
+        cross_attention=True,
         encoder=True,
-        max_topk=1,
+        max_topk=TREES,
         lse=True,
         deterministic=True,
         cuda_graph="full",
+        fused_kv_write=True,
+        layouts={"NHD", "HND"},
     )
     old = replace(  # Triton refuses fp8e4nv below sm89
         cuda,
@@ -139,12 +142,11 @@ def _triton_mha() -> Sequence[Capabilities]:
     )
     # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
     beside = replace(rocm, beside_linear=True, priority=31)
-    chains = (cuda, old, rocm, beside)
     vision = [
         replace(cuda, archs=frozenset(), phases=ENCODE),
         replace(rocm, phases=ENCODE),
     ]
-    return [*chains, *map(_tree, chains), *vision]
+    return [cuda, old, rocm, beside, *vision]
 
 
 def _tree(row: Capabilities) -> Capabilities:
@@ -162,10 +164,12 @@ def _triton_mla() -> Sequence[Capabilities]:
         priority=10,
         head_dim_pairs="any",
         logit_cap=True,
+        chunked_prefix=True,
         max_topk=1,
         lse=True,
         deterministic=True,
         cuda_graph="full",
+        fused_kv_write=True,
     )
     rocm = replace(cuda, device="rocm", requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",))
     return [cuda, rocm, _tree(cuda), _tree(rocm)]
@@ -175,8 +179,7 @@ def _triton() -> BackendSpec:
     return BackendSpec(
         name="triton",
         capabilities=[*_triton_mha(), *_triton_mla()],
-        create=DECLARED,
-        implemented=False,
+        create="attn_core.backends.triton:Triton",
         aliases=["triton_attn"],
         departures={
             "mha.fp8_kv": "the decode kernels scale FP8 keys and values as they load them; later "

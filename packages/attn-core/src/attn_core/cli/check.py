@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_core.capabilities import Device
-from attn_core.cli.console import console, print_json, print_table
+from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag
 from attn_core.device import parse_device, probe_device
 from attn_core.errors import UsageError
@@ -78,16 +77,16 @@ def _here(asked: str | None) -> Device:
 
 
 def _run(planned: Sequence[Planned], spec: BackendSpec, here: Device) -> list[Outcome]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from attn_core.testing import runner
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-        task = progress.add_task("", total=len(planned))
+    with progress(*columns) as bar:
+        task = bar.add_task("", total=len(planned))
 
         def step(one: Planned) -> None:
-            progress.update(task, advance=1, description=one.check.id)
+            bar.update(task, advance=1, description=one.check.id)
 
         return runner.run_all(planned, spec, runner.torch_device(here), step)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -23,6 +24,14 @@ def console(stream: TextIO | None = None) -> Console:
     return Console(
         file=stream, markup=False, emoji=False, highlight=False, soft_wrap=False, width=width
     )
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """Return a bar on stderr that leaves nothing behind; without a terminal it writes nothing."""
+    from rich.progress import Progress
+
+    out = console(sys.stderr)
+    return Progress(*columns, console=out, transient=True, disable=not out.is_interactive)
 
 
 def print_table(header: list[str], lines: list[list[str]], title: str = "") -> None:

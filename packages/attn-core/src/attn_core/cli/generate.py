@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_core.cli.console import console
+from attn_core.cli.console import console, progress
 from attn_core.cli.options import DTYPES, KV_DTYPES, BackendFlags, flag, takes
 from attn_core.cli.situation import check
 from attn_core.errors import UsageError
@@ -71,18 +71,18 @@ def _write(piece: str) -> None:
 
 def _load(flags: BackendFlags, path: Path, dtype: str | None, num_pages: int | None) -> TextModel:
     # imported here: `attn select` shares the application and must start fast
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-        task = progress.add_task("importing torch and transformers", total=_STEPS)
+    with progress(*columns) as bar:
+        task = bar.add_task("importing torch and transformers", total=_STEPS)
         try:
             from attn_core.integrations.transformers.text import load
         except ImportError as error:
             raise UsageError(f"attn generate: {error}") from error
 
         def step(name: str) -> None:
-            progress.update(task, advance=1, description=name)
+            bar.update(task, advance=1, description=name)
 
         text = load(
             path,
@@ -93,7 +93,7 @@ def _load(flags: BackendFlags, path: Path, dtype: str | None, num_pages: int | N
             overrides=flags.overrides(),
             step=step,
         )
-        progress.update(task, completed=_STEPS)
+        bar.update(task, completed=_STEPS)
     return text
 
 

@@ -58,6 +58,14 @@ class Case:
         return self.query_lens[0] if self.mode is ForwardMode.TARGET_VERIFY else 0
 
     @property
+    def seen_from(self) -> tuple[int, ...]:
+        """Per request the first token that a query sees: pages before it may be given back."""
+        if self.window is None:
+            return (0,) * len(self.seq_lens)
+        pairs = zip(self.query_lens, self.seq_lens, strict=True)
+        return tuple(max(0, s - n - self.window + 1) for n, s in pairs)
+
+    @property
     def topk(self) -> int:
         """The speculation that this pass needs: 0 none, 1 a chain, more a tree of drafts."""
         if self.trees is not None:  # a mask is a tree, even where it spells a chain

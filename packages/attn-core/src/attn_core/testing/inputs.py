@@ -86,7 +86,7 @@ def make_inputs(
     fused: bool = False,
     seed: int = 0,
 ) -> Inputs:
-    """Draw the inputs of a case; every number of the pool that no request owns is poison.
+    """Draw the inputs of a case; every number of the pool that no query may read is poison.
 
     finite_tail, fused (fused_kv_write): the row's flags. With `fused` the slots of new tokens
     hold poison until the backend writes them.
@@ -95,7 +95,7 @@ def make_inputs(
     dtype, page_size = STORES[point.dtype], point.page_size
     cross = case.encoder_lens is not None
     owned = case.encoder_lens if case.encoder_lens is not None else case.seq_lens
-    placed = place(owned, page_size, case.padding, point.order, rng)
+    placed = place(owned, page_size, case.padding, point.order, rng, seen_from=case.seen_from)
     stored = case.kv_dtype if case.kv_dtype != "auto" else point.dtype
     writes = fused and not cross and not case.shared_kv
 

@@ -21,11 +21,15 @@ _BLOCK_NAN, _BLOCK_LARGE = 0x7F, 0x7E
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the tokens of a batch lie: table int32 [rows, width], per request (page, offset)."""
+    """Where the tokens of a batch lie: table int32 [rows, width], per request (page, offset).
+
+    behind: the pages that lie before the first token that a query of their request sees.
+    """
 
     table: Tensor
     where: tuple[tuple[Tensor, Tensor], ...]
     num_pages: int
+    behind: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +42,18 @@ class Side:
 
 
 def place(
-    lens: Sequence[int], page_size: int, padding: int, order: str, rng: torch.Generator
+    lens: Sequence[int],
+    page_size: int,
+    padding: int,
+    order: str,
+    rng: torch.Generator,
+    *,
+    seen_from: Sequence[int],
 ) -> Placement:
     """Give each request its pages; `padding` more rows are all page 0.
 
-    order: one of ORDERS. Some pages belong to nobody, and the entries past a request's pages name
-    any page, also another request's.
+    order: one of ORDERS. seen_from: per request the first token that a query sees. Some pages
+    belong to nobody, and the entries past a request's pages name any page, also another request's.
     """
     need = [-(-s // page_size) for s in lens]
     total = 1 + sum(need) + 3  # the dummy page, and some that nobody owns
@@ -65,7 +75,8 @@ def place(
         where.append((table[b, token // page_size], token % page_size))
     # a slice of a wider table, as static buffers hand it out
     wide = torch.cat([table, torch.zeros_like(table)], 1).int()
-    return Placement(wide[:, : table.shape[1]], tuple(where), total)
+    behind = [table[b, : first // page_size] for b, first in enumerate(seen_from)]
+    return Placement(wide[:, : table.shape[1]], tuple(where), total, torch.cat(behind))
 
 
 def fill(
@@ -83,6 +94,7 @@ def fill(
 ) -> Side:
     """Draw a pool: random where a request owns a token, poison everywhere else.
 
+    What lies behind a window is poison too: it was given back, and may hold anything.
     written_from: draw only numbers that a write from this dtype gives back exactly.
     """
     shape, fp4 = (place.num_pages, page_size, heads), stored == "fp4_e2m1"
@@ -111,6 +123,9 @@ def fill(
         x = (x if written_from is None else x.to(written_from)).to(pool.dtype)
         raw(pool)[page, offset] = raw(x)
         truth.append(x.double() * (scale if stored in _NAN else 1.0))
+    raw(pool)[place.behind] = raw(poison(stored, (1, *pool.shape[1:]), large=finite_tail))
+    if blocks is not None:
+        raw(blocks)[place.behind] = raw(poison_blocks((1,), large=finite_tail))
     if layout == "HND":
         pool = pool.transpose(1, 2).contiguous()
         blocks = None if blocks is None else blocks.transpose(1, 2).contiguous()

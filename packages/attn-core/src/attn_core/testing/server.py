@@ -63,9 +63,8 @@ class Server:
         )
         self._caches = [pool.layer(x.layer_id) for x in self.layers]
         for view in views:
-            self._poison(view, range(1, pages), large=bench.row.finite_tail)
-            # the dummy holds what padded rows wrote, and stands for pages behind a window
-            self._poison(view, (0,), large=True)
+            # the dummy too: it holds what padded rows wrote, and stands for pages behind a window
+            self._poison(view, range(pages), large=bench.row.finite_tail)
         backend = bench.create(
             self.layers,
             dtype=point.dtype,

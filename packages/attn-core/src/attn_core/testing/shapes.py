@@ -83,7 +83,10 @@ def shape_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[Case]:
 
 
 def page_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[tuple[Case, int]]:
-    """Yield, per page size p, a prefill and a decode of lengths p - 1, p, p + 1 and 2 · p."""
+    """Yield, per page size p, a prefill and a decode of lengths p - 1, p, p + 1 and 2 · p.
+
+    And of a window that leaves whole pages behind.
+    """
     shape = {"kind": "mla", "heads": (4, 1), "dims": (576, 512)} if kind == "mla" else {}
     for p in page_sizes(rows):
         lens = tuple(n for n in (p - 1, p, p + 1, 2 * p) if n)
@@ -92,6 +95,13 @@ def page_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[tuple[Case,
         news = tuple(max(1, n - p // 2) for n in lens)
         yield replace(edges, feature="page-edges-prefill", query_lens=news), p
         yield replace(edges, feature="page-edges-decode", mode=ForwardMode.DECODE), p
+        if kind == "mha":
+            behind = Case(
+                feature="page-window", query_lens=(2, 1), seq_lens=(4 * p + 1, 5 * p), window=p + 2
+            )
+            yield replace(behind, feature="page-window-prefill"), p
+            decode = replace(behind, query_lens=(1, 1), mode=ForwardMode.DECODE)
+            yield replace(decode, feature="page-window-decode"), p
 
 
 def _both(name: str, make: type[Case], **shape: object) -> Iterator[Case]:

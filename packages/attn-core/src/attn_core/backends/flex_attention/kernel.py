@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,12 @@ class Kernel:
     def __init__(self, shape: KernelShape) -> None:
         self.shape = shape
         self.compiled: list[str] = []
-        self._run = torch.compile(_attend(shape), backend=self._compile, fullgraph=True)
+        self._run = torch.compile(
+            _attend(shape),
+            backend=self._compile,
+            fullgraph=True,
+            options={"guard_filter_fn": _guarded},
+        )
         self._probe()
 
     def _compile(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -120,6 +125,14 @@ class Kernel:
                 "or torch._dynamo.config), and flex_attention without it reads the whole pool; "
                 "switch it on or take another backend, such as torch_native"
             )
+
+
+def _guarded(guards: Sequence[Any]) -> list[bool]:
+    """Leave out the registry of pytrees: a model that registers its own changes nothing here.
+
+    Guarded, every such class (transformers has one per kind of output) would compile anew.
+    """
+    return ["SUPPORTED_NODES" not in guard.name for guard in guards]
 
 
 @cache

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from attn_core.backend import AttentionBackend, BackendConfig, Output
+from attn_core.backends.layer_class import LayerClass
 from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
-from attn_core.backends.torch_native.plan import LayerClass, Limits, Piece, Planner
+from attn_core.backends.torch_native.plan import Limits, Piece, Planner
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import STORES, LayerCache

@@ -5,42 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_core.forward import AttentionLayer, SpecInfo
+from attn_core.backends.layer_class import LayerClass
+from attn_core.forward import SpecInfo
 
 Where = Tensor | slice  # rows or blocks: a slice where they follow each other, so nothing is copied
 BlocksOf = Callable[[Sequence[int], int, int], Where]  # requests, first block, end → block ids
-
-
-class LayerClass(NamedTuple):
-    """What of a layer decides its plan; layers that agree share one."""
-
-    view: str
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    window: int | None
-    causal: bool
-
-    @classmethod
-    def of(cls, layer: AttentionLayer, *, causal: bool | None = None) -> LayerClass:
-        """Return the class of a layer; `causal` overrides the layer's own."""
-        if causal is None:
-            causal = layer.is_causal and not layer.is_cross
-        return cls(
-            layer.view,
-            layer.num_q_heads,
-            layer.num_kv_heads,
-            layer.head_dim,
-            layer.v_head_dim,
-            layer.sliding_window,
-            causal,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,173 @@
+"""Measure our backends and every installed peer side by side: `python -m benchmarks.attention`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import torch
+from attn_core.errors import AttnError, near
+from attn_core.plugins import load_plugins
+
+from benchmarks.cases import Case
+from benchmarks.contestant import Contestant, installed_version
+from benchmarks.ours import our_backend
+from benchmarks.peers import GRID_PEERS, PEERS
+from benchmarks.results import Report, default_path
+from benchmarks.runner import Bounds, DeviceLost, measure_all
+from benchmarks.suites import GRID, PHASES, cases_of
+from benchmarks.timing import measure_ceilings, timer_for
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention",
+        description="Measure one of our attention backends and every installed peer side by side.",
+    )
+    add = parser.add_argument
+    add("--phase", choices=PHASES, default="all", help="all: every phase but the grid")
+    add(
+        "--peers",
+        default="all",
+        help="names with commas, none, or all that are installed; of the grid: that are best there",
+    )
+    add("--ours", help="our backend (default: triton on a GPU, torch_native on a CPU)")
+    add("--device", default="cuda", help="a torch device; a CPU is timed by the host's clock")
+    add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/attention.….json)")
+    add("--cases", default="", help="only cases whose name contains this text")
+    add("--seconds-per-case", type=float, default=Bounds.seconds_per_case)
+    add("--graph", action="store_true", help="also replay each call from a CUDA graph")
+    return parser.parse_args(arguments)
+
+
+def chosen_peers(names: str) -> tuple[Contestant, ...]:
+    """Return the peers of --peers; all: the installed. Raises SystemExit for an unknown name."""
+    if names in ("all", "none"):
+        return tuple(p for p in PEERS if p.available()) if names == "all" else ()
+    known = {p.name: p for p in PEERS}
+    for name in names.split(","):
+        if name not in known:
+            raise SystemExit(f"--peers {name}: {near(name, known)}")
+    return tuple(known[name] for name in names.split(","))
+
+
+def peers_of(case: Case, peers: Sequence[Contestant], *, of_grid: bool) -> list[Contestant]:
+    """Return the peers that are asked a case; of_grid: only those that are best in the grid."""
+    asked = [p for p in peers if case.phase in p.phases]
+    return [p for p in asked if p.name in GRID_PEERS[case.phase]] if of_grid else asked
+
+
+def versions(contestants: Sequence[Contestant]) -> dict[str, str | None]:
+    """Return the versions of everything that runs, and this checkout's commit."""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    if commit and _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"):
+        commit += " and changes"
+    found: dict[str, str | None] = {
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    if torch.cuda.is_available():
+        found["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+        )
+    for distribution in ("triton", *(c.distribution for c in contestants)):
+        found.setdefault(distribution, installed_version(distribution))
+    return found
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parse(given)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here; --device cpu measures small shapes on the CPU")
+    cases = [c for c in cases_of(args.phase) if args.cases in c.name]
+    if not cases:
+        raise SystemExit(f"no case of {args.phase} has {args.cases!r} in its name")
+    of_grid = args.phase == GRID and args.peers == "all"
+    peers = chosen_peers(args.peers)
+    try:
+        ours = our_backend(
+            args.ours or ("triton" if device.type == "cuda" else "torch_native"),
+            load_plugins(),
+            device,
+        )
+    except AttnError as error:
+        raise SystemExit(f"--ours: {error}") from None
+    torch.set_grad_enabled(False)
+    timer = timer_for(device)
+    ceilings = measure_ceilings(timer, device)
+    print(
+        f"copy {ceilings.copy_gbs:.0f} GB/s, matmul {ceilings.matmul_tflops:.0f} TFLOP/s",
+        flush=True,
+    )
+    report = Report(
+        suite=args.phase,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        device=device_name(device),
+        versions=versions((ours, *peers)),
+        ceilings=asdict(ceilings),
+        command="python -m benchmarks.attention " + shlex.join(given),
+    )
+    path = args.out or default_path(report.device, args.phase)
+    if args.peers == "all" and (missing := [p.name for p in PEERS if p not in peers]):
+        report = replace(report, notes=(f"not installed: {', '.join(missing)}",))
+        print(report.notes[0], flush=True)
+    code = 0
+    try:
+        for measured in measure_all(
+            cases,
+            ours,
+            lambda case: peers_of(case, peers, of_grid=of_grid),
+            device=device,
+            timer=timer,
+            ceilings=ceilings,
+            bounds=Bounds(seconds_per_case=args.seconds_per_case, graph=args.graph),
+            say=lambda line: print(line, flush=True),
+        ):
+            report = replace(report, cases=(*report.cases, measured))
+            report.save(path)  # what was measured survives whatever comes next
+    except DeviceLost as lost:
+        report = replace(report, notes=(*report.notes, str(lost)))
+        report.save(path)
+        print(lost, file=sys.stderr)
+        code = 1
+    for ratio, measured in report.ranked[:5]:
+        best = measured.best_peer
+        print(f"{ratio:.3f} of {best.name if best else '-'}: {measured.name}")
+    print(f"{len(report.cases)} cases in {path}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

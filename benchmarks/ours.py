@@ -1,0 +1,109 @@
+"""This project's own backends as contestants, through selection and the backend contract."""
+
+from __future__ import annotations
+
+import torch
+from attn_core.backend import BackendConfig, create_backend
+from attn_core.capabilities import Capabilities, Device, LayerNeeds, Requirements, Speculation
+from attn_core.decision import Overrides
+from attn_core.device import parse_device, probe_device
+from attn_core.errors import NoBackendError
+from attn_core.forward import DECODE_MODES, ForwardMode
+from attn_core.plugins import Registry
+from attn_core.refusals import refuse_drafts, refuse_layer
+from attn_core.selection import select
+from torch import Tensor
+
+from benchmarks.cases import Case, Inputs
+from benchmarks.contestant import Call, Contestant
+from benchmarks.suites import FIXED
+
+
+def our_backend(name: str, registry: Registry, device: torch.device) -> Contestant:
+    """Return one of our backends as a contestant. Raises UnknownBackendError."""
+    spec = registry.get(name)
+    kind = device_kind(device)
+
+    def refuses(case: Case) -> str:
+        try:
+            _row(spec.name, case, registry, kind)
+        except NoBackendError as error:
+            return str(error)
+        return ""
+
+    def prepare(inputs: Inputs) -> Call:
+        case, batch, layer = inputs.case, inputs.batch, inputs.layer
+        config = BackendConfig(
+            name=spec.name,
+            row=_row(spec.name, case, registry, kind),
+            layers=(layer,),
+            page_size=case.page_size,
+            dtype=case.dtype,
+            kv_cache_dtype=case.kv_dtype,
+            device=device,
+            max_bs=case.batch,
+            max_num_tokens=case.tokens,
+            max_seq_len=case.length,
+            topk=batch.spec.topk if batch.spec else 0,
+            num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
+        )
+        refuse_layer(config, layer)
+        refuse_drafts(config, batch)
+        backend = create_backend(spec, config)
+        metadata = backend.init_forward_metadata(batch)
+        decodes = batch.forward_mode in DECODE_MODES
+        forward = backend.forward_decode if decodes else backend.forward_extend
+
+        def call() -> Tensor:
+            out = forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
+            assert isinstance(out, Tensor)  # a pair only where the LSE is asked
+            return out
+
+        return call
+
+    return Contestant(
+        name=spec.name,
+        distribution=registry.origins["softmax", spec.name].distribution,
+        module=spec.create.partition(":")[0],
+        phases=frozenset(FIXED),
+        prepare=prepare,
+        refuses=refuses,
+    )
+
+
+def device_kind(device: torch.device) -> Device:
+    """Return what selection calls the torch device: this machine's, where its type is that."""
+    here = probe_device()
+    wanted = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    return here if here.type == wanted else parse_device(wanted)
+
+
+def _row(name: str, case: Case, registry: Registry, device: Device) -> Capabilities:
+    """Let the selection choose the row, as a server would. Raises NoBackendError."""
+    verifies = case.mode is ForwardMode.TARGET_VERIFY
+    needs = Requirements(
+        layers=(
+            LayerNeeds(
+                kind=case.kind,
+                head_dim=case.head_dim,
+                v_head_dim=case.v_head_dim,
+                num_q_heads=case.q_heads,
+                num_kv_heads=case.kv_heads,
+            ),
+        ),
+        dtype=case.dtype,
+        kv_cache_dtype=case.kv_dtype,
+        page_size=case.page_size,
+        speculation=Speculation(topk=2 if case.tree else 1, num_draft_tokens=case.queries or 1)
+        if verifies
+        else None,
+    )
+    chosen = select(
+        needs,
+        device,
+        registry,
+        registry.installed_libraries(),
+        Overrides(attention_backend=name),
+    )
+    role = {ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+    return chosen.rows[role.get(case.mode, "prefill")]

@@ -1,0 +1,157 @@
+"""What a run found, as plain data: written as JSON, read back for tables; torch-free."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).parent / "results"
+PATTERN = "attention.*.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One contestant on one case. No `us`: `error` says why; `wrong`: measured, never the best.
+
+    tflops counts the causal work, gbs the K and V that are read; roofline is the floor's share of
+    the time; graph_us the replay of a captured graph; prepare_s the plan and the first call.
+    """
+
+    name: str
+    us: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    reps: int | None = None
+    tflops: float | None = None
+    gbs: float | None = None
+    roofline: float | None = None
+    rel_err: float | None = None
+    wrong: bool = False
+    error: str | None = None
+    prepare_s: float | None = None
+    graph_us: float | None = None
+    graph_error: str | None = None
+
+    @property
+    def counts(self) -> bool:
+        return self.us is not None and not self.wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One case: its shape, the least that it must move and compute, and everyone's entry."""
+
+    name: str
+    phase: str
+    shape: Mapping[str, Any]
+    kv_bytes: int
+    bytes: int
+    flops: int
+    floor_us: float
+    tolerance: float
+    ours: Entry
+    peers: tuple[Entry, ...] = ()
+
+    @property
+    def best_peer(self) -> Entry | None:
+        """The fastest peer whose result is right."""
+        right = [(e.us, e.name, e) for e in self.peers if e.us is not None and e.counts]
+        return min(right)[2] if right else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Our time over the best peer's: below 1 ours is faster. None where one is missing."""
+        best = self.best_peer
+        if best is None or best.us is None or self.ours.us is None or self.ours.wrong:
+            return None
+        return self.ours.us / best.us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One run. versions: distribution → version; ceilings: copy_gbs and matmul_tflops."""
+
+    suite: str
+    date: str
+    device: str
+    versions: Mapping[str, str | None]
+    ceilings: Mapping[str, float]
+    command: str = ""
+    cases: tuple[Measured, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ranked(self) -> list[tuple[float, Measured]]:
+        """The cases that have a ratio, the worst first."""
+        found = [(m.ratio, m) for m in self.cases if m.ratio is not None]
+        return sorted(found, key=lambda pair: (-pair[0], pair[1].name))
+
+    def save(self, path: pathlib.Path) -> None:
+        """Write the report; best peers and ratios are added for whoever reads the JSON."""
+        data = asdict(self) | {"schema": SCHEMA, "worst": None}
+        data["cases"] = [
+            _lean(asdict(m))
+            | {
+                "ours": _lean(asdict(m.ours)),
+                "peers": [_lean(asdict(e)) for e in m.peers],
+                "best_peer": m.best_peer.name if m.best_peer else None,
+                "ratio": _digits(m.ratio),
+            }
+            for m in self.cases
+        ]
+        if self.ranked:
+            ratio, case = self.ranked[0]
+            data["worst"] = {"case": case.name, "ratio": _digits(ratio), "of": len(self.ranked)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load(path: pathlib.Path) -> Report:
+    """Read a report back. Raises ValueError for another schema."""
+    data = json.loads(path.read_text())
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{path.name}: schema {data.get('schema')} (reads {SCHEMA}); measure anew")
+    cases = [
+        Measured(
+            **{k: v for k, v in m.items() if k not in ("ours", "peers", "best_peer", "ratio")},
+            ours=Entry(**m["ours"]),
+            peers=tuple(Entry(**e) for e in m["peers"]),
+        )
+        for m in data["cases"]
+    ]
+    plain = {k: v for k, v in data.items() if k not in ("schema", "worst", "cases", "notes")}
+    return Report(**plain, cases=tuple(cases), notes=tuple(data["notes"]))
+
+
+def load_all(folder: pathlib.Path = FOLDER) -> dict[str, Report]:
+    """Read every report of a folder: file name → report, by name."""
+    return {path.name: load(path) for path in sorted(folder.glob(PATTERN))}
+
+
+def default_path(device: str, suite: str) -> pathlib.Path:
+    """Return results/attention.<device>.<suite>.json."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return FOLDER / f"attention.{slug}.{suite}.json"
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _lean(record: dict[str, Any]) -> dict[str, Any]:
+    """Drop what is absent and keep four digits of what was measured."""
+    return {
+        k: _digits(v) if isinstance(v, float) else v
+        for k, v in record.items()
+        if v is not None and v is not False
+    }
+
+
+def names(cases: Iterable[Measured]) -> list[str]:
+    """List the peers that appear in any of the cases, in order of appearance."""
+    return list(dict.fromkeys(e.name for m in cases for e in m.peers))

@@ -1,0 +1,192 @@
+"""Measure cases: build the inputs, let each contestant prepare, check its result, time it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from attn_core.kv_cache import STORES
+
+from benchmarks.cases import Case, Inputs, build
+from benchmarks.contestant import Contestant
+from benchmarks.results import Entry, Measured
+from benchmarks.timing import Ceilings, CudaTimer, Timer
+
+TOLERANCE = 1e-2  # relative error, bf16 results
+TOLERANCE_FP8 = 1e-1  # some kernels round q and the probabilities to e4m3 as well, 2^-4 each
+
+
+class DeviceLost(RuntimeError):  # noqa: N818  # an outcome of the run, said to the user
+    """A contestant left the GPU's context unusable: nothing can be measured in this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How long a case may take: once its seconds are spent, the contestants left are skipped.
+
+    The first call of a contestant, which may compile, is not counted.
+    """
+
+    seconds_per_case: float = 20.0
+    graph: bool = False
+
+
+def measure_all(
+    cases: Sequence[Case],
+    ours: Contestant,
+    peers_of: Callable[[Case], Iterable[Contestant]],
+    *,
+    device: torch.device,
+    timer: Timer,
+    ceilings: Ceilings,
+    bounds: Bounds = Bounds(),
+    say: Callable[[str], None] = print,
+) -> Iterator[Measured]:
+    """Yield each case when it is done. Raises DeviceLost after what was measured was yielded."""
+    for number, case in enumerate(cases, 1):
+        say(f"[{number}/{len(cases)}] {case.name}")
+        start, compiled = time.monotonic(), 0.0
+        floor = ceilings.floor_us(case.bytes, case.flops)
+        measured = Measured(
+            name=case.name,
+            phase=case.phase,
+            shape=_shape(case),
+            kv_bytes=case.kv_bytes,
+            bytes=case.bytes,
+            flops=case.flops,
+            floor_us=floor,
+            tolerance=tolerance(case),
+            ours=Entry(name=ours.name, error="not measured"),
+        )
+        try:
+            inputs = build(case, device)
+        except torch.OutOfMemoryError as error:
+            yield replace(measured, ours=Entry(name=ours.name, error=_text(error)))
+            continue
+        for contestant in (ours, *peers_of(case)):
+            spent = time.monotonic() - start - compiled
+            if contestant is not ours and spent > bounds.seconds_per_case:
+                why = f"skipped: the {bounds.seconds_per_case:g} s of this case were spent"
+                entry = Entry(name=contestant.name, error=why)
+            else:
+                entry = measure(contestant, inputs, timer, floor, graph=bounds.graph)
+                compiled += entry.prepare_s or 0.0
+            say("  " + describe(entry))
+            if contestant is ours:
+                measured = replace(measured, ours=entry)
+            else:
+                measured = replace(measured, peers=(*measured.peers, entry))
+            if not _usable(device):
+                yield measured
+                raise DeviceLost(
+                    f"{contestant.name} broke the GPU's context on {case.name!r}: {entry.error}; "
+                    f"run again without it"
+                )
+        ratio = measured.ratio
+        if ratio is not None and measured.best_peer is not None:
+            say(f"  ours / best peer ({measured.best_peer.name}): {ratio:.3f}")
+        yield measured
+        del inputs
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def tolerance(case: Case) -> float:
+    """Return the relative error above which a result is wrong."""
+    return TOLERANCE_FP8 if STORES[case.kv_dtype].itemsize == 1 else TOLERANCE
+
+
+def measure(
+    contestant: Contestant, inputs: Inputs, timer: Timer, floor_us: float, *, graph: bool = False
+) -> Entry:
+    """Prepare, check and time one contestant; whatever it raises becomes its entry's error."""
+    case, entry = inputs.case, Entry(name=contestant.name)
+    if not contestant.available():
+        return replace(entry, error=f"{contestant.module} is not installed")
+    if reason := contestant.refuses(case):
+        return replace(entry, error=f"refuses {reason}")
+    start = time.perf_counter()
+    try:
+        call = contestant.prepare(inputs)
+        _poison(inputs)
+        error = inputs.error(call())  # the first call may compile
+        prepared = time.perf_counter() - start
+        timing = timer.measure(call)
+    except Exception as raised:  # another project's code may raise anything: record it, go on
+        return replace(entry, error=_text(raised))
+    entry = replace(
+        entry,
+        us=timing.us,
+        p20=timing.p20,
+        p80=timing.p80,
+        reps=timing.reps,
+        tflops=case.flops / timing.us / 1e6,
+        gbs=case.kv_bytes / timing.us / 1e3,
+        roofline=floor_us / timing.us,
+        rel_err=error,
+        wrong=not error <= tolerance(case),
+        prepare_s=prepared,
+    )
+    if graph and isinstance(timer, CudaTimer):
+        try:
+            entry = replace(entry, graph_us=timer.measure_graph(call).us)
+        except Exception as raised:  # not everything can be captured, and that is a finding too
+            entry = replace(entry, graph_error=_text(raised))
+    return entry
+
+
+def describe(entry: Entry) -> str:
+    """Say an entry in one line."""
+    if entry.us is None:
+        return f"{entry.name:<18} {entry.error}"
+    parts = [
+        f"{entry.us:10.1f} µs",
+        f"{entry.tflops or 0:7.1f} TFLOP/s",
+        f"{entry.gbs or 0:7.0f} GB/s",
+    ]
+    parts += [f"{entry.roofline or 0:5.0%} of the floor", f"error {entry.rel_err:.1e}"]
+    if entry.graph_us is not None:
+        parts.append(f"graph {entry.graph_us:.1f} µs")
+    return f"{entry.name:<18} " + "  ".join(parts) + ("  WRONG" if entry.wrong else "")
+
+
+def _shape(case: Case) -> dict[str, Any]:
+    """Return what describes a case; the lengths of a ragged one follow from it."""
+    names = (
+        "batch length queries ragged tree q_heads kv_heads head_dim v_head_dim page_size dtype "
+        "kv_dtype"
+    )
+    shape = {name: getattr(case, name) for name in names.split()}
+    return shape | {"tokens": case.tokens, "kv_tokens": sum(case.seq_lens)}
+
+
+def _poison(inputs: Inputs) -> None:
+    """Leave NaN in the block that the allocator hands out next for an output of this size.
+
+    Else a kernel that writes nothing could return the right result of the contestant before it.
+    """
+    case = inputs.case
+    shape = (case.tokens, case.q_heads, case.v_head_dim)
+    torch.full(shape, torch.nan, dtype=inputs.q.dtype, device=inputs.q.device)
+
+
+def _usable(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _text(error: BaseException) -> str:
+    """Keep the kind of an error and the beginning of what it says, on one line."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:300]}"

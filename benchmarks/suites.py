@@ -1,0 +1,125 @@
+"""The shapes that are measured: the fixed ones of each phase, and the grid over everything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from benchmarks.cases import LATENT, ROPE, Case, Phase
+
+GRID = "grid"
+_GIB = 1 << 30
+GRID_KV_BYTES = 40 * _GIB  # what the KV of one shape may take
+_GRID_FLOPS = 2 * 10**13  # and its work: some 30 ms on a GPU of 700 TFLOP/s
+
+
+def _decode(batch: int, length: int, page_size: int = 64) -> Case:
+    return Case(phase="decode", batch=batch, length=length, page_size=page_size)
+
+
+def _tree(batch: int, length: int, page_size: int) -> Case:
+    return Case(
+        phase="verify", batch=batch, length=length, queries=8, tree=True, page_size=page_size
+    )
+
+
+def _mla(phase: Phase, heads: int, batch: int, length: int, queries: int = 1) -> Case:
+    return Case(
+        phase=phase,
+        batch=batch,
+        length=length,
+        queries=queries,
+        q_heads=heads,
+        kv_heads=1,
+        head_dim=LATENT + ROPE,
+        v_head_dim=LATENT,
+    )
+
+
+FIXED: Mapping[str, tuple[Case, ...]] = {
+    "decode": (
+        _decode(1, 1024),
+        _decode(1, 32768),
+        _decode(16, 4096),
+        _decode(64, 4096),
+        _decode(256, 2048),
+        # what a page size costs; FA4 takes pages of 128 alone
+        _decode(64, 4096, 1),
+        _decode(64, 4096, 16),
+        _decode(64, 4096, 128),
+        _decode(16, 4096, 128),
+        Case(phase="decode", batch=64, length=4096, q_heads=8, kv_heads=1),
+    ),
+    "verify": (
+        *(_tree(b, s, page) for page in (1, 64) for b, s in ((1, 4096), (16, 4096), (64, 2048))),
+        Case(phase="verify", batch=16, length=4096, queries=4),
+    ),
+    "prefill": tuple(
+        Case(phase="prefill", batch=b, length=s, queries=None)
+        for b, s in ((1, 1024), (1, 4096), (1, 16384), (16, 1024), (4, 4096))
+    ),
+    "extend": tuple(
+        Case(phase="extend", batch=b, length=s, queries=n, page_size=page)
+        for b, n, s in ((8, 512, 4608), (1, 2048, 32768))
+        for page in (1, 16, 64, 128)
+    ),
+    "mla": tuple(
+        _mla("mla", heads, b, s)
+        for heads in (128, 16)
+        for b, s in ((1, 4096), (16, 4096), (64, 8192))
+    ),
+    "mla-verify": (_mla("mla-verify", 128, 16, 4096, queries=4),),
+    "fp8": (Case(phase="fp8", batch=64, length=4096, kv_dtype="fp8_e4m3"),),
+}
+
+_RATIOS = ((16, 16), (16, 8), (32, 8), (32, 4), (16, 1))  # 1, 2, 4, 8 and 16 q heads a KV head
+_DIMS = (64, 128, 256)
+_PAGES = (64, 1, 16, 128)
+_BATCHES = (1, 4, 16, 64, 256)
+_LENGTHS: Mapping[str, tuple[int, ...]] = {
+    "decode": (128, 1024, 4096, 16384, 131072),
+    "verify": (128, 1024, 4096, 16384, 131072),
+    "prefill": (128, 512, 2048, 8192, 32768),
+}
+
+
+def grid() -> tuple[Case, ...]:
+    """Cross batches with lengths in each of three phases; the rest turns at its own pace.
+
+    Ratios, head dims, page sizes and raggedness walk along the two axes with different strides, so
+    that each value of one meets each value of the others. Shapes beyond 40 GiB of KV or 20 TFLOP
+    of work are left out.
+    """
+    found = []
+    for p, (phase, lengths) in enumerate(_LENGTHS.items()):
+        for i, j in itertools.product(range(len(_BATCHES)), range(len(lengths))):
+            q_heads, kv_heads = _RATIOS[(i + j + p) % len(_RATIOS)]
+            dim = _DIMS[(i + 2 * j + p) % len(_DIMS)]
+            case = Case(
+                phase=phase,  # type: ignore[arg-type]  # the keys above are phases
+                batch=_BATCHES[i],
+                length=lengths[j],
+                queries={"decode": 1, "verify": 8, "prefill": None}[phase],
+                ragged=_BATCHES[i] > 1 and (i * 2 + j) % 3 != 0,
+                tree=phase == "verify" and (i + j) % 4 != 3,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                head_dim=dim,
+                v_head_dim=dim,
+                page_size=_PAGES[(2 * i + j + p) % len(_PAGES)],
+            )
+            if case.kv_bytes <= GRID_KV_BYTES and case.flops <= _GRID_FLOPS:
+                found.append(case)
+    return tuple(found)
+
+
+def cases_of(phase: str) -> tuple[Case, ...]:
+    """Return the cases of one phase, of "grid", or of "all": every phase but the grid."""
+    if phase == GRID:
+        return grid()
+    if phase == "all":
+        return tuple(itertools.chain(*FIXED.values()))
+    return FIXED[phase]
+
+
+PHASES = (*FIXED, GRID, "all")

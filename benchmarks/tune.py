@@ -1,0 +1,125 @@
+"""Try launch parameters of the triton backend on fixed shapes: `python -m benchmarks.tune`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import attn_core.backends.triton as backend
+import torch
+from attn_core.backends.triton.heuristics import Launch
+from attn_core.plugins import load_plugins
+
+from benchmarks.cases import Case, Inputs, build
+from benchmarks.ours import our_backend
+from benchmarks.suites import FIXED, cases_of
+from benchmarks.timing import timer_for
+
+_DECODES = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (32, 4, 3), (32, 4, 5)]
+_LATENTS = [(64, 8, 2), (32, 8, 2), (32, 8, 3), (32, 4, 2), (64, 4, 2), (16, 4, 3)]
+_EXTENDS = [(64, 8, 2), (64, 8, 3), (64, 8, 4), (128, 8, 2), (128, 8, 3), (64, 4, 3), (32, 4, 3)]
+
+
+def candidates(case: Case) -> Iterator[Launch]:
+    """Yield the launch parameters that are worth a try for a case."""
+    lines = (case.queries or case.length) * case.q_heads // case.kv_heads
+    if case.phase in ("prefill", "extend"):
+        for (bn, warps, stages), bm in itertools.product(_EXTENDS, (64, 128)):
+            if (bm == 64) == (warps == 4):
+                yield Launch(block_m=bm, block_n=bn, warps=warps, stages=stages)
+        return
+    tried = _LATENTS if case.kind == "mla" else _DECODES
+    least = max(16, min(64, 1 << (lines - 1).bit_length()))
+    for (bn, warps, stages), programs in itertools.product(tried, (1, 2, 3, 4)):
+        if case.kind == "mla" and programs > 2:
+            continue
+        for bm in {least, 64} if case.phase == "verify" else {least}:
+            yield Launch(block_m=bm, block_n=bn, warps=warps, stages=stages, programs=programs)
+
+
+def _prepared(inputs: Inputs, launch: Launch) -> Any:
+    with (
+        mock.patch.object(backend, "decode_launch", return_value=launch),
+        mock.patch.object(backend, "extend_launch", return_value=launch),
+    ):
+        call = our_backend("triton", load_plugins(), inputs.q.device).prepare(inputs)
+
+    def patched() -> Any:
+        with mock.patch.object(backend, "extend_launch", return_value=launch):
+            return call()
+
+    return patched
+
+
+def _compile(work: tuple[Case, list[Launch]]) -> None:
+    case, launches = work
+    small = dataclasses.replace(case, batch=1, length=max(256, (case.queries or 0)))
+    inputs = build(small, "cuda")
+    for launch in launches:
+        try:
+            _prepared(inputs, launch)()
+            torch.cuda.synchronize()
+        except Exception:  # the timed run says what is wrong
+            continue
+
+
+def tune(case: Case) -> list[dict[str, Any]]:
+    """Time every candidate of a case; a wrong or failing one is recorded as such."""
+    inputs, timer = build(case, "cuda"), timer_for(torch.device("cuda"))
+    rows = []
+    for launch in candidates(case):
+        row: dict[str, Any] = {"case": case.name, **dataclasses.asdict(launch)}
+        try:
+            call = _prepared(inputs, launch)
+            row["rel_err"] = inputs.error(call())
+            row["us"] = timer.measure(call).us if row["rel_err"] < 1e-2 else None
+            if case.phase == "fp8":
+                row["us"] = timer.measure(call).us if row["rel_err"] < 5e-2 else None
+        except Exception as error:  # one launch that does not fit ends nothing
+            row["failed"] = f"{type(error).__name__}: {error}"[:200]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Compile in parallel, then time one by one; print the best five of each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--phase", nargs="+", default=list(FIXED))
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--out", type=pathlib.Path)
+    asked = parser.parse_args()
+    cases = [c for p in asked.phase for c in cases_of(p) if asked.only in c.name]
+    kinds: dict[tuple[Any, ...], tuple[Case, list[Launch]]] = {}
+    for c in cases:
+        key = (c.phase, c.q_heads, c.kv_heads, c.head_dim, c.page_size, c.queries, c.tree)
+        unlike = {(x.block_m, x.block_n, x.warps, x.stages): x for x in candidates(c)}
+        kinds.setdefault(key, (c, list(unlike.values())))
+    work = [(c, part[i::3]) for c, part in kinds.values() for i in range(3)]
+    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
+        pool.map(_compile, work, chunksize=1)
+    found = []
+    for case in cases:
+        rows = tune(case)
+        found += rows
+        good = sorted((r for r in rows if r.get("us")), key=lambda r: r["us"])
+        print(case.name, f"({len(good)} of {len(rows)})")
+        for r in good[:5]:
+            shape = tuple(r[k] for k in ("block_m", "block_n", "warps", "stages", "programs"))
+            print(f"   {r['us']:9.1f} us {shape} err {r['rel_err']:.1e}")
+        for text in sorted({r["failed"] for r in rows if "failed" in r})[:2]:
+            print("   failed:", text)
+        torch.cuda.empty_cache()
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""triton: our own kernels, portable over NVIDIA and AMD GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attn_core.backend import AttentionBackend, BackendConfig, Output
+from attn_core.backends.layer_class import LayerClass
+from attn_core.backends.triton.heuristics import (
+    Launch,
+    decode_launch,
+    extend_launch,
+    few,
+    power_of_two,
+)
+from attn_core.backends.triton.launch import UNIT, Splits, decode, extend, plan
+from attn_core.backends.triton.write import write_kv
+from attn_core.errors import BackendError, UnsupportedError
+from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.kv_cache import STORES, LayerCache
+from attn_core.refusals import refuse_call, refuse_layer
+
+Plans = Mapping[LayerClass, Splits | None]  # None: many queries, nothing to plan
+
+# The queries of these passes are as many for every request, whoever its neighbours are.
+_EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
+
+
+class Triton(AttentionBackend):
+    """Two algorithms: many queries a request run in tiles, the keys of few queries are split.
+
+    Lengths stay on the device: a plan is one small launch per class of layers, for few queries
+    only. New K and V are written here, quantised where the cache is, in one launch.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        for layer in config.layers:
+            refuse_layer(config, layer)
+            _refuse(layer)
+        self._classes = {LayerClass.of(layer) for layer in config.layers}
+        self._arch, self._processors = _device(config.device)
+        self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lines: dict[LayerClass, Tensor] = {}  # of CUDA graphs
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+        """Plan every layer class of the model, without asking the device for a length."""
+        return self._plan(batch, {})
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the buffers that the plans of captured passes fill."""
+        for which in self._classes:
+            lines = torch.empty(max_bs + 1, dtype=torch.int32, device=self.config.device)
+            self._lines[which] = lines
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
+        """Plan into the static buffers; a graph serves every length of this batch size."""
+        return self._plan(batch, self._lines)
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
+        """Plan again for the lengths of a replay: one small launch per class of layers."""
+        for which, splits in metadata.items():
+            if splits is not None:
+                self._fill(splits, which, batch)
+
+    def _plan(self, batch: ForwardBatch, lines: Mapping[LayerClass, Tensor]) -> Plans:
+        plans: dict[LayerClass, Splits | None] = {}
+        even = batch.forward_mode in _EVEN_MODES
+        for which in self._classes:
+            if which.view not in batch.views or not batch.num_tokens:
+                continue
+            few_queries = few(batch.max_q_len, which.group, latent=self._latent)
+            if not few_queries or (self.config.deterministic and not even):
+                plans[which] = None
+                continue
+            splits = self._splits(which, batch, lines.get(which))
+            self._fill(splits, which, batch)
+            plans[which] = splits
+        return plans
+
+    @property
+    def _latent(self) -> bool:
+        return self.config.row.kind != "mha"
+
+    def _splits(self, which: LayerClass, batch: ForwardBatch, lines: Tensor | None) -> Splits:
+        size, device = batch.batch_size, self.config.device
+        queries = batch.max_q_len * which.group
+        launch = self._decode_launch(which, queries)
+        row_blocks = -(-queries // launch.block_m)
+        programs = self._processors * launch.programs
+        rows = size * which.num_kv_heads * row_blocks
+        states = 2 * programs
+        if self.config.deterministic:
+            states = rows * (batch.views[which.view].max_seq_len // UNIT + 2)
+        parts, lse_parts = self._states(states * launch.block_m, power_of_two(which.v_head_dim))
+        if lines is None:
+            lines = torch.empty(size + 1, dtype=torch.int32, device=device)
+        return Splits(
+            launch=launch,
+            row_blocks=row_blocks,
+            row_lines=min(queries, launch.block_m),
+            programs=programs,
+            fixed=self.config.deterministic,
+            lines=lines[: size + 1],
+            parts=parts,
+            lse_parts=lse_parts,
+        )
+
+    def _states(self, lines: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return room for the states of cut rows; one layer uses it after the other."""
+        held = self._scratch.get(width)
+        if held is None or held[0].shape[0] < lines:
+            options = {"dtype": torch.float32, "device": self.config.device}
+            held = torch.empty(lines, width, **options), torch.empty(lines, **options)
+            self._scratch[width] = held
+        return held
+
+    def _fill(self, splits: Splits, which: LayerClass, batch: ForwardBatch) -> None:
+        lengths = batch.views[which.view].seq_lens
+        plan(splits, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
+
+    def _decode_launch(self, which: LayerClass, queries: int) -> Launch:
+        store = STORES[self.config.kv_cache_dtype].itemsize
+        return decode_launch(self._arch, queries, which.head_dim, which.v_head_dim, store)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Write k and v into the cache and attend to it."""
+        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        which = LayerClass.of(layer)
+        if batch.num_tokens and which not in metadata:
+            raise BackendError(
+                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
+                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
+            )
+        q, out, lse = _outputs(q, layer, out)
+        if batch.num_tokens:
+            view = batch.views[layer.view]
+            write_kv(cache, k, v, view.out_cache_loc)
+            verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+            spec = batch.spec if verify else None
+            splits = metadata[which]
+            where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
+            if splits is None:
+                launch = self._extend_launch(layer, cache.k.element_size())
+                extend(q, layer, cache, *where, launch, out, lse)
+            else:
+                decode(q, layer, cache, *where, splits, out, lse)
+        return (out, lse) if return_lse else out
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Write k and v and attend with one token per request: as extend, by another plan."""
+        return self.forward_extend(
+            q,
+            k,
+            v,
+            layer,
+            cache,
+            batch,
+            metadata,
+            out=out,
+            return_lse=return_lse,
+            topk_indices=topk_indices,
+        )
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache; nothing is planned and no length is read on the host."""
+        refuse_call(self.config, return_lse=return_lse)
+        _refuse(layer, causal=causal)
+        q, out, lse = _outputs(q, layer, out)
+        if q.shape[0]:
+            k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+            tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
+            launch = self._extend_launch(layer, k.element_size())
+            lengths = (cu_seqlens_q, cu_seqlens_k)
+            extend(q, layer, tokens, *lengths, None, q, None, launch, out, lse, causal=causal)
+        return (out, lse) if return_lse else out
+
+    def _extend_launch(self, layer: AttentionLayer, store_bytes: int) -> Launch:
+        return extend_launch(self._arch, layer.head_dim, layer.v_head_dim, store_bytes)
+
+
+def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q with adjacent columns, and what is to be filled."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if out is None:
+        out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+    return q, out, q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
+
+
+def _device(device: torch.device) -> tuple[str, int]:
+    """Return the arch, "sm90" or "gfx942", and the number of multiprocessors."""
+    if device.type != "cuda":
+        return "interpreter", 3  # few, so that short requests are cut as well
+    found = torch.cuda.get_device_properties(device)
+    arch = getattr(found, "gcnArchName", "").partition(":")[0]
+    return arch or f"sm{found.major}{found.minor}", found.multi_processor_count
+
+
+def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:
+    causal = layer.is_causal if causal is None else causal
+    if layer.sliding_window is not None and (layer.is_cross or not causal):
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
+            "order; triton windows only causal self-attention: unset the one or the other"
+        )

@@ -1,0 +1,264 @@
+"""Launch the attention kernels: grids, strides and constants out of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_core.backends.triton.decode import decode_splits, merge_splits, plan_splits
+from attn_core.backends.triton.extend import extend_tiles
+from attn_core.backends.triton.heuristics import Launch, head_parts, power_of_two
+from attn_core.forward import AttentionLayer, SpecInfo
+from attn_core.kv_cache import LayerCache
+
+SEE_ALL, SEE_CAUSAL, SEE_TREE = 0, 1, 2  # as tiles.py has them
+UNIT = 1024  # keys of a state of its own where a request must not depend on its neighbours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """One way of cutting the keys of few queries a request, equal for all layers of a class.
+
+    lines: int32 [batch + 1], see plan_splits. lse_parts [S, block_m] and parts [S, block_m, Dv],
+    float32: the states of rows that were cut, used by one layer after the other.
+    """
+
+    launch: Launch
+    row_blocks: int
+    row_lines: int  # of a row's block_m lines those that some request fills
+    programs: int
+    fixed: bool
+    lines: Tensor
+    parts: Tensor
+    lse_parts: Tensor
+
+    @property
+    def unit(self) -> int:
+        """Blocks of keys in a unit of work."""
+        return max(1, UNIT // self.launch.block_n) if self.fixed else 1
+
+
+def plan(
+    splits: Splits,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    window: int | None,
+    *,
+    causal: bool,
+) -> None:
+    """Fill splits.lines for a batch: one small launch, which a CUDA graph can record."""
+    batch = seq_lens.shape[0]
+    plan_splits[(1,)](
+        cu_seqlens_q,
+        seq_lens,
+        splits.lines,
+        batch,
+        window or 0,
+        BN=splits.launch.block_n,
+        UNIT=splits.unit,
+        WINDOW=window is not None,
+        CAUSAL=causal,
+        BLOCK=min(1024, power_of_two(batch)),
+        num_warps=4,
+    )
+
+
+def decode(
+    q: Tensor,
+    layer: AttentionLayer,
+    cache: LayerCache,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    spec: SpecInfo | None,
+    splits: Splits,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend with few queries a request; fill out [T, Hq, Dv] and lse float32 [T, Hq]."""
+    heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
+    rows = seq_lens.shape[0] * heads * splits.row_blocks
+    if not rows:
+        return
+    pools, strides = _stores(cache)
+    sinks = q if layer.sinks is None else layer.sinks
+    latent, launch = cache.v is None, splits.launch
+    v_scale = cache.k_scale if latent else cache.v_scale
+    shape = _shape(layer, latent)
+    decode_splits[(splits.programs,)](
+        q,
+        *pools,
+        out,
+        lse,
+        splits.parts,
+        splits.lse_parts,
+        cu_seqlens_q,
+        seq_lens,
+        page_table,
+        splits.lines,
+        *_tree(spec, q, positions),
+        sinks,
+        seq_lens.shape[0],
+        layer.scale * cache.k_scale,
+        layer.logit_cap or 1.0,
+        v_scale,
+        layer.sliding_window or 0,
+        spec.num_draft_tokens if spec is not None else 0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        page_table.stride(0),
+        *strides,
+        HEADS=heads,
+        GROUP=group,
+        ROW_BLOCKS=splits.row_blocks,
+        PAGE=cache.page_size,
+        BM=launch.block_m,
+        BN=launch.block_n,
+        UNIT=splits.unit,
+        FIXED=splits.fixed,
+        **shape,
+        FP4=cache.block_scales is not None,
+        TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
+        WIDE=max(t.numel() for t in pools) >= 1 << 31,
+        CAP=layer.logit_cap is not None,
+        SINKS=layer.sinks is not None,
+        SEES=sees(layer, spec),
+        WINDOW=layer.sliding_window is not None,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    merge_splits[(rows, splits.row_lines)](
+        splits.parts,
+        splits.lse_parts,
+        out,
+        lse,
+        cu_seqlens_q,
+        splits.lines,
+        sinks,
+        seq_lens.shape[0],
+        v_scale,
+        splits.programs,
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        GROUP=group,
+        ROW_BLOCKS=splits.row_blocks,
+        BM=launch.block_m,
+        DV=layer.v_head_dim,
+        BDV=shape["BDV"],
+        SINKS=layer.sinks is not None,
+        FIXED=splits.fixed,
+        PARTS=16,
+        num_warps=2,
+    )
+
+
+def extend(
+    q: Tensor,
+    layer: AttentionLayer,
+    cache: LayerCache,
+    cu_seqlens_q: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    positions: Tensor,
+    spec: SpecInfo | None,
+    launch: Launch,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool | None = None,
+) -> None:
+    """Attend with many queries; fill out [T, Hq, Dv] and lse float32 [T, Hq].
+
+    Without a page_table `cache` holds plain K and V as pages of one token, and `lengths` is their
+    cu_seqlens.
+    """
+    heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
+    batch = cu_seqlens_q.shape[0] - 1
+    tiles = q.shape[0] * group // launch.block_m + batch
+    if not batch:
+        return
+    pools, strides = _stores(cache)
+    latent = cache.v is None
+    which = sees(layer, spec) if causal is None else int(causal)
+    extend_tiles[(tiles, heads)](
+        q,
+        *pools,
+        out,
+        lse,
+        cu_seqlens_q,
+        lengths,
+        lengths if page_table is None else page_table,
+        *_tree(spec, q, positions),
+        q if layer.sinks is None else layer.sinks,
+        batch,
+        layer.scale * cache.k_scale,
+        layer.logit_cap or 1.0,
+        cache.k_scale if latent else cache.v_scale,
+        layer.sliding_window or 0,
+        spec.num_draft_tokens if spec is not None else 0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        0 if page_table is None else page_table.stride(0),
+        *strides,
+        HEADS=heads,
+        GROUP=group,
+        PAGE=0 if page_table is None else cache.page_size,
+        BM=launch.block_m,
+        BN=launch.block_n,
+        **_shape(layer, latent),
+        FP4=cache.block_scales is not None,
+        TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
+        WIDE=max(t.numel() for t in pools) >= 1 << 31,
+        CAP=layer.logit_cap is not None,
+        SINKS=layer.sinks is not None,
+        SEES=which,
+        WINDOW=layer.sliding_window is not None,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
+    """Say which keys the queries of a layer see: the SEES of the kernels."""
+    if layer.is_cross or not layer.is_causal:
+        return SEE_ALL
+    return SEE_TREE if spec is not None and spec.tree_mask is not None else SEE_CAUSAL
+
+
+def _shape(layer: AttentionLayer, latent: bool) -> Mapping[str, int | bool]:
+    first, rest = head_parts(layer.head_dim)
+    return {
+        "D": layer.head_dim,
+        "D1": first,
+        "D2": rest,
+        "DV": layer.v_head_dim,
+        "BDV": power_of_two(layer.v_head_dim),
+        "LATENT": latent,
+    }
+
+
+def _tree(spec: SpecInfo | None, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    if spec is None or spec.tree_mask is None:
+        return q, positions
+    return spec.tree_mask.contiguous().view(torch.uint8), positions
+
+
+def _stores(cache: LayerCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return the pools (k, v, k blocks, v blocks) and the (page, token, head) strides of each."""
+    blocks = cache.block_scales or (None, None)
+    k = cache.k
+    v = k if cache.v is None else cache.v
+    pools = (k, v, k if blocks[0] is None else blocks[0], v if blocks[1] is None else blocks[1])
+    token, head = (2, 1) if cache.layout == "HND" else (1, 2)
+    return pools, tuple(t.stride(i) for t in pools for i in (0, token, head))

@@ -1,0 +1,286 @@
+"""Contestants are called right, checked, timed and recorded; nothing that one does ends a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+
+import fakes
+import pytest
+import torch
+from attn_core.plugins import load_plugins
+from small import CASES
+
+from benchmarks import attention, timing
+from benchmarks.cases import build
+from benchmarks.contestant import Contestant
+from benchmarks.ours import our_backend
+from benchmarks.peers import PEERS
+from benchmarks.results import load
+from benchmarks.runner import Bounds, measure, measure_all
+from benchmarks.timing import Ceilings, Timing, WallTimer, measure_ceilings, repetitions
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(copy_gbs=100.0, matmul_tflops=1.0)
+
+
+class OnceTimer(WallTimer):
+    def measure(self, call):
+        call()
+        return Timing.of([10.0, 20.0, 30.0])
+
+
+def contestant(name, prepare, **more):
+    return Contestant(
+        name=name,
+        distribution="torch",
+        module="torch",
+        phases=frozenset({"decode"}),
+        prepare=prepare,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return our_backend("torch_native", load_plugins(), CPU)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_our_backend_is_right_on_every_phase(ours, case):
+    entry = measure(ours, build(case, CPU), OnceTimer(), floor_us=5.0)
+    assert entry.error is None
+    assert entry.counts
+    assert entry.rel_err < 1e-2
+    assert entry.roofline == pytest.approx(5 / 20)
+    assert entry.gbs == pytest.approx(case.kv_bytes / 20 / 1e3)
+    assert entry.tflops == pytest.approx(case.flops / 20 / 1e6)
+
+
+def test_a_backend_that_cannot_says_why():
+    triton = our_backend("triton", load_plugins(), CPU)
+    entry = measure(triton, build(CASES[0], CPU), OnceTimer(), floor_us=5.0)
+    assert entry.us is None
+    assert "triton" in entry.error
+
+
+PAIRS = [
+    (peer, case)
+    for peer in PEERS
+    if peer.name not in ("sdpa-cudnn", "flex")  # a kernel of a GPU, and a compiler
+    for case in CASES
+    if case.phase in peer.phases and not peer.refuses(case)
+]
+
+
+@pytest.mark.parametrize(("peer", "case"), PAIRS, ids=lambda x: x.name)
+def test_every_peer_gets_what_its_documentation_asks_for(monkeypatch, peer, case):
+    if peer.module != "torch":
+        fakes.install(monkeypatch)
+    assert peer.available()
+    entry = measure(peer, build(case, CPU), OnceTimer(), floor_us=5.0)
+    assert entry.error is None
+    assert not entry.wrong
+    # a stand-in is exact in float32; where q is rounded to e4m3, by up to 2^-4, that shows
+    assert entry.rel_err < (8e-2 if case.phase == "fp8" else 6e-3)
+
+
+def test_every_peer_is_asked_something_here():
+    assert {p.name for p, _ in PAIRS} == {p.name for p in PEERS} - {"sdpa-cudnn", "flex"}
+
+
+def test_what_is_refused_or_missing_is_said():
+    by_name = {p.name: p for p in PEERS}
+    tree = next(c for c in CASES if c.tree)
+    odd = dataclasses.replace(CASES[0], page_size=1)
+    assert "tree" in by_name["fa3"].refuses(tree)
+    assert "tree" in by_name["flashinfer-fa3"].refuses(tree)
+    assert by_name["flashinfer-fa2"].refuses(tree) == ""
+    assert by_name["fa4"].refuses(odd) == "page_size 1 (takes 128)"
+    assert by_name["flashinfer-xqa"].refuses(odd) == "page_size 1 (takes 16, 32, 64)"
+    assert "ragged" in by_name["sdpa-flash"].refuses(CASES[5])
+    if not by_name["fa4"].available():
+        entry = measure(by_name["fa4"], build(CASES[1], CPU), OnceTimer(), floor_us=5.0)
+        assert entry.error == "flash_attn.cute is not installed"
+
+
+def test_failures_and_wrong_results_are_recorded_and_never_best(ours):
+    def wrong(inputs):
+        return lambda: torch.ones(inputs.case.tokens, inputs.case.q_heads, inputs.case.v_head_dim)
+
+    def broken(inputs):
+        raise ValueError("no kernel\nfor this")
+
+    def stops_late(inputs):
+        def call():
+            raise RuntimeError("launch failed")
+
+        return call
+
+    def leaves_it_unwritten(inputs):
+        out = torch.full(
+            (inputs.case.tokens, inputs.case.q_heads, inputs.case.v_head_dim), torch.nan
+        )
+        return lambda: out
+
+    def right(inputs):
+        call = ours.prepare(inputs)
+        return lambda: call().clone()
+
+    peers = [
+        contestant("wrong", wrong),
+        contestant("broken", broken),
+        contestant("late", stops_late),
+        contestant("unwritten", leaves_it_unwritten),
+        contestant("right", right),
+        contestant("choosy", right, refuses=lambda case: "page_size 3 (takes 4)"),
+    ]
+    lines = []
+    (found,) = measure_all(
+        CASES[:1],
+        ours,
+        lambda case: peers,
+        device=CPU,
+        timer=OnceTimer(),
+        ceilings=CEILINGS,
+        say=lines.append,
+    )
+    by_name = {e.name: e for e in found.peers}
+    assert by_name["wrong"].wrong
+    assert by_name["wrong"].us == 20
+    assert by_name["broken"].error == "ValueError: no kernel for this"
+    assert by_name["late"].error == "RuntimeError: launch failed"
+    assert by_name["unwritten"].wrong
+    assert by_name["choosy"].error == "refuses page_size 3 (takes 4)"
+    assert found.best_peer.name == "right"
+    assert found.ratio == 1.0
+    assert found.floor_us == pytest.approx(CASES[0].bytes / 100 / 1e3)
+    assert any("WRONG" in line for line in lines)
+    assert "ours / best peer (right): 1.000" in lines[-1]
+
+
+def test_a_case_ends_when_its_seconds_are_spent(ours):
+    (found,) = measure_all(
+        CASES[:1],
+        ours,
+        lambda case: [contestant("slow", ours.prepare)],
+        device=CPU,
+        timer=OnceTimer(),
+        ceilings=CEILINGS,
+        bounds=Bounds(seconds_per_case=-1.0),
+        say=lambda line: None,
+    )
+    assert found.ours.us == 20, "ours is always measured"
+    assert found.peers[0].error.startswith("skipped")
+    assert found.ratio is None
+
+
+def test_timing_arithmetic():
+    found = Timing.of([float(x) for x in range(1, 12)])
+    assert (found.us, found.p20, found.p80, found.reps) == (6, 3, 9, 11)
+    assert Timing.of([4.0]) == Timing(us=4.0, p20=4.0, p80=4.0, reps=1)
+    assert [repetitions(ms) for ms in (0.0, 0.012, 4.0, 1000.0)] == [30, 30, 15, 5]
+    ceilings = Ceilings(copy_gbs=4000, matmul_tflops=800)
+    assert ceilings.floor_us(4 * 10**9, 1) == pytest.approx(1000)
+    assert ceilings.floor_us(1, 8 * 10**11) == pytest.approx(1000)
+
+
+def test_the_wall_timer_and_ceilings_measure_this_machine():
+    calls = []
+    found = WallTimer().measure(lambda: calls.append(sum(range(20000))))
+    assert len(calls) == found.reps + 2
+    assert 0 < found.p20 <= found.us <= found.p80
+    small = measure_ceilings(WallTimer(), CPU)
+    assert small.copy_gbs > 0
+    assert small.matmul_tflops > 0
+
+
+class Clock:
+    """A GPU of one queue: what is queued runs in order, never before it was queued."""
+
+    def __init__(self):
+        self.host = self.gpu = 0.0
+
+    def queue(self, host_s, gpu_s):
+        self.host += host_s
+        self.gpu = max(self.gpu, self.host) + gpu_s
+
+
+def test_a_kernel_shorter_than_its_launch_is_timed_without_the_gap(monkeypatch):
+    clock, flushed = Clock(), []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = max(clock.gpu, clock.host)
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at - self.at)
+
+    def zero(buffer):
+        flushed.append(buffer.numel())
+        clock.queue(5e-6, 60e-6)
+
+    def wait():
+        clock.host = clock.gpu = max(clock.host, clock.gpu)
+
+    properties = types.SimpleNamespace(L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.Tensor, "zero_", zero)
+    monkeypatch.setattr(timing, "LEAST_FLUSH", 1 << 10)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.host)
+    timer = timing.CudaTimer(CPU)
+    for host_us, flushes in ((20, 1), (200, 5)):
+        flushed.clear()
+        found = timer.measure(lambda host_us=host_us: clock.queue(host_us * 1e-6, 12e-6))
+        assert found.us == pytest.approx(12), "the launch gap is in the figure"
+        assert found.reps == 30
+        assert flushed == [2 << 20] * 30 * flushes
+
+
+def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "cases_of", lambda phase: CASES[:2])
+    monkeypatch.setattr(attention, "measure_ceilings", lambda timer, device: CEILINGS)
+    path = tmp_path / "new" / "out.json"
+    code = attention.main(["--device", "cpu", "--phase", "decode", "--out", str(path)])
+    assert code == 0
+    report = load(path)
+    assert [m.name for m in report.cases] == [c.name for c in CASES[:2]]
+    assert all(m.ours.counts and m.ours.name == "torch_native" for m in report.cases)
+    assert report.versions["torch"] == torch.__version__
+    assert report.versions["attn-core"]
+    assert (
+        report.command == f"python -m benchmarks.attention --device cpu --phase decode --out {path}"
+    )
+    assert "not installed: fa3" in capsys.readouterr().out
+    raw = json.loads(path.read_text())
+    assert raw["cases"][0]["shape"]["page_size"] == 16
+    assert "worst" in raw
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cpu", "--peers", "fa33"], "fa3"),
+        (["--device", "cpu", "--ours", "tritn"], "triton"),
+        (["--device", "cpu", "--cases", "nothing such"], "no case"),
+        *([] if torch.cuda.is_available() else [(["--phase", "decode"], "no GPU")]),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_measured(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        attention.main(arguments)
+
+
+def test_the_grid_asks_few_peers():
+    from benchmarks.suites import grid
+
+    for case in grid():
+        asked = attention.peers_of(case, PEERS, of_grid=True)
+        assert len(asked) == 2
+        assert any(not p.refuses(case) for p in asked), case.name

@@ -1,0 +1,12 @@
+"""triton on a real GPU: the whole suite, replayed CUDA graphs and batch invariance included."""
+
+import pytest
+import torch
+from attn_core.testing import BackendSuite
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA or ROCm device", allow_module_level=True)
+
+
+class TestTriton(BackendSuite):
+    name = "triton"
