@@ -34,7 +34,8 @@ def install(session: nox.Session, *more: str, extras: str = "") -> None:
 
 def install_transformers(session: nox.Session, version: str) -> None:
     """Install the test tools, and what the tests of the adapter need, with one transformers."""
-    install(session, *TOOLS, f"transformers=={version}", "tokenizers", "accelerate", "gguf")
+    more = (f"transformers=={version}", "tokenizers", "accelerate", "gguf")
+    install(session, *TOOLS, *more, extras="[triton]")
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:

@@ -22,8 +22,9 @@ from benchmarks.ours import our_backend
 from benchmarks.suites import FIXED, cases_of
 from benchmarks.timing import timer_for
 
-_DECODES = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (32, 4, 3), (32, 4, 5)]
-_LATENTS = [(64, 8, 2), (32, 8, 2), (32, 8, 3), (32, 4, 2), (64, 4, 2), (16, 4, 3)]
+_DECODES = [(64, 4, 5), (128, 4, 3), (128, 8, 5)]
+_HOPPER = [(64, 4, 2), (64, 4, 3)]
+_LATENTS = [(64, 4, 2), (32, 4, 2)]
 _EXTENDS = [(64, 8, 2), (64, 8, 3), (64, 8, 4), (128, 8, 2), (128, 8, 3), (64, 4, 3), (32, 4, 3)]
 
 
@@ -35,13 +36,16 @@ def candidates(case: Case) -> Iterator[Launch]:
             if (bm == 64) == (warps == 4):
                 yield Launch(block_m=bm, block_n=bn, warps=warps, stages=stages)
         return
-    tried = _LATENTS if case.kind == "mla" else _DECODES
     least = max(16, min(64, 1 << (lines - 1).bit_length()))
-    for (bn, warps, stages), programs in itertools.product(tried, (1, 2, 3, 4)):
-        if case.kind == "mla" and programs > 2:
+    tried = _LATENTS if case.kind == "mla" else _DECODES
+    grid = [(least, *shape) for shape in tried] + [(64, *shape) for shape in _HOPPER]
+    blocks = (1, 2, 4) if case.batch == 1 else (1,)
+    for (bm, bn, warps, stages), programs, few in itertools.product(grid, (1, 2, 3, 4), blocks):
+        if programs > (1 if (bm, bn) == (64, 64) and case.kind == "mla" else 2 if bm == 64 else 4):
             continue
-        for bm in {least, 64} if case.phase == "verify" else {least}:
-            yield Launch(block_m=bm, block_n=bn, warps=warps, stages=stages, programs=programs)
+        yield Launch(
+            block_m=bm, block_n=bn, warps=warps, stages=stages, programs=programs, least=few
+        )
 
 
 def _prepared(inputs: Inputs, launch: Launch) -> Any:
@@ -100,7 +104,7 @@ def main() -> None:
     kinds: dict[tuple[Any, ...], tuple[Case, list[Launch]]] = {}
     for c in cases:
         key = (c.phase, c.q_heads, c.kv_heads, c.head_dim, c.page_size, c.queries, c.tree)
-        unlike = {(x.block_m, x.block_n, x.warps, x.stages): x for x in candidates(c)}
+        unlike = {(x.block_m, x.block_n, x.warps, x.stages, x.least): x for x in candidates(c)}
         kinds.setdefault(key, (c, list(unlike.values())))
     work = [(c, part[i::3]) for c, part in kinds.values() for i in range(3)]
     with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
@@ -112,7 +116,8 @@ def main() -> None:
         good = sorted((r for r in rows if r.get("us")), key=lambda r: r["us"])
         print(case.name, f"({len(good)} of {len(rows)})")
         for r in good[:5]:
-            shape = tuple(r[k] for k in ("block_m", "block_n", "warps", "stages", "programs"))
+            keys = ("block_m", "block_n", "warps", "stages", "programs", "least")
+            shape = tuple(r[k] for k in keys)
             print(f"   {r['us']:9.1f} us {shape} err {r['rel_err']:.1e}")
         for text in sorted({r["failed"] for r in rows if "failed" in r})[:2]:
             print("   failed:", text)

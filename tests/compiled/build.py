@@ -1,7 +1,8 @@
-"""Compile what our launchers launch for a GPU that is not here; prints one JSON line a kernel.
+"""Compile what our launchers launch for a GPU that is not here; prints one JSON line a site.
 
-Usage: python build.py TARGET [SITE …], a TARGET such as sm90 or gfx942. Not for an interpreter: a
-kernel that was decorated for it cannot be compiled.
+Usage: python build.py TARGET GROUP or SITE …, a TARGET such as sm90 or gfx942. The groups and sites
+are those of sites.py. A process of its own, since a kernel that was decorated for the interpreter
+cannot be compiled.
 """
 
 import json
@@ -14,7 +15,7 @@ import time
 
 import torch
 import triton
-from sites import SITES
+from sites import GROUPS, SITES, NotDeclared
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -49,47 +50,49 @@ class StandIn:
 
 
 def facts(kernel):
-    """Return what a compiled kernel takes: bytes of shared memory, registers and spilled bytes."""
+    """Return the bytes of shared memory, the registers of a thread and how many it spills.
+
+    A spill of an NVIDIA kernel is an instruction: a stack alone may be that of a called division.
+    """
     text = kernel.asm.get("amdgcn")
     if text is not None:
-        spills = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
         [registers] = re.findall(r"\.vgpr_count:\s+(\d+)", text)
-        return {"registers": int(registers), "spilled": 4 * spills}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    registers, stack, local = map(int, found.groups())
-    return {"registers": registers, "spilled": stack + local}
+        [spills] = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [CUOBJDUMP, "-sass", "-res-usage", file.name]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        [registers] = re.findall(r"REG:(\d+)", text)
+        spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
+    shared = kernel.metadata.shared
+    return {"shared": shared, "registers": int(registers), "spills": int(spills)}
 
 
 def main(arch, names):
     """Run the launchers and print what was compiled."""
     driver.set_active(StandIn(target_of(arch)))
-    run, launched = JITFunction.run, []
+    run, launched = JITFunction.run, {}
 
     def compiled(self, *args, grid, warmup, **more):
         # a tensor on the device "meta" has the address 0, which is as well aligned as any
         kernel = run(self, *args, grid=grid, warmup=True, **more)
-        launched.append((self.__name__, kernel))
+        launched[id(kernel)] = (self.__name__, kernel)
 
     JITFunction.run = compiled
-    for name in names or SITES:
+    for site in dict.fromkeys(s for name in names for s in GROUPS.get(name, [name])):
         launched.clear()
-        start = time.perf_counter()
-        error = None
+        start, result = time.perf_counter(), {"site": site}
         try:
-            SITES[name](arch)
-        except Exception as caught:  # whatever a compiler raises is the finding
-            error = f"{type(caught).__name__}: {caught}"
-        for kernel, made in dict(launched).items():
-            line = {"site": name, "kernel": kernel, "shared": made.metadata.shared}
-            print(json.dumps(line | facts(made)), flush=True)
-        seconds = round(time.perf_counter() - start, 1)
-        line = {"site": name, "seconds": seconds, "error": error, "launches": len(launched)}
-        print(json.dumps(line), flush=True)
+            SITES[site](arch)
+        except NotDeclared as reason:
+            result["not_declared"] = str(reason)
+        except Exception as error:  # whatever a compiler raises is the finding
+            result["error"] = f"{type(error).__name__}: {error}"
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        result["kernels"] = [{"name": name} | facts(kernel) for name, kernel in launched.values()]
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Where the Triton backend launches kernels: name → a call of a launcher with tensors of no memory."""
+"""Where the Triton backend launches kernels: name → a call with tensors that have no memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 from attn_core.backends import triton as backend
 from attn_core.backends.triton.csr import fill_csr
 from attn_core.backends.triton.merge import merge_states
+from attn_core.capabilities import Device, Phase
 from attn_core.forward import ForwardMode
 from attn_core.page_table import PageCsr
 from attn_core.plugins import load_plugins
@@ -15,30 +18,44 @@ from attn_core.testing.bench import Bench
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.inputs import Point, make_inputs, make_layer, to_device
 from attn_core.testing.passes import attend, create, indptr
+from attn_core.unmet import unmet
 
 META = torch.device("meta")
 SPEC = load_plugins().get("triton")
+LIBRARIES = {"triton": triton.__version__}
 PROCESSORS = 132  # of an H200; it is no constant of a kernel
 TREE = (-1, 0, 0, 1, 1, 2, 5, 5)
 Site = Callable[[str], object]  # the arch, "sm90" or "gfx942"
+
+
+class NotDeclared(Exception):  # noqa: N818  # no error: the site is left out
+    """No row of the backend says that it does this on that chip."""
 
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def bench(kind, arch, *, deterministic=False):
+def bench(needs, arch, *, deterministic=False):
     """Return the backend on the device "meta", believing to be on `arch`."""
     backend._device = lambda device: (arch, PROCESSORS)
-    device = "cuda" if arch.startswith("sm") else "rocm"
-    row = next(r for r in SPEC.capabilities if (r.kind, r.device) == (kind, device))
-    row = replace(row, deterministic=deterministic)
-    return Bench(spec=SPEC, row=row, torch_device=META)
+    device = Device("cuda" if arch.startswith("sm") else "rocm", arch)
+    kind, gaps = needs.layers[0].kind, []
+    for row in SPEC.capabilities:
+        if (row.kind, row.device) != (kind, device.type) or Phase.PREFILL not in row.phases:
+            continue
+        lacks = unmet(row, needs, device, LIBRARIES, Phase.PREFILL)
+        if not lacks:
+            row = replace(row, deterministic=deterministic)
+            return Bench(spec=SPEC, row=row, torch_device=META)
+        gaps.append("; ".join(map(str, lacks)))
+    raise NotDeclared(min(gaps, key=len))
 
 
 def passed(case, point, arch, *, deterministic=False):
     """Plan a pass and run one layer: every kernel of it, the write of new tokens included."""
-    asked = bench(case.kind, arch, deterministic=deterministic)
+    needs = replace(case.needs(point.dtype, point.page_size), speculation=None)
+    asked = bench(needs, arch, deterministic=deterministic)
     inputs = to_device(make_inputs(case, point, fused=True), META)
     attend(create(asked, case, inputs, point), inputs, cache=inputs.cache, return_lse=True)
 
@@ -46,11 +63,24 @@ def passed(case, point, arch, *, deterministic=False):
 def ragged(case, dtype, arch):
     """Run attention without a cache."""
     layer = make_layer(case, torch.Generator())
-    made = bench(case.kind, arch).create((layer,), dtype=dtype)
+    made = bench(case.needs(dtype), arch).create((layer,), dtype=dtype)
     (hq, hkv), (d, dv) = case.heads, case.dims
     q, k, v = meta(64, hq, d), meta(64, hkv, d), meta(64, hkv, dv)
     cu = indptr(case.query_lens, META)
     made.forward_ragged(q, k, v, layer, cu, cu, 64, 64, causal=case.causal, return_lse=True)
+
+
+@triton.jit
+def _greedy(x, M: tl.constexpr, N: tl.constexpr):
+    y = tl.load(x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    z = tl.dot(y, tl.trans(y))
+    tl.store(x + tl.arange(0, M)[:, None] * M + tl.arange(0, M)[None, :], z)
+
+
+def greedy(arch):
+    """Launch what takes too much of everything: what is looked for is also seen."""
+    warps = 8 if arch.startswith("sm") else 2  # any fewer take long to compile
+    _greedy[(1,)](meta(128, 512, dtype=torch.float16), M=128, N=512, num_warps=warps)
 
 
 def csr(arch):
@@ -134,4 +164,9 @@ def _sites() -> dict[str, Site]:
     return found
 
 
-SITES = _sites()
+SITES = _sites() | {"greedy": greedy}
+GROUPS = {
+    "quick": ("csr", "merge", "decode", "extend", "mla-decode"),
+    "hot": ("csr", "merge", *HOT),
+    "more": tuple(SITES.keys() - HOT.keys() - {"csr", "merge", "greedy"}),
+}

@@ -15,8 +15,12 @@ from pairwise import covering, pairs
 pytest.importorskip("triton")
 
 SPEC = load_plugins().get("triton")
-# A row that is deterministic is always run so, and cuts the keys in another way then.
-FREE = replace(SPEC, capabilities=[replace(r, deterministic=False) for r in SPEC.capabilities])
+
+
+def fixed(planned):
+    """Ask a check of the deterministic mode too, which cuts the keys in another way."""
+    needs = replace(planned.check.needs, deterministic=True)
+    return replace(planned, check=replace(planned.check, needs=needs))
 
 
 def factors(check):
@@ -45,23 +49,18 @@ def factors(check):
 def interpreted():
     """Yield every check, both ways of cutting the keys; those left out by pairs marked `long`."""
     device, libraries = parse_device("cuda:sm90"), {"triton": "3.4"}
-    asked = [
-        (spec, planned)
-        for spec in (SPEC, FREE)
-        for planned in plan(spec, device, libraries, passes=12)
-        if planned.row is not None
-    ]
+    rows = [p for p in plan(SPEC, device, libraries, passes=12) if p.row is not None]
+    asked = rows + [fixed(p) for p in rows if not p.check.needs.deterministic]
     shown = [
-        {*pairs(factors(p.check) | {"fixed": p.row.deterministic}), (p.kind, p.check.feature)}
-        for _, p in asked
+        {*pairs(factors(p.check) | {"fixed": p.check.needs.deterministic})}
+        | {(p.kind, p.check.feature)}
+        for p in asked
     ]
     chosen = set(covering(shown))
-    for i, (spec, planned) in enumerate(asked):
-        fixed = "-fixed" if planned.row.deterministic else ""
+    for i, planned in enumerate(asked):
+        mode = "-fixed" if planned.check.needs.deterministic else ""
         marks = [] if i in chosen else [pytest.mark.long]
-        yield pytest.param(
-            spec, planned, id=f"{planned.kind}-{planned.check.id}{fixed}", marks=marks
-        )
+        yield pytest.param(planned, id=f"{planned.kind}-{planned.check.id}{mode}", marks=marks)
 
 
 if torch.cuda.is_available():
@@ -71,6 +70,6 @@ if torch.cuda.is_available():
 
 else:
 
-    @pytest.mark.parametrize(("spec", "planned"), [*interpreted()])
-    def test_declared_in_the_interpreter(spec, planned):
-        run_check(planned, spec, torch.device("cpu"))
+    @pytest.mark.parametrize("planned", [*interpreted()])
+    def test_declared_in_the_interpreter(planned):
+        run_check(planned, SPEC, torch.device("cpu"))

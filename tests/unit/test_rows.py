@@ -1,5 +1,6 @@
 """The rows against the documented matrix, both ways."""
 
+import json
 import re
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from attn_core.capabilities import (
     Phase,
     Requirements,
 )
+from attn_core.cli.backends import backends_command
 from attn_core.device import ARCHS, parse_device
 from attn_core.errors import BackendNotImplementedError, NoBackendError
 from attn_core.matrix import build_matrix
-from attn_core.plugins import load_plugins
+from attn_core.plugins import Registry, load_plugins
 from attn_core.selection import Overrides, select
 
 REGISTRY = load_plugins()
@@ -130,8 +132,51 @@ def test_a_row_is_well_formed(spec, row):
 
 
 def test_what_is_built():
-    built = {spec.name for spec in REGISTRY.backends.values() if spec.implemented}
-    assert built == {"torch_native", "flex_attention"}
+    built = {key for key, spec in REGISTRY.backends.items() if spec.implemented}
+    assert built == {("softmax", n) for n in ("torch_native", "flex_attention", "triton")}
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "simulated"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("arch", ARCHS["cpu"])
+def test_a_cpu_never_gets_triton(arch, kind, here):
+    """Its kernels run there in an interpreter, for tests; no row says so."""
+    needs, place = Requirements(layers=(LayerNeeds(kind=kind),)), parse_device(f"cpu:{arch}")
+    libraries = {"triton": None}
+    chosen = select(needs, place, REGISTRY, libraries, simulated=not here)
+    assert "triton" not in (chosen.prefill, chosen.decode)
+    named = Overrides(attention_backend="triton")
+    with pytest.raises(NoBackendError, match=rf"device cpu:{arch} \(supports cuda"):
+        select(needs, place, REGISTRY, libraries, named, simulated=not here)
+
+
+@pytest.mark.parametrize(
+    ("place", "found", "why"),
+    [
+        ("cpu:avx2", "3.7.1", "for cuda, rocm"),
+        ("npu:910b", "3.7.1", "for cuda, rocm"),
+        ("cuda:sm90", "3.3.0", "needs triton>=3.4"),
+        ("cuda:sm90", "3.7.1", "usable"),
+        ("rocm:gfx942", None, "needs triton>=3.4 or pytorch-triton-rocm>=3.4"),
+    ],
+)
+def test_attn_backends_says_why_triton_is_not_usable(place, found, why, monkeypatch, capsys):
+    monkeypatch.setattr("attn_core.cli.backends.probe_device", lambda: parse_device(place))
+    libraries = {"triton": found} if found else {}
+    monkeypatch.setattr(Registry, "installed_libraries", lambda self: libraries)
+    backends_command(json=True)
+    listed = json.loads(capsys.readouterr().out)["backends"]
+    [entry] = [e for e in listed if (e["family"], e["name"]) == ("softmax", "triton")]
+    assert (entry["here"], entry["usable"]) == (why, why == "usable")
+
+
+@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm86"])
+def test_triton_reads_no_e4m3_below_sm89(arch):
+    """Nor the e4m3 block scales of FP4."""
+    rows = [r for r in REGISTRY.get("triton").capabilities if arch in r.archs]
+    stores = frozenset().union(*(r.kv_dtypes for r in rows))
+    assert "fp8_e5m2" in stores
+    assert not {"fp8_e4m3", "fp4_e2m1"} & stores
 
 
 def test_creating_a_declared_backend_says_so():

@@ -123,17 +123,21 @@ def test_the_same_bits_are_written(case):
     check_write(make, k, v, slots_of(n, page))
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("store", ["fp8_e4m3", "fp8_e5m2"])
-def test_every_float8_and_every_tie_between_two_is_exact(store):
+def test_every_float8_and_every_tie_between_two_is_exact(store, scale):
     dtype = kv_cache.STORES[store]
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = every[every.isfinite()].sort().values
     between = (finite[1:] + finite[:-1]) / 2
     beside = torch.cat([between.nextafter(finite[1:]), between.nextafter(finite[:-1])])
     x = torch.cat([finite, between, beside, every[~every.isfinite()]])
-    x = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128)
+    x = torch.nn.functional.pad(x * scale, (0, -len(x) % 128)).view(-1, 1, 128)
     shape = (1, 128, 0, len(x))
-    check_write(lambda: cache_of(store, shape), x, None, torch.arange(len(x)) + len(x))
+    scales = (scale, 1.0)
+    check_write(
+        lambda: cache_of(store, shape, scales=scales), x, None, torch.arange(len(x)) + len(x)
+    )
 
 
 def test_more_tokens_than_one_program_writes_and_none():

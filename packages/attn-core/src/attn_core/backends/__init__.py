@@ -128,10 +128,10 @@ def _triton_mha() -> Sequence[Capabilities]:
         fused_kv_write=True,
         layouts={"NHD", "HND"},
     )
-    old = replace(  # Triton refuses fp8e4nv below sm89
+    old = replace(  # Triton refuses e4m3 below sm89, and the block scales of FP4 are e4m3
         cuda,
         archs=frozenset({"sm75", "sm80", "sm86"}),
-        kv_dtypes=cuda.kv_dtypes - {"fp8_e4m3"},
+        kv_dtypes=cuda.kv_dtypes - {"fp8_e4m3"} - FP4,
     )
     rocm = replace(
         cuda,
@@ -182,10 +182,12 @@ def _triton() -> BackendSpec:
         create="attn_core.backends.triton:Triton",
         aliases=["triton_attn"],
         departures={
-            "mha.fp8_kv": "the decode kernels scale FP8 keys and values as they load them; later "
-            "revisions of the documented matrix say yes too",
-            "mha.devices": "declared for CUDA and ROCm, where the kernels are to be tested; "
-            "the documented system lets any platform name it",
+            "mha.fp8_kv": "our kernels read FP8, its scales are part of the softmax scale and of "
+            "the last division; later revisions of the documented matrix say yes too",
+            "mha.devices": "for CUDA and ROCm, which Triton compiles for; the documented system "
+            "lets any platform name it",
+            "mla.chunked_prefix_cache": "this implementation does more than the documented one: "
+            "forward_ragged returns the log-sum-exp of a chunk, by which merge_states joins them",
         },
     )
 

@@ -15,11 +15,12 @@ from attn_core.refusals import refuse_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One row of a backend and the torch device that its tensors lie on."""
+    """One row of a backend, the torch device that its tensors lie on, and how it is created."""
 
     spec: BackendSpec
     row: Capabilities
     torch_device: torch.device
+    deterministic: bool = False
 
     def create(
         self,
@@ -48,7 +49,7 @@ class Bench:
             max_seq_len=max_seq_len,
             topk=topk,
             num_draft_tokens=num_draft_tokens,
-            deterministic=self.row.deterministic,
+            deterministic=self.deterministic,
         )
         for layer in layers:
             refuse_layer(config, layer)

@@ -132,10 +132,11 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
             )
     for name in ("whole", "decode"):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, relations.pages_moved)
-        yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
     for name in ("decode", "chain", "tree"):
         yield partial(_related, f"graph-{name}", cases[name], base, replayed)
+    for name in ("whole", "decode", "chain", "tree"):
+        yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
 
 
 Relation = Callable[[Bench, Case, Point], Measure]

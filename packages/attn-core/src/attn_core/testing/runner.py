@@ -61,7 +61,8 @@ def run_check(planned: Planned, spec: BackendSpec, on: torch.device) -> Measure:
     """
     if planned.row is None:
         raise ValueError(f"{planned.check.id} has no row: {planned.reason}")
-    bench = Bench(spec=spec, row=planned.row, torch_device=on)
+    asked = planned.check.needs.deterministic
+    bench = Bench(spec=spec, row=planned.row, torch_device=on, deterministic=asked)
     try:
         with torch.no_grad():
             return planned.check.run(bench)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,12 +16,26 @@ from attn_core.backends.triton.heuristics import (
     decode_launch,
     extend_launch,
     few,
+    hopper_launch,
     power_of_two,
 )
-from attn_core.backends.triton.launch import UNIT, Splits, decode, extend, plan
+from attn_core.backends.triton.launch import (
+    SEE_TREE,
+    decode,
+    extend,
+    plan,
+    sees,
+)
+from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.forward import (
+    DECODE_MODES,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    SpecInfo,
+)
 from attn_core.kv_cache import STORES, LayerCache
 from attn_core.refusals import refuse_call, refuse_layer
 
@@ -43,6 +59,7 @@ class Triton(AttentionBackend):
             _refuse(layer)
         self._classes = {LayerClass.of(layer) for layer in config.layers}
         self._arch, self._processors = _device(config.device)
+        self._hopper = _hopper_kernels(self._arch)
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._lines: dict[LayerClass, Tensor] = {}  # of CUDA graphs
 
@@ -88,7 +105,7 @@ class Triton(AttentionBackend):
     def _splits(self, which: LayerClass, batch: ForwardBatch, lines: Tensor | None) -> Splits:
         size, device = batch.batch_size, self.config.device
         queries = batch.max_q_len * which.group
-        launch = self._decode_launch(which, queries)
+        launch = self._decode_launch(which, queries, size)
         row_blocks = -(-queries // launch.block_m)
         programs = self._processors * launch.programs
         rows = size * which.num_kv_heads * row_blocks
@@ -104,6 +121,7 @@ class Triton(AttentionBackend):
             row_lines=min(queries, launch.block_m),
             programs=programs,
             fixed=self.config.deterministic,
+            overlap=self._arch in ("sm90", "sm100", "sm103"),
             lines=lines[: size + 1],
             parts=parts,
             lse_parts=lse_parts,
@@ -113,8 +131,8 @@ class Triton(AttentionBackend):
         """Return room for the states of cut rows; one layer uses it after the other."""
         held = self._scratch.get(width)
         if held is None or held[0].shape[0] < lines:
-            options = {"dtype": torch.float32, "device": self.config.device}
-            held = torch.empty(lines, width, **options), torch.empty(lines, **options)
+            room = torch.empty(lines * (width + 1), dtype=torch.float32, device=self.config.device)
+            held = room[: lines * width].view(lines, width), room[lines * width :]
             self._scratch[width] = held
         return held
 
@@ -122,9 +140,16 @@ class Triton(AttentionBackend):
         lengths = batch.views[which.view].seq_lens
         plan(splits, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
 
-    def _decode_launch(self, which: LayerClass, queries: int) -> Launch:
-        store = STORES[self.config.kv_cache_dtype].itemsize
-        return decode_launch(self._arch, queries, which.head_dim, which.v_head_dim, store)
+    def _decode_launch(self, which: LayerClass, queries: int, size: int) -> Launch:
+        return decode_launch(
+            self._arch,
+            queries,
+            which.head_dim,
+            which.v_head_dim,
+            STORES[self.config.kv_cache_dtype].itemsize,
+            page_size=self.config.page_size,
+            rows=0 if self.config.deterministic else size * which.num_kv_heads,
+        )
 
     def forward_extend(
         self,
@@ -157,10 +182,9 @@ class Triton(AttentionBackend):
             splits = metadata[which]
             where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
             if splits is None:
-                launch = self._extend_launch(layer, cache.k.element_size())
-                extend(q, layer, cache, *where, launch, out, lse)
+                self._extend(q, layer, cache, *where, out, lse)
             else:
-                decode(q, layer, cache, *where, splits, out, lse)
+                decode(q, layer, cache, *where, splits, out, lse, self._hopper)
         return (out, lse) if return_lse else out
 
     def forward_decode(
@@ -213,13 +237,35 @@ class Triton(AttentionBackend):
         if q.shape[0]:
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
-            launch = self._extend_launch(layer, k.element_size())
             lengths = (cu_seqlens_q, cu_seqlens_k)
-            extend(q, layer, tokens, *lengths, None, q, None, launch, out, lse, causal=causal)
+            self._extend(q, layer, tokens, *lengths, None, q, None, out, lse, causal=causal)
         return (out, lse) if return_lse else out
 
-    def _extend_launch(self, layer: AttentionLayer, store_bytes: int) -> Launch:
-        return extend_launch(self._arch, layer.head_dim, layer.v_head_dim, store_bytes)
+    def _extend(
+        self,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        cu_seqlens_q: Tensor,
+        lengths: Tensor,
+        page_table: Tensor | None,
+        positions: Tensor,
+        spec: SpecInfo | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool | None = None,
+    ) -> None:
+        where = (cu_seqlens_q, lengths, page_table)
+        which = sees(layer, spec) if causal is None else int(causal)
+        hopper, paged = self._hopper, page_table is not None
+        if hopper and which != SEE_TREE and hopper.extend_fits(q, layer, cache, paged=paged):
+            launch = hopper_launch(layer.head_dim)
+            run = (launch, self._processors, out, lse, which)
+            hopper.extend_on_hopper(q, layer, cache, *where, *run)
+            return
+        launch = extend_launch(self._arch, layer.head_dim, layer.v_head_dim, cache.k.element_size())
+        extend(q, layer, cache, *where, positions, spec, launch, out, lse, which)
 
 
 def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,8 +281,19 @@ def _device(device: torch.device) -> tuple[str, int]:
     if device.type != "cuda":
         return "interpreter", 3  # few, so that short requests are cut as well
     found = torch.cuda.get_device_properties(device)
-    arch = getattr(found, "gcnArchName", "").partition(":")[0]
-    return arch or f"sm{found.major}{found.minor}", found.multi_processor_count
+    hip = torch.version.hip is not None
+    arch = found.gcnArchName.partition(":")[0] if hip else f"sm{found.major}{found.minor}"
+    return arch, found.multi_processor_count
+
+
+def _hopper_kernels(arch: str) -> ModuleType | None:
+    """Import the kernels of Hopper on a Hopper; they need a Triton with Gluon for it, 3.6."""
+    if arch != "sm90":
+        return None
+    try:
+        return importlib.import_module("attn_core.backends.triton.on_hopper")
+    except ImportError:
+        return None
 
 
 def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Split-KV attention for few queries a request: decode, verify, absorbed MLA; one launch, one merge.
+"""Split-KV attention for few queries a request: decode, verify and absorbed MLA.
 
 The blocks of keys of all requests, KV heads and row blocks form one line of work, which a fixed
 number of programs cut into equal parts. A row that one program covers is finished there; of the
@@ -7,7 +7,7 @@ grid depends on a length, so that a captured CUDA graph serves every length (the
 arXiv:2301.03598, applied to keys).
 """
 
-# mypy: disable-error-code="no-untyped-def,no-any-return"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def plan_splits(
 
 
 @triton.jit
-def share_of(lines, batch, rows, programs):
-    """Return all units of work and how many of them one program takes."""
+def share_of(lines, batch, rows, programs, LEAST: tl.constexpr):
+    """Return all units of work and how many of them one program takes, no less than LEAST."""
     work = tl.load(lines + batch) * rows
-    return work, tl.maximum(tl.cdiv(work, programs), 1)
+    return work, tl.maximum(tl.cdiv(work, programs), LEAST)
 
 
 @triton.jit(do_not_specialize=["batch", "window", "drafts", "table_row"])
@@ -107,6 +107,7 @@ def decode_splits(
     BN: tl.constexpr,
     UNIT: tl.constexpr,
     FIXED: tl.constexpr,
+    LEAST: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -121,6 +122,7 @@ def decode_splits(
     SEES: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Attend over this program's part of the line of work.
 
@@ -128,9 +130,11 @@ def decode_splits(
     BM lines are (query, head of the group). FIXED: every unit has a state of its own, so that
     where a request is cut depends on nothing but the request.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = HEADS * ROW_BLOCKS
     programs = tl.num_programs(0)
-    work, share = share_of(lines, batch, rows, programs)
+    work, share = share_of(lines, batch, rows, programs, LEAST)
     at = tl.program_id(0) * share
     end = tl.minimum(at + share, work)
     if at < end:
@@ -273,13 +277,18 @@ def merge_splits(
     BDV: tl.constexpr,
     SINKS: tl.constexpr,
     FIXED: tl.constexpr,
+    LEAST: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Join the states of one line of a row that several programs saw; PARTS at a time.
 
     Grid: (batch · HEADS · ROW_BLOCKS, lines of a row). A row without keys gets zeros, and the
-    sink alone as its log-sum-exp.
+    sink alone as its log-sum-exp. OVERLAP: the launch begins before the states are complete, and
+    waits for them here (programmatic dependent launch).
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     rows = HEADS * ROW_BLOCKS
     b = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
@@ -288,7 +297,7 @@ def merge_splits(
     head = row // ROW_BLOCKS * GROUP + line % GROUP
     before = tl.load(lines + b)
     units = tl.load(lines + b + 1) - before
-    _, share = share_of(lines, batch, rows, programs)
+    _, share = share_of(lines, batch, rows, programs, LEAST)
     begin = before * rows + row * units
     if FIXED:
         low = begin

@@ -1,6 +1,6 @@
-"""Attention of many queries a request over pages, or over plain K and V: prefill, extend, encoders."""
+"""Attention of many queries a request, over pages or plain K and V: prefill, encoders."""
 
-# mypy: disable-error-code="no-untyped-def,no-any-return"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +11,7 @@ class Launch:
 
     block_m: lines of a program, (query, head of the group) pairs. block_n: keys a step. warps,
     stages: of a program and of its loads. programs: how many run on one multiprocessor, of the
-    kernels whose grid is the device's.
+    kernels whose grid is the device's; least: blocks of keys that one of these takes.
     """
 
     block_m: int
@@ -19,6 +19,7 @@ class Launch:
     warps: int
     stages: int
     programs: int = 1
+    least: int = 1
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -43,11 +44,73 @@ def few(queries: int, group: int, *, latent: bool) -> bool:
     return queries <= 16 if latent else queries * group <= FEW_LINES
 
 
-def decode_launch(arch: str, lines: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
-    """Choose for `decode_splits`: `lines` is queries · group of the longest request."""
+# KB of shared memory that a program may have, where it is not Hopper's.
+_SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99}
+_SHARED |= {"gfx942": 64, "gfx950": 160}
+
+
+def decode_launch(
+    arch: str,
+    lines: int,
+    head_dim: int,
+    v_dim: int,
+    store_bytes: int,
+    *,
+    page_size: int = 1,
+    rows: int = 0,
+) -> Launch:
+    """Choose for `decode_splits`: `lines` is queries · group of the longest request.
+
+    rows: requests · KV heads, 0 where they must not decide. Measured on an H200, which has kernels
+    of its own for tiles of 64 by 64 (on_hopper.py).
+    """
+    if arch == "sm90" and store_bytes == 2:
+        if head_dim == 576 and lines > 16:
+            return Launch(block_m=64, block_n=64, warps=8, stages=2)
+        if head_dim == v_dim and head_dim in (64, 128):
+            if lines > 16 or page_size >= 64:
+                return Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
+            if rows > 256:
+                return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=4)
+            return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2)
+    return _fitting(
+        _decode(lines, head_dim, v_dim, store_bytes), arch, head_dim, v_dim, store_bytes
+    )
+
+
+def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
+    """Choose for `extend_tiles`."""
+    launch = _extend(head_dim, v_dim)
+    if arch == "sm90" and launch.block_n == 64:  # measured on an H200
+        launch = replace(launch, block_n=128, stages=2)
+    return _fitting(launch, arch, head_dim, v_dim, store_bytes)
+
+
+def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
+    """Take fewer stages, keys and lines until queries, keys and values fit shared memory."""
+    room = _SHARED.get(arch, 227) * 1024
+    latent = v_dim > 256 and head_dim > v_dim  # values are keys
+    keys = sum(head_parts(head_dim)) * store_bytes
+    both = keys if latent else keys + power_of_two(v_dim) * store_bytes
+    least = {"stages": 2, "block_n": 32, "block_m": 32}
+    while launch.stages * launch.block_n * both + launch.block_m * keys > room:
+        if launch.stages > least["stages"]:
+            launch = replace(launch, stages=launch.stages - 1)
+        elif launch.block_n > least["block_n"]:
+            launch = replace(launch, block_n=launch.block_n // 2)
+        elif launch.block_m > least["block_m"]:
+            launch = replace(launch, block_m=launch.block_m // 2)
+        elif least["stages"] > 1:
+            least = {"stages": 1, "block_n": 16, "block_m": 16}
+        else:
+            break  # it may fit still: this is an upper bound
+    return launch
+
+
+def _decode(lines: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if v_dim > 256:  # the latent of MLA: its accumulator fills the registers
         if lines <= 16:
-            return Launch(block_m=16, block_n=32, warps=4, stages=2, programs=2)
+            return Launch(block_m=16, block_n=64, warps=4, stages=2, programs=2, least=2)
         return Launch(block_m=min(64, power_of_two(lines)), block_n=32, warps=8, stages=2)
     block_m = power_of_two(lines)
     if block_m >= 64:
@@ -55,13 +118,28 @@ def decode_launch(arch: str, lines: int, head_dim: int, v_dim: int, store_bytes:
         return Launch(block_m=64, block_n=32 if small else 64, warps=4, stages=2, programs=2)
     if head_dim > 128:
         return Launch(block_m=block_m, block_n=32, warps=4, stages=2, programs=2)
+    if store_bytes == 1:
+        return Launch(block_m=block_m, block_n=128, warps=4, stages=3, programs=3)
     return Launch(block_m=block_m, block_n=64, warps=4, stages=3, programs=2)
 
 
-def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
-    """Choose for `extend_tiles`."""
+def _extend(head_dim: int, v_dim: int) -> Launch:
     if v_dim > 256:
         return Launch(block_m=64, block_n=32, warps=8, stages=2)
     if max(head_dim, v_dim) > 128:
         return Launch(block_m=128, block_n=32, warps=8, stages=2)
     return Launch(block_m=128, block_n=64, warps=8, stages=3)
+
+
+def hopper_block(head_dim: int, v_dim: int) -> int | None:
+    """Return the keys a step of `extend_hopper`, None for head dims that it does not take."""
+    if head_dim != v_dim:
+        return None
+    return {64: 128, 128: 128, 256: 64}.get(head_dim)
+
+
+def hopper_launch(head_dim: int) -> Launch:
+    """Choose for `extend_hopper`; its warps and registers are part of the kernel."""
+    block = hopper_block(head_dim, head_dim)
+    assert block is not None  # hopper_fits was asked
+    return Launch(block_m=128, block_n=block, warps=4, stages=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,34 +11,11 @@ from torch import Tensor
 from attn_core.backends.triton.decode import decode_splits, merge_splits, plan_splits
 from attn_core.backends.triton.extend import extend_tiles
 from attn_core.backends.triton.heuristics import Launch, head_parts, power_of_two
+from attn_core.backends.triton.splits import Splits
 from attn_core.forward import AttentionLayer, SpecInfo
 from attn_core.kv_cache import LayerCache
 
 SEE_ALL, SEE_CAUSAL, SEE_TREE = 0, 1, 2  # as tiles.py has them
-UNIT = 1024  # keys of a state of its own where a request must not depend on its neighbours
-
-
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """One way of cutting the keys of few queries a request, equal for all layers of a class.
-
-    lines: int32 [batch + 1], see plan_splits. lse_parts [S, block_m] and parts [S, block_m, Dv],
-    float32: the states of rows that were cut, used by one layer after the other.
-    """
-
-    launch: Launch
-    row_blocks: int
-    row_lines: int  # of a row's block_m lines those that some request fills
-    programs: int
-    fixed: bool
-    lines: Tensor
-    parts: Tensor
-    lse_parts: Tensor
-
-    @property
-    def unit(self) -> int:
-        """Blocks of keys in a unit of work."""
-        return max(1, UNIT // self.launch.block_n) if self.fixed else 1
 
 
 def plan(
@@ -78,8 +55,12 @@ def decode(
     splits: Splits,
     out: Tensor,
     lse: Tensor,
+    hopper: ModuleType | None = None,
 ) -> None:
-    """Attend with few queries a request; fill out [T, Hq, Dv] and lse float32 [T, Hq]."""
+    """Attend with few queries a request; fill out [T, Hq, Dv] and lse float32 [T, Hq].
+
+    hopper: the module on_hopper, on a Hopper.
+    """
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
     rows = seq_lens.shape[0] * heads * splits.row_blocks
     if not rows:
@@ -88,52 +69,60 @@ def decode(
     sinks = q if layer.sinks is None else layer.sinks
     latent, launch = cache.v is None, splits.launch
     v_scale = cache.k_scale if latent else cache.v_scale
-    shape = _shape(layer, latent)
-    decode_splits[(splits.programs,)](
-        q,
-        *pools,
-        out,
-        lse,
-        splits.parts,
-        splits.lse_parts,
-        cu_seqlens_q,
-        seq_lens,
-        page_table,
-        splits.lines,
-        *_tree(spec, q, positions),
-        sinks,
-        seq_lens.shape[0],
-        layer.scale * cache.k_scale,
-        layer.logit_cap or 1.0,
-        v_scale,
-        layer.sliding_window or 0,
-        spec.num_draft_tokens if spec is not None else 0,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        page_table.stride(0),
-        *strides,
-        HEADS=heads,
-        GROUP=group,
-        ROW_BLOCKS=splits.row_blocks,
-        PAGE=cache.page_size,
-        BM=launch.block_m,
-        BN=launch.block_n,
-        UNIT=splits.unit,
-        FIXED=splits.fixed,
-        **shape,
-        FP4=cache.block_scales is not None,
-        TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-        WIDE=max(t.numel() for t in pools) >= 1 << 31,
-        CAP=layer.logit_cap is not None,
-        SINKS=layer.sinks is not None,
-        SEES=sees(layer, spec),
-        WINDOW=layer.sliding_window is not None,
-        STAGES=launch.stages,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-    )
+    shape, which = _shape(layer, latent), sees(layer, spec)
+    where = (cu_seqlens_q, seq_lens, page_table)
+    if hopper and hopper.mla_fits(q, layer, cache, splits, which):
+        hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, which)
+    elif hopper and hopper.decode_fits(q, layer, cache, splits, which):
+        hopper.decode_on_hopper(q, layer, cache, *where, spec, splits, out, lse, which)
+    else:
+        decode_splits[(splits.programs,)](
+            q,
+            *pools,
+            out,
+            lse,
+            splits.parts,
+            splits.lse_parts,
+            cu_seqlens_q,
+            seq_lens,
+            page_table,
+            splits.lines,
+            *_tree(spec, q, positions),
+            sinks,
+            seq_lens.shape[0],
+            layer.scale * cache.k_scale,
+            layer.logit_cap or 1.0,
+            v_scale,
+            layer.sliding_window or 0,
+            spec.num_draft_tokens if spec is not None else 0,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            page_table.stride(0),
+            *strides,
+            HEADS=heads,
+            GROUP=group,
+            ROW_BLOCKS=splits.row_blocks,
+            PAGE=cache.page_size,
+            BM=launch.block_m,
+            BN=launch.block_n,
+            UNIT=splits.unit,
+            FIXED=splits.fixed,
+            LEAST=launch.least,
+            **shape,
+            FP4=cache.block_scales is not None,
+            TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
+            WIDE=max(t.numel() for t in pools) >= 1 << 31,
+            CAP=layer.logit_cap is not None,
+            SINKS=layer.sinks is not None,
+            SEES=which,
+            WINDOW=layer.sliding_window is not None,
+            STAGES=launch.stages,
+            OVERLAP=splits.overlap,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
     merge_splits[(rows, splits.row_lines)](
         splits.parts,
         splits.lse_parts,
@@ -155,8 +144,11 @@ def decode(
         BDV=shape["BDV"],
         SINKS=layer.sinks is not None,
         FIXED=splits.fixed,
+        LEAST=launch.least,
         PARTS=16,
+        OVERLAP=splits.overlap,
         num_warps=2,
+        **({"launch_pdl": True} if splits.overlap else {}),
     )
 
 
@@ -172,10 +164,9 @@ def extend(
     launch: Launch,
     out: Tensor,
     lse: Tensor,
-    *,
-    causal: bool | None = None,
+    which: int,
 ) -> None:
-    """Attend with many queries; fill out [T, Hq, Dv] and lse float32 [T, Hq].
+    """Attend with many queries, which see SEE_…; fill out [T, Hq, Dv] and lse float32 [T, Hq].
 
     Without a page_table `cache` holds plain K and V as pages of one token, and `lengths` is their
     cu_seqlens.
@@ -187,7 +178,6 @@ def extend(
         return
     pools, strides = _stores(cache)
     latent = cache.v is None
-    which = sees(layer, spec) if causal is None else int(causal)
     extend_tiles[(tiles, heads)](
         q,
         *pools,

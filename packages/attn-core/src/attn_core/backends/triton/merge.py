@@ -35,13 +35,12 @@ def _merge(
     weight = tl.zeros((ROWS,), tl.float32)
     for _ in range(parts):
         x = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        higher = tl.maximum(peak, x, propagate_nan=tl.PropagateNan.ALL)
+        higher = tl.maximum(peak, x)
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         weight = weight * tl.exp(peak - base) + tl.exp(x - base)
         peak = higher
         at += lse_part
-    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    sum_of_all = tl.log(weight) + base
+    sum_of_all = tl.log(weight) + peak
     tl.store(total + token * total_token + head * total_head, sum_of_all, mask=here)
 
     out += (token * out_token + head * out_head)[:, None] + d[None, :] * out_dim

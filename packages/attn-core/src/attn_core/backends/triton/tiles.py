@@ -1,6 +1,6 @@
 """Device functions that the attention kernels share: tokens of pages, visibility, softmax."""
 
-# mypy: disable-error-code="no-untyped-def,no-any-return"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load_values(
 
 @triton.jit
 def soft_cap(x, cap):
-    """Return cap · tanh(x / cap); the interpreter has no tanh, and 1 - 2 / (1 + e^2y) loses bits."""
+    """Return cap · tanh(x / cap): the interpreter has no tanh, and small x need their bits."""
     y = x / cap
     square = y * y
     small = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
@@ -185,7 +185,7 @@ def attend_keys(
         j = start + n
         ok = (j >= first) & (j < length) if EDGES > 0 else n >= 0
         if PAGE == 0:
-            page = 0
+            page = j * 0
             inner = j
         elif PAGE % BN == 0:  # the whole block lies in one page
             page = tl.load(table + start // PAGE)
@@ -194,9 +194,8 @@ def attend_keys(
             page = tl.load(table + j // PAGE, mask=ok, other=0)
             inner = j % PAGE
         if WIDE:
-            inner = inner.to(tl.int64)
-            if PAGE > 0:
-                page = page.to(tl.int64)
+            inner = tl.cast(inner, tl.int64)
+            page = tl.cast(page, tl.int64)
         k_at = page * k_page + inner * k_token
         kb_at = page * kb_page + inner * kb_token
         if TWINS:  # fewer registers

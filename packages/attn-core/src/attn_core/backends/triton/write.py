@@ -47,8 +47,8 @@ def _fp4_codes(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     y = tl.reshape(y, (ROWS, COLUMNS // 16, 16))
     size = tl.abs(y)
     broken = tl.max((size != size).to(tl.int32), 2) > 0
-    top = tl.max(tl.where(size == size, size, 0.0), 2)
-    block = fp8_bits(tl.where(broken, float("nan"), tl.div_rn(top, 6.0)), 3, 7, 448.0)
+    top = tl.div_rn(tl.max(size, 2), 6.0)
+    block = fp8_bits(tl.where(broken, float("nan"), top), 3, 7, 448.0)
     normal = ((block + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     unit = tl.where(block < 8, block.to(tl.float32) * 2.0**-9, normal)
     unit = tl.where(broken, float("nan"), tl.where(block == 0, 1.0, unit))

@@ -1,0 +1,74 @@
+"""Each launch compiles for chips that are not here, fits their shared memory and spills nothing."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+BUILD = pathlib.Path(__file__).parent / "build.py"
+# Shared memory that a program may take, in KiB; Triton itself looks only when a kernel is loaded.
+SHARED = {"sm80": 163, "sm90": 227, "sm100": 227, "sm120": 99, "gfx942": 64, "gfx950": 160}
+
+
+def build(arch, *names):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, BUILD, arch, *names], env=env, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def faults(arch, site, *, hot):
+    """Say what is wrong with a site."""
+    if "error" in site:
+        yield f"{site['site']}: {site['error']}"
+    elif "not_declared" not in site and not site["kernels"]:
+        yield f"{site['site']} launches nothing"
+    for kernel in site["kernels"]:
+        name, used, room = (
+            f"{site['site']}: {kernel['name']}",
+            kernel["shared"],
+            SHARED[arch] * 1024,
+        )
+        if used > room:
+            yield f"{name} takes {used} bytes of shared memory, {arch} has {room}"
+        if hot and kernel["spills"]:
+            yield f"{name} spills {kernel['spills']} times, with {kernel['registers']} registers"
+
+
+def check(arch, *names, hot):
+    sites = build(arch, *names)
+    assert sites
+    assert [fault for site in sites for fault in faults(arch, site, hot=hot)] == []
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_hot_launches(arch):
+    check(arch, "hot" if arch == "sm90" else "quick", hot=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", SHARED)
+def test_every_launch(arch):
+    check(arch, "hot", hot=True)
+    check(arch, "more", hot=False)
+
+
+@pytest.mark.parametrize("arch", ["sm120", "gfx942"])
+def test_too_much_is_seen(arch):
+    [site] = build(arch, "greedy")
+    found = " ".join(faults(arch, site, hot=True))
+    assert "bytes of shared memory" in found
+    assert "spills" in found
+
+
+def test_what_no_row_declares_is_left_out():
+    [site] = build("sm80", "decode-fp8")
+    assert "kv_cache_dtype fp8_e4m3 (supports" in site["not_declared"]
+    assert not list(faults("sm80", site, hot=True))

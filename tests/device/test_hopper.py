@@ -1,0 +1,198 @@
+"""The Hopper kernels against float64, over every feature they take; NaN in all that is nobody's."""
+
+import itertools
+import random
+
+import attn_core.backends.triton as backend
+import pytest
+import torch
+from attn_core.backend import BackendConfig
+from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.kv_cache import KVPool, write_kv
+from attn_core.page_table import slot_table
+from attn_core.plugins import load_plugins
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("no Hopper GPU", allow_module_level=True)
+
+KINDS = ("extend", "decode", "chain", "tree", "cross", "ragged", "mla", "mla-chain")
+FEATURES = ("plain", "window", "cap", "sinks", "window-cap-sinks")
+PAGES = (1, 8, 16, 64, 128, 256)
+
+
+def case_list():
+    """Every kind with every feature and every page size; the rest turns along."""
+    rng = random.Random(0)
+    for kind, feature, page in itertools.product(KINDS, FEATURES, PAGES):
+        windowed = "window" in feature and kind in ("cross", "ragged")
+        if windowed or (kind.startswith("mla") and (feature not in ("plain", "cap") or page == 1)):
+            continue
+        if kind == "tree" and "window" in feature:
+            continue
+        if rng.random() < 0.5 and feature != "plain":
+            continue
+        yield (
+            kind,
+            feature,
+            page,
+            rng.choice((64, 128) if kind in ("decode", "chain", "tree") else (64, 128, 256)),
+            rng.choice((1, 4, 7)),
+            rng.choice((torch.bfloat16, torch.float16)),
+            rng.choice(("NHD", "HND")),
+            rng.random() < 0.3,
+        )
+
+
+def scores_of(layer, q, k, group):
+    s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * layer.scale
+    return s if layer.logit_cap is None else layer.logit_cap * (s / layer.logit_cap).tanh()
+
+
+def oracle(layer, q, k, v, seen):
+    """Attend in float64: q [n, Hq, D], k and v [L, Hkv, D], seen [n, L] → out, lse."""
+    group = layer.num_q_heads // layer.num_kv_heads
+    s = scores_of(layer, q.double(), k.double(), group).masked_fill(~seen, -torch.inf)
+    if layer.sinks is not None:
+        sink = layer.sinks.double()[:, None, None].expand(-1, s.shape[1], 1)
+        s = torch.cat((s, sink), -1)
+    lse = s.logsumexp(-1)
+    p = (s - lse[..., None]).exp()[..., : k.shape[0]]
+    out = torch.einsum("hqk,khd->qhd", p, v.double().repeat_interleave(group, 1))
+    return out, lse.T
+
+
+@pytest.mark.parametrize("case", case_list(), ids=lambda c: "-".join(map(str, c)))
+def test_equals_float64(case, monkeypatch):
+    kind, feature, page, dim, group, dtype, layout, fixed = case
+    torch.manual_seed(0)
+    rng, latent = random.Random(str(case)), kind.startswith("mla")
+    heads = 1 if latent else 2
+    group = 64 if latent else group
+    layer = AttentionLayer(
+        layer_id=0,
+        num_q_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=576 if latent else dim,
+        v_head_dim=512 if latent else dim,
+        scale=dim**-0.5,
+        logit_cap=3.0 if "cap" in feature else None,
+        sliding_window=100 if "window" in feature else None,
+        sinks=torch.randn(heads * group, device="cuda") if "sinks" in feature else None,
+        is_cross=kind == "cross",
+        view="full",
+    )
+    drafts = 5
+    lengths = [1, page + 1, 300, 1023, 77, 640]
+    lengths = [n + drafts for n in lengths]
+    if kind in ("decode", "mla"):
+        queries = [1] * 6
+    elif kind in ("chain", "tree", "mla-chain"):
+        queries = [drafts] * 6
+    else:
+        queries = [rng.choice((1, n // 2 or 1, n)) for n in lengths]
+        queries[3] = lengths[3]  # many enough that no keys are split
+    mode = {"decode": ForwardMode.DECODE, "mla": ForwardMode.DECODE}.get(kind, ForwardMode.EXTEND)
+    spec = None
+    if kind in ("chain", "tree", "mla-chain"):
+        mode = ForwardMode.TARGET_VERIFY
+        tree = torch.rand(6, drafts, drafts, device="cuda") < 0.5
+        tree = (tree | torch.eye(drafts, dtype=torch.bool, device="cuda")).tril()
+        spec = SpecInfo(
+            topk=2 if kind == "tree" else 1,
+            num_draft_tokens=drafts,
+            tree_mask=tree if kind == "tree" else None,
+        )
+    pages = [-(-n // page) for n in lengths]
+    order = torch.randperm(sum(pages), device="cuda").int() + 1
+    table = torch.zeros(6, max(pages), dtype=torch.int32, device="cuda")
+    for b, n in enumerate(pages):
+        table[b, :n] = order[sum(pages[:b]) : sum(pages[:b]) + n]
+    pool = KVPool(
+        [layer],
+        num_pages=1 + sum(pages),
+        page_size=page,
+        kv_cache_dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype],
+        device="cuda",
+        kind="mla" if latent else "mha",
+        layout="NHD" if latent else layout,
+    )
+    cache = pool.layer(0)
+    for store in (cache.k, cache.v):
+        if store is not None:
+            store.fill_(float("nan"))
+    keys, values, starts = [], [], [0]
+    window = layer.sliding_window
+    for b, n in enumerate(lengths):
+        k = torch.randn(n, heads, layer.head_dim, device="cuda", dtype=dtype)
+        v = torch.randn(n, heads, dim, device="cuda", dtype=dtype)
+        v = k[..., :512] if latent else v
+        slots = slot_table(table[b : b + 1], page, n)[0].long()
+        seen_from = 0 if window is None else max(0, n - queries[b] - window + 1)
+        write_kv(cache, k[seen_from:], None if latent else v[seen_from:], slots[seen_from:])
+        keys.append(k)
+        values.append(v)
+        starts.append(starts[-1] + queries[b])
+    q = torch.randn(starts[-1], heads * group, layer.head_dim, device="cuda", dtype=dtype)
+    batch = ForwardBatch.build(
+        mode,
+        query_lens=queries,
+        seq_lens=lengths,
+        page_table=table,
+        page_size=page,
+        spec=spec,
+    )
+    row = next(
+        r
+        for r in load_plugins().get("triton").capabilities
+        if r.device == "cuda"
+        and r.kind == ("mla" if latent else "mha")
+        and (not r.archs or "sm90" in r.archs)
+    )
+    config = BackendConfig(
+        name="triton",
+        row=row,
+        layers=(layer,),
+        page_size=page,
+        dtype=pool.kv_cache_dtype,
+        kv_cache_dtype=pool.kv_cache_dtype,
+        device=torch.device("cuda"),
+        deterministic=fixed,
+    )
+    if kind in ("decode", "chain", "tree"):  # whatever the heuristics prefer
+        launch = backend.Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
+        monkeypatch.setattr(backend, "decode_launch", lambda *a, **k: launch)
+    made = backend.Triton(config)
+    assert made._hopper is not None
+    used = []
+    for name in ("extend_on_hopper", "decode_on_hopper", "decode_mla_on_hopper"):
+        real = getattr(made._hopper, name)
+        monkeypatch.setattr(
+            made._hopper, name, lambda *a, real=real, name=name: (used.append(name), real(*a))
+        )
+    if kind == "ragged":
+        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        plain = (torch.cat(keys), torch.cat(values))
+        got = made.forward_ragged(
+            q, *plain, layer, batch.cu_seqlens_q, cu, max(queries), max(lengths),
+            causal=False, return_lse=True,
+        )  # fmt: skip
+    else:
+        plan = made.init_forward_metadata(batch)
+        got = made.forward_extend(q, None, None, layer, cache, batch, plan, return_lse=True)
+    assert used, "the portable kernel ran"
+    for b, n in enumerate(lengths):
+        i = torch.arange(queries[b], device="cuda")[:, None] + n - queries[b]
+        j = torch.arange(n, device="cuda")[None, :]
+        seen = j <= i
+        if kind in ("cross", "ragged"):
+            seen = torch.ones_like(seen)
+        elif window is not None:
+            seen = seen & (j > i - window)
+        if kind == "tree":
+            seen = seen.clone()
+            seen[:, n - drafts :] = tree[b]
+        mine = slice(starts[b], starts[b + 1])
+        want, lse = oracle(layer, q[mine], keys[b], values[b], seen)
+        error = (got[0][mine].double() - want).norm() / want.norm()
+        assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3), (b, float(error))
+        torch.testing.assert_close(got[1][mine].double(), lse, atol=2e-3, rtol=1e-3)

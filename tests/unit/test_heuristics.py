@@ -1,0 +1,137 @@
+"""The launch table is a pure function of shape and device, and what it says fits the device."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")  # the table does without, the package that it is in does not
+
+from attn_core.backends.triton import heuristics
+from attn_core.backends.triton.heuristics import (
+    decode_launch,
+    extend_launch,
+    few,
+    head_parts,
+    hopper_block,
+    hopper_launch,
+    power_of_two,
+)
+
+# KB of shared memory that a program may have
+SHARED = {"sm80": 163, "sm86": 99, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+EQUAL = (16, 32, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+DIMS = [*((d, d) for d in EQUAL), (192, 128), (64, 128), (128, 64), (128, 256), (576, 512)]
+LINES = (1, 4, 8, 16, 17, 32, 64, 128, 2000)
+
+
+def two(n):
+    return n > 0 and n & (n - 1) == 0
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([1, 2, 16, 64]))
+def test_a_power_of_two_is_the_next_one(n, least):
+    got = power_of_two(n, least)
+    assert two(got)
+    assert got >= max(n, least)
+    assert got == least or got < 2 * n
+
+
+@given(st.integers(1, 1024))
+def test_two_tiles_cover_a_head_and_waste_less_than_one_would(dim):
+    first, rest = head_parts(dim)
+    assert first >= 16
+    assert two(first)
+    assert rest == 0 or (rest >= 16 and two(rest))
+    assert dim <= first + rest <= power_of_two(dim)
+    assert rest == 0 or first < dim
+
+
+def test_head_parts_of_known_heads():
+    known = {13: (16, 0), 64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0)}
+    known |= {192: (128, 64), 256: (256, 0), 576: (512, 64)}
+    assert {dim: head_parts(dim) for dim in known} == known
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_fewer_queries_are_few_as_well(queries, group):
+    for latent in (False, True):
+        if few(queries + 1, group, latent=latent):
+            assert few(queries, group, latent=latent)
+    if few(queries, group + 1, latent=False):
+        assert few(queries, group, latent=False)
+
+
+def test_what_counts_as_few():
+    assert few(1, 16, latent=False)
+    assert few(8, 8, latent=False), "verifying 8 drafts reads the keys once"
+    assert few(4, 128, latent=True)
+    assert not few(129, 1, latent=False)
+    assert not few(4096, 1, latent=True)
+
+
+def launches(arch, store_bytes):
+    for d, dv in DIMS:
+        yield (d, dv, "extend"), extend_launch(arch, d, dv, store_bytes)
+        for lines in LINES:
+            yield (d, dv, lines), decode_launch(arch, lines, d, dv, store_bytes)
+
+
+@pytest.mark.parametrize("arch", [*SHARED, "sm75", "gfx942", "gfx950", "interpreter"])
+@pytest.mark.parametrize("store_bytes", [1, 2, 4])
+def test_a_launch_is_one_that_triton_takes(arch, store_bytes):
+    for shape, launch in launches(arch, store_bytes):
+        assert two(launch.block_m), shape
+        assert launch.block_m >= 16, shape
+        assert two(launch.block_n), shape
+        assert launch.block_n >= 16, shape
+        assert launch.warps in (1, 2, 4, 8), shape
+        assert launch.stages >= 1, shape
+        assert launch.programs >= 1, shape
+    assert [*launches(arch, store_bytes)] == [*launches(arch, store_bytes)]
+
+
+def test_no_more_lines_than_the_shape_has_room_for():
+    for d, dv in DIMS:
+        for lines in LINES:
+            assert decode_launch("sm80", lines, d, dv, 2).block_m <= power_of_two(lines)
+
+
+def needed(shape, launch, store_bytes):
+    """Return the bytes that the keys and values of all stages take; MLA's values are its keys."""
+    d, dv, _ = shape
+    columns = sum(head_parts(d)) + (0 if (d, dv) == (576, 512) else power_of_two(dv))
+    return launch.stages * launch.block_n * columns * store_bytes
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("store_bytes", [1, 2, 4])
+def test_the_keys_of_all_stages_fit_into_shared_memory(arch, store_bytes):
+    room = SHARED[arch] * 1024
+    over = {
+        shape: (bytes_, launch)
+        for shape, launch in launches(arch, store_bytes)
+        if (bytes_ := needed(shape, launch, store_bytes)) > room
+    }
+    assert not over
+
+
+def test_what_hopper_holds_fits():
+    for dim in EQUAL:
+        block = hopper_block(dim, dim)
+        if block is not None:
+            launch = hopper_launch(dim)
+            assert launch.block_n == block
+            tiles = launch.block_m + 2 * launch.stages * block  # queries, keys and values
+            assert tiles * dim * 2 <= SHARED["sm90"] * 1024
+    assert hopper_block(128, 128)
+    assert hopper_block(192, 128) is None
+
+
+def test_the_table_needs_no_torch_and_no_triton():
+    file = heuristics.__file__
+    code = f"import runpy, sys; runpy.run_path({file!r}); "
+    code += "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-S", "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,272 @@
+"""What the Triton backend promises beyond right numbers: its plans, its writes, its determinism."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_core import kv_cache
+from attn_core.dispatcher import HybridDispatcher
+from attn_core.errors import BackendError, UnsupportedError
+from attn_core.testing.inputs import mapped, to_device, without_host_lengths
+
+pytest.importorskip("triton")
+
+from attn_core.backends import triton as module
+from attn_core.backends.triton.decode import plan_splits
+from triton_server import (
+    DEVICE,
+    HKV,
+    HQ,
+    LONG,
+    PAGE,
+    D,
+    M,
+    Server,
+    make_backend,
+    make_layer,
+    make_pool,
+    same,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch):
+    """Have three multiprocessors wherever this runs, so that short requests are cut as well."""
+    arch, _ = module._device(DEVICE)
+    monkeypatch.setattr(module, "_device", lambda device: (arch, 3))
+
+
+# ---- Plans -----------------------------------------------------------------------------------
+
+
+def test_layers_of_one_class_share_a_plan():
+    layers = [make_layer(i, sliding_window=w) for i, w in enumerate((None, 8, None, 8))]
+    backend = make_backend(*layers)
+    batch, _ = Server((40, 1), (7, 1)).batch(M.DECODE)
+    plans = backend.init_forward_metadata(batch)
+    assert sorted((x.window for x in plans), key=str) == [8, None]
+    full, windowed = (next(p for x, p in plans.items() if x.window == w) for w in (None, 8))
+    assert full.lines.data_ptr() != windowed.lines.data_ptr()
+    assert full.parts.data_ptr() == windowed.parts.data_ptr(), "one layer runs after the other"
+
+
+def test_only_few_queries_are_planned():
+    backend, fixed = make_backend(), make_backend(deterministic=True)
+    server = Server((90, 1), (80, 70))
+    (short, _), (long, _) = server.batch(M.EXTEND, [0]), server.batch(M.EXTEND)
+    [few], [many] = (backend.init_forward_metadata(b).values() for b in (short, long))
+    assert few is not None
+    assert many is None
+    # how long the longest query is, a neighbour decides: nothing may depend on it
+    assert [*fixed.init_forward_metadata(short).values()] == [None]
+
+
+def test_nothing_is_planned_for_a_view_that_the_batch_lacks():
+    own = make_layer(view="window")
+    backend = make_backend(own)
+    server = Server((9, 1))
+    batch, rows = server.batch(M.DECODE)
+    assert backend.init_forward_metadata(batch) == {}
+    with pytest.raises(BackendError, match=r"layer 0 \(view 'window'\) was not planned"):
+        server.attend(backend, batch, rows, own)
+
+
+def test_a_layer_of_another_class_was_not_planned():
+    server = Server((9, 1))
+    batch, rows = server.batch(M.DECODE)
+    with pytest.raises(BackendError, match=r"was not planned: .* planned: \[LayerClass"):
+        server.attend(make_backend(), batch, rows, make_layer(sliding_window=4))
+
+
+def test_lengths_on_the_device_are_enough():
+    server = Server((70, 1), (33, 1))
+    batch, rows = server.batch(M.DECODE)
+    want = server.attend(make_backend(), batch, rows)
+    assert same(server.attend(make_backend(), without_host_lengths(batch), rows), want)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("new", [1, 70])
+def test_the_host_reads_nothing_from_the_device(new, deterministic, monkeypatch):
+    """What runs on the host runs on tensors without memory, where to read a length is an error."""
+    launched = []
+
+    def launches(kernel, grid):
+        launched.append((kernel.__name__, grid))
+        return lambda *args, **kwargs: None
+
+    server = Server((90, new), (80, new))
+    mode = M.DECODE if new == 1 else M.EXTEND
+    batch = to_device(without_host_lengths(server.batch(mode)[0]), torch.device("meta"))
+    server.q, server.k, server.v = (x.to("meta") for x in (server.q, server.k, server.v))
+    cache = mapped(server.cache(make_layer()), lambda t: t.to("meta"))
+    monkeypatch.setattr(server, "cache", lambda layer: cache)
+    backend = make_backend(device=torch.device("meta"), deterministic=deterministic)
+    monkeypatch.setattr(type(plan_splits), "__getitem__", launches)
+    out, lse = server.attend(backend, batch, slice(None))
+    assert out.shape == (2 * new, HQ, D)
+    assert lse.shape == (2 * new, HQ)
+    names = [name for name, _ in launched]
+    if new == 1:
+        assert names == ["plan_splits", "_write", "decode_splits", "merge_splits"]
+    else:
+        assert names == ["_write", "extend_tiles"]
+
+
+def test_a_pass_without_tokens_launches_nothing(monkeypatch):
+    server = Server((5, 0))
+    batch, rows = server.batch(M.EXTEND)
+    backend = make_backend()
+    monkeypatch.setattr(type(plan_splits), "__getitem__", None)
+    out, lse = server.attend(backend, batch, rows.long())
+    assert (out.shape, lse.shape) == ((0, HQ, D), (0, HQ))
+
+
+# ---- Captured passes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "deterministic"), [(M.DECODE, 1, False), (M.TARGET_VERIFY, 3, True)]
+)
+def test_a_captured_plan_serves_other_lengths(mode, n, deterministic):
+    """The kernels are launched again with the tensors of the capture, as a graph would."""
+    layers = [make_layer(0), make_layer(1, sliding_window=20)]
+    server = Server((n, n), (n, n), (LONG, n), (37, n), layers=layers)
+    room = server.table.shape[1] * PAGE
+
+    def bounded(batch):
+        view = replace(without_host_lengths(batch).views["full"], max_seq_len=room)
+        return replace(batch, query_lens_host=None, views={"full": view})
+
+    backend, eager = (make_backend(*layers, deterministic=deterministic) for _ in range(2))
+    backend.init_cuda_graph_state(4, 4 * n)
+    static = mapped(bounded(server.batch(mode, [0, 1])[0]), torch.Tensor.clone)
+    metadata = backend.init_forward_metadata_capture_cuda_graph(static)
+    buffers = [splits.lines.data_ptr() for splits in metadata.values()]
+    for chosen in ([2, 3], [3, 1]):
+        fresh, rows = server.batch(mode, chosen)
+        overwrite(static, fresh)
+        want = [server.attend(eager, fresh, rows, layer) for layer in layers]
+        if chosen == [2, 3]:  # the plan of short requests leaves most of these keys out
+            assert not same(server.attend(backend, static, rows, layers[0], metadata), want[0])
+        backend.init_forward_metadata_replay_cuda_graph(static, metadata)
+        got = [server.attend(backend, static, rows, layer, metadata) for layer in layers]
+        assert all(map(same, got, want))
+    assert buffers == [splits.lines.data_ptr() for splits in metadata.values()]
+
+
+def overwrite(static, fresh):
+    """Copy the tensors of a batch that change from pass to pass into those of the capture."""
+    view, new = static.views["full"], fresh.views["full"]
+    view.page_table.copy_(new.page_table)
+    view.seq_lens.copy_(new.seq_lens)
+    view.out_cache_loc.copy_(new.out_cache_loc)
+    static.positions.copy_(fresh.positions)
+
+
+# ---- Determinism -----------------------------------------------------------------------------
+
+TREES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().repeat(4, 1, 1).to(DEVICE)
+MODES = {
+    "decode": (M.DECODE, 1, None),
+    "chain": (M.TARGET_VERIFY, 3, None),
+    "tree": (M.TARGET_VERIFY, 3, TREES),
+    "extend": (M.EXTEND, 3, None),
+}
+
+
+def alone_and_among(name, deterministic):
+    """Return what a request gets alone, and what it gets among neighbours."""
+    mode, n, trees = MODES[name]
+    neighbour = 150 if mode is M.EXTEND else n  # many queries of one, few of the other
+    server = Server((LONG, n), (LONG - 600, neighbour), (300, n))
+    found = []
+    for chosen in ([0], [1, 0, 2]):
+        batch, rows = server.batch(mode, chosen, trees)
+        got = server.attend(make_backend(deterministic=deterministic), batch, rows)
+        start = int(batch.cu_seqlens_q[chosen.index(0)])
+        found.append([x[start : start + n] for x in got])
+    return found
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_deterministic_bits_do_not_depend_on_neighbours(name):
+    alone, among = alone_and_among(name, deterministic=True)
+    assert same(alone, among)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_otherwise_neighbours_show_in_the_bits(name):
+    """Without this the test above would show nothing: the cuts of the keys do move."""
+    alone, among = alone_and_among(name, deterministic=False)
+    assert not same(alone, among)
+    for a, b in zip(alone, among, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# ---- What is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"is_causal": False}, {"is_causal": False, "is_cross": True}])
+def test_a_window_without_causal_order_is_refused(changes):
+    with pytest.raises(UnsupportedError, match="window of 8 without causal order"):
+        make_backend(make_layer(sliding_window=8, **changes))
+
+
+def test_a_window_of_a_ragged_pass_without_causal_order_is_refused():
+    windowed = make_layer(sliding_window=8)
+    backend = make_backend(windowed)
+    x, cu = torch.zeros(3, HKV, D, device=DEVICE), torch.tensor([0, 3]).int().to(DEVICE)
+    arguments = (x.repeat(1, HQ // HKV, 1), x, x, windowed, cu, cu, 3, 3)
+    assert backend.forward_ragged(*arguments, causal=True).shape == (3, HQ, D)
+    with pytest.raises(UnsupportedError, match="window of 8 without causal order"):
+        backend.forward_ragged(*arguments, causal=False)
+
+
+# ---- The fused write -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Count the writes of the backend; the dispatcher must make none."""
+    seen, write = [], module.write_kv
+
+    def counted(cache, k, v, slots):
+        seen.append(k is not None)
+        write(cache, k, v, slots)
+
+    def never(*args):
+        raise AssertionError("the dispatcher wrote as well")
+
+    monkeypatch.setattr(module, "write_kv", counted)
+    monkeypatch.setattr("attn_core.dispatcher.write_kv", never)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "new", "store", "layout"),
+    [
+        (M.DECODE, 1, "fp32", "NHD"),
+        (M.DECODE, 1, "fp8_e4m3", "HND"),
+        (M.EXTEND, 70, "fp32", "HND"),
+        (M.EXTEND, 70, "fp4_e2m1", "NHD"),
+    ],
+)
+def test_new_tokens_are_written_once(mode, new, store, layout, written):
+    server = Server((90, new), (81, new))
+    scales, pages = {0: (0.5, 2.0)}, server.pool.layer(0).num_pages
+    pool = make_pool([make_layer()], pages, store, layout=layout, scales=scales)
+    batch, _ = server.batch(mode)
+    backend = make_backend(kv_cache_dtype=store)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+    want = mapped(pool.layer(0), torch.Tensor.clone)
+    kv_cache.write_kv(want, server.k, server.v, batch.views["full"].out_cache_loc)
+    metadata = dispatcher.init_forward_metadata(batch)
+    got = dispatcher.forward(server.q, server.k, server.v, make_layer(), batch, metadata)
+    assert written == [True]
+    pairs = zip(pool.layer(0).parts(), want.parts(), strict=True)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (a, _), (b, _) in pairs)
+    # what was written is what is read: a layer that shares the cache has nothing to write
+    again = dispatcher.forward(server.q, None, None, make_layer(), batch, metadata)
+    assert written == [True, False]
+    assert torch.equal(got, again)
