@@ -6,6 +6,7 @@ import argparse
 import datetime
 import pathlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--ours", help="our backend (default: triton on a GPU, torch_native on a CPU)")
     add("--device", default="cuda", help="a torch device; a CPU is timed by the host's clock")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/attention.….json)")
-    add("--cases", default="", help="only cases whose name contains this text")
+    add("--cases", default="", help="only cases whose name matches this pattern")
     add("--seconds-per-case", type=float, default=Bounds.seconds_per_case)
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
     return parser.parse_args(arguments)
@@ -111,9 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu measures small shapes on the CPU")
-    cases = [c for c in cases_of(args.phase) if args.cases in c.name]
+    cases = [c for c in cases_of(args.phase) if re.search(args.cases, c.name)]
     if not cases:
-        raise SystemExit(f"no case of {args.phase} has {args.cases!r} in its name")
+        raise SystemExit(f"no case of {args.phase} matches {args.cases!r}")
     of_grid = args.phase == GRID and args.peers == "all"
     peers = chosen_peers(args.peers)
     try:

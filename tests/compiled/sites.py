@@ -46,8 +46,7 @@ def bench(needs, arch, *, deterministic=False):
             continue
         lacks = unmet(row, needs, device, LIBRARIES, Phase.PREFILL)
         if not lacks:
-            row = replace(row, deterministic=deterministic)
-            return Bench(spec=SPEC, row=row, torch_device=META)
+            return Bench(spec=SPEC, row=row, torch_device=META, deterministic=deterministic)
         gaps.append("; ".join(map(str, lacks)))
     raise NotDeclared(min(gaps, key=len))
 

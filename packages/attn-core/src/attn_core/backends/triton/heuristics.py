@@ -47,6 +47,7 @@ def few(queries: int, group: int, *, latent: bool) -> bool:
 # KB of shared memory that a program may have, where it is not Hopper's.
 _SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99}
 _SHARED |= {"gfx942": 64, "gfx950": 160}
+_SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 lines of matrix registers spill there
 
 
 def decode_launch(
@@ -73,16 +74,20 @@ def decode_launch(
             if rows > 256:
                 return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=4)
             return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2)
-    return _fitting(
-        _decode(lines, head_dim, v_dim, store_bytes), arch, head_dim, v_dim, store_bytes
-    )
+    launch = _decode(lines, head_dim, v_dim, store_bytes)
+    if v_dim > 256 and arch.startswith(("sm120", "gfx")):
+        launch = replace(launch, block_m=16, block_n=32, warps=4)
+    return _fitting(launch, arch, head_dim, v_dim, store_bytes)
 
 
 def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     """Choose for `extend_tiles`."""
     launch = _extend(head_dim, v_dim)
-    if arch == "sm90" and launch.block_n == 64:  # measured on an H200
-        launch = replace(launch, block_n=128, stages=2)
+    if launch.block_n == 64:
+        if arch == "sm90":  # measured on an H200
+            launch = replace(launch, block_n=128, stages=2)
+        elif arch in _SMALL:
+            launch = replace(launch, block_m=64, block_n=32, warps=4, stages=3)
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
 
 
@@ -111,7 +116,7 @@ def _decode(lines: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if v_dim > 256:  # the latent of MLA: its accumulator fills the registers
         if lines <= 16:
             return Launch(block_m=16, block_n=64, warps=4, stages=2, programs=2, least=2)
-        return Launch(block_m=min(64, power_of_two(lines)), block_n=32, warps=8, stages=2)
+        return Launch(block_m=32, block_n=32, warps=8, stages=2)
     block_m = power_of_two(lines)
     if block_m >= 64:
         small = head_dim > 128
