@@ -96,6 +96,15 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
+def _without_place(arguments: Sequence[str]) -> list[str]:
+    """Leave away where the results go: it says nothing of them."""
+    left = list(arguments)
+    while "--out" in left:
+        at = left.index("--out")
+        del left[at : at + 2]
+    return left
+
+
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's."""
     if device.type == "cuda":
@@ -138,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=device_name(device),
         versions=versions((ours, *peers)),
         ceilings=asdict(ceilings),
-        command="python -m benchmarks.attention " + shlex.join(given),
+        command="python -m benchmarks.attention " + shlex.join(_without_place(given)),
     )
     path = args.out or default_path(report.device, args.phase)
     if args.peers == "all" and (missing := [p.name for p in PEERS if p not in peers]):

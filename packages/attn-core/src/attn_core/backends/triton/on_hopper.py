@@ -20,7 +20,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LINES = 128  # (query, head of the group) pairs of a program
 _PANEL = 64  # columns of 16 bits that one copy brings: a row of 128 swizzled bytes
 _LEAST = 8  # rows that the swizzle goes over; smaller pages are gathered by extend_hopper
-_SHORT = 2048  # queries a request on average
 
 
 def extend_fits(q: Tensor, layer: AttentionLayer, cache: LayerCache, *, paged: bool) -> bool:
@@ -56,10 +55,9 @@ def extend_on_hopper(
     assert cache.v is not None  # extend_fits
     tiles = q.shape[0] * group // _LINES + batch
     items = tiles * heads
-    # Short requests: a program goes on while its last tile is written. Long ones: the hardware
-    # hands the tiles out, heaviest first, which is more even.
-    stays = q.shape[0] <= batch * _SHORT
-    programs = min(items, processors) if stays else items
+    # Of few tiles a program takes two, the second while the first is written; more of them the
+    # hardware hands out, heaviest first, which is more even.
+    programs = min(items, processors) if items <= 2 * processors else items
     k_page, k_token, k_head = _strides(cache.k, cache.layout)
     v_page, v_token, v_head = _strides(cache.v, cache.layout)
     extend_hopper[(programs,)](
