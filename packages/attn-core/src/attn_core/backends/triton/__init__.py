@@ -19,13 +19,7 @@ from attn_core.backends.triton.heuristics import (
     hopper_launch,
     power_of_two,
 )
-from attn_core.backends.triton.launch import (
-    SEE_TREE,
-    decode,
-    extend,
-    plan,
-    sees,
-)
+from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, sees
 from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
 from attn_core.errors import BackendError, UnsupportedError
@@ -111,7 +105,11 @@ class Triton(AttentionBackend):
         rows = size * which.num_kv_heads * row_blocks
         states = 2 * programs
         if self.config.deterministic:
-            states = rows * (batch.views[which.view].max_seq_len // UNIT + 2)
+            view = batch.views[which.view]
+            longest = view.max_seq_len  # of a graph's replays: what the table has room for
+            if lines is not None:
+                longest = view.page_table.shape[1] * self.config.page_size
+            states = rows * (longest // UNIT + 2)
         parts, lse_parts = self._states(states * launch.block_m, power_of_two(which.v_head_dim))
         if lines is None:
             lines = torch.empty(size + 1, dtype=torch.int32, device=device)
