@@ -41,7 +41,7 @@ def install_transformers(session: nox.Session, version: str) -> None:
 def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest on every core, one thread in each: small operations gain nothing by two."""
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run("pytest", "-n", "logical", *arguments, env=env)
+    session.run("pytest", "-n", "logical", "--dist", "worksteal", *arguments, env=env)
 
 
 @nox.session

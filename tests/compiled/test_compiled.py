@@ -63,7 +63,7 @@ def test_every_launch(arch):
     check(arch, "more", hot=False)
 
 
-@pytest.mark.parametrize("arch", ["sm120", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_too_much_is_seen(arch):
     [site] = build(arch, "greedy")
     found = " ".join(faults(arch, site, hot=True))
