@@ -83,6 +83,8 @@ def decode_launch(
 def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     """Choose for `extend_tiles`."""
     launch = _extend(head_dim, v_dim)
+    if v_dim > 256 and arch in ("sm86", "sm89", "sm120"):
+        launch = replace(launch, block_m=16)  # beside 32 lines the last kilobyte lacks
     if launch.block_n == 64:
         if arch == "sm90":  # measured on an H200
             launch = replace(launch, block_n=128, stages=2)
