@@ -19,6 +19,7 @@ from attn_core.plugins import load_plugins
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.ours import our_backend
+from benchmarks.runner import tolerance
 from benchmarks.suites import FIXED, cases_of
 from benchmarks.timing import timer_for
 
@@ -83,9 +84,7 @@ def tune(case: Case) -> list[dict[str, Any]]:
         try:
             call = _prepared(inputs, launch)
             row["rel_err"] = inputs.error(call())
-            row["us"] = timer.measure(call).us if row["rel_err"] < 1e-2 else None
-            if case.phase == "fp8":
-                row["us"] = timer.measure(call).us if row["rel_err"] < 5e-2 else None
+            row["us"] = timer.measure(call).us if row["rel_err"] < tolerance(case) else None
         except Exception as error:  # one launch that does not fit ends nothing
             row["failed"] = f"{type(error).__name__}: {error}"[:200]
         rows.append(row)

@@ -149,30 +149,4 @@ class FlexAttention(AttentionBackend):
         done = done.view(count, kv_heads, queries, group, v_dim).transpose(1, 2)
         return done.reshape(count * queries, kv_heads * group, v_dim)[tiles.picks]
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: Plans,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
-        """Attend with one token per request: the same as extend, by another plan."""
-        return self.forward_extend(
-            q,
-            k,
-            v,
-            layer,
-            cache,
-            batch,
-            metadata,
-            out=out,
-            return_lse=return_lse,
-            topk_indices=topk_indices,
-        )
+    forward_decode = forward_extend  # decode is the same by another plan

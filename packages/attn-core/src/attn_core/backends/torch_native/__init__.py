@@ -115,33 +115,7 @@ class TorchNative(AttentionBackend):
         block = self._limits[which].block
         return self._attend(q, layer, cache, pieces, block, out, return_lse)
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: Plans,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
-        """Attend with one token per request: the same as extend, by another plan."""
-        return self.forward_extend(
-            q,
-            k,
-            v,
-            layer,
-            cache,
-            batch,
-            metadata,
-            out=out,
-            return_lse=return_lse,
-            topk_indices=topk_indices,
-        )
+    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

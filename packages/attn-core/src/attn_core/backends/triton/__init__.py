@@ -185,33 +185,7 @@ class Triton(AttentionBackend):
                 decode(q, layer, cache, *where, splits, out, lse, self._hopper)
         return (out, lse) if return_lse else out
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: Plans,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
-        """Write k and v and attend with one token per request: as extend, by another plan."""
-        return self.forward_extend(
-            q,
-            k,
-            v,
-            layer,
-            cache,
-            batch,
-            metadata,
-            out=out,
-            return_lse=return_lse,
-            topk_indices=topk_indices,
-        )
+    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

@@ -11,11 +11,11 @@ from attn_core.backends.triton.heuristics import Launch, hopper_block
 from attn_core.backends.triton.hopper_decode import decode_hopper
 from attn_core.backends.triton.hopper_extend import extend_hopper
 from attn_core.backends.triton.hopper_mla import decode_mla_hopper
+from attn_core.backends.triton.launch import SEE_TREE
 from attn_core.backends.triton.splits import Splits
 from attn_core.forward import AttentionLayer, SpecInfo
 from attn_core.kv_cache import LayerCache
 
-SEE_TREE = 2  # as tiles.py has it
 _DTYPES = (torch.bfloat16, torch.float16)
 _LINES = 128  # (query, head of the group) pairs of a program
 _PANEL = 64  # columns of 16 bits that one copy brings: a row of 128 swizzled bytes
