@@ -32,6 +32,7 @@ class BackendConfig:
     dtype: str
     kv_cache_dtype: str  # what the cache stores, never "auto"
     device: torch.device
+    arch: str | None = None  # "sm90", "gfx942": the Device's; None is not known
     max_bs: int = 0  # 0: not known, grow as needed
     max_num_tokens: int = 0
     max_seq_len: int = 0

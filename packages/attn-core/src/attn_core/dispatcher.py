@@ -100,6 +100,7 @@ class HybridDispatcher:
                     dtype=dtype,
                     kv_cache_dtype=caches.kv_cache_dtype,
                     device=caches.device,
+                    arch=selection.device.arch,
                     max_bs=max_bs,
                     max_num_tokens=max_num_tokens,
                     max_seq_len=max_seq_len,

@@ -91,7 +91,7 @@ def _run(planned: Sequence[Planned], spec: BackendSpec, here: Device) -> list[Ou
         def step(one: Planned) -> None:
             bar.update(task, advance=1, description=one.check.id)
 
-        return runner.run_all(planned, spec, runner.torch_device(here), step)
+        return runner.run_all(planned, spec, runner.torch_device(here), step, arch=here.arch)
 
 
 def _print(outcomes: Sequence[Outcome], cells: Report, where: str) -> None:

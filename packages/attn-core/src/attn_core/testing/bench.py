@@ -20,6 +20,7 @@ class Bench:
     spec: BackendSpec
     row: Capabilities
     torch_device: torch.device
+    arch: str | None = None
     deterministic: bool = False
 
     def create(
@@ -44,6 +45,7 @@ class Bench:
             dtype=dtype,
             kv_cache_dtype=dtype if kv_dtype == "auto" else kv_dtype,
             device=self.torch_device,
+            arch=self.arch,
             max_bs=max_bs,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,

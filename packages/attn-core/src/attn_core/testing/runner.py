@@ -54,15 +54,19 @@ def torch_device(device: Device) -> torch.device:
     return torch.device(_TORCH_TYPES.get(device.type, device.type))
 
 
-def run_check(planned: Planned, spec: BackendSpec, on: torch.device) -> Measure:
-    """Put one check to its row. Raises CheckFailed with the row's fault in words.
+def run_check(
+    planned: Planned, spec: BackendSpec, on: torch.device, *, arch: str | None = None
+) -> Measure:
+    """Put one check to its row, on a torch device. Raises CheckFailed with the fault in words.
+
+    arch: the Device's, for backends whose kernels differ by it.
 
     An error of the backend itself is a fault too: what a row declares, it must not refuse.
     """
     if planned.row is None:
         raise ValueError(f"{planned.check.id} has no row: {planned.reason}")
     asked = planned.check.needs.deterministic
-    bench = Bench(spec=spec, row=planned.row, torch_device=on, deterministic=asked)
+    bench = Bench(spec=spec, row=planned.row, torch_device=on, arch=arch, deterministic=asked)
     try:
         with torch.no_grad():
             return planned.check.run(bench)
@@ -78,6 +82,8 @@ def run_all(
     spec: BackendSpec,
     on: torch.device,
     step: Callable[[Planned], None] = lambda planned: None,
+    *,
+    arch: str | None = None,
 ) -> list[Outcome]:
     """Run every check that has a row; `step` is called before each."""
     outcomes = []
@@ -87,7 +93,7 @@ def run_all(
             outcomes.append(Outcome(planned=planned, status="skipped", detail=planned.reason))
             continue
         try:
-            measure = run_check(planned, spec, on)
+            measure = run_check(planned, spec, on, arch=arch)
         except CheckFailed as failure:
             outcomes.append(Outcome(planned=planned, status="failed", detail=str(failure)))
         else:

@@ -54,7 +54,7 @@ class BackendSuite:
         )
         params = [
             pytest.param(
-                partial(run_check, p, spec, on),
+                partial(run_check, p, spec, on, arch=device.arch),
                 id=f"{p.kind}-{p.check.id}",
                 marks=[pytest.mark.skip(reason=p.reason)] if p.row is None else [],
             )
