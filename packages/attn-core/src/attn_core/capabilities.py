@@ -203,7 +203,8 @@ class Capabilities:
 class BackendSpec:
     """A declared backend: its name, its rows and, as text, the class that runs it.
 
-    `create` is "module:Class", imported only when the backend is created with a BackendConfig.
+    `create` is "module:Class", or a function that chooses one, called with a BackendConfig; it is
+    imported only then.
     `implemented` False: declared, selectable on a simulated device, but creation raises.
     `aliases` are other documented names of it (for --mm-attention-backend).
     `departures` says, per matrix cell ("mha.fp8_kv"), why it differs from the documented matrix.

@@ -34,14 +34,15 @@ def _cutedsl() -> Sequence[Capabilities]:
 def _spec(
     name: str,
     *rows: Sequence[Capabilities],
+    create: str | None = None,
     aliases: Sequence[str] = (),
     departures: Mapping[str, str] | None = None,
 ) -> BackendSpec:
     return BackendSpec(
         name=name,
         capabilities=[row for group in rows for row in group],
-        create="attn_core.backend:DeclaredBackend",
-        implemented=False,
+        create=create or "attn_core.backend:DeclaredBackend",
+        implemented=create is not None,
         aliases=aliases,
         departures=departures or {},
     )
