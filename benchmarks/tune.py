@@ -24,6 +24,8 @@ from benchmarks.suites import FIXED, cases_of
 from benchmarks.timing import timer_for
 
 _DECODES = [(64, 4, 5), (128, 4, 3), (128, 8, 5)]
+_BYTES = [(128, 4, 2), (128, 4, 3), (128, 4, 4), (64, 4, 4), (64, 4, 6)]
+_BYTES += [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3), (32, 2, 6), (32, 1, 4)]
 _HOPPER = [(64, 4, 2), (64, 4, 3)]
 _LATENTS = [(64, 4, 2), (32, 4, 2)]
 _EXTENDS = [(64, 8, 2), (64, 8, 3), (64, 8, 4), (128, 8, 2), (128, 8, 3), (64, 4, 3), (32, 4, 3)]
@@ -39,13 +41,25 @@ def candidates(case: Case) -> Iterator[Launch]:
         return
     least = max(16, min(64, 1 << (lines - 1).bit_length()))
     tried = _LATENTS if case.kind == "mla" else _DECODES
-    grid = [(least, *shape) for shape in tried] + [(64, *shape) for shape in _HOPPER]
+    small = case.kv_dtype.startswith("fp8")
+    grid = [(least, *shape) for shape in (_BYTES if small else tried)]
+    grid += [] if small else [(64, *shape) for shape in _HOPPER]
     blocks = (1, 2, 4) if case.batch == 1 else (1,)
-    for (bm, bn, warps, stages), programs, few in itertools.product(grid, (1, 2, 3, 4), blocks):
-        if programs > (1 if (bm, bn) == (64, 64) and case.kind == "mla" else 2 if bm == 64 else 4):
+    together = (2, 3, 4, 5, 6) if small else (1, 2, 3, 4)
+    for (bm, bn, warps, stages), programs, few in itertools.product(grid, together, blocks):
+        if small:
+            if not 6 <= programs * warps <= 20 or programs * stages * bn * case.head_dim > 111_000:
+                continue
+        elif programs > (1 if (bm, bn) == (64, 64) and case.kind == "mla" else 2 if bm == 64 else 4):
             continue
         yield Launch(
-            block_m=bm, block_n=bn, warps=warps, stages=stages, programs=programs, least=few
+            block_m=bm,
+            block_n=bn,
+            warps=warps,
+            stages=stages,
+            programs=programs,
+            least=few,
+            ptx=torch.version.hip is None,
         )
 
 

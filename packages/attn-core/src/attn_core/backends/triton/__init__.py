@@ -56,6 +56,7 @@ class Triton(AttentionBackend):
         self._hopper = _hopper_kernels(self._arch)
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._lines: dict[LayerClass, Tensor] = {}  # of CUDA graphs
+        self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every layer class of the model, without asking the device for a length."""
@@ -180,7 +181,7 @@ class Triton(AttentionBackend):
             splits = metadata[which]
             where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
             if splits is None:
-                self._extend(q, layer, cache, *where, out, lse)
+                self._extend(q, layer, cache, *where, view.max_seq_len, out, lse)
             else:
                 decode(q, layer, cache, *where, splits, out, lse, self._hopper)
         return (out, lse) if return_lse else out
@@ -210,7 +211,7 @@ class Triton(AttentionBackend):
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
             lengths = (cu_seqlens_q, cu_seqlens_k)
-            self._extend(q, layer, tokens, *lengths, None, q, None, out, lse, causal=causal)
+            self._extend(q, layer, tokens, *lengths, None, q, None, max_k, out, lse, causal=causal)
         return (out, lse) if return_lse else out
 
     def _extend(
@@ -223,6 +224,7 @@ class Triton(AttentionBackend):
         page_table: Tensor | None,
         positions: Tensor,
         spec: SpecInfo | None,
+        longest: int,
         out: Tensor,
         lse: Tensor,
         *,
@@ -232,8 +234,8 @@ class Triton(AttentionBackend):
         which = sees(layer, spec) if causal is None else int(causal)
         hopper, paged = self._hopper, page_table is not None
         if hopper and which != SEE_TREE and hopper.extend_fits(q, layer, cache, paged=paged):
-            launch = hopper_launch(layer.head_dim)
-            run = (launch, self._processors, out, lse, which)
+            launch = hopper_launch(layer.head_dim, longest)
+            run = (launch, self._processors, self._counter, out, lse, which)
             hopper.extend_on_hopper(q, layer, cache, *where, *run)
             return
         launch = extend_launch(self._arch, layer.head_dim, layer.v_head_dim, cache.k.element_size())

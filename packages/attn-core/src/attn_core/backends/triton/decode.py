@@ -15,7 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.tiles import attend_keys, find_request, finish
+from attn_core.backends.triton.tiles import (
+    attend_keys,
+    find_request,
+    finish,
+    joined,
+    unseen,
+)
 
 
 @triton.jit(do_not_specialize=["batch", "window"])
@@ -115,6 +121,8 @@ def decode_splits(
     BDV: tl.constexpr,
     LATENT: tl.constexpr,
     FP4: tl.constexpr,
+    HALVES: tl.constexpr,
+    PTX: tl.constexpr,
     TWINS: tl.constexpr,
     WIDE: tl.constexpr,
     CAP: tl.constexpr,
@@ -179,12 +187,14 @@ def decode_splits(
                     q2 = q2.to(tl.float16)
             k_off = head.to(tl.int64) * k_head
             v_off = head.to(tl.int64) * v_head
-            m, total, acc = attend_keys(
+            m, total, acc, acc2 = unseen(BM, BDV, HALVES)
+            m, total, acc, acc2 = attend_keys(
                 q1,
                 q2,
-                tl.full([BM], -float("inf"), tl.float32),
-                tl.zeros([BM], tl.float32),
-                tl.zeros([BM, BDV], tl.float32),
+                m,
+                total,
+                acc,
+                acc2,
                 qi,
                 lo,
                 hi,
@@ -219,6 +229,8 @@ def decode_splits(
                 BDV,
                 LATENT,
                 FP4,
+                HALVES,
+                PTX,
                 TWINS,
                 WIDE,
                 CAP,
@@ -227,6 +239,7 @@ def decode_splits(
                 2,
                 STAGES,
             )
+            acc = joined(acc, acc2, BM, BDV, HALVES)
             dv = tl.arange(0, BDV)
             if stop - unit == units:
                 sink = m

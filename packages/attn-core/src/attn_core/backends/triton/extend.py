@@ -14,6 +14,8 @@ from attn_core.backends.triton.tiles import (
     attend_keys,
     find_request,
     finish,
+    joined,
+    unseen,
 )
 
 
@@ -67,6 +69,8 @@ def extend_tiles(
     BDV: tl.constexpr,
     LATENT: tl.constexpr,
     FP4: tl.constexpr,
+    HALVES: tl.constexpr,
+    PTX: tl.constexpr,
     TWINS: tl.constexpr,
     WIDE: tl.constexpr,
     CAP: tl.constexpr,
@@ -144,9 +148,7 @@ def extend_tiles(
         hi = tl.cdiv(last, BN) * BN
         whole_hi = tl.maximum(whole_hi, whole_lo)
 
-        m = tl.full([BM], -float("inf"), tl.float32)
-        total = tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, BDV], tl.float32)
+        m, total, acc, acc2 = unseen(BM, BDV, HALVES)
         for stretch in tl.static_range(0, 3):
             if stretch != 0 or WINDOW:
                 if stretch == 0:
@@ -158,12 +160,13 @@ def extend_tiles(
                 else:
                     begin_key = whole_hi
                     end_key = hi
-                m, total, acc = attend_keys(
+                m, total, acc, acc2 = attend_keys(
                     q1,
                     q2,
                     m,
                     total,
                     acc,
+                    acc2,
                     qi,
                     begin_key,
                     end_key,
@@ -198,6 +201,8 @@ def extend_tiles(
                     BDV,
                     LATENT,
                     FP4,
+                    HALVES,
+                    PTX,
                     TWINS,
                     WIDE,
                     CAP,
@@ -206,6 +211,7 @@ def extend_tiles(
                     0 if stretch == 1 else 1,
                     STAGES,
                 )
+        acc = joined(acc, acc2, BM, BDV, HALVES)
         sink = m
         if SINKS:
             sink = tl.load(sinks + head * GROUP + line % GROUP).to(tl.float32)

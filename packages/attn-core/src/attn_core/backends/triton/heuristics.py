@@ -11,7 +11,8 @@ class Launch:
 
     block_m: lines of a program, (query, head of the group) pairs. block_n: keys a step. warps,
     stages: of a program and of its loads. programs: how many run on one multiprocessor, of the
-    kernels whose grid is the device's; least: blocks of keys that one of these takes.
+    kernels whose grid is the device's; least: blocks of keys that one of these takes. ptx: whether
+    the device knows NVIDIA's instructions.
     """
 
     block_m: int
@@ -20,6 +21,7 @@ class Launch:
     stages: int
     programs: int = 1
     least: int = 1
+    ptx: bool = False
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -95,6 +97,7 @@ def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Lau
 
 def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     """Take fewer stages, keys and lines until queries, keys and values fit shared memory."""
+    launch = replace(launch, ptx=arch.startswith("sm"))
     room = _SHARED.get(arch, 227) * 1024
     latent = v_dim > 256 and head_dim > v_dim  # values are keys
     keys = sum(head_parts(head_dim)) * store_bytes
@@ -126,7 +129,7 @@ def _decode(lines: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if head_dim > 128:
         return Launch(block_m=block_m, block_n=32, warps=4, stages=2, programs=2)
     if store_bytes == 1:
-        return Launch(block_m=block_m, block_n=128, warps=4, stages=3, programs=3)
+        return Launch(block_m=block_m, block_n=128, warps=4, stages=2, programs=3)
     return Launch(block_m=block_m, block_n=64, warps=4, stages=3, programs=2)
 
 
@@ -145,8 +148,13 @@ def hopper_block(head_dim: int, v_dim: int) -> int | None:
     return {64: 128, 128: 128, 256: 64}.get(head_dim)
 
 
-def hopper_launch(head_dim: int) -> Launch:
-    """Choose for `extend_hopper`; its warps and registers are part of the kernel."""
+def hopper_launch(head_dim: int, longest: int) -> Launch:
+    """Choose for `extend_hopper`; its warps and registers are part of the kernel.
+
+    longest: keys of the longest request: short ones lose less at the edges of small blocks.
+    """
     block = hopper_block(head_dim, head_dim)
     assert block is not None  # hopper_fits was asked
+    if head_dim == 128 and longest <= 1024:  # measured on an H200
+        return Launch(block_m=128, block_n=64, warps=4, stages=4)
     return Launch(block_m=128, block_n=block, warps=4, stages=2)

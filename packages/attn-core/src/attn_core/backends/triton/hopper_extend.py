@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_core.backends.triton.hopper_tiles import (
@@ -23,17 +24,47 @@ from attn_core.backends.triton.hopper_tiles import (
     bring,
     clean,
     find_request,
+    page_of,
     scores,
 )
+
+
+@gluon.jit
+def _seek(counter, drawn, cu, batch, tiles, items, GROUP: gl.constexpr):
+    """Draw items until one has queries; return it, -1 at the end, its request and the draws made.
+
+    The first two are every program's own, one from each end; the others programs draw one after
+    another. A request's last tile comes first, since it sees most keys.
+    """
+    found = -1
+    b = 0
+    over = 0
+    programs = gl.num_programs(0)
+    while (found < 0) & (over == 0):
+        item = gl.program_id(0)
+        if drawn == 1:
+            item = 2 * programs - 1 - item
+        if drawn > 1:
+            item = gl.atomic_add(counter, 1, sem="relaxed") + 2 * programs
+            over = (item >= items).to(gl.int32)
+        drawn += 1
+        at = tiles - 1 - item % tiles
+        b = find_request(cu, batch, at, GROUP, 128)
+        query = gl.load(cu + b)
+        queries = gl.load(cu + b + 1) - query
+        tile = at - (query * GROUP // 128 + b)
+        if (tile * 128 < queries * GROUP) & (item < items):
+            found = item
+    return found, b, drawn
 
 
 @gluon.jit
 def _tile(
     cu,
     lengths,
-    batch,
     tiles,
     item,
+    b,
     window,
     GROUP: gl.constexpr,
     PAGE: gl.constexpr,
@@ -41,16 +72,11 @@ def _tile(
     SEES: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
-    """Return where the 128 lines of an item lie and which blocks of keys they see.
-
-    A request's last tile comes first, since it sees most keys; count 0 is nothing to do.
-    """
+    """Return where the 128 lines of an item of request b lie and which blocks of keys they see."""
     head = item // tiles
-    at = tiles - 1 - item % tiles
-    b = find_request(cu, batch, at, GROUP, 128)
     query = gl.load(cu + b)
     queries = gl.load(cu + b + 1) - query
-    tile = at - (query * GROUP // 128 + b)
+    tile = tiles - 1 - item % tiles - (query * GROUP // 128 + b)
     begin = 0
     if PAGE == 0:
         begin = gl.load(lengths + b)
@@ -71,25 +97,36 @@ def _tile(
             first = gl.maximum(prefix + first_query - window + 1, 0)
             whole_low = gl.maximum(prefix + last_query - window + 1, 0)
     low = first // BN
-    count = gl.maximum((last + BN - 1) // BN - low, 0)
-    live = tile * 128 < queries * GROUP
-    return (
-        live, b, head, query, queries, tile, begin, length, first, low,
-        gl.where(live, count, 0), whole_low, whole_high,
-    )  # fmt: skip
+    count = gl.maximum((last + BN - 1) // BN - low, 1)  # one that nobody sees, where none is seen
+    return head, query, queries, tile, begin, length, first, low, count, whole_low, whole_high
 
 
 @gluon.jit
-def _item(turn, items):
-    """Return this program's item of a turn; every other turn goes backwards, to even the load."""
-    programs = gl.num_programs(0)
-    mine = gl.program_id(0)
-    item = turn * programs + gl.where(turn % 2 == 0, mine, programs - 1 - mine)
-    return gl.minimum(item, items - 1), item < items
+def _give(ring, ring_full, ring_free, turn, item, b, WARPS: gl.constexpr):
+    """Hand an item and its request on to those that attend."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(ring_free.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    both = (b.to(gl.int64) << 32) | (item.to(gl.int64) & 0xFFFFFFFF)
+    ring.index(turn % 2).store(gl.full([1], both, gl.int64, one))
+    mbarrier.arrive(ring_full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _take(ring, ring_full, ring_free, turn):
+    """Return the item of a turn, -1 at the end, and its request."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(ring_full.index(turn % 2), (turn // 2) & 1)
+    both = gl.sum(ring.index(turn % 2).load(one), 0)
+    mbarrier.arrive(ring_free.index(turn % 2), count=1)
+    return both.to(gl.int32), (both >> 32).to(gl.int32)
 
 
 @gluon.jit
 def _copy_keys(
+    counter,
+    ring,
+    ring_full,
+    ring_free,
     k_rows,
     v_rows,
     k_store,
@@ -106,7 +143,6 @@ def _copy_keys(
     batch,
     tiles,
     items,
-    turns,
     window,
     table_row,
     k_page,
@@ -126,33 +162,77 @@ def _copy_keys(
     STAGES: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """Bring the blocks of keys and values of each tile, the last one first."""
+    """Draw items and bring the blocks of keys and values of each, the last one first."""
+    GATHERS: gl.constexpr = PAGE > 0 and PAGE < GATHER_BELOW
+    WARPS: gl.constexpr = 4 if GATHERS else 1
     step = 0
-    for turn in range(0, turns):
-        item, mine = _item(turn, items)
-        live, b, head, query, queries, tile, begin, length, first, low, count, _l, _h = _tile(
-            cu, lengths, batch, tiles, item, window, GROUP, PAGE, BN, SEES, WINDOW
+    turn = 0
+    drawn = gl.program_id(0) * 0  # a number, not a constant
+    item, b, drawn = _seek(counter, drawn, cu, batch, tiles, items, GROUP)
+    _give(ring, ring_full, ring_free, turn, item, b, WARPS)
+    while item >= 0:
+        head, query, queries, tile, begin, length, first, low, count, _l, _h = _tile(
+            cu, lengths, tiles, item, b, window, GROUP, PAGE, BN, SEES, WINDOW
         )
         pages = table + b.to(gl.int64) * table_row
-        for i in range(0, gl.where(mine, count, 0)):
+        next_item = -1
+        next_b = 0
+        for i in range(0, count):
             start = (low + count - 1 - i) * BN
             stage = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
+            # looked up before room is there, once for keys and values
+            page, inner = page_of(pages, first, length, start, PAGE, BN)
             mbarrier.wait(k_free.index(stage), phase)
             bring(
-                k_rows, k_store, k_tile, stage, k_full.index(stage), pages, begin, head, HEADS,
-                first, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
+                k_rows, k_store, k_tile, stage, k_full.index(stage), page, inner, pages, begin,
+                head, HEADS, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
             )  # fmt: skip
             mbarrier.wait(v_free.index(stage), phase)
             bring(
-                v_rows, v_store, v_tile, stage, v_full.index(stage), pages, begin, head, HEADS,
-                first, length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
+                v_rows, v_store, v_tile, stage, v_full.index(stage), page, inner, pages, begin,
+                head, HEADS, length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
             )  # fmt: skip
             step += 1
+            if i == 0:  # what comes next is known long before it is needed
+                turn += 1
+                next_item, next_b, drawn = _seek(counter, drawn, cu, batch, tiles, items, GROUP)
+                _give(ring, ring_full, ring_free, turn, next_item, next_b, WARPS)
+        item = next_item
+        b = next_b
+    # the last program leaves the counter as the next launch wants to find it
+    if gl.atomic_add(counter + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def _bring_queries(
+    q, mine, cu, tiles, item, b, q_token, q_head, HALF: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy lines 64 · HALF … of an item's queries; none of item -1.
+
+    No branch: a matrix product may be under way, and its registers must stay where they are.
+    """
+    B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    query = gl.load(cu + b)
+    queries = gl.load(cu + b + 1) - query
+    tile = tiles - 1 - item % tiles - (query * GROUP // 128 + b)
+    line = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
+    column = gl.arange(0, D, gl.SliceLayout(0, B))
+    at = (query + line // GROUP).to(gl.int64) * q_token
+    at += (item // tiles * GROUP + line % GROUP) * q_head
+    inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :] & (item >= 0)
+    async_copy.async_copy_global_to_shared(mine, q + at[:, None] + column[None, :], mask=inside)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def _attend(
+    ring,
+    ring_full,
+    ring_free,
     q_tile,
     k_tile,
     v_tile,
@@ -166,10 +246,7 @@ def _attend(
     sinks,
     cu,
     lengths,
-    batch,
     tiles,
-    items,
-    turns,
     scale,
     cap,
     v_scale,
@@ -197,114 +274,105 @@ def _attend(
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     GATHERS: gl.constexpr = PAGE > 0 and PAGE < GATHER_BELOW
     mine = q_tile.index(HALF)
-    column = gl.arange(0, D, gl.SliceLayout(0, B))
     nothing = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
-    for turn in range(0, turns):
-        item, mine_too = _item(turn, items)
-        (
-            live,
-            b,
-            head,
-            query,
-            queries,
-            tile,
-            begin,
-            length,
-            first,
-            low,
-            count,
-            whole_low,
-            whole_high,
-        ) = _tile(cu, lengths, batch, tiles, item, window, GROUP, PAGE, BN, SEES, WINDOW)
-        if live & mine_too:
-            prefix = length - queries
-            line = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
-            q_at = (query + line // GROUP).to(gl.int64) * q_token
-            q_at += (head * GROUP + line % GROUP) * q_head
-            inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :]
-            mine.store(gl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0))
+    turn = 0
+    item, b = _take(ring, ring_full, ring_free, turn)
+    _bring_queries(q, mine, cu, tiles, item, b, q_token, q_head, HALF, GROUP, D)
+    while item >= 0:
+        head, query, queries, tile, begin, length, first, low, count, whole_low, whole_high = _tile(
+            cu, lengths, tiles, item, b, window, GROUP, PAGE, BN, SEES, WINDOW
+        )
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        hopper.fence_async_shared()
+        prefix = length - queries
+        flat = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
+        qi = flat // GROUP
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+        acc = gl.full([64, D], 0.0, gl.float32, O)
+        start = (low + count - 1) * BN
+        stage = step % STAGES
+        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+        if GATHERS:
             hopper.fence_async_shared()
+        s = hopper.warpgroup_mma(mine, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        p, m, total, shrink = scores(
+            s, start, qi, m, total, length, prefix, whole_low, whole_high, scale, cap, window, q, 0,
+            BN, CAP, SEES, WINDOW,
+        )  # fmt: skip
+        weights = gl.convert_layout(p.to(v_tile.dtype), P)
+        for i in range(1, count):
+            last = step % STAGES
+            last_phase = (step // STAGES) & 1
+            step += 1
+            stage = step % STAGES
+            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+            if GATHERS:
+                hopper.fence_async_shared()
+            next_s = hopper.warpgroup_mma(
+                mine, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
+            mbarrier.wait(v_full.index(last), last_phase)
+            if GATHERS:
+                hopper.fence_async_shared()
+            else:
+                clean(v_tile, last, start, first, length, BN, D)
+            next_acc = hopper.warpgroup_mma(weights, v_tile.index(last), acc, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[next_s])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            start = (low + count - 1 - i) * BN
+            p, m, total, shrink = scores(
+                s, start, qi, m, total, length, prefix, whole_low, whole_high, scale, cap,
+                window, q, 0, BN, CAP, SEES, WINDOW,
+            )  # fmt: skip
+            acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
+            mbarrier.arrive(v_free.index(last), count=1)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
+            weights = gl.convert_layout(p.to(v_tile.dtype), P)
 
-            flat = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-            qi = flat // GROUP
-            m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-            total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-            acc = gl.full([64, D], 0.0, gl.float32, O)
-            if count > 0:
-                start = (low + count - 1) * BN
-                stage = step % STAGES
-                mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-                if GATHERS:
-                    hopper.fence_async_shared()
-                s = hopper.warpgroup_mma(
-                    mine, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False
-                )
-                mbarrier.arrive(k_free.index(stage), count=1)
-                p, m, total, shrink = scores(
-                    s, start, qi, m, total, length, prefix, whole_low, whole_high, scale, cap,
-                    window, q, 0, BN, CAP, SEES, WINDOW,
-                )  # fmt: skip
-                weights = gl.convert_layout(p.to(v_tile.dtype), P)
-                for i in range(1, count):
-                    last = step % STAGES
-                    last_phase = (step // STAGES) & 1
-                    step += 1
-                    stage = step % STAGES
-                    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-                    if GATHERS:
-                        hopper.fence_async_shared()
-                    next_s = hopper.warpgroup_mma(
-                        mine, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False,
-                        is_async=True,
-                    )  # fmt: skip
-                    mbarrier.wait(v_full.index(last), last_phase)
-                    if GATHERS:
-                        hopper.fence_async_shared()
-                    else:
-                        clean(v_tile, last, start, first, length, BN, D)
-                    next_acc = hopper.warpgroup_mma(weights, v_tile.index(last), acc, is_async=True)
-                    s = hopper.warpgroup_mma_wait(1, deps=[next_s])
-                    mbarrier.arrive(k_free.index(stage), count=1)
-                    start = (low + count - 1 - i) * BN
-                    p, m, total, shrink = scores(
-                        s, start, qi, m, total, length, prefix, whole_low, whole_high, scale, cap,
-                        window, q, 0, BN, CAP, SEES, WINDOW,
-                    )  # fmt: skip
-                    acc = hopper.warpgroup_mma_wait(0, deps=[next_acc])
-                    mbarrier.arrive(v_free.index(last), count=1)
-                    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-                    weights = gl.convert_layout(p.to(v_tile.dtype), P)
-                last = step % STAGES
-                mbarrier.wait(v_full.index(last), (step // STAGES) & 1)
-                if GATHERS:
-                    hopper.fence_async_shared()
-                else:
-                    clean(v_tile, last, start, first, length, BN, D)
-                acc = hopper.warpgroup_mma(weights, v_tile.index(last), acc)
-                mbarrier.arrive(v_free.index(last), count=1)
-                step += 1
+        last = step % STAGES
+        mbarrier.wait(v_full.index(last), (step // STAGES) & 1)
+        if GATHERS:
+            hopper.fence_async_shared()
+        else:
+            clean(v_tile, last, start, first, length, BN, D)
+        next_acc = hopper.warpgroup_mma(weights, v_tile.index(last), acc, is_async=True)
+        # this tile has met all its keys: the queries of the next one come while it is finished
+        turn += 1
+        next_item, next_b = _take(ring, ring_full, ring_free, turn)
+        _bring_queries(q, mine, cu, tiles, next_item, next_b, q_token, q_head, HALF, GROUP, D)
+        acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
+        mbarrier.arrive(v_free.index(last), count=1)
+        step += 1
 
-            if SINKS:
-                sink = gl.load(sinks + head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
-                new = gl.maximum(m, sink)
-                shrink = gl.exp2(m - new)
-                total = total * shrink + gl.exp2(sink - new)
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-                m = new
-            none = total == 0.0
-            safe = gl.where(none, 1.0, total)
-            done = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, O))[:, None]
-            done = gl.convert_layout(done.to(out.dtype.element_ty), B)
-            o_at = (query + line // GROUP).to(gl.int64) * out_token
-            o_at += (head * GROUP + line % GROUP) * out_head
-            gl.store(out + o_at[:, None] + column[None, :], done, mask=inside)
-            natural = gl.where(none, -float("inf"), (m + gl.log2(safe)) * LN2)
-            lse_at = (query + qi) * (HEADS * GROUP) + head * GROUP + flat % GROUP
-            gl.store(lse + lse_at, natural, mask=qi < queries)
+        if SINKS:
+            sink = gl.load(sinks + head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
+            new = gl.maximum(m, sink)
+            shrink = gl.exp2(m - new)
+            total = total * shrink + gl.exp2(sink - new)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
+            m = new
+        none = total == 0.0
+        safe = gl.where(none, 1.0, total)
+        done = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, O))[:, None]
+        done = gl.convert_layout(done.to(out.dtype.element_ty), B)
+        line = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
+        column = gl.arange(0, D, gl.SliceLayout(0, B))
+        inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :]
+        o_at = (query + line // GROUP).to(gl.int64) * out_token
+        o_at += (head * GROUP + line % GROUP) * out_head
+        gl.store(out + o_at[:, None] + column[None, :], done, mask=inside)
+        natural = gl.where(none, -float("inf"), (m + gl.log2(safe)) * LN2)
+        lse_at = (query + qi) * (HEADS * GROUP) + head * GROUP + flat % GROUP
+        gl.store(lse + lse_at, natural, mask=qi < queries)
+        item = next_item
+        b = next_b
 
 
-@gluon.jit(do_not_specialize=["batch", "tiles", "items", "turns", "window", "table_row"])
+@gluon.jit(do_not_specialize=["batch", "tiles", "items", "window", "table_row"])
 def extend_hopper(
     q,
     k_rows,
@@ -320,7 +388,7 @@ def extend_hopper(
     batch,
     tiles,
     items,
-    turns,
+    counter,
     scale,
     cap,
     v_scale,
@@ -349,10 +417,11 @@ def extend_hopper(
     STAGES: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """Do what extend_tiles does, with 128 lines a tile and `turns` tiles a program.
+    """Do what extend_tiles does, with 128 lines a tile; a program draws one tile after another.
 
-    tiles: upper bound of the tiles of a head, items = tiles · HEADS. k_rows, v_rows: the stores as
-    rows of tokens for TMA, [min(PAGE, BN) or BN, 64] at a time.
+    tiles: upper bound of the tiles of a head, items = tiles · HEADS. counter: int32 [2], zeros
+    before and after: the items that were drawn and the programs that are done. k_rows, v_rows: the
+    stores as rows of tokens for TMA, [min(PAGE, BN) or BN, 64] at a time.
     """
     T: gl.constexpr = q.dtype.element_ty
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], T)
@@ -365,6 +434,12 @@ def extend_hopper(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ring_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(ring_full.index(i), count=1)
+        mbarrier.init(ring_free.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=128 if GATHERS else 1)
         mbarrier.init(v_full.index(i), count=128 if GATHERS else 1)
@@ -375,28 +450,28 @@ def extend_hopper(
             (
                 _attend,
                 (
-                    q_tile, k_tile, v_tile, k_full, k_free, v_full, v_free, q, out, lse, sinks, cu,
-                    lengths, batch, tiles, items, turns, scale, cap, v_scale, window, q_token,
-                    q_head, out_token, out_head, 0, HEADS, GROUP, PAGE, BN, D, SEES, WINDOW, CAP,
-                    SINKS, STAGES,
+                    ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full,
+                    v_free, q, out, lse, sinks, cu, lengths, tiles, scale, cap, v_scale, window,
+                    q_token, q_head, out_token, out_head, 0, HEADS, GROUP, PAGE, BN, D, SEES,
+                    WINDOW, CAP, SINKS, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
-                    q_tile, k_tile, v_tile, k_full, k_free, v_full, v_free, q, out, lse, sinks, cu,
-                    lengths, batch, tiles, items, turns, scale, cap, v_scale, window, q_token,
-                    q_head, out_token, out_head, 1, HEADS, GROUP, PAGE, BN, D, SEES, WINDOW, CAP,
-                    SINKS, STAGES,
+                    ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full,
+                    v_free, q, out, lse, sinks, cu, lengths, tiles, scale, cap, v_scale, window,
+                    q_token, q_head, out_token, out_head, 1, HEADS, GROUP, PAGE, BN, D, SEES,
+                    WINDOW, CAP, SINKS, STAGES,
                 ),
             ),
             (
                 _copy_keys,
                 (
-                    k_rows, v_rows, k_store, v_store, k_tile, v_tile, k_full, k_free, v_full,
-                    v_free, cu, lengths, table, batch, tiles, items, turns, window, table_row,
-                    k_page, k_token, k_head, v_page, v_token, v_head, HEADS, GROUP, PAGE, HND, BN,
-                    D, SEES, WINDOW, STAGES, WIDE,
+                    counter, ring, ring_full, ring_free, k_rows, v_rows, k_store, v_store, k_tile,
+                    v_tile, k_full, k_free, v_full, v_free, cu, lengths, table, batch, tiles,
+                    items, window, table_row, k_page, k_token, k_head, v_page, v_token, v_head,
+                    HEADS, GROUP, PAGE, HND, BN, D, SEES, WINDOW, STAGES, WIDE,
                 ),
             ),
         ],

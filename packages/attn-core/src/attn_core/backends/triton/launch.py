@@ -69,7 +69,7 @@ def decode(
     sinks = q if layer.sinks is None else layer.sinks
     latent, launch = cache.v is None, splits.launch
     v_scale = cache.k_scale if latent else cache.v_scale
-    shape, which = _shape(layer, latent), sees(layer, spec)
+    shape, which = _shape(layer, cache), sees(layer, spec)
     where = (cu_seqlens_q, seq_lens, page_table)
     if hopper and hopper.mla_fits(q, layer, cache, splits, which):
         hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, which)
@@ -111,7 +111,7 @@ def decode(
             FIXED=splits.fixed,
             LEAST=launch.least,
             **shape,
-            FP4=cache.block_scales is not None,
+            PTX=launch.ptx,
             TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
             WIDE=max(t.numel() for t in pools) >= 1 << 31,
             CAP=layer.logit_cap is not None,
@@ -205,8 +205,8 @@ def extend(
         PAGE=0 if page_table is None else cache.page_size,
         BM=launch.block_m,
         BN=launch.block_n,
-        **_shape(layer, latent),
-        FP4=cache.block_scales is not None,
+        **_shape(layer, cache),
+        PTX=launch.ptx,
         TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
         WIDE=max(t.numel() for t in pools) >= 1 << 31,
         CAP=layer.logit_cap is not None,
@@ -226,15 +226,19 @@ def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
     return SEE_TREE if spec is not None and spec.tree_mask is not None else SEE_CAUSAL
 
 
-def _shape(layer: AttentionLayer, latent: bool) -> Mapping[str, int | bool]:
+def _shape(layer: AttentionLayer, cache: LayerCache) -> Mapping[str, int | bool]:
     first, rest = head_parts(layer.head_dim)
+    width, fp4 = power_of_two(layer.v_head_dim), cache.block_scales is not None
+    fp8 = cache.v is not None and cache.v.dtype.itemsize == 1 and not fp4
     return {
         "D": layer.head_dim,
         "D1": first,
         "D2": rest,
         "DV": layer.v_head_dim,
-        "BDV": power_of_two(layer.v_head_dim),
-        "LATENT": latent,
+        "BDV": width,
+        "LATENT": cache.v is None,
+        "FP4": fp4,
+        "HALVES": fp8 and width == layer.v_head_dim,
     }
 
 

@@ -27,7 +27,7 @@ def extend_fits(q: Tensor, layer: AttentionLayer, cache: LayerCache, *, paged: b
     if cache.v is None or q.dtype not in _DTYPES or not q.dtype == cache.k.dtype == cache.v.dtype:
         return False
     block = hopper_block(layer.head_dim, layer.v_head_dim)
-    if block is None:
+    if block is None or layer.scale * cache.k_scale <= 0:  # it multiplies after the maximum
         return False
     size = cache.page_size
     whole = size % block == 0 or block % size == 0
@@ -43,11 +43,12 @@ def extend_on_hopper(
     page_table: Tensor | None,
     launch: Launch,
     processors: int,
+    counter: Tensor,
     out: Tensor,
     lse: Tensor,
     which: int,
 ) -> None:
-    """Do what launch.extend does, for what extend_fits."""
+    """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
     batch = cu_seqlens_q.shape[0] - 1
     page = 0 if page_table is None else cache.page_size
@@ -55,12 +56,10 @@ def extend_on_hopper(
     assert cache.v is not None  # extend_fits
     tiles = q.shape[0] * group // _LINES + batch
     items = tiles * heads
-    # Of few tiles a program takes two, the second while the first is written; more of them the
-    # hardware hands out, heaviest first, which is more even.
-    programs = min(items, processors) if items <= 2 * processors else items
+    q = _aligned(q)
     k_page, k_token, k_head = _strides(cache.k, cache.layout)
     v_page, v_token, v_head = _strides(cache.v, cache.layout)
-    extend_hopper[(programs,)](
+    extend_hopper[(min(items, processors),)](
         q,
         _rows(cache.k, cache.layout, rows),
         _rows(cache.v, cache.layout, rows),
@@ -75,7 +74,7 @@ def extend_on_hopper(
         batch,
         tiles,
         items,
-        -(-items // programs),
+        counter,
         layer.scale * cache.k_scale,
         layer.logit_cap or 1.0,
         cache.v_scale,
@@ -199,7 +198,7 @@ def mla_fits(
         return False
     tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and which != SEE_TREE
     dims = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (1, 576, 512)
-    plain = layer.sinks is None and layer.sliding_window is None
+    plain = layer.sinks is None and layer.sliding_window is None and layer.scale > 0
     size = cache.page_size
     pages = size % 64 == 0 or (64 % size == 0 and size >= _LEAST)
     return tiles and dims and plain and pages and _rows_fit(cache.k, cache.layout)
@@ -249,6 +248,12 @@ def decode_mla_on_hopper(
         STAGES=2,
         num_warps=4,
     )
+
+
+def _aligned(q: Tensor) -> Tensor:
+    """Return q as 16-byte copies can read it: every head of every token begins at 16 bytes."""
+    even = q.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in q.stride()[:2])
+    return q if even else q.clone(memory_format=torch.contiguous_format)
 
 
 def _rows_fit(store: Tensor, layout: str) -> bool:

@@ -50,7 +50,6 @@ def load_values(
     WIDTH: tl.constexpr,
     FP4: tl.constexpr,
     like: tl.constexpr,
-    PAIRS: tl.constexpr = False,
 ):
     """Load rows of a store as [N, len(d)] in the dtype of `like`; 0 where `ok` is False.
 
@@ -69,16 +68,49 @@ def load_values(
         value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
         scale = tl.load(blocks + block_at[:, None] + d[None, :] // 16, mask=here, other=0.0)
         return (value * scale.to(tl.float32)).to(like)
-    if PAIRS and pool.dtype.element_ty.primitive_bitwidth == 8 and WIDTH == D:
-        # a matrix operand of bytes that lie across its rows is read byte by byte, one of 16 bits
-        # by the instruction for it
-        pair = tl.arange(0, WIDTH // 2)
-        words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
-        word = tl.load(words, mask=ok[:, None], other=0)
-        low = (word & 255).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True).to(like)
-        high = (word >> 8).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True).to(like)
-        return tl.reshape(tl.join(low, high), [word.shape[0], WIDTH])
     return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
+
+
+@triton.jit
+def load_halves(pool, at, ok, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
+    """Load rows of an FP8 store as their even and their odd columns, [N, D / 2] each in `like`.
+
+    A matrix operand of bytes that lie across its rows is read byte by byte, one of 16 bits by the
+    instruction for it. PTX: take two neighbours apart by NVIDIA's instructions.
+    """
+    pair = tl.arange(0, D // 2)
+    words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
+    word = tl.load(words, mask=ok[:, None], other=0)
+    if PTX:  # two words at a time: bytes 0, 2 and 1, 3
+        if pool.dtype.element_ty == tl.float8e5:  # the upper byte of an fp16
+            low, high = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+                "=r,=r,r",
+                [word],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t;
+                .reg .b16 even, odd;
+                prmt.b32 t, $2, 0, 0x3120;
+                mov.b32 {even, odd}, t;
+                cvt.rn.f16x2.e4m3x2 $0, even;
+                cvt.rn.f16x2.e4m3x2 $1, odd;
+                }""",
+                "=r,=r,r",
+                [word],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        low = (word & 255).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
+        high = (word >> 8).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
+    return low.to(like), high.to(like)
 
 
 @triton.jit
@@ -128,6 +160,7 @@ def attend_keys(
     m,
     total,
     acc,
+    acc2,
     qi,
     lo,
     hi,
@@ -162,6 +195,8 @@ def attend_keys(
     BDV: tl.constexpr,
     LATENT: tl.constexpr,
     FP4: tl.constexpr,
+    HALVES: tl.constexpr,
+    PTX: tl.constexpr,
     TWINS: tl.constexpr,
     WIDE: tl.constexpr,
     CAP: tl.constexpr,
@@ -170,10 +205,11 @@ def attend_keys(
     EDGES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Go over keys lo..hi (multiples of BN) of one KV head; return the new m, total and acc.
+    """Go over keys lo..hi (multiples of BN) of one KV head; return the new m, total, acc and acc2.
 
     q1, q2: the first D1 and the other D2 columns of the queries, [M, D1] and [M, D2]. m, total:
-    float32 [M], running maximum (base 2) and sum. acc: float32 [M, BDV]. Keys before `first` and
+    float32 [M], running maximum (base 2) and sum. acc: float32 [M, BDV];
+    HALVES: its even columns, acc2 the odd ones, see load_halves. Keys before `first` and
     from `length` on are never read as numbers. PAGE 0: keys lie one after the other at k_token.
     TWINS: K and V have equal strides. WIDE: their offsets need 64 bits.
     EDGES 0: every key is seen by every query; 1: each block is masked; 2: where it has to be.
@@ -231,13 +267,39 @@ def attend_keys(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
-        if LATENT:
+        weights = p.to(q1.dtype)
+        if HALVES:
+            v, v2 = load_halves(v_pool, v_at, ok, BDV, q1.dtype, PTX)
+            acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
+        elif LATENT:
             v = k1
         else:
-            v = load_values(v_pool, v_blocks, v_at, vb_at, ok, dv, DV, BDV, FP4, q1.dtype, True)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            v = load_values(v_pool, v_blocks, v_at, vb_at, ok, dv, DV, BDV, FP4, q1.dtype)
+        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
         m = new
-    return m, total, acc
+    return m, total, acc, acc2
+
+
+@triton.jit
+def unseen(BM: tl.constexpr, BDV: tl.constexpr, HALVES: tl.constexpr):
+    """Return m, total, acc and acc2 of lines that have seen nothing."""
+    m = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if HALVES:
+        acc = tl.zeros([BM, BDV // 2], tl.float32)
+        acc2 = acc
+    else:
+        acc = tl.zeros([BM, BDV], tl.float32)
+        acc2 = total  # nobody's
+    return m, total, acc, acc2
+
+
+@triton.jit
+def joined(acc, acc2, BM: tl.constexpr, BDV: tl.constexpr, HALVES: tl.constexpr):
+    """Return the accumulator as [BM, BDV]."""
+    if HALVES:
+        acc = tl.reshape(tl.join(acc, acc2), [BM, BDV])
+    return acc
 
 
 @triton.jit
