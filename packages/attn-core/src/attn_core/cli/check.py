@@ -16,7 +16,7 @@ from attn_core.errors import UsageError
 from attn_core.plugins import load_plugins
 
 if TYPE_CHECKING:
-    from attn_core.capabilities import BackendSpec
+    from attn_core.testing.parallel import Asked
     from attn_core.testing.plan import Planned
     from attn_core.testing.runner import CellReport, Outcome, Report
 
@@ -32,6 +32,9 @@ def check_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Each feature in one place, dtype and page size only.")
     ] = False,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=1, help="Processes that run checks side by side.")
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run the conformance suite against a backend; exit code 1 where it breaks its declaration.
@@ -42,9 +45,9 @@ def check_command(
     spec, here, libraries = registry.get(backend), _here(device), registry.installed_libraries()
     from attn_core.testing import runner  # torch, which other commands do without
     from attn_core.testing.evidence import write_evidence
-    from attn_core.testing.plan import plan
+    from attn_core.testing.parallel import Asked
 
-    outcomes = _run(plan(spec, here, libraries, reduced=quick), spec, here)
+    outcomes = _run(Asked(backend=spec.name, device=here, reduced=quick), jobs)
     cells = runner.report(outcomes, spec, here, libraries)
     failures = [o.detail for o in outcomes if o.status == "failed"]
     failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]
@@ -79,11 +82,13 @@ def _here(asked: str | None) -> Device:
     )
 
 
-def _run(planned: Sequence[Planned], spec: BackendSpec, here: Device) -> list[Outcome]:
+def _run(asked: Asked, jobs: int) -> list[Outcome]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from attn_core.testing import runner
+    from attn_core.testing.parallel import run_parallel
 
+    spec, planned = asked.plan()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with progress(*columns) as bar:
         task = bar.add_task("", total=len(planned))
@@ -91,6 +96,10 @@ def _run(planned: Sequence[Planned], spec: BackendSpec, here: Device) -> list[Ou
         def step(one: Planned) -> None:
             bar.update(task, advance=1, description=one.check.id)
 
+        if jobs > 1:
+            bar.update(task, advance=sum(p.row is None for p in planned))
+            return run_parallel(asked, jobs, step)
+        here = asked.device
         return runner.run_all(planned, spec, runner.torch_device(here), step, arch=here.arch)
 
 

@@ -253,8 +253,8 @@ def to_device(x: T, device: torch.device) -> T:
 def _moved(t: Tensor, device: torch.device) -> Tensor:
     if t.is_contiguous():
         return t.to(device)
-    room = (t.shape[0] - 1) * t.stride(0) + t[0].numel() if t.shape[0] else 0
-    fresh = torch.zeros(max(room, t.numel()), dtype=t.dtype, device=device)
+    room = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    fresh = torch.zeros(max(room, 0), dtype=t.dtype, device=device)
     view = fresh.as_strided(t.shape, t.stride())
     view.copy_(t)
     return view

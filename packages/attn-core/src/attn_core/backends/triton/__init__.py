@@ -19,7 +19,7 @@ from attn_core.backends.triton.heuristics import (
     hopper_launch,
     power_of_two,
 )
-from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, sees
+from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, positive, sees
 from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
 from attn_core.errors import BackendError, UnsupportedError
@@ -173,6 +173,7 @@ class Triton(AttentionBackend):
                 f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
             )
         q, out, lse = _outputs(q, layer, out)
+        q, layer = positive(q, layer)
         if batch.num_tokens:
             view = batch.views[layer.view]
             write_kv(cache, k, v, view.out_cache_loc)
@@ -207,6 +208,7 @@ class Triton(AttentionBackend):
         refuse_call(self.config, return_lse=return_lse)
         _refuse(layer, causal=causal)
         q, out, lse = _outputs(q, layer, out)
+        q, layer = positive(q, layer)
         if q.shape[0]:
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token

@@ -291,14 +291,15 @@ def merge_splits(
     SINKS: tl.constexpr,
     FIXED: tl.constexpr,
     LEAST: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Join the states of one line of a row that several programs saw; PARTS at a time.
 
-    Grid: (batch · HEADS · ROW_BLOCKS, lines of a row). A row without keys gets zeros, and the
-    sink alone as its log-sum-exp. OVERLAP: the launch begins before the states are complete, and
-    waits for them here (programmatic dependent launch).
+    Grid: (batch · HEADS · ROW_BLOCKS, lines of a row, BDV / COLUMNS). A row without keys gets
+    zeros, and the sink alone as its log-sum-exp. OVERLAP: the launch begins before the states are
+    complete, and waits for them here (programmatic dependent launch).
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -320,11 +321,11 @@ def merge_splits(
         count = (begin + units - 1) // share - low + 1
     whole = (units > 0) & (count == 1)
     if (query + line // GROUP < tl.load(cu + b + 1)) & (whole == 0):
-        d = tl.arange(0, BDV)
+        d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         i = tl.arange(0, PARTS)
         m = tl.full([1], -float("inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BDV], tl.float32)
+        acc = tl.zeros([1, COLUMNS], tl.float32)
         if units > 0:
             for part in range(0, count, PARTS):
                 ok = part + i < count

@@ -69,13 +69,13 @@ def decode_launch(
     """
     if arch == "sm90" and store_bytes == 2:
         if head_dim == 576 and lines > 16:
-            return Launch(block_m=64, block_n=64, warps=8, stages=2)
+            return Launch(block_m=64, block_n=64, warps=8, stages=2, least=2)
         if head_dim == v_dim and head_dim in (64, 128):
             if lines > 16 or page_size >= 64:
                 return Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
             if rows > 256:
                 return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=4)
-            return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2)
+            return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2, least=2)
     launch = _decode(lines, head_dim, v_dim, store_bytes)
     if v_dim > 256 and arch.startswith(("sm120", "gfx")):
         launch = replace(launch, block_m=16, block_n=32, warps=4)

@@ -24,7 +24,6 @@ from attn_core.backends.triton.hopper_tiles import (
     bring,
     clean,
     find_request,
-    page_of,
     scores,
 )
 
@@ -181,17 +180,15 @@ def _copy_keys(
             start = (low + count - 1 - i) * BN
             stage = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
-            # looked up before room is there, once for keys and values
-            page, inner = page_of(pages, first, length, start, PAGE, BN)
             mbarrier.wait(k_free.index(stage), phase)
             bring(
-                k_rows, k_store, k_tile, stage, k_full.index(stage), page, inner, pages, begin,
-                head, HEADS, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
+                k_rows, k_store, k_tile, stage, k_full.index(stage), pages, begin, head, HEADS,
+                first, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
             )  # fmt: skip
             mbarrier.wait(v_free.index(stage), phase)
             bring(
-                v_rows, v_store, v_tile, stage, v_full.index(stage), page, inner, pages, begin,
-                head, HEADS, length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
+                v_rows, v_store, v_tile, stage, v_full.index(stage), pages, begin, head, HEADS,
+                first, length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
             )  # fmt: skip
             step += 1
             if i == 0:  # what comes next is known long before it is needed

@@ -190,7 +190,7 @@ def _attend_half(
                 mbarrier.arrive(q_free, count=1)
             p, m, total, shrink = scores(
                 s, start, qi, m, total, length, prefix, 0, whole, scale, cap, 0, out, 0, 64, CAP,
-                SEES, False
+                SEES, False, False,
             )  # fmt: skip
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
             clean(values, stage, start, 0, length, 64, 256)

@@ -36,32 +36,17 @@ def find_request(cu, batch, item, SCALE: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def page_of(table, first, length, start, PAGE: gl.constexpr, BN: gl.constexpr):
-    """Return the pages of keys start … start + BN, where they are gathered, and where in them."""
-    page = 0
-    inner = 0
-    if PAGE > 0 and PAGE < GATHER_BELOW:
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        token = start + gl.arange(0, BN, gl.SliceLayout(1, L))
-        token = gl.maximum(gl.minimum(gl.maximum(token, first), length - 1), 0)
-        page = gl.load(table + token // PAGE)
-        inner = token % PAGE
-    return page, inner
-
-
-@gluon.jit
 def bring(
     rows,
     store,
     tile,
     stage,
     full,
-    page,
-    inner,
     table,
     begin,
     head,
     heads,
+    first,
     length,
     start,
     page_stride,
@@ -76,14 +61,18 @@ def bring(
 ):
     """Copy keys start … start + BN of one head into stage `stage` of `tile`, and signal `full`.
 
-    By TMA from `rows`, a page or a part of one at a time; pages that are too small for it (page_of)
-    are gathered from `store` by all four warps, and keys that are nobody's are copies of others.
+    By TMA from `rows`, a page or a part of one at a time; pages that are too small for it are
+    gathered from `store` by all four warps, and keys that are nobody's are then copies of others.
     """
     PANELS: gl.constexpr = D // 64
     if PAGE > 0 and PAGE < GATHER_BELOW:
         N: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 64], tile.dtype)
         L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         panels = tile._reinterpret(tile.dtype, [STAGES * PANELS, BN, 64], N)
+        token = start + gl.arange(0, BN, gl.SliceLayout(1, L))
+        token = gl.maximum(gl.minimum(gl.maximum(token, first), length - 1), 0)
+        page = gl.load(table + token // PAGE)
+        inner = token % PAGE
         if WIDE:
             page = page.to(gl.int64)
         at = page * page_stride + inner * token_stride
@@ -137,10 +126,12 @@ def scores(
     CAP: gl.constexpr,
     SEES: gl.constexpr,
     WINDOW: gl.constexpr,
+    LATE: gl.constexpr = True,
 ):
     """Return p of a block of scores, the new m and total, and by what the old ones shrink.
 
-    Keys whole_low … whole_high are seen by every line, so that their blocks need no mask.
+    Keys whole_low … whole_high are seen by every line, so that their blocks need no mask. LATE: the
+    scale, which is positive, comes after the maximum: an operation a score less, a register more.
     """
     factor = scale * LOG2E
     if CAP:
@@ -151,6 +142,8 @@ def scores(
         large = (1 - e) / (1 + e)
         s = gl.where(gl.abs(y) < 0.1, small, gl.where(y < 0, -large, large))
         factor = cap * LOG2E
+    if not LATE:
+        s = s * factor
     if (start < whole_low) | (start + BN > whole_high):
         j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
         seen = (j < length)[None, :] & (qi >= 0)[:, None]
@@ -164,11 +157,14 @@ def scores(
             bit = gl.load(tree + qi[:, None] * drafts + draft[None, :], mask=inside, other=0)
             seen = seen & ((draft < 0)[None, :] | (bit != 0))
         s = gl.where(seen, s, -float("inf"))
-    # one fused operation a score instead of two: the factor, which is positive, comes after the
-    # maximum
-    new = gl.maximum(m, gl.max(s, 1) * factor)
-    base = gl.where(new == -float("inf"), 0.0, new)
-    p = gl.exp2(s * factor - base[:, None])
+    if LATE:
+        new = gl.maximum(m, gl.max(s, 1) * factor)
+        base = gl.where(new == -float("inf"), 0.0, new)
+        p = gl.exp2(s * factor - base[:, None])
+    else:
+        new = gl.maximum(m, gl.max(s, 1))
+        base = gl.where(new == -float("inf"), 0.0, new)
+        p = gl.exp2(s - base[:, None])
     shrink = gl.exp2(m - base)
     return p, new, total * shrink + gl.sum(p, 1), shrink
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -69,7 +70,7 @@ def decode(
     sinks = q if layer.sinks is None else layer.sinks
     latent, launch = cache.v is None, splits.launch
     v_scale = cache.k_scale if latent else cache.v_scale
-    shape, which = _shape(layer, cache), sees(layer, spec)
+    shape, which = _shape(layer, cache, launch.block_m), sees(layer, spec)
     where = (cu_seqlens_q, seq_lens, page_table)
     if hopper and hopper.mla_fits(q, layer, cache, splits, which):
         hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, which)
@@ -123,7 +124,12 @@ def decode(
             num_warps=launch.warps,
             num_stages=launch.stages,
         )
-    merge_splits[(rows, splits.row_lines)](
+    # a row is cut into so many states or fewer, but for the fixed cuts of a long request
+    parts = min(64, power_of_two(splits.programs // rows + 2))
+    columns = shape["BDV"]
+    if rows * splits.row_lines <= 512:  # few programs: more of them, each with fewer columns
+        columns = min(128, columns)
+    merge_splits[(rows, splits.row_lines, shape["BDV"] // columns)](
         splits.parts,
         splits.lse_parts,
         out,
@@ -145,9 +151,10 @@ def decode(
         SINKS=layer.sinks is not None,
         FIXED=splits.fixed,
         LEAST=launch.least,
-        PARTS=16,
+        COLUMNS=columns,
+        PARTS=parts,
         OVERLAP=splits.overlap,
-        num_warps=2,
+        num_warps=4 if parts > 16 else 2,
         **({"launch_pdl": True} if splits.overlap else {}),
     )
 
@@ -205,7 +212,7 @@ def extend(
         PAGE=0 if page_table is None else cache.page_size,
         BM=launch.block_m,
         BN=launch.block_n,
-        **_shape(layer, cache),
+        **_shape(layer, cache, launch.block_m),
         PTX=launch.ptx,
         TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
         WIDE=max(t.numel() for t in pools) >= 1 << 31,
@@ -219,6 +226,17 @@ def extend(
     )
 
 
+def positive(q: Tensor, layer: AttentionLayer) -> tuple[Tensor, AttentionLayer]:
+    """Return queries and a layer with the same scores and a scale above 0.
+
+    The kernels scale after the maximum, which a negative factor would turn into the minimum.
+    """
+    if layer.scale > 0:
+        return q, layer
+    q, scale = (-q, -layer.scale) if layer.scale < 0 else (torch.zeros_like(q), 1.0)
+    return q, replace(layer, scale=scale)
+
+
 def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
     """Say which keys the queries of a layer see: the SEES of the kernels."""
     if layer.is_cross or not layer.is_causal:
@@ -226,7 +244,7 @@ def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
     return SEE_TREE if spec is not None and spec.tree_mask is not None else SEE_CAUSAL
 
 
-def _shape(layer: AttentionLayer, cache: LayerCache) -> Mapping[str, int | bool]:
+def _shape(layer: AttentionLayer, cache: LayerCache, lines: int) -> Mapping[str, int | bool]:
     first, rest = head_parts(layer.head_dim)
     width, fp4 = power_of_two(layer.v_head_dim), cache.block_scales is not None
     fp8 = cache.v is not None and cache.v.dtype.itemsize == 1 and not fp4
@@ -238,7 +256,8 @@ def _shape(layer: AttentionLayer, cache: LayerCache) -> Mapping[str, int | bool]
         "BDV": width,
         "LATENT": cache.v is None,
         "FP4": fp4,
-        "HALVES": fp8 and width == layer.v_head_dim,
+        # compiled for wgmma, which takes 64 lines, Triton 3.6 gives wrong products of halves
+        "HALVES": fp8 and width == layer.v_head_dim and lines < 64,
     }
 
 

@@ -27,7 +27,7 @@ def extend_fits(q: Tensor, layer: AttentionLayer, cache: LayerCache, *, paged: b
     if cache.v is None or q.dtype not in _DTYPES or not q.dtype == cache.k.dtype == cache.v.dtype:
         return False
     block = hopper_block(layer.head_dim, layer.v_head_dim)
-    if block is None or layer.scale * cache.k_scale <= 0:  # it multiplies after the maximum
+    if block is None:
         return False
     size = cache.page_size
     whole = size % block == 0 or block % size == 0
@@ -198,7 +198,7 @@ def mla_fits(
         return False
     tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and which != SEE_TREE
     dims = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (1, 576, 512)
-    plain = layer.sinks is None and layer.sliding_window is None and layer.scale > 0
+    plain = layer.sinks is None and layer.sliding_window is None
     size = cache.page_size
     pages = size % 64 == 0 or (64 % size == 0 and size >= _LEAST)
     return tiles and dims and plain and pages and _rows_fit(cache.k, cache.layout)

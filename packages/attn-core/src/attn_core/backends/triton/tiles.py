@@ -44,35 +44,40 @@ def load_values(
     blocks,
     at,
     block_at,
-    ok,
     d,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     FP4: tl.constexpr,
     like: tl.constexpr,
 ):
-    """Load rows of a store as [N, len(d)] in the dtype of `like`; 0 where `ok` is False.
+    """Load rows of a store as [N, len(d)] in the dtype of `like`.
 
     at, block_at: int [N], where each row and its FP4 scales begin. d: the columns; those from D
     on are 0. FP4 is e2m1, low nibble first, one e4m3 scale per 16 columns.
     """
-    here = ok[:, None]
-    if WIDTH > D:
-        here = here & (d[None, :] < D)
+    here = (at >= 0)[:, None] & (d[None, :] < D)  # at is; without padding nothing is masked
     if FP4:
-        codes = tl.load(pool + at[:, None] + d[None, :] // 2, mask=here, other=0).to(tl.int32)
+        codes_at = pool + at[:, None] + d[None, :] // 2
+        scale_at = blocks + block_at[:, None] + d[None, :] // 16
+        if WIDTH > D:
+            codes = tl.load(codes_at, mask=here, other=0).to(tl.int32)
+            scale = tl.load(scale_at, mask=here, other=0.0)
+        else:
+            codes = tl.load(codes_at).to(tl.int32)
+            scale = tl.load(scale_at)
         nibble = (codes >> ((d[None, :] % 2) * 4)) & 15
         exponent = (nibble >> 1) & 3
         odd = nibble & 1
         twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
         value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
-        scale = tl.load(blocks + block_at[:, None] + d[None, :] // 16, mask=here, other=0.0)
         return (value * scale.to(tl.float32)).to(like)
-    return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
+    if WIDTH > D:
+        return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
+    return tl.load(pool + at[:, None] + d[None, :]).to(like)
 
 
 @triton.jit
-def load_halves(pool, at, ok, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
+def load_halves(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
     """Load rows of an FP8 store as their even and their odd columns, [N, D / 2] each in `like`.
 
     A matrix operand of bytes that lie across its rows is read byte by byte, one of 16 bits by the
@@ -80,7 +85,7 @@ def load_halves(pool, at, ok, D: tl.constexpr, like: tl.constexpr, PTX: tl.const
     """
     pair = tl.arange(0, D // 2)
     words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
-    word = tl.load(words, mask=ok[:, None], other=0)
+    word = tl.load(words)
     if PTX:  # two words at a time: bytes 0, 2 and 1, 3
         if pool.dtype.element_ty == tl.float8e5:  # the upper byte of an fp16
             low, high = tl.inline_asm_elementwise(
@@ -210,7 +215,7 @@ def attend_keys(
     q1, q2: the first D1 and the other D2 columns of the queries, [M, D1] and [M, D2]. m, total:
     float32 [M], running maximum (base 2) and sum. acc: float32 [M, BDV];
     HALVES: its even columns, acc2 the odd ones, see load_halves. Keys before `first` and
-    from `length` on are never read as numbers. PAGE 0: keys lie one after the other at k_token.
+    from `length` on are never read. PAGE 0: keys lie one after the other at k_token.
     TWINS: K and V have equal strides. WIDE: their offsets need 64 bits.
     EDGES 0: every key is seen by every query; 1: each block is masked; 2: where it has to be.
     """
@@ -219,16 +224,18 @@ def attend_keys(
     dv = tl.arange(0, BDV)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         j = start + n
-        ok = (j >= first) & (j < length) if EDGES > 0 else n >= 0
+        at = j
+        if EDGES > 0:  # what is nobody's is not read: a key of the request stands in for it
+            at = tl.minimum(tl.maximum(j, first), length - 1)
         if PAGE == 0:
-            page = j * 0
-            inner = j
+            page = at * 0
+            inner = at
         elif PAGE % BN == 0:  # the whole block lies in one page
             page = tl.load(table + start // PAGE)
-            inner = start % PAGE + n
+            inner = at - start // PAGE * PAGE
         else:
-            page = tl.load(table + j // PAGE, mask=ok, other=0)
-            inner = j % PAGE
+            page = tl.load(table + at // PAGE)
+            inner = at % PAGE
         if WIDE:
             inner = tl.cast(inner, tl.int64)
             page = tl.cast(page, tl.int64)
@@ -240,16 +247,16 @@ def attend_keys(
         else:
             v_at = page * v_page + inner * v_token
             vb_at = page * vb_page + inner * vb_token
-        k1 = load_values(k_pool, k_blocks, k_at, kb_at, ok, d1, D, D1, FP4, q1.dtype)
+        k1 = load_values(k_pool, k_blocks, k_at, kb_at, d1, D, D1, FP4, q1.dtype)
         s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if D2 > 0:
             d2 = D1 + tl.arange(0, D2)
-            k2 = load_values(k_pool, k_blocks, k_at, kb_at, ok, d2, D, D1 + D2, FP4, q1.dtype)
+            k2 = load_values(k_pool, k_blocks, k_at, kb_at, d2, D, D1 + D2, FP4, q1.dtype)
             s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
+        factor = scale * LOG2E
         if CAP:
-            s = soft_cap(s * scale, cap) * LOG2E
-        else:
-            s = s * (scale * LOG2E)
+            s = soft_cap(s * scale, cap)
+            factor = LOG2E
         if EDGES == 1:
             seen = visible(j, qi, prefix, length, drafts, tree, positions, window, SEES, WINDOW)
             s = tl.where(seen, s, -float("inf"))
@@ -262,19 +269,20 @@ def attend_keys(
             if edge:
                 seen = visible(j, qi, prefix, length, drafts, tree, positions, window, SEES, WINDOW)
                 s = tl.where(seen, s, -float("inf"))
-        new = tl.maximum(m, tl.max(s, 1))
+        # the factor, which is positive, comes last: one rounding, of a small difference
+        new = tl.maximum(m, tl.max(s, 1) * factor)
         base = tl.where(new == -float("inf"), 0.0, new) if EDGES > 0 else new
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
         weights = p.to(q1.dtype)
         if HALVES:
-            v, v2 = load_halves(v_pool, v_at, ok, BDV, q1.dtype, PTX)
+            v, v2 = load_halves(v_pool, v_at, BDV, q1.dtype, PTX)
             acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
         elif LATENT:
             v = k1
         else:
-            v = load_values(v_pool, v_blocks, v_at, vb_at, ok, dv, DV, BDV, FP4, q1.dtype)
+            v = load_values(v_pool, v_blocks, v_at, vb_at, dv, DV, BDV, FP4, q1.dtype)
         acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
         m = new
     return m, total, acc, acc2
