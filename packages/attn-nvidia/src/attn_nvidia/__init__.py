@@ -56,28 +56,68 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             "flashinfer",
             rows_mha.flashinfer(),
             rows_mla.flashinfer(),
+            create="attn_nvidia.flashinfer:create",
             aliases=["flashinfer_cudnn"],
             departures={
                 "mha.multimodal": "the documented matrix says no, while its option "
-                "--mm-attention-backend takes flashinfer_cudnn, which is this family's cuDNN path"
+                "--mm-attention-backend takes flashinfer_cudnn, which is this family's cuDNN path",
+                "mla.page_sizes": "the MLA kernels divide a slot by any page size, so the pool's "
+                "pages are theirs and need not be split into slots",
+                "mla.fp8_kv": "the fa3 kernels read an e4m3 latent cache on Hopper with bfloat16 "
+                "queries, since FlashInfer 0.6.14",
+                "mla.fp4_kv": "FlashInfer's MLA wrapper refuses any cache but 16-bit and e4m3",
             },
         ),
-        _spec("fa3", rows_mha.fa3(), rows_mla.fa3()),
+        _spec("fa3", rows_mha.fa3(), rows_mla.fa3(), create="attn_nvidia.fa3:create"),
         _spec(
             "fa4",
             rows_mha.fa4(),
             rows_mla.fa4(),
+            create="attn_nvidia.fa4:FA4",
             departures={
                 "mha.sliding_window": "FA4's kernels take a window (they compile with one for sm90 "
                 "and sm100); later revisions of the documented matrix say yes too",
+                "mha.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and this backend does not "
+                "dequantise a whole FP4 cache for them",
+                "mha.spec_topk1": "a chain of drafts is an extend in causal order, which FA4 takes",
+                "mla.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and this backend does not "
+                "dequantise a whole FP4 cache for them",
                 "mla.chunked_prefix_cache": "FA4 returns the log-sum-exp that merging chunks "
                 "needs; later revisions of the documented matrix say yes too",
             },
         ),
-        _spec("trtllm_mha", rows_mha.trtllm_mha()),
-        _spec("trtllm_mla", rows_mla.trtllm_mla()),
-        _spec("cutlass_mla", rows_mla.cutlass_mla()),
-        _spec("flashmla", rows_mla.flashmla()),
+        _spec("trtllm_mha", rows_mha.trtllm_mha(), create="attn_nvidia.trtllm_mha:create"),
+        _spec(
+            "trtllm_mla",
+            rows_mla.trtllm_mla(),
+            create="attn_nvidia.trtllm_mla:TrtllmMLA",
+            departures={
+                "mla.fp8_kv": "trtllm-gen reads an FP8 latent cache with FP8 queries only: rounding"
+                " them to e4m3 costs more than the error budget of 16-bit attention",
+                "mla.fp4_kv": "FlashInfer's trtllm MLA passes no block scales: it has no FP4 cache",
+            },
+        ),
+        _spec(
+            "cutlass_mla",
+            rows_mla.cutlass_mla(),
+            create="attn_nvidia.cutlass_mla:create",
+            departures={
+                "mla.fp8_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
+                "mla.fp4_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
+            },
+        ),
+        _spec(
+            "flashmla",
+            rows_mla.flashmla(),
+            create="attn_nvidia.flashmla:FlashMLA",
+            departures={
+                "mla.fp8_kv": "FlashMLA's dense FP8 decode takes FP8 queries only: rounding them"
+                " to e4m3 costs more than the error budget of 16-bit attention; flashinfer reads an"
+                " FP8 latent cache on Hopper with bfloat16 queries",
+                "mla.fp4_kv": "FlashMLA's dense decode has no FP4 cache: its FP4 format is for "
+                "sparse attention",
+            },
+        ),
         _spec("dual_chunk_flash_attn", rows_mha.dual_chunk_flash_attn()),
         _spec("nsa", rows_mla.nsa()),
         _spec("cutedsl", _cutedsl()),

@@ -13,6 +13,7 @@ E4M3: Final = frozenset({"fp8_e4m3"})
 FP4: Final = frozenset({"fp4_e2m1"})
 ENCODE: Final = frozenset({Phase.ENCODE})
 EIGHTS: Final = frozenset(range(8, 257, 8))  # head dims of the CUTLASS-based kernels
+SIXTEENS: Final = frozenset(range(16, 129, 16))
 
 AMPERE: Final = frozenset({"sm80", "sm86", "sm89"})  # Ada (sm89) runs Ampere's kernels
 HOPPER: Final = frozenset({"sm90"})
@@ -21,6 +22,8 @@ HOPPER: Final = frozenset({"sm90"})
 BLACKWELL: Final = frozenset({"sm100", "sm103", "sm110"})
 
 FLASHINFER: Final = "flashinfer-python>=0.6.14"
+# Its wrappers are planned again by fields that they keep inside, which 0.7 may name otherwise.
+FLASHINFER_WRAPPERS: Final = "flashinfer-python>=0.6.14,<0.7"
 SGL_KERNEL: Final = "sglang-kernel>=0.4"
 # The sparse kernels of dual chunk attention left this library between 0.4.5 and 0.4.10.
 SGL_KERNEL_SPARSE: Final = "sglang-kernel>=0.4,<=0.4.5"
@@ -32,7 +35,7 @@ def flashinfer() -> Sequence[Capabilities]:
         kind="mha",
         device="cuda",
         archs=AMPERE | HOPPER | {"sm120"},
-        requires=[FLASHINFER],
+        requires=[FLASHINFER_WRAPPERS],
         dtypes=HALF,
         kv_dtypes=HALF | {"fp8_e4m3", "fp8_e5m2"},
         priority=20,
@@ -40,28 +43,28 @@ def flashinfer() -> Sequence[Capabilities]:
         head_dims={64, 128, 256},
         sliding_window=True,
         logit_cap=True,
+        cross_attention=True,
         encoder=True,
         max_topk=TREES,  # packed masks: trees at any page size
         lse=True,
         deterministic=True,
         cuda_graph="full",
-        needs_host_lengths=True,
+        needs_host_lengths=True,  # plans are made on the host
     )
     blackwell = replace(row, archs=BLACKWELL, beside_linear=False)
-    # Windows and cross attention exclude each other: each needs the second wrapper.
-    cross = [
-        replace(r, sliding_window=False, cross_attention=True, priority=20)
-        for r in (row, blackwell)
-    ]
-    vision = replace(  # cuDNN's attention, --mm-attention-backend flashinfer_cudnn
-        row,
+    vision = Capabilities(  # cuDNN's attention, --mm-attention-backend flashinfer_cudnn
+        kind="mha",
+        device="cuda",
         archs=AMPERE | HOPPER | BLACKWELL | {"sm120"},
-        requires=(FLASHINFER, "nvidia-cudnn-frontend"),
-        phases=ENCODE,
+        requires=(FLASHINFER_WRAPPERS, "nvidia-cudnn-frontend"),
+        dtypes=HALF,
+        kv_dtypes=HALF,
         priority=5,
+        phases=ENCODE,
         head_dims=frozenset(range(8, 129, 8)),
+        encoder=True,
     )
-    return [row, blackwell, *cross, vision]
+    return [row, blackwell, vision]
 
 
 def fa3() -> Sequence[Capabilities]:
@@ -71,7 +74,7 @@ def fa3() -> Sequence[Capabilities]:
         device="cuda",
         archs=HOPPER,
         min_runtime="12.3",
-        requires=[f"{SGL_KERNEL} or flash-attn-3"],
+        requires=[f"flash-attn-3 or {SGL_KERNEL}"],
         dtypes=HALF,
         kv_dtypes=HALF,
         priority=30,
@@ -81,26 +84,48 @@ def fa3() -> Sequence[Capabilities]:
         logit_cap=True,
         cross_attention=True,
         encoder=True,
-        max_topk=1,
+        max_topk=TREES,  # the drafts of a tree are a second call, over pages of one token
         lse=True,
         deterministic=True,
         cuda_graph="full",
+        finite_tail=True,  # whole tiles are read, a page at a time by TMA: 0 · NaN would leak
     )
-    fp8 = replace(row, kv_dtypes=E4M3, head_dims=frozenset(range(16, 257, 16)))
     ampere = replace(
         row, archs=AMPERE, priority=5, head_dim_pairs=frozenset()
-    )  # neither FP8 nor unequal head dims below sm90
-    plain = (row, fp8, ampere)
-    sinks = [replace(r, requires=(SGL_KERNEL,), sinks=True) for r in plain]  # only that build
-    chains = [*plain, *sinks]
-    trees = [replace(r, max_topk=TREES, max_page_size=1) for r in chains]
+    )  # no unequal head dims below sm90
+    bf16 = frozenset({"bf16"})
+    fp8 = replace(
+        row,
+        dtypes=bf16,  # what its FP8 kernels write
+        kv_dtypes=E4M3,
+        head_dims=frozenset(range(16, 257, 16)),
+        fp8_products=True,
+    )
+    # Only that build has sinks, as bf16 numbers, in shared memory for 64 heads; its kernels for
+    # Ampere take them and do not read them.
+    sinks = [
+        replace(
+            r,
+            requires=(SGL_KERNEL,),
+            dtypes=bf16,
+            kv_dtypes=stores,
+            sinks=True,
+            q_heads=frozenset({1, 2, 4, 8, 16, 32, 64}),
+        )
+        for r, stores in ((row, bf16), (fp8, E4M3))
+    ]
     vision = [replace(r, phases=ENCODE) for r in (row, ampere)]
-    return [*chains, *trees, *vision]
+    return [row, fp8, ampere, *sinks, *vision]
 
 
 def fa4() -> Sequence[Capabilities]:
-    """Return FlashAttention-4's rows: by name on Hopper and Blackwell."""
-    hopper = Capabilities(
+    """Return FlashAttention-4's rows: by name on Hopper and Blackwell.
+
+    On Hopper a page is one tile of keys, loaded by TMA: 128 tokens, but 144 for head dims 80 and 96
+    without causal order, and fewer for head dims above 128 and for 192/128 with a window. Head dims
+    that are no multiple of 16 do not compile for every group of query heads.
+    """
+    row = Capabilities(
         kind="mha",
         device="cuda",
         archs=HOPPER,
@@ -109,48 +134,58 @@ def fa4() -> Sequence[Capabilities]:
         kv_dtypes=HALF,
         priority=5,
         page_sizes={128},
-        head_dims=EIGHTS,
-        head_dim_pairs={(192, 128)},
+        head_dims=SIXTEENS,
         sliding_window=True,
         logit_cap=True,
-        sinks=True,
-        cross_attention=True,
         encoder=True,
+        max_topk=1,
         lse=True,
         deterministic=True,
         cuda_graph="full",
         finite_tail=True,  # pages come by TMA, so 0 · NaN would leak from the tail
     )
-    hopper_prefill = replace(hopper, phases=frozenset({Phase.PREFILL}))
-    hopper_decode = replace(
-        hopper,
-        phases=frozenset({Phase.DECODE}),
-        note="FA4 decode on Hopper has no split-KV: at batch 1 against fa3 -10 % at 2k tokens, "
-        "-18 % at 4k, -31 % at 8k, -49 % at 16k",
-    )
-    blackwell = replace(hopper, archs=BLACKWELL, head_dims=frozenset({*range(8, 129, 8), 256}))
-    fp4 = [
+    bf16 = frozenset({"bf16"})  # the one dtype that its sinks have
+    hopper = [
+        row,
+        replace(row, dtypes=bf16, kv_dtypes=bf16, sinks=True),
         replace(
             row,
-            kv_dtypes=FP4,
-            phases=frozenset({Phase.PREFILL}),
-            bans={"trtllm_mha": "an fa4 prefill over an FP4 cache cannot pair with trtllm_mha"},
-            note="fa4 reads an FP4 cache in prefill only: name another decode backend",
-        )
-        for row in (hopper, blackwell)
-    ]
-    vision = [
-        replace(hopper, phases=ENCODE, page_sizes=frozenset()),
-        replace(blackwell, phases=ENCODE, page_sizes=frozenset(), archs=frozenset({"sm110"})),
-        replace(  # the documented automatic choice on compute capability 10
-            blackwell,
-            phases=ENCODE,
-            page_sizes=frozenset(),
-            archs=frozenset({"sm100", "sm103"}),
-            priority=30,
+            head_dims=SIXTEENS - {80, 96},
+            head_dim_pairs=frozenset({(192, 128)}),
+            sliding_window=False,
+            cross_attention=True,
         ),
     ]
-    return [hopper_prefill, hopper_decode, blackwell, *fp4, *vision]
+    decode_note = (
+        "FA4 decode on Hopper has no split-KV: at batch 1 against fa3 -10 % at 2k tokens, "
+        "-18 % at 4k, -31 % at 8k, -49 % at 16k"
+    )
+    phases = [
+        replace(r, phases=frozenset({phase}), note=note)
+        for phase, note in ((Phase.PREFILL, ""), (Phase.DECODE, decode_note))
+        for r in hopper
+    ]
+    blackwell = replace(
+        row,
+        archs=BLACKWELL,
+        head_dim_pairs=frozenset({(192, 128)}),
+        cross_attention=True,
+    )
+    blackwell_sinks = replace(blackwell, dtypes=bf16, kv_dtypes=bf16, sinks=True)
+    vision = replace(row, phases=ENCODE, page_sizes=frozenset())
+    encoders = []
+    for archs, dims, priority in (
+        (HOPPER, frozenset(range(16, 257, 16)), row.priority),
+        ({"sm110"}, SIXTEENS, row.priority),
+        ({"sm100", "sm103"}, SIXTEENS, 30),  # the documented automatic choice there
+    ):
+        here = replace(vision, archs=frozenset(archs), priority=priority)
+        eights = frozenset(range(8, 129, 8))
+        encoders += [
+            replace(here, head_dims=dims),
+            replace(here, head_dims=eights, group_sizes=frozenset({1})),
+        ]
+    return [*phases, blackwell, blackwell_sinks, *encoders]
 
 
 def trtllm_mha() -> Sequence[Capabilities]:
@@ -162,7 +197,7 @@ def trtllm_mha() -> Sequence[Capabilities]:
         min_runtime="12.8",
         requires=[FLASHINFER],
         dtypes=HALF,
-        kv_dtypes=HALF | E4M3 | FP4,
+        kv_dtypes=HALF | E4M3,
         priority=30,
         page_sizes={16, 32, 64},
         layouts={"NHD", "HND"},
@@ -173,24 +208,29 @@ def trtllm_mha() -> Sequence[Capabilities]:
         run_topk=1,
         lse=True,
         cuda_graph="full",
+        finite_tail=True,  # pages come by TMA, so 0 · NaN would leak from the tail
     )
-    xqa = replace(
+    hopper = replace(
         gen,
         archs=HOPPER,
         min_runtime=None,
-        kv_dtypes=HALF | E4M3,
+        kv_dtypes=HALF,
         priority=5,
         phases=frozenset({Phase.DECODE}),
         preferred_page_size=64,
         preferred_page_reason="XQA is 1.17 times slower at page 16 than at 64 (H200)",
-        head_dims=frozenset(range(16, 257, 16)),
+        sliding_window=False,
         lse=False,
+        finite_tail=False,
     )
-    # XQA reads an FP4 cache on sm120 only.
-    sm120 = replace(
-        xqa, archs=frozenset({"sm120"}), min_runtime="12.8", kv_dtypes=HALF | E4M3 | FP4
-    )
-    return [gen, xqa, sm120]
+    sm120 = replace(hopper, archs=frozenset({"sm120"}), min_runtime="12.8", kv_dtypes=HALF | E4M3)
+    # on Hopper by the module beneath the public function, which later releases changed
+    fp8 = replace(hopper, kv_dtypes=E4M3, requires=(f"{FLASHINFER},<0.7",))
+    xqa = [hopper, fp8, sm120]
+    # keys in the tile that a window begins in are read with weight 0, before the window too
+    windows = [replace(row, sliding_window=True, finite_tail=True) for row in xqa]
+    fp4 = replace(windows[-1], kv_dtypes=FP4)  # block scales of whole tiles are read, too
+    return [gen, *xqa, *windows, fp4]
 
 
 def dual_chunk_flash_attn() -> Sequence[Capabilities]:

@@ -13,7 +13,6 @@ from attn_nvidia.rows_mha import (
     BLACKWELL,
     E4M3,
     FLASHINFER,
-    FP4,
     HALF,
     HOPPER,
     SGL_KERNEL,
@@ -21,21 +20,23 @@ from attn_nvidia.rows_mha import (
 
 LATENT: Final = 512 + 64  # latent + rope: every kernel here is built for DeepSeek's dims
 LATENT_PAIR: Final = (LATENT, 512)
+RAGGED_PAIR: Final = (192, 128)  # its heads before absorption, in prefill without a cache
+# CUTLASS's latent decode left this library between 0.4.5 and 0.4.10.
+SGL_KERNEL_CUTLASS: Final = "sglang-kernel>=0.4,<=0.4.5"
 
 
 def flashinfer() -> Sequence[Capabilities]:
-    """Return FlashInfer's MLA rows: token slots, chains of drafts."""
+    """Return FlashInfer's MLA rows: pages of any size, chains of drafts, an FP8 cache on Hopper."""
     row = Capabilities(
         kind="mla",
         device="cuda",
         archs=AMPERE | HOPPER | {"sm120"},
         requires=[FLASHINFER],
         dtypes=HALF,
-        kv_dtypes=HALF | FP4,
+        kv_dtypes=HALF,
         priority=5,
-        page_sizes={1},
         head_dims={LATENT},
-        head_dim_pairs={LATENT_PAIR},
+        head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
         chunked_prefix=True,
         max_topk=1,
         run_topk=1,
@@ -44,7 +45,8 @@ def flashinfer() -> Sequence[Capabilities]:
         cuda_graph="full",
         needs_host_lengths=True,
     )
-    return [row, replace(row, archs=BLACKWELL, beside_linear=False)]
+    fp8 = replace(row, archs=HOPPER, dtypes=frozenset({"bf16"}), kv_dtypes=E4M3)
+    return [row, replace(row, archs=BLACKWELL, beside_linear=False), fp8]
 
 
 def flashmla() -> Sequence[Capabilities]:
@@ -54,27 +56,37 @@ def flashmla() -> Sequence[Capabilities]:
             flashinfer()[0],
             archs=HOPPER,
             requires=(f"sgl-flash-mla or {SGL_KERNEL}", FLASHINFER),
-            kv_dtypes=HALF | E4M3 | FP4,
             page_sizes=frozenset({64}),
             deterministic=False,
+            needs_host_lengths=False,  # its decode does not, and prefill can wait for them
         )
     ]
 
 
 def cutlass_mla() -> Sequence[Capabilities]:
-    """Return the row of FlashInfer's CUTLASS kernels: sm100 exactly, 128 query heads."""
-    return [
-        replace(
-            flashinfer()[0],
-            archs=frozenset({"sm100"}),
-            min_runtime="12.8",
-            kv_dtypes=HALF | E4M3 | FP4,
-            page_sizes=frozenset({128}),
-            q_heads=frozenset({128}),
-            deterministic=False,
-            beside_linear=False,
-        )
-    ]
+    """Return the rows of CUTLASS's MLA decode: sm100 exactly, 128 query heads; FlashInfer's else.
+
+    Its decode has no log-sum-exp.
+    """
+    prefill = replace(
+        flashinfer()[0],
+        archs=frozenset({"sm100"}),
+        min_runtime="12.8",
+        page_sizes=frozenset({128}),  # its decode's
+        phases=frozenset({Phase.PREFILL}),
+        beside_linear=False,
+    )
+    decode = replace(
+        prefill,
+        phases=frozenset({Phase.DECODE}),
+        requires=(SGL_KERNEL_CUTLASS, FLASHINFER),
+        q_heads=frozenset({128}),
+        chunked_prefix=False,
+        lse=False,
+        deterministic=False,
+        needs_host_lengths=False,
+    )
+    return [prefill, decode]
 
 
 def trtllm_mla() -> Sequence[Capabilities]:
@@ -87,11 +99,11 @@ def trtllm_mla() -> Sequence[Capabilities]:
             min_runtime="12.8",
             requires=[FLASHINFER],
             dtypes={"bf16"},
-            kv_dtypes={"bf16"} | E4M3 | FP4,
+            kv_dtypes={"bf16"},
             priority=30,
             page_sizes={32, 64},
             head_dims={LATENT},
-            head_dim_pairs={LATENT_PAIR},
+            head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
             chunked_prefix=True,
             max_topk=1,
             run_topk=1,
@@ -103,61 +115,52 @@ def trtllm_mla() -> Sequence[Capabilities]:
 
 
 def fa3() -> Sequence[Capabilities]:
-    """Return FlashAttention-3's MLA rows: the default on Hopper; trees at page size 1 only."""
-    chain = Capabilities(
-        kind="mla",
-        device="cuda",
-        archs=HOPPER,
-        min_runtime="12.3",
-        requires=[f"{SGL_KERNEL} or flash-attn-3"],
-        dtypes=HALF,
-        kv_dtypes=HALF,
-        priority=30,
-        head_dims={LATENT},
-        head_dim_pairs={LATENT_PAIR},
-        logit_cap=True,
-        chunked_prefix=True,
-        max_topk=1,
-        lse=True,
-        deterministic=True,
-        cuda_graph="full",
-    )
-    return [chain, replace(chain, max_topk=TREES, max_page_size=1)]
+    """Return FlashAttention-3's MLA row: the default on Hopper."""
+    return [
+        Capabilities(
+            kind="mla",
+            device="cuda",
+            archs=HOPPER,
+            min_runtime="12.3",
+            requires=[f"flash-attn-3 or {SGL_KERNEL}"],
+            dtypes=HALF,
+            kv_dtypes=HALF,
+            priority=30,
+            head_dims={LATENT},
+            head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
+            logit_cap=True,
+            encoder=True,  # ragged, without causal order
+            chunked_prefix=True,
+            max_topk=TREES,
+            lse=True,
+            deterministic=True,
+            cuda_graph="full",
+            finite_tail=True,  # pages come by TMA, so 0 · NaN would leak from the tail
+        )
+    ]
 
 
 def fa4() -> Sequence[Capabilities]:
-    """Return FlashAttention-4's MLA rows: absorbed on Blackwell, ragged prefill on Hopper."""
-    blackwell = Capabilities(
-        kind="mla",
-        device="cuda",
-        archs=BLACKWELL,
-        requires=["flash-attn-4>=4.0.0b18"],
-        dtypes=HALF,
-        kv_dtypes=HALF,
-        priority=5,
-        page_sizes={1},
-        head_dims={LATENT},
-        head_dim_pairs={LATENT_PAIR},
-        chunked_prefix=True,
-        lse=True,
-        cuda_graph="full",
-        finite_tail=True,
-    )
-    prefill = frozenset({Phase.PREFILL})
-    hopper = replace(
-        blackwell,
-        archs=HOPPER,
-        phases=prefill,
-        note="fa4 has no absorbed MLA on Hopper: name another decode backend",
-    )
-    fp4 = replace(
-        blackwell,
-        archs=BLACKWELL | HOPPER,
-        kv_dtypes=FP4,
-        phases=prefill,
-        note="fa4 reads an FP4 cache in prefill only: name another decode backend",
-    )
-    return [blackwell, hopper, fp4]
+    """Return FlashAttention-4's MLA row: absorbed attention on Blackwell."""
+    return [
+        Capabilities(
+            kind="mla",
+            device="cuda",
+            archs=BLACKWELL,
+            requires=["flash-attn-4>=4.0.0b18"],
+            dtypes=HALF,
+            kv_dtypes=HALF,
+            priority=5,
+            page_sizes={1},
+            head_dims={LATENT},
+            head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
+            encoder=True,  # ragged, without causal order
+            chunked_prefix=True,
+            lse=True,
+            cuda_graph="full",
+            finite_tail=True,
+        )
+    ]
 
 
 def nsa() -> Sequence[Capabilities]:

@@ -1,0 +1,207 @@
+"""fa4: FlashAttention-4 over the paged cache, one kernel for prefill, decode and chains."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from attn_core.backend import AttentionBackend, BackendConfig, Output
+from attn_core.backends.layer_class import LayerClass
+from attn_core.errors import BackendError
+from attn_core.forward import AttentionLayer, ForwardBatch
+from attn_core.kv_cache import LayerCache
+from attn_core.page_table import split_pages
+from attn_core.refusals import refuse_call, refuse_layer
+from torch import Tensor
+
+from attn_nvidia.building import building
+from attn_nvidia.no_keys import no_keys
+from attn_nvidia.windows import refuse_window
+
+Plans = Mapping[LayerClass, dict[str, Any]]  # arguments that all layers of a class share
+Variant = tuple[LayerClass, bool, bool, bool]  # paged, causal, with log-sum-exp
+
+_LATENT = 512  # the layers of an MLA model that lie in its cache; others are ragged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """What every call of one layer is given."""
+
+    which: LayerClass
+    arguments: dict[str, Any]
+
+
+class FA4(AttentionBackend):
+    """Every pass is one call of the forward function beneath flash_attn_varlen_func.
+
+    The public function takes no `out` and prepares a backward pass. Its kernels are compiled on
+    first use: per head dims, mask, group size, soft cap, and with or without a log-sum-exp.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        # neither has stubs; `flash_attn` may be another distribution's package as well
+        interface: Any = importlib.import_module("flash_attn.cute.interface")
+        self._mods: Any = importlib.import_module("flash_attn.cute.utils")
+        self._attend = interface._flash_attn_fwd
+        self._latent = config.row.kind == "mla"
+        sizes = [p for p in config.row.page_sizes if config.page_size % p == 0]
+        self._page = max(sizes, default=config.page_size)
+        self._layers = {layer: self._prepare(layer) for layer in config.layers}
+        self._classes = {
+            x.which
+            for layer, x in self._layers.items()
+            if not self._latent or layer.v_head_dim == _LATENT
+        }
+        self._built: set[Variant] = set()
+
+    def _prepare(self, layer: AttentionLayer) -> _Layer:
+        refuse_layer(self.config, layer)
+        refuse_window(self.config.name, layer)
+        arguments: dict[str, Any] = {"softmax_scale": layer.scale}
+        if layer.logit_cap is not None:
+            # what `softcap` does, made once: the library would make and hash it in every call
+            arguments["score_mod"] = self._mods.create_softcap_scoremod(layer.logit_cap)
+        if layer.sinks is not None:
+            arguments["learnable_sink"] = layer.sinks.to(torch.bfloat16)  # all that it takes
+        if layer.sliding_window is not None:
+            arguments["window_size_left"] = layer.sliding_window - 1
+        return _Layer(LayerClass.of(layer), arguments)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+        """Collect what the layers of a class share; large pages are named as the kernel's."""
+        tables: dict[str, Tensor] = {}
+        plans: dict[LayerClass, dict[str, Any]] = {}
+        for which in self._classes:
+            view = batch.views.get(which.view)
+            if view is None:
+                continue
+            if which.view not in tables:
+                tables[which.view] = split_pages(view.page_table, self.config.page_size, self._page)
+            table = tables[which.view]
+            plans[which] = {
+                "cu_seqlens_q": batch.cu_seqlens_q,
+                "seqused_k": view.seq_lens,
+                "page_table": table,
+                "max_seqlen_q": batch.max_q_len,
+                "max_seqlen_k": table.shape[1] * self._page,
+                "causal": which.causal,
+            }
+        return plans
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Do nothing: a captured pass reads the batch's own tensors, or its plan's page table."""
+
+    init_forward_metadata_capture_cuda_graph = init_forward_metadata
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
+        """Split the pages again, where they are not the kernel's."""
+        if self._page == self.config.page_size:
+            return
+        for which, held in metadata.items():
+            table = batch.views[which.view].page_table
+            held["page_table"].copy_(split_pages(table, self.config.page_size, self._page))
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the cache, which holds the new tokens already; k and v are not read."""
+        if topk_indices is not None:
+            refuse_call(self.config, return_lse=return_lse, sparse=True)
+        mine = self._layers.get(layer) or self._adopt(layer)
+        plan = metadata.get(mine.which)
+        if plan is None:
+            raise BackendError(
+                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
+                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
+            )
+        keys, values = cache.k, cache.v
+        if self._page != self.config.page_size:
+            keys = keys.view(-1, self._page, *keys.shape[2:])
+            if values is not None:
+                values = values.view(-1, self._page, *values.shape[2:])
+        if not self._latent:
+            return self._call(mine, True, q, keys, values, out, return_lse, plan)
+        # K is the rope part, the latent is V and joins the logits: four views, no copy
+        cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
+        (q_latent, q_rope), (latent, rope) = (x.split_with_sizes(cut, -1) for x in (q, keys))
+        return self._call(mine, True, q_rope, rope, latent, out, return_lse, plan, qv=q_latent)
+
+    forward_decode = forward_extend  # decode is the same by another plan
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache; nothing is planned."""
+        mine = self._layers.get(layer) or self._adopt(layer)
+        refuse_window(self.config.name, layer, causal=causal)
+        if not k.shape[0]:
+            return no_keys(q, layer, out, return_lse)
+        plan = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k,
+            "causal": causal,
+        }
+        return self._call(mine, False, q, k, v, out, return_lse, plan)
+
+    def _adopt(self, layer: AttentionLayer) -> _Layer:
+        """Prepare a layer that the config does not list; one of a planned class runs as well."""
+        self._layers[layer] = mine = self._prepare(layer)
+        return mine
+
+    def _call(
+        self,
+        mine: _Layer,
+        paged: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor | None,
+        return_lse: bool,
+        plan: dict[str, Any],
+        **more: Tensor,
+    ) -> Output:
+        variant = (mine.which, paged, plan["causal"], return_lse)
+        attend = self._attend if variant in self._built else partial(self._compile, variant)
+        got, lse = attend(q, k, v, out=out, return_lse=return_lse, **mine.arguments, **plan, **more)
+        if not return_lse:
+            return got if out is None else out
+        # beside qv the library lays heads out innermost
+        return got if out is None else out, lse if more else lse.T
+
+    def _compile(self, variant: Variant, *tensors: Tensor | None, **arguments: Any) -> Any:
+        """Call for the first time, which compiles unless another backend has done it."""
+        with building(f"a kernel of fa4 for {variant}"):
+            result = self._attend(*tensors, **arguments)
+        self._built.add(variant)
+        return result

@@ -1,0 +1,293 @@
+"""Standard attention by FlashInfer: fa2, fa3 and CUDA-core decode over one paged cache."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from attn_core.backend import AttentionBackend, BackendConfig, Output
+from attn_core.backends.layer_class import LayerClass
+from attn_core.errors import BackendError, UnsupportedError
+from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.kv_cache import STORES, LayerCache
+from attn_core.refusals import refuse_call, refuse_layer
+from torch import Tensor
+
+from attn_nvidia import workspace_bytes
+from attn_nvidia.flashinfer.csr import query_lengths
+from attn_nvidia.flashinfer.kernels import (
+    Lengths,
+    choose,
+    fixed_bytes,
+    fixed_split,
+    fp8,
+    graph_splits,
+    schedule_bytes,
+)
+from attn_nvidia.flashinfer.ragged import Ragged
+from attn_nvidia.flashinfer.tables import Places, Table
+from attn_nvidia.flashinfer.tree import loose_window
+from attn_nvidia.flashinfer.wrappers import Planned, Pool, Shape, Static
+from attn_nvidia.workspace import workspace
+
+LN_2 = math.log(2)  # the kernels' log-sum-exp has base 2
+_EMPTY = -3e4  # theirs of a query without keys is -5e4 in base 2 (flashinfer::math::inf)
+_EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
+
+Class = tuple[LayerClass, float]  # and the soft cap, 0 = none
+
+
+class Plan(NamedTuple):
+    """How the layers of one class run in a pass; empty: some query may have no key."""
+
+    run: Callable[..., Any]
+    empty: bool
+    planned: Planned
+    table: Table
+
+
+class Plans(dict[Class, Plan]):
+    """The plan of a pass, per class of layers; while it lives, its wrappers are its own."""
+
+
+class FlashInfer(AttentionBackend):
+    """Plans each class of layers on the host, once per pass; then one kernel call per layer."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        cuda = config.device.type == "cuda"
+        if cuda and config.arch is None:
+            major, minor = torch.cuda.get_device_capability(config.device)
+            config = replace(config, arch=f"sm{major}{minor}")
+        super().__init__(config)
+        for layer in config.layers:
+            refuse_layer(config, layer)
+            _refuse(layer)
+        library: Any = importlib.import_module("flashinfer")
+        self._library, self._pool = library, Pool(library)
+        self._classes = {_class_of(layer) for layer in config.layers}
+        self._processors = 132  # of a Hopper, where there is no device to ask
+        if cuda:
+            properties = torch.cuda.get_device_properties(config.device)
+            self._processors = properties.multi_processor_count
+        self._bytes = max(
+            (self._workspace_bytes(which) for which, _ in self._classes),
+            default=workspace_bytes.RECOMMENDED,
+        )
+        self._fp8, self._places = fp8(config), Places(config.device)
+        self._ragged = Ragged(config, library, self._processors, self._bytes)
+
+    def _workspace_bytes(self, which: LayerClass) -> int:
+        heads = (which.num_q_heads, which.num_kv_heads)
+        room = workspace_bytes.flashinfer(self._processors, *heads, which.v_head_dim)
+        return max(room, fixed_bytes(self.config, which) if self.config.deterministic else 0)
+
+    def _workspace(self) -> Tensor:
+        return workspace(self.config.device, "flashinfer", self._bytes)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+        """Plan every class of layers; asks the device for lengths that the batch lacks."""
+        return self._plan(batch, captured=False)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create nothing yet: a capture's page table says how large its buffers are."""
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
+        """Plan into buffers of this capture's own."""
+        return self._plan(batch, captured=True)
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
+        """Refill the buffers of a capture and schedule the lengths of a replay."""
+        queries = query_lengths(batch)
+        for table in {id(plan.table): plan.table for plan in metadata.values()}.values():
+            table.fill(batch, queries, self._places)
+        for plan in metadata.values():
+            self._fill(plan.planned, plan.table, batch)
+
+    def _plan(self, batch: ForwardBatch, *, captured: bool) -> Plans:
+        plans, tables = Plans(), dict[tuple[str, int | None], Table]()
+        if not batch.num_tokens:
+            return plans
+        queries, room = query_lengths(batch), self._workspace()
+        for which, cap in self._classes:
+            if which.view not in batch.views:
+                continue
+            at = which.view, which.window
+            if at not in tables:
+                page_size = self.config.page_size
+                tables[at] = Table(*at, batch, page_size=page_size, static=captured)
+                tables[at].fill(batch, queries, self._places)
+            table = tables[at]
+            shape = self._shape(which, cap, batch, queries, table, room if captured else None)
+            if captured:
+                size = schedule_bytes(which, batch.batch_size, batch.num_tokens, self._processors)
+                schedule = torch.empty(size, dtype=torch.uint8, device=room.device)
+                static = Static(table.device, table.indices, table.mask, schedule)
+                planned = Planned(self._library, shape, room, static)
+            else:
+                planned = self._pool.lease(shape, room, plans)
+            self._fill(planned, table, batch)
+            empty = not which.causal and (captured or not table.keys.all())
+            plans[which, cap] = Plan(planned.run, empty, planned, table)
+        return plans
+
+    def _fill(self, planned: Planned, table: Table, batch: ForwardBatch) -> None:
+        device, indices = table.device, table.indices
+        planned.plan(table.host, device, indices, batch.num_tokens, table.mask)
+
+    def _shape(
+        self,
+        which: LayerClass,
+        cap: float,
+        batch: ForwardBatch,
+        queries: Lengths,
+        table: Table,
+        room: Tensor | None,
+    ) -> Shape:
+        """Say what a wrapper is planned for; room: the workspace of a captured pass."""
+        config, mode, masked = self.config, batch.forward_mode, table.mask is not None
+        window_left = -1 if which.window is None else which.window - 1
+        if masked and which.window is not None and batch.spec is not None:
+            window_left = loose_window(which.window, batch.spec.num_draft_tokens)
+        even, split, fixed = mode in _EVEN_MODES, True, None
+        if config.deterministic:
+            fixed = fixed_split(config, which) if even and room is None else None
+            split = fixed is not None
+        elif room is not None:
+            size = (batch.batch_size, batch.num_tokens, self._processors)
+            split = graph_splits(which, *size, room.numel())
+        return Shape(
+            kernel=choose(
+                config,
+                which,
+                mode,
+                queries,
+                table.keys,
+                masked=masked,
+                processors=self._processors,
+            ),
+            num_q_heads=which.num_q_heads,
+            num_kv_heads=which.num_kv_heads,
+            head_dim=which.head_dim,
+            v_head_dim=which.v_head_dim,
+            page_size=config.page_size,
+            causal=which.causal and not masked,
+            window_left=window_left,
+            logit_cap=cap,
+            masked=masked,
+            fixed_split=fixed,
+            split=split,
+            q_dtype=STORES[config.dtype],
+            kv_dtype=STORES[config.kv_cache_dtype],
+        )
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the cache, which holds the new tokens already; k and v are not read."""
+        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        q, mine, lse = _outputs(q, layer, out, return_lse=return_lse)
+        plan = metadata.get(_class_of(layer))
+        if plan is not None:
+            keys, values = cache.k, cache.v
+            assert values is not None
+            if cache.layout == "HND":
+                keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+            scale, v_scale = layer.scale, None
+            if self._fp8:
+                scale, v_scale = scale * cache.k_scale, cache.v_scale
+            # plans have a scale of 1, which k_scale multiplies: layers may differ in theirs
+            plan.run(
+                q,
+                (keys, values),
+                k_scale=scale,
+                v_scale=v_scale,
+                out=mine,
+                lse=lse,
+                return_lse=return_lse,
+            )
+            if lse is not None:
+                lse.mul_(LN_2)
+                if plan.empty:
+                    lse.masked_fill_(lse < _EMPTY, -torch.inf)
+        elif batch.num_tokens:
+            raise BackendError(
+                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
+                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
+            )
+        if out is not None and mine is not out:
+            mine = out.copy_(mine)
+        return mine if lse is None else (mine, lse)
+
+    forward_decode = forward_extend  # decode is the same by another plan
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache; plans where the lengths are new, so it reads them on the host."""
+        refuse_call(self.config, return_lse=return_lse)
+        _refuse(layer, causal=causal)
+        q, mine, lse = _outputs(q, layer, out, return_lse=return_lse)
+        if q.shape[0]:
+            which = LayerClass.of(layer, causal=causal)
+            run, empty = self._ragged.plan(which, layer, cu_seqlens_q, cu_seqlens_k)
+            k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+            run(q, k, v, out=mine, lse=lse, return_lse=return_lse)
+            if lse is not None:
+                lse.mul_(LN_2)
+                if empty:
+                    lse.masked_fill_(lse < _EMPTY, -torch.inf)
+        if out is not None and mine is not out:
+            mine = out.copy_(mine)
+        return mine if lse is None else (mine, lse)
+
+
+def _class_of(layer: AttentionLayer) -> Class:
+    return LayerClass.of(layer), layer.logit_cap or 0.0
+
+
+def _outputs(
+    q: Tensor, layer: AttentionLayer, out: Tensor | None, *, return_lse: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return q with adjacent columns, and what is to be filled: `out` where it is contiguous."""
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if out is None or not out.is_contiguous():
+        out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+    lse = q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32) if return_lse else None
+    return q, out, lse
+
+
+def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:
+    causal = layer.is_causal if causal is None else causal
+    if layer.sliding_window is not None and (layer.is_cross or not causal):
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
+            "order; flashinfer windows only causal self-attention: unset the one or the other"
+        )

@@ -1,0 +1,288 @@
+"""flashinfer, MLA: the absorbed wrapper over the latent cache, and the ragged one for prefill."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attn_core.backend import AttentionBackend, BackendConfig, Output
+from attn_core.backends.layer_class import LayerClass
+from attn_core.errors import BackendError
+from attn_core.forward import DECODE_MODES, AttentionLayer, CacheView, ForwardBatch
+from attn_core.kv_cache import STORES, LayerCache
+from attn_core.refusals import refuse_call, refuse_layer
+from torch import Tensor
+
+from attn_nvidia import workspace_bytes
+from attn_nvidia.building import building
+from attn_nvidia.flashinfer.mla_plan import (
+    GraphPlan,
+    HostLengths,
+    OncePerPass,
+    Plan,
+    Wrapper,
+    Wrappers,
+    host_lengths,
+    list_pages,
+    refuse_too_many,
+    schedule,
+)
+from attn_nvidia.workspace import processors, workspace
+
+LATENT, ROPE = 512, 64
+LN2 = math.log(2)
+_NO_KEYS = -3e4  # an LSE below is that of no keys: -5e4 in log2 (math::inf of flashinfer 0.6.14)
+
+Key = tuple[LayerClass, float]  # what layers share a plan: their scale is part of it
+Plans = Mapping[Key, Plan]
+
+
+class FlashInferMLA(AttentionBackend):
+    """Latent attention by FlashInfer: fa3's kernels on Hopper, fa2's elsewhere, pages of any size.
+
+    Lengths are scheduled on the host, once per pass; wrappers are kept and planned anew.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        for layer in config.layers:
+            refuse_layer(config, layer)
+        mla: Any = importlib.import_module("flashinfer.mla")
+        prefill: Any = importlib.import_module("flashinfer.prefill")
+        self._family = {"sm90": "fa3", None: "auto"}.get(config.arch, "fa2")
+        self._new = mla.BatchMLAPagedAttentionWrapper
+        ragged = prefill.BatchPrefillWithRaggedKVCacheWrapper
+        self._wrappers = Wrappers(lambda scratch: self._new(scratch, backend=self._family))
+        self._ragged_wrappers = Wrappers(lambda scratch: ragged(scratch, backend=self._family))
+        self._ragged: OncePerPass[Plan] = OncePerPass()
+        absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
+        self._keys = tuple(dict.fromkeys((LayerClass.of(x), x.scale) for x in absorbed))
+        self._processors = processors(config.device)
+        self._static: dict[str, Tensor] = {}  # page lists of captured passes, per view
+        self._views: dict[int, tuple[LayerCache, list[Tensor]]] = {}
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+        """Plan every class of layers on the host; without host lengths it asks the device."""
+        self._ragged.clear()
+        plans: dict[Key, Plan] = {}
+        if not batch.num_tokens:
+            return plans
+        scratch = self._scratch()
+        known: dict[str, tuple[HostLengths, Tensor]] = {}
+        for which, scale in self._keys:
+            view = batch.views.get(which.view)
+            if view is None:
+                continue
+            if which.view not in known:
+                lengths = host_lengths(batch, view, self.config.page_size)
+                pages = torch.empty(lengths.pages, dtype=torch.int32, device=scratch.device)
+                list_pages(view, self.config.page_size, pages)
+                known[which.view] = lengths, pages
+            args = self._arguments(batch, which, scale, *known[which.view])
+            with building("flashinfer's MLA kernels"):
+                plans[which, scale] = self._wrappers.plan(scratch, *args)
+        return plans
+
+    def _scratch(self) -> Tensor:
+        nbytes = workspace_bytes.flashinfer_mla(self._processors)
+        return workspace(self.config.device, "flashinfer", nbytes)
+
+    def _arguments(
+        self, batch: ForwardBatch, which: LayerClass, scale: float, lens: HostLengths, pages: Tensor
+    ) -> tuple[object, ...]:
+        """List what BatchMLAPagedAttentionWrapper.plan takes, in its order."""
+        refuse_too_many(batch, which.num_q_heads)
+        causal = batch.forward_mode not in DECODE_MODES  # one query sees all keys anyway
+        dtypes = STORES[self.config.dtype], STORES[self.config.kv_cache_dtype]
+        host = (lens.qo_indptr, lens.kv_indptr, pages, lens.kv_len)
+        shape = (which.num_q_heads, LATENT, ROPE, self.config.page_size)
+        return (*host, *shape, causal, scale, *dtypes)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans | Mapping[Key, GraphPlan],
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the latent cache, which holds the new tokens already; k is not read."""
+        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        plan = metadata.get((LayerClass.of(layer), layer.scale))
+        if plan is None:
+            return _unplanned(q, layer, batch, out, return_lse)
+        q_latent, q_rope = aligned(q).split_with_sizes((LATENT, ROPE), -1)
+        latent, rope = self._pages(layer.layer_id, cache)
+        scale = cache.k_scale if self._fp8 else None
+        result: Output = plan.library.run(
+            q_latent,
+            q_rope,
+            latent,
+            rope,
+            out=out,
+            return_lse=return_lse,
+            return_lse_base_on_e=True,
+            ckv_scale=scale,
+            kpe_scale=scale,
+        )
+        return result
+
+    forward_decode = forward_extend  # decode is the same by another plan
+
+    def _pages(self, layer_id: int, cache: LayerCache) -> list[Tensor]:
+        """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
+        held = self._views.get(layer_id)
+        if held is None or held[0] is not cache:
+            views = cache.k.squeeze(2).split_with_sizes((LATENT, ROPE), -1)
+            held = self._views[layer_id] = (cache, views)
+        return held[1]
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache, heads of 192/128; planned once for all layers of a pass.
+
+        cu_seqlens are read on the host then, and must not be written to before the next pass is
+        planned.
+        """
+        refuse_call(self.config, return_lse=return_lse)
+        if not q.shape[0] or not k.shape[0]:  # nothing to plan
+            return nothing(q, v.shape[-1], out, return_lse)
+        shape = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+
+        def plan() -> Plan:
+            with building("flashinfer's ragged prefill kernels"):
+                return self._ragged_wrappers.plan(
+                    self._scratch(),
+                    cu_seqlens_q,
+                    cu_seqlens_k,
+                    *shape,
+                    causal=causal,
+                    sm_scale=layer.scale,
+                    q_data_type=q.dtype,
+                    kv_data_type=k.dtype,
+                )
+
+        more = (*shape, causal, layer.scale, q.dtype)
+        planned = self._ragged.get((cu_seqlens_q, cu_seqlens_k), more, plan)
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        result: Output = planned.library.run(q, k, v, out=out, return_lse=return_lse)
+        if isinstance(result, tuple):
+            lse = result[1].mul_(LN2)  # this wrapper returns log2
+            if not causal:  # a request whose prefix has no more chunks sees no key
+                lse.masked_fill_(lse < _NO_KEYS, -math.inf)
+        return result
+
+    # CUDA graphs: a wrapper of its own per captured pass, one page list for all of them.
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the page lists that captured passes share, where the longest length is known."""
+        pages = -(-self.config.max_seq_len // self.config.page_size)
+        for view in {which.view for which, _ in self._keys}:
+            self._page_list(view, max_bs * pages)
+
+    def _page_list(self, view: str, room: int) -> Tensor:
+        held = self._static.get(view)
+        if held is None or held.shape[0] < room:
+            held = torch.zeros(room, dtype=torch.int32, device=self.config.device)
+            self._static[view] = held
+        return held[:room]
+
+    def init_forward_metadata_capture_cuda_graph(
+        self, batch: ForwardBatch
+    ) -> Mapping[Key, GraphPlan]:
+        """Plan into static buffers; a graph serves every length that its page table has room for.
+
+        Lengths that are on the device alone are copied to the host.
+        """
+        plans, scratch, size = {}, self._scratch(), batch.batch_size
+        for which, scale in self._keys:
+            view = batch.views.get(which.view)
+            if view is None:
+                continue
+            pages = self._page_list(which.view, view.page_table.numel())
+            lengths = host_lengths(batch, view, self.config.page_size)
+            buffers = [pages.new_empty(size + n) for n in (1, 1, 0)]
+            library = self._new(
+                scratch,
+                use_cuda_graph=True,
+                qo_indptr=buffers[0],
+                kv_indptr=buffers[1],
+                kv_indices=pages,
+                kv_len_arr=buffers[2],
+                backend=self._family,
+            )
+            wrapper = Wrapper(library, scratch.device)
+            list_pages(view, self.config.page_size, pages[: lengths.pages])
+            # the list is in place already, so plan is given none to copy
+            args = self._arguments(batch, which, scale, lengths, pages[:0])
+            with building("flashinfer's MLA kernels"):
+                wrapper.plan(library.plan, *args)
+            plans[which, scale] = GraphPlan(library, wrapper, pages)
+        return plans
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Mapping[Key, GraphPlan]
+    ) -> None:
+        """List the pages and schedule anew: the one call of plan() whose result a kernel reads."""
+        lengths: dict[str, HostLengths] = {}
+        for (which, scale), plan in metadata.items():
+            view: CacheView = batch.views[which.view]
+            if which.view not in lengths:
+                known = host_lengths(batch, view, self.config.page_size)
+                list_pages(view, self.config.page_size, plan.pages[: known.pages])
+                lengths[which.view] = known
+            schedule(plan, self._arguments(batch, which, scale, lengths[which.view], plan.pages))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x [T, H, D] itself where kernels can load 16 bytes at a time, else a copy.
+
+    D is taken as a multiple of 16 bytes.
+    """
+    if not x.data_ptr() % 16:
+        if x.is_contiguous():
+            return x
+        unit = 16 // x.element_size()
+        if x.stride(2) == 1 and not (x.stride(0) % unit or x.stride(1) % unit):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def nothing(q: Tensor, v_dim: int, out: Tensor | None, return_lse: bool) -> Output:
+    """Return what queries see that see no key: zeros, and -inf."""
+    out = q.new_zeros(*q.shape[:2], v_dim) if out is None else out.zero_()
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+    return (out, lse) if return_lse else out
+
+
+def _unplanned(
+    q: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor | None, return_lse: bool
+) -> Output:
+    if not batch.num_tokens:
+        return nothing(q, layer.v_head_dim, out, return_lse)
+    raise BackendError(
+        f"layer {layer.layer_id} (view {layer.view!r}, scale {layer.scale:g}) was not planned: its "
+        "class is not in BackendConfig.layers or the batch has no such view"
+    )

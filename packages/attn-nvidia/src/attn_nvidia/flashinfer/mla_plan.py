@@ -1,0 +1,200 @@
+"""What FlashInfer's MLA plans are made of: lengths on the host, page lists, wrappers for hire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attn_core.errors import UnsupportedError
+from attn_core.forward import DECODE_MODES, CacheView, ForwardBatch
+from attn_core.page_table import PageCsr, to_csr
+from torch import Tensor
+
+T = TypeVar("T")
+Lengths = npt.NDArray[np.int32]  # numpy, whose calls cost a tenth of torch's on a few numbers
+
+# A plan has room for 16384 pieces of work and does not check it (MLAPlan in attention/scheduler.cuh
+# of flashinfer 0.6.14): one per tile of queries, and at most one more per multiprocessor.
+_MOST_TILES = 16384 - 256
+_MOST_KEPT = 16  # plans of ragged calls in a pass: one per chunk of a prefix
+
+
+@dataclass(frozen=True, eq=False)
+class HostLengths:
+    """What the library schedules by, on the host, int32: qo_indptr, kv_indptr [B + 1], kv_len [B].
+
+    kv_indptr counts pages; there are `pages` of all requests together.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_len: Tensor
+    pages: int
+
+
+def host_lengths(batch: ForwardBatch, view: CacheView, page_size: int) -> HostLengths:
+    """Return the lengths of a pass; those that the batch has on the device alone are copied."""
+    known = view.seq_lens_host
+    kv_len = view.seq_lens.cpu().numpy() if known is None else np.array(known, dtype=np.int32)
+    pages = kv_len if page_size == 1 else (kv_len + (page_size - 1)) // page_size
+    qo_indptr, kv_indptr = _qo_indptr(batch), _indptr(pages)
+    return HostLengths(*map(torch.from_numpy, (qo_indptr, kv_indptr, kv_len)), int(kv_indptr[-1]))
+
+
+def _qo_indptr(batch: ForwardBatch) -> Lengths:
+    if batch.forward_mode in DECODE_MODES:
+        return np.arange(batch.batch_size + 1, dtype=np.int32)
+    if batch.query_lens_host is None:
+        ends: Lengths = batch.cu_seqlens_q.cpu().numpy()
+        return ends
+    return _indptr(np.array(batch.query_lens_host, dtype=np.int32))
+
+
+def _indptr(counts: Lengths) -> Lengths:
+    indptr = np.zeros(counts.shape[0] + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def list_pages(view: CacheView, page_size: int, into: Tensor) -> None:
+    """Fill `into`, int32 [N], with the pages of all requests in order; N may exceed their number.
+
+    Never syncs.
+    """
+    fill = _in_one_launch if into.device.type == "cuda" else _in_many
+    fill(view, page_size, into)
+
+
+def _in_one_launch(view: CacheView, page_size: int, into: Tensor) -> None:
+    # imported here, since a machine without a GPU may have no Triton
+    from attn_core.backends.triton.csr import fill_csr
+
+    batch = view.seq_lens.shape[0]
+    room = torch.empty(2 * batch + 1, dtype=torch.int32, device=into.device)
+    csr = PageCsr(room[: batch + 1], into, room[batch + 1 :])
+    fill_csr(csr, view.page_table, view.seq_lens, page_size)
+
+
+def _in_many(view: CacheView, page_size: int, into: Tensor) -> None:
+    into.copy_(to_csr(view.page_table, view.seq_lens, page_size, num_pages=into.shape[0]).indices)
+
+
+def refuse_too_many(batch: ForwardBatch, heads: int) -> None:
+    """Raise UnsupportedError for a pass that needs more work items than a plan has room for."""
+    rows = batch.num_tokens * heads
+    tile = 128 if rows > 64 * batch.batch_size else 64
+    if rows // tile + batch.batch_size <= _MOST_TILES:
+        return
+    most = (_MOST_TILES - batch.batch_size) * tile // heads
+    raise UnsupportedError(
+        f"flashinfer: {batch.num_tokens} query tokens of {heads} heads in one absorbed pass (a "
+        f"plan has room for about {most}); prefill in smaller chunks"
+    )
+
+
+class Wrapper:
+    """A wrapper of the library, and when its pinned buffer may be written to again."""
+
+    __slots__ = ("_copied", "library")
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        self.library = library
+        cuda = device.type == "cuda"
+        self._copied = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # torch has no annotation here
+
+    def plan(self, call: Callable[..., object], *args: object, **more: object) -> None:
+        """Call a plan of this wrapper, which fills its pinned buffer and enqueues the copy of it.
+
+        With lengths from the host nothing in the library waits for the copy before: where the
+        device lags a pass behind, a plan would overwrite what has not been copied yet.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        call(*args, **more)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class Plan:
+    """A planned wrapper. While it lives no other pass plans that wrapper; then it goes back."""
+
+    __slots__ = ("_home", "_wrapper", "library")
+
+    def __init__(self, wrapper: Wrapper, home: list[Wrapper]) -> None:
+        self.library = wrapper.library
+        self._wrapper, self._home = wrapper, home
+
+    def __del__(self) -> None:
+        self._home.append(self._wrapper)
+
+
+class Wrappers:
+    """Wrappers for hire: they own pinned memory, so making one takes milliseconds."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        self._make = make
+        self._free: dict[int, list[Wrapper]] = {}
+
+    def plan(self, scratch: Tensor, *args: object, **more: object) -> Plan:
+        """Plan a free wrapper, or a new one, over `scratch`; the arguments are the library's."""
+        free = self._free.setdefault(scratch.data_ptr(), [])
+        wrapper = free.pop() if free else Wrapper(self._make(scratch), scratch.device)
+        wrapper.plan(wrapper.library.plan, *args, **more)
+        return Plan(wrapper, free)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPlan:
+    """A planned wrapper of a captured pass, and the static page list that it reads."""
+
+    library: Any
+    wrapper: Wrapper
+    pages: Tensor
+
+
+def schedule(plan: GraphPlan, arguments: tuple[object, ...]) -> None:
+    """Plan a captured wrapper again, in static buffers, as its own plan does at its end."""
+    qo_indptr, kv_indptr, _, kv_len, heads, latent, _, _, causal, *_ = arguments
+    library = plan.library
+    module = getattr(library, "_cached_module", None)
+    if module is None:  # flashinfer 0.6.14 has these names; others plan by the front door
+        plan.wrapper.plan(library.plan, *arguments)
+        return
+    buffers = (
+        library._float_workspace_buffer,
+        library._int_workspace_buffer,
+        library._pin_memory_int_workspace_buffer,
+    )
+    host = (qo_indptr, kv_indptr, kv_len)
+    plan.wrapper.plan(module.plan, *buffers, *host, heads, latent, causal)
+
+
+class OncePerPass(Generic[T]):
+    """Values that depend on the cumulative lengths of ragged calls, made once in a pass.
+
+    A pass hands the same tensors to all its layers and does not write to them meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Sequence[Tensor], Sequence[int], Hashable, T]] = []
+
+    def clear(self) -> None:
+        """Forget all values: a pass begins."""
+        self._made.clear()
+
+    def get(self, of: Sequence[Tensor], more: Hashable, make: Callable[[], T]) -> T:
+        """Return the value made of these tensors, and of `more`, in this pass."""
+        versions = [0 if t.is_inference() else t._version for t in of]
+        for tensors, then, also, value in self._made:
+            same = all(a is b for a, b in zip(tensors, of, strict=True))
+            if same and then == versions and also == more:
+                return value
+        if len(self._made) == _MOST_KEPT:  # a caller that never begins a pass
+            del self._made[0]
+        value = make()
+        self._made.append((of, versions, more, value))
+        return value

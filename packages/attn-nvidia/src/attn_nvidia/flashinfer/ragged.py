@@ -1,0 +1,129 @@
+"""Attention without a cache by FlashInfer's ragged wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from attn_core.backend import BackendConfig
+from attn_core.backends.layer_class import LayerClass
+from attn_core.errors import UnsupportedError
+from attn_core.forward import AttentionLayer
+from attn_core.kv_cache import STORES
+from torch import Tensor
+
+from attn_nvidia.building import building
+from attn_nvidia.flashinfer.kernels import FA3_DIMS, faster_prefill
+from attn_nvidia.flashinfer.wrappers import Copy
+from attn_nvidia.workspace import workspace
+
+
+class Recent:
+    """Tells whether lengths are the unchanged tensors of the last call, without reading them."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[tuple[Tensor, int], ...] = ()
+
+    def same(self, *lengths: Tensor) -> bool:
+        """Say whether these were given last time and nothing was written to them since."""
+        if any(x.is_inference() for x in lengths):  # they count no changes
+            self._seen = ()
+            return False
+        now = tuple((x, x._version) for x in lengths)
+        same = len(now) == len(self._seen) and all(
+            a is b and m == n for (a, m), (b, n) in zip(now, self._seen, strict=True)
+        )
+        self._seen = now
+        return same
+
+
+class _Key(NamedTuple):
+    kernel: str
+    which: LayerClass
+    cap: float
+    scale: float
+    workspace: int
+
+
+class _Planned:
+    """A wrapper, and the lengths that it was planned for last."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper, self.empty = wrapper, False
+        self.copy = Copy(wrapper.device)
+
+
+class Ragged:
+    """Keeps one wrapper per class of layers; the layers of a tower share the plan of the first."""
+
+    def __init__(
+        self, config: BackendConfig, library: Any, processors: int, workspace_bytes: int
+    ) -> None:
+        self._config, self._library = config, library
+        self._processors, self._bytes = processors, workspace_bytes
+        self._held: dict[_Key, _Planned] = {}
+        self._recent = Recent()
+        self._lengths: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self._of_last: set[_Key] = set()
+
+    def plan(
+        self, which: LayerClass, layer: AttentionLayer, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+    ) -> tuple[Callable[..., Any], bool]:
+        """Return what runs layers of this class, and whether some query has no key.
+
+        cu_seqlens int32 [B + 1]. Reads them on the host, unless they are those of the last call.
+        Raises UnsupportedError for a causal request with fewer keys than queries.
+        """
+        self._read(cu_seqlens_q, cu_seqlens_k)
+        qo_indptr, kv_indptr = self._lengths
+        queries, keys = (x.diff().numpy() for x in (qo_indptr, kv_indptr))
+        plain = (which.head_dim, which.v_head_dim) in FA3_DIMS and which.window is None
+        kernel = "fa2"
+        if self._config.arch == "sm90" and plain:
+            kernel = "fa3"
+            if not self._config.deterministic:
+                kernel = faster_prefill(which, queries, keys, self._processors)
+        room = workspace(self._config.device, "flashinfer", self._bytes)
+        cap = layer.logit_cap or 0.0
+        key = _Key(kernel, which, cap, layer.scale, room.data_ptr())
+        planned = self._held.get(key)
+        if planned is not None and key in self._of_last:
+            return planned.wrapper.run, planned.empty
+        if which.causal and (keys < queries).any():
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: causal attention with fewer keys than queries, the first "
+                "queries see nothing; flashinfer gives them a mean of all values: cut them off"
+            )
+        if planned is None:
+            wrap = self._library.BatchPrefillWithRaggedKVCacheWrapper
+            planned = self._held[key] = _Planned(wrap(room, "NHD", backend=kernel))
+        planned.copy.wait()
+        dtype = STORES[self._config.dtype]
+        with building(f"flashinfer {kernel}, ragged, {dtype}, head dim {which.head_dim}"):
+            planned.wrapper.plan(
+                qo_indptr,
+                kv_indptr,
+                which.num_q_heads,
+                which.num_kv_heads,
+                which.head_dim,
+                head_dim_vo=which.v_head_dim,
+                causal=which.causal,
+                window_left=-1 if which.window is None else which.window - 1,
+                logits_soft_cap=cap,
+                sm_scale=layer.scale,
+                q_data_type=dtype,
+                disable_split_kv=self._config.deterministic,
+            )
+        planned.copy.begun()
+        planned.empty = not keys.all()
+        self._of_last.add(key)
+        return planned.wrapper.run, planned.empty
+
+    def _read(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+        """Copy both to the host, unless they are those of the last call."""
+        if not self._recent.same(cu_seqlens_q, cu_seqlens_k):
+            both = torch.cat((cu_seqlens_q, cu_seqlens_k)).cpu()
+            size = cu_seqlens_q.shape[0]
+            self._lengths = both[:size], both[size:]
+            self._of_last = set()

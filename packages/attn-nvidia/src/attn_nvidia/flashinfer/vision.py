@@ -1,0 +1,128 @@
+"""Vision towers by cuDNN's attention, through FlashInfer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from attn_core.backend import AttentionBackend, BackendConfig, Output
+from attn_core.errors import UnsupportedError
+from attn_core.forward import AttentionLayer, ForwardBatch
+from attn_core.kv_cache import LayerCache
+from attn_core.refusals import refuse_call, refuse_layer
+from torch import Tensor
+
+from attn_nvidia.building import building
+from attn_nvidia.flashinfer.ragged import Recent
+from attn_nvidia.workspace import workspace
+from attn_nvidia.workspace_bytes import RECOMMENDED
+
+_ROUND = 64  # tokens: cuDNN builds a graph per longest sequence, so few different ones are asked
+
+
+class Cudnn(AttentionBackend):
+    """Attention without a cache; the requests are named by offsets, nothing is planned."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        for layer in config.layers:
+            refuse_layer(config, layer)
+        library: Any = importlib.import_module("flashinfer.cudnn")
+        self._recent, self._strides = Recent(), tuple[int, ...]()
+        self._found: Mapping[str, Tensor] = {}
+        self._attend: Any = library.cudnn_batch_prefill_with_kv_cache
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Raise UnsupportedError: a vision tower has no passes over a cache."""
+        self._refuse()
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: None,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Raise UnsupportedError, as init_forward_metadata does."""
+        self._refuse()
+
+    forward_decode = forward_extend
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.config.name} was created for a vision tower, which has no cache; its layers "
+            "go through forward_ragged"
+        )
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache; no length is read on the host."""
+        refuse_call(self.config, return_lse=return_lse)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        shape = (q.shape[0], layer.num_q_heads, layer.v_head_dim)
+        mine = out if out is not None and out.is_contiguous() else q.new_empty(shape)
+        if q.shape[0]:
+            places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, mine))
+            with building(f"{self.config.name}, cuDNN attention"):
+                self._attend(
+                    q,
+                    k,
+                    v,
+                    layer.scale,
+                    workspace(q.device, "cudnn", RECOMMENDED),
+                    max_token_per_sequence=-(-max_q // _ROUND) * _ROUND,
+                    max_sequence_kv=-(-max_k // _ROUND) * _ROUND,
+                    causal=causal,
+                    return_lse=False,
+                    out=mine,
+                    **places,
+                )
+        if out is not None and mine is not out:
+            mine = out.copy_(mine)
+        return mine
+
+    def _places(
+        self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tensors: tuple[Tensor, ...]
+    ) -> Mapping[str, Tensor]:
+        """Return the lengths [B, 1, 1, 1], and where requests begin, in elements [B + 1, 1, 1, 1].
+
+        tensors: q, k, v and the output. The layers of a tower share what the first one got.
+        """
+        strides = tuple(x.stride(0) for x in tensors)
+        same = self._recent.same(cu_seqlens_q, cu_seqlens_k)
+        if not same or strides != self._strides:
+            large = any(x.shape[0] * x.stride(0) >= 1 << 31 for x in tensors)
+            dtype = torch.int64 if large else torch.int32
+            q, k = (x.view(-1, 1, 1, 1).to(dtype) for x in (cu_seqlens_q, cu_seqlens_k))
+            self._strides = strides
+            self._found = {
+                "actual_seq_lens_q": q.diff(dim=0).int(),
+                "actual_seq_lens_kv": k.diff(dim=0).int(),
+                "batch_offsets_q": q * strides[0],
+                "batch_offsets_k": k * strides[1],
+                "batch_offsets_v": k * strides[2],
+                "batch_offsets_o": q * strides[3],
+            }
+        return self._found
