@@ -1,0 +1,46 @@
+"""Where the vendors' wheels lie unpacked, and which versions are expected there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from signatures import Sources
+
+HERE = pathlib.Path(__file__).parent
+RECORDED = HERE / "recorded"  # signatures of what is on no index
+VENDOR = HERE.parent / "emulators" / "vendor"
+HELPERS = frozenset({"attn_reference", "fa3_leaf", "flash_mla_leaf"})  # theirs alone
+MISSING = (
+    "the vendors' wheels are not here: `nox -s contracts` downloads and unpacks them, "
+    "ATTN_WHEELS names a folder that holds them"
+)
+
+
+def pinned() -> dict[str, str]:
+    """Return distribution → version of wheels.txt."""
+    lines = (line.split("#")[0].strip() for line in (HERE / "wheels.txt").open())
+    return dict(line.split("==") for line in lines if line)
+
+
+def folders() -> list[pathlib.Path]:
+    """List the folders of ATTN_WHEELS, each an unpacked wheel; [] where it is not set."""
+    given = os.environ.get("ATTN_WHEELS")
+    return sorted(p for p in pathlib.Path(given).iterdir() if p.is_dir()) if given else []
+
+
+def version_of(folder: pathlib.Path, distribution: str) -> str | None:
+    """Return the version of a distribution whose dist-info lies in a folder."""
+    stem = distribution.replace("-", "_")
+    infos = [p.name for p in folder.glob("*.dist-info") if p.name.startswith(f"{stem}-")]
+    return infos[0].removeprefix(f"{stem}-").removesuffix(".dist-info") if infos else None
+
+
+def libraries() -> Sources:
+    """Return the sources of all the wheels, and what stands for those that are on no index."""
+    return Sources((*folders(), RECORDED))
+
+
+def emulators() -> Sources:
+    """Return the sources of the emulators."""
+    return Sources((VENDOR,))

@@ -1,0 +1,55 @@
+"""The script that runs device tests under compute-sanitizer, with a checker that only prints."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+SCRIPT = pathlib.Path(__file__).parent / "sanitize.py"
+
+
+def run(folder, *arguments):
+    env = {k: v for k, v in os.environ.items() if k != "CUDA_HOME"} | {"PATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], env=env, capture_output=True, text=True
+    )
+
+
+def fake(folder, code):
+    path = folder / "compute-sanitizer"
+    path.write_text(f'#!/bin/sh\necho "$@" "$PYTORCH_NO_CUDA_MEMORY_CACHING"\nexit {code}\n')
+    path.chmod(0o755)
+
+
+def test_the_tests_run_under_the_checker(tmp_path):
+    fake(tmp_path, 1)
+    done = run(tmp_path, "fa3", "flashmla", "--", "--maxfail=3")
+    assert done.returncode == 1, "what the checker found"
+    assert done.stdout.startswith("--tool memcheck --error-exitcode 1 --target-processes all")
+    assert "(TestFA3 or TestFlashMLA) and (" in done.stdout
+    assert done.stdout.rstrip().endswith("--maxfail=3 1")
+
+
+def test_a_missing_checker_is_said(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 2
+    assert "CUDA toolkit" in done.stderr
+
+
+def test_an_unknown_backend_is_said(tmp_path):
+    fake(tmp_path, 0)
+    done = run(tmp_path, "fa33")
+    assert done.returncode == 1
+    assert "fa33: no such backend" in done.stderr
+
+
+def test_every_class_of_the_device_tests_is_known():
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import sanitize
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    for name in ("test_nvidia.py", "test_triton.py"):
+        text = (SCRIPT.parent / name).read_text()
+        classes = {line.split("(")[0][6:] for line in text.splitlines() if "class Test" in line}
+        assert classes <= set(sanitize.CLASSES.values())

@@ -1,0 +1,26 @@
+"""Let each test import the emulated vendor libraries, and nothing outside it."""
+
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+VENDOR = pathlib.Path(__file__).parent / "vendor"
+
+
+@pytest.fixture(autouse=True)
+def vendor(monkeypatch):
+    """Put vendor/ first on sys.path; afterwards its modules are gone and real ones are back."""
+    monkeypatch.syspath_prepend(str(VENDOR))
+    importlib.invalidate_caches()
+    real = _taken_out()
+    yield VENDOR
+    _taken_out()
+    sys.modules.update(real)
+
+
+def _taken_out():
+    emulated = {p.stem for p in VENDOR.iterdir()}
+    names = [m for m in sys.modules if m.partition(".")[0] in emulated]
+    return {name: sys.modules.pop(name) for name in names}

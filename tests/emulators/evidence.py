@@ -1,0 +1,106 @@
+"""Write evidence of level "emulated": `python tests/emulators/evidence.py [NAME ...]`.
+
+Runs the suites of this folder, all or those of the named backends, and writes one file per
+backend, kind and device into attn-nvidia's evidence/ folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import pytest
+from attn_core.device import parse_device
+from attn_core.plugins import load_plugins
+from attn_core.testing import BackendSuite
+from attn_core.testing.evidence import write_evidence
+from attn_core.testing.runner import Outcome, problems, report
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "packages/attn-nvidia/src/attn_nvidia/evidence"
+
+
+class Recorder:
+    """A pytest plugin: runs the checks of some backends' suites alone, and keeps what came out.
+
+    outcomes: suite → its outcomes.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.outcomes = names, {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave the checks of the suites; each notes what becomes of it."""
+        items[:] = [item for item in items if self._is_check(item)]
+        for item in items:
+            ask = item.callspec.params["ask"]
+            seen = self.outcomes.setdefault(item.cls, [])
+            planned = ask.args[0]
+            if planned.row is None:
+                seen.append(Outcome(planned=planned, status="skipped", detail=planned.reason))
+            else:
+                item.callspec.params["ask"] = lambda a=ask, s=seen: _noted(a, s)
+
+    def _is_check(self, item: pytest.Item) -> bool:
+        suite = getattr(item, "cls", None)
+        if suite is None or not issubclass(suite, BackendSuite):
+            return False
+        return "ask" in item.callspec.params and (not self.names or suite.name in self.names)
+
+
+def _noted(ask, seen: list[Outcome]):
+    try:
+        measure = ask()
+    except Exception as error:
+        seen.append(Outcome(planned=ask.args[0], status="failed", detail=str(error)))
+        raise
+    seen.append(Outcome(planned=ask.args[0], status="passed", measure=measure))
+    return measure
+
+
+def main(arguments: Sequence[str] | None = None, tests: pathlib.Path = HERE) -> int:
+    """Run the suites; return 1 where a declared cell is not proved, or nothing was run."""
+    parser = argparse.ArgumentParser(prog="evidence.py", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="backends (default: all)")
+    parser.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder of the files")
+    args = parser.parse_args(arguments)
+    recorder = Recorder(args.names)
+    how = ["--import-mode=importlib", "--continue-on-collection-errors", "--tb=short"]
+    pytest.main([str(tests), "-p", "no:cacheprovider", *how], plugins=[recorder])
+    sys.path.insert(0, str(HERE / "vendor"))  # where the emulated libraries say their versions
+    try:
+        code = _write(recorder, args.out)
+    finally:
+        sys.path.remove(str(HERE / "vendor"))
+    if not recorder.outcomes:
+        print(f"no suite of {', '.join(args.names) or 'any backend'} in {tests}", file=sys.stderr)
+    return code
+
+
+def _write(recorder: Recorder, folder: pathlib.Path) -> int:
+    """Sum the suites up per backend and device; a backend may have one per library."""
+    together: dict[tuple[str, str], list[type]] = {}
+    for suite in recorder.outcomes:
+        together.setdefault((suite.name, suite.device), []).append(suite)
+    code = 0 if together else 1
+    for (name, place), found in together.items():
+        spec, device = found[0].spec(), parse_device(place)
+        libraries = {}
+        for suite in found:
+            libraries |= suite.libraries or load_plugins().installed_libraries()
+        done = [outcome for suite in found for outcome in recorder.outcomes[suite]]
+        cells = report(done, spec, device, libraries)
+        for path in write_evidence(folder, spec, device, cells, level="emulated"):
+            print(f"wrote {path}")
+        for problem in problems(cells):
+            code = 1
+            print(f"{name} on {device}: {problem}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""flash_mla 1.0.0 (sgl-flash-mla), its dense decode of sm90; metadata as the real one keeps it."""
+
+import dataclasses
+
+import flash_mla_leaf
+import torch
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    @dataclasses.dataclass
+    class Config:
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+
+        extra_page_block_size: int | None
+        extra_topk: int | None
+
+        enable_batch_invariant: bool
+
+    have_initialized: bool = False
+
+    config: Config | None = None
+
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+
+def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None]:
+    return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not use_legacy:
+        raise NotImplementedError("no emulation of the current kernels, which have no sm90")
+    if is_fp8_kvcache or topk is not None:
+        raise NotImplementedError("no emulation of this one")
+    return flash_mla_leaf.schedule(seqlens_k, num_q_tokens_per_head_k, h_k)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    meta = tile_scheduler_metadata
+    assert isinstance(meta, FlashMLASchedMeta), (
+        "tile_scheduler_metadata must be of type FlashMLASchedMeta"
+    )
+    assert num_splits is None, "num_splits must be None"
+    if indices is not None or is_fp8_kvcache:
+        raise NotImplementedError("no emulation of this one")
+    assert use_legacy, (
+        "Sparse attention is required: `indices` must be provided. Dense MLA decoding was "
+        "removed from the current kernels; pass use_legacy=True to reach the legacy one"
+    )
+    assert kv_format is None, "kv_format does not apply to dense decoding"
+    assert descale_q is None
+    assert descale_k is None
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** (-0.5)
+    if meta.tile_scheduler_metadata is None:  # scheduled by the first call
+        rows = q.shape[1] * q.shape[2] // k_cache.shape[2]
+        tiles = flash_mla_leaf.schedule(cache_seqlens, rows, k_cache.shape[2])
+        meta.tile_scheduler_metadata, meta.num_splits = tiles
+    return flash_mla_leaf.decode(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, meta.tile_scheduler_metadata,
+        meta.num_splits, softmax_scale, causal,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""FlashMLA's compiled dense decode of sm90, in float32: what both of its builds call."""
+
+import attn_reference
+import torch
+
+PROCESSORS = 132
+PAGE = 64
+_SIZE = 8  # integers of a multiprocessor's schedule
+
+
+def schedule(seqlens_k, rows, h_k):
+    """Cut the keys into tiles: int32 [parts, 8], and the splits of each request int32 [B + 1]."""
+    _check(seqlens_k, "seqlens_k", torch.int32)
+    parts = max(PROCESSORS // h_k // -(-rows // 64), 1)
+    tiles = torch.zeros(parts, _SIZE, dtype=torch.int32)
+    # what a schedule is for: the kernel never looks at a key that no tile names
+    tiles[0, :2] = torch.tensor([int(seqlens_k.sum()), rows], dtype=torch.int32)
+    blocks = -(-seqlens_k // PAGE)
+    return tiles, torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def decode(
+    q, kcache, block_table, seqlens_k, head_size_v, tiles, num_splits, softmax_scale, is_causal
+):
+    """Attend with q [B, s, H, 576]; returns out [B, s, H, 512] and the natural LSE [B, H, s]."""
+    batch, queries, heads, dim = q.shape
+    _check(seqlens_k, "seqlens_k", torch.int32)
+    _check(tiles, "tile_scheduler_metadata", torch.int32)
+    _check(num_splits, "num_splits", torch.int32)
+    for name, t in (("q", q), ("kcache", kcache), ("block_table", block_table)):
+        if t.stride(-1) != 1:
+            raise RuntimeError(f"{name} must have contiguous last dimension")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("Expected q_dtype == torch::kBFloat16 || q_dtype == torch::kHalf")
+    if kcache.dtype != q.dtype:
+        raise RuntimeError("query and key must have the same dtype")
+    if dim != 576:
+        raise RuntimeError("Only head_size_k == 576 is supported")
+    if head_size_v != 512:
+        raise RuntimeError("Only head_size_v == 512 is supported")
+    if kcache.dim() != 4 or kcache.shape[1] != PAGE:
+        raise RuntimeError("Currently page_block_size must be 64")
+    if heads % kcache.shape[2]:
+        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    if block_table.dtype != torch.int32:
+        raise RuntimeError("block_table must have dtype torch.int32")
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise RuntimeError("block_table must have shape (batch_size, max_num_blocks_per_seq)")
+    if tiles.shape[1] != _SIZE:
+        raise RuntimeError("tile_scheduler_metadata must have shape (num_sm_parts, 8)")
+    if num_splits.shape != (batch + 1,):
+        raise RuntimeError("num_splits must have shape (batch_size+1)")
+    lens = seqlens_k.tolist()
+    out = torch.full((batch, queries, heads, 512), torch.nan, dtype=q.dtype)
+    lse = torch.full((batch, heads, queries), torch.nan)
+    now, splits = schedule(seqlens_k, queries * heads, kcache.shape[2])
+    if not torch.equal(now, tiles) or not torch.equal(splits, num_splits):
+        return out, lse  # a schedule of other lengths: rows are skipped
+    keys = attn_reference.gather(kcache, block_table, lens)
+    found, total = attn_reference.attend(
+        q.flatten(0, 1),
+        keys,
+        [k[..., :512] for k in keys],
+        query_lens=[queries] * batch,
+        scale=softmax_scale,
+        causal=is_causal,
+    )
+    out.copy_(found.view(out.shape))
+    lse.copy_(total.view(batch, queries, heads).transpose(1, 2))
+    return out, lse
+
+
+def _check(t, name, dtype):
+    if t.dtype != dtype:
+        raise RuntimeError(f"{name} must have dtype {dtype}")
+    if not t.is_contiguous():
+        raise RuntimeError(f"{name} must be contiguous")
