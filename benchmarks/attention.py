@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -68,8 +68,8 @@ def peers_of(case: Case, peers: Sequence[Contestant], *, of_grid: bool) -> list[
     return [p for p in asked if p.name in GRID_PEERS[case.phase]] if of_grid else asked
 
 
-def versions(contestants: Sequence[Contestant]) -> dict[str, str | None]:
-    """Return the versions of everything that runs, and this checkout's commit."""
+def versions(distributions: Iterable[str]) -> dict[str, str | None]:
+    """Return the versions of these, of what they run on, and this checkout's commit."""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if commit and _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"):
         commit += " and changes"
@@ -83,7 +83,7 @@ def versions(contestants: Sequence[Contestant]) -> dict[str, str | None]:
         found["driver"] = _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
         )
-    for distribution in ("triton", *(c.distribution for c in contestants)):
+    for distribution in ("triton", *distributions):
         found.setdefault(distribution, installed_version(distribution))
     return found
 
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suite=args.phase,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         device=device_name(device),
-        versions=versions((ours, *peers)),
+        versions=versions(c.distribution for c in (ours, *peers)),
         ceilings=asdict(ceilings),
         command="python -m benchmarks.attention " + shlex.join(_without_place(given)),
     )

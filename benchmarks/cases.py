@@ -119,13 +119,15 @@ class Inputs:
     """What ours and every peer are called with.
 
     q [T, Hq, D]; k [T, Hkv, D] and v [T, Hkv, Dv] (None for MLA): the new tokens, which are in the
-    pool too. rows int64 [N]: the queries whose output is known, wanted fp32 [N, Hq, Dv].
+    pool too; cache is what the pool has for the layer. rows int64 [N]: the queries whose output is
+    known, wanted fp32 [N, Hq, Dv].
     """
 
     case: Case
     q: Tensor
     k: Tensor
     v: Tensor | None
+    pool: KVPool
     cache: LayerCache
     batch: ForwardBatch
     layer: AttentionLayer
@@ -202,7 +204,16 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
     k, v = read_kv(cache, batch.views["full"].out_cache_loc, q.dtype)
     rows, wanted = _reference(case, q, cache, table, batch.spec)
     return Inputs(
-        case=case, q=q, k=k, v=v, cache=cache, batch=batch, layer=layer, rows=rows, wanted=wanted
+        case=case,
+        q=q,
+        k=k,
+        v=v,
+        pool=pool,
+        cache=cache,
+        batch=batch,
+        layer=layer,
+        rows=rows,
+        wanted=wanted,
     )
 
 

@@ -26,7 +26,7 @@ def our_backend(name: str, registry: Registry, device: torch.device) -> Contesta
 
     def refuses(case: Case) -> str:
         try:
-            _row(spec.name, case, registry, kind)
+            row_of(spec.name, case, registry, kind)
         except NoBackendError as error:
             return str(error)
         return ""
@@ -35,7 +35,7 @@ def our_backend(name: str, registry: Registry, device: torch.device) -> Contesta
         case, batch, layer = inputs.case, inputs.batch, inputs.layer
         config = BackendConfig(
             name=spec.name,
-            row=_row(spec.name, case, registry, kind),
+            row=row_of(spec.name, case, registry, kind),
             layers=(layer,),
             page_size=case.page_size,
             dtype=case.dtype,
@@ -78,7 +78,7 @@ def device_kind(device: torch.device) -> Device:
     return here if here.type == wanted else parse_device(wanted)
 
 
-def _row(name: str, case: Case, registry: Registry, device: Device) -> Capabilities:
+def row_of(name: str, case: Case, registry: Registry, device: Device) -> Capabilities:
     """Let the selection choose the row, as a server would. Raises NoBackendError."""
     verifies = case.mode is ForwardMode.TARGET_VERIFY
     needs = Requirements(
@@ -98,12 +98,9 @@ def _row(name: str, case: Case, registry: Registry, device: Device) -> Capabilit
         if verifies
         else None,
     )
-    chosen = select(
-        needs,
-        device,
-        registry,
-        registry.installed_libraries(),
-        Overrides(attention_backend=name),
-    )
+    decodes = case.mode is ForwardMode.DECODE  # some backends do nothing else
+    both = Overrides(attention_backend=name)
+    names = Overrides(decode_attention_backend=name) if decodes else both
+    chosen = select(needs, device, registry, registry.installed_libraries(), names)
     role = {ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
     return chosen.rows[role.get(case.mode, "prefill")]

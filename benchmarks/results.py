@@ -135,8 +135,12 @@ def load_all(folder: pathlib.Path = FOLDER) -> dict[str, Report]:
 
 def default_path(device: str, suite: str) -> pathlib.Path:
     """Return results/attention.<device>.<suite>.json."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return FOLDER / f"attention.{slug}.{suite}.json"
+    return FOLDER / f"attention.{slug(device)}.{suite}.json"
+
+
+def slug(device: str) -> str:
+    """Return a device's name as a file's name has it."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def _digits(value: float | None) -> float | None:

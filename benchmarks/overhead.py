@@ -1,0 +1,130 @@
+"""Measure what dispatcher and wrapper add to a library's own call: `python -m benchmarks.overhead`.
+
+The direct call is the one that the wrapper was seen to make, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+from attn_core.capabilities import Device
+from attn_core.errors import AttnError, NoBackendError
+from attn_core.libraries import installed
+from attn_core.plugins import Registry, load_plugins
+
+from benchmarks.added import LIMITS, Found, measure
+from benchmarks.attention import device_name, versions
+from benchmarks.cases import LATENT, ROPE, Case
+from benchmarks.ours import device_kind, row_of
+from benchmarks.results import FOLDER, slug
+
+DISTRIBUTIONS = (
+    "flash-attn-3",
+    "flash-attn-4",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+    "sgl-flash-mla",
+    "sglang-kernel",
+)
+BACKENDS = ("fa3", "flashinfer", "fa4", "trtllm_mha", "flashmla")
+
+
+def _small(phase: str, page_size: int, **more: int) -> Case:
+    return Case(phase=phase, batch=16, length=1024, page_size=page_size, **more)  # type: ignore[arg-type]  # phases
+
+
+_LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": LATENT + ROPE, "v_head_dim": LATENT}
+# of each phase the first case that a backend takes; short, so that the host is the slower one
+CASES: tuple[tuple[Case, ...], ...] = (
+    tuple(_small("decode", page) for page in (64, 128)),
+    tuple(_small("extend", page, queries=16) for page in (64, 128)),
+    (_small("mla", 64, **_LATENT),),
+)
+
+
+def describe(found: Found) -> str:
+    """Say what was found in one line, each figure beside its limit."""
+    if found.error:
+        return f"{found.backend:<11} {found.case:<36} {found.error}"
+    parts = [
+        f"{name} {value:.2f}" + ("" if good else f" OVER {LIMITS[name]:g}")
+        for name, (value, good) in found.verdicts.items()
+    ]
+    host = found.host
+    calls = f"call {host.ours:.1f} µs, the library's {host.direct:.1f}" if host else ""
+    return f"{found.backend:<11} {found.case:<36} {'  '.join(parts)}  ({calls})"
+
+
+def cases_of(name: str, registry: Registry, kind: Device) -> list[Case]:
+    """List, of each phase, the first case that a backend takes."""
+    taken = []
+    for some in CASES:
+        for case in some:
+            try:
+                row_of(name, case, registry, kind)
+            except NoBackendError:
+                continue
+            taken.append(case)
+            break
+    return taken
+
+
+def save(path: pathlib.Path, device: torch.device, found: Sequence[Found], command: str) -> None:
+    """Write what was found as JSON, with the limits and the versions."""
+    data = {
+        "schema": 1,
+        "suite": "overhead",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "versions": versions(sorted({"attn-core", "attn-nvidia", *installed(DISTRIBUTIONS)})),
+        "command": command,
+        "limits": LIMITS,
+        "found": [asdict(f) | {"verdicts": f.verdicts} for f in found],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead",
+        description="Measure what dispatcher and wrapper add to a library's own call.",
+    )
+    add = parser.add_argument
+    add("--backends", default=",".join(BACKENDS), help="names with commas")
+    add("--device", default="cuda", help="a torch device")
+    add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/overhead.….json)")
+    args = parser.parse_args(given)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here")
+    torch.set_grad_enabled(False)
+    registry, kind, found = load_plugins(), device_kind(device), []
+    for name in args.backends.split(","):
+        try:
+            cases = cases_of(name, registry, kind)
+        except AttnError as error:
+            raise SystemExit(f"--backends: {error}") from None
+        if not cases:
+            print(f"{name:<11} serves no case here; `attn why-not` says why", flush=True)
+        for case in cases:
+            found.append(measure(name, case, registry, device, kind))
+            print(describe(found[-1]), flush=True)
+    path = args.out or FOLDER / f"overhead.{slug(device_name(device))}.json"
+    if found:
+        save(path, device, found, "python -m benchmarks.overhead " + shlex.join(given))
+        print(f"limits: {', '.join(f'{k} {v:g}' for k, v in LIMITS.items())}; {path}")
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

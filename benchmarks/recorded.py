@@ -1,0 +1,103 @@
+"""Watch which functions of a vendor's library a backend calls, to make the same calls directly."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Call = Callable[[], object]
+
+# module → the functions and methods behind which a library's own time begins
+RUNS: dict[str, tuple[str, ...]] = {
+    "sgl_kernel.flash_attn": ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
+    "flash_attn_interface": ("flash_attn_with_kvcache", "flash_attn_varlen_func"),
+    "flash_attn.cute.interface": ("_flash_attn_fwd",),
+    "flashinfer.decode": (
+        "BatchDecodeWithPagedKVCacheWrapper.run",
+        "trtllm_batch_decode_with_kv_cache",
+    ),
+    "flashinfer.prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper.run",
+        "BatchPrefillWithRaggedKVCacheWrapper.run",
+        "trtllm_batch_context_with_kv_cache",
+    ),
+    "flashinfer.mla": ("BatchMLAPagedAttentionWrapper.run",),
+    "sgl_kernel.flash_mla": ("flash_mla_with_kvcache",),
+    "flash_mla": ("flash_mla_with_kvcache",),
+}
+PLANS: dict[str, tuple[str, ...]] = {
+    "sgl_kernel.flash_attn": ("get_scheduler_metadata",),
+    "flash_attn_interface": ("get_scheduler_metadata",),
+    "flashinfer.decode": ("BatchDecodeWithPagedKVCacheWrapper.plan",),
+    "flashinfer.prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper.plan",
+        "BatchPrefillWithRaggedKVCacheWrapper.plan",
+    ),
+    "flashinfer.mla": ("BatchMLAPagedAttentionWrapper.plan",),
+    "sgl_kernel.flash_mla": ("get_mla_metadata",),
+    "flash_mla": ("get_mla_decoding_metadata",),
+}
+
+
+class Recorder:
+    """The calls that were seen since the last `taken`; a call within a call is not one."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._inside = False
+
+    def taken(self) -> tuple[Call, ...]:
+        """Return the calls, each with the arguments that it had, and forget them."""
+        calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def watching(self, function: Any) -> Any:
+        """Return a function that notes the call and makes it."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **more: Any) -> Any:
+            if self._inside:
+                return function(*args, **more)
+            self._calls.append(functools.partial(function, *args, **more))
+            self._inside = True
+            try:
+                return function(*args, **more)
+            finally:
+                self._inside = False
+
+        return call
+
+
+@contextlib.contextmanager
+def recording(*tables: dict[str, tuple[str, ...]]) -> Iterator[Recorder]:
+    """Watch the functions of these tables whose module is loaded already.
+
+    A backend binds the library's functions when it is created: create it in here.
+    """
+    recorder = Recorder()
+    with contextlib.ExitStack() as stack:
+        for module, names in ((m, n) for table in tables for m, n in table.items()):
+            for name in names if module in sys.modules else ():
+                owner: Any = sys.modules[module]
+                *path, last = name.split(".")
+                for part in path:
+                    owner = getattr(owner, part)
+                real = getattr(owner, last)
+                setattr(owner, last, recorder.watching(real))
+                stack.callback(setattr, owner, last, real)
+        yield recorder
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    """Return one call that makes all of these."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    return call
