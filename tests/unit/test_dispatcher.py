@@ -1,6 +1,7 @@
 """The dispatcher sends every mode to its backend with the cache written first, and no more."""
 
 import inspect
+import timeit
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import BatchError, UnsupportedError, UsageError
 from attn_core.forward import ForwardMode
 from attn_core.kv_cache import KVPool
-from recording import DV, HQ, LAYERS, M, batch, make, qkv, recorder
+from recording import DV, HQ, LAYERS, M, Recorder, batch, make, qkv, recorder
 
 ROUTES = [
     (M.EXTEND, "prefiller", "prefiller", "forward_extend"),
@@ -194,3 +195,22 @@ def test_prefill_and_decode_are_required():
         HybridDispatcher(
             {"prefill": recorder("p")}, KVPool([], num_pages=1, page_size=1, kv_cache_dtype="fp32")
         )
+
+
+class Nothing(Recorder):
+    """Does nothing, so that a call costs what the dispatcher costs."""
+
+    def forward_decode(self, q, k, v, layer, cache, batch, metadata, *, out, **kwargs):
+        return out
+
+
+def test_a_layer_costs_the_host_a_few_microseconds():
+    """About 1 µs on one core of 2025; the limit is for a machine that is busy otherwise."""
+    dispatcher, _, _ = make(decode=Nothing(recorder("nothing").config))
+    b, q, out = batch(M.DECODE), qkv(2)[0], torch.empty(2, HQ, DV)
+
+    def layer():
+        dispatcher.forward(q, None, None, LAYERS[0], b, None, out=out)
+
+    layer()
+    assert min(timeit.repeat(layer, number=1000, repeat=20)) / 1000 < 10e-6

@@ -76,6 +76,26 @@ def test_libraries(monkeypatch, torch, libraries, group, level, text, fix):
     assert bool(finding.fix) == bool(fix)
 
 
+@pytest.mark.parametrize(
+    ("libraries", "verdicts"),
+    [
+        (
+            {"a": "1", "b": "1"},
+            {"a": "for x; used, before b and c", "b": "for x; not used, a goes"},
+        ),
+        ({"b": "1"}, {"b": "for x; used, for lack of a, before c"}),
+        ({"c": "9"}, {"c": "for x; used, for lack of a and b$"}),
+        ({"a": "0.9", "c": "1"}, {"a": "for x; not used, c goes before it", "c": "for x; used"}),
+        ({"a": "0.9"}, {"a>=1 or b or c": "for x$"}),
+    ],
+)
+def test_of_several_libraries_the_one_that_is_used(monkeypatch, libraries, verdicts):
+    """A row names them in the order in which a backend takes them."""
+    found = examine(monkeypatch, "2.13.0", libraries, "a>=1 or b or c")
+    for name, text in verdicts.items():
+        assert (found[name].verdict + "$").startswith(text), found[name].verdict
+
+
 def test_libraries_of_other_hardware_are_not_mentioned(monkeypatch):
     found = examine(monkeypatch, "2.13.0", {}, "kern", device=Device("cpu", "amx"))
     assert "kern" not in found

@@ -26,9 +26,10 @@ LAYERS = (
     {"kv_cache"},
     {"page_table"},
     {"allocator"},
-    {"backend", "refusals"},
-    {"backends", "dispatcher", "graph"},
-    {"integrations", "testing"},
+    {"backend", "refusals", "roles"},
+    {"backends", "failures"},
+    {"dispatcher", "graph"},
+    {"integrations", "testing", "warmup"},
     {"cli"},
 )
 DATA = set().union(*LAYERS[:8])

@@ -182,6 +182,7 @@ class Capabilities:
     needs_host_lengths: bool = False
     finite_tail: bool = False  # last pages' tails, pages behind a window must hold finite numbers
     fused_kv_write: bool = False  # the kernel writes new K/V itself
+    fp8_products: bool = False  # with an FP8 store, queries and probabilities are rounded to it too
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
     note: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
@@ -11,28 +12,29 @@ from torch import Tensor
 from attn_core.backend import AttentionBackend, BackendConfig, Metadata, Output, create_backend
 from attn_core.capabilities import Capabilities
 from attn_core.decision import Selection
-from attn_core.errors import BatchError, UnsupportedError, UsageError
+from attn_core.errors import AttnError, BatchError, UnsupportedError, UsageError
+from attn_core.failures import named, run_error
 from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import KVPool, write_kv
 from attn_core.plugins import Registry
 from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer, refuse_output
+from attn_core.roles import MISSING, ROLE_OF_MODE, selected
+from attn_core.roles import Role as Role
 
-Role = Literal["prefill", "decode", "verify", "draft", "encode"]
 _T = TypeVar("_T")
 
-_ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
-    ForwardMode.EXTEND: "prefill",
-    ForwardMode.MIXED: "prefill",
-    ForwardMode.DECODE: "decode",
-    ForwardMode.TARGET_VERIFY: "verify",
-    ForwardMode.DRAFT_DECODE: "draft",
-    ForwardMode.DRAFT_EXTEND: "draft",
-}
-_MISSING: Mapping[Role, str] = {
-    "verify": "without speculation; select again with --speculative-eagle-topk",
-    "draft": "without speculation; select again with --speculative-eagle-topk",
-    "encode": "without a vision tower; select again with the model's vision config",
-}
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Route:
+    """Where the passes of one mode go: what is looked up once, not in every layer.
+
+    checked: (layer, with LSE) whose output was found to keep the contract.
+    """
+
+    backend: AttentionBackend
+    run: Callable[..., Output]
+    writes: bool
+    checked: set[tuple[int, bool]] = field(default_factory=set)
 
 
 class HybridDispatcher:
@@ -40,7 +42,9 @@ class HybridDispatcher:
 
     routes: role → backend; "prefill" and "decode" are required. Which backend verifies and drafts
     was decided by the selection. Raises UnsupportedError where a backend's row does not honour a
-    field of its config's layers.
+    field of its config's layers. Whatever else than an AttnError a backend raises while it plans
+    or runs comes as BackendRunError with its cause; unless that says to restart, cache and
+    dispatcher are good for the next pass.
     """
 
     def __init__(self, routes: Mapping[Role, AttentionBackend], caches: KVPool) -> None:
@@ -49,8 +53,8 @@ class HybridDispatcher:
                 raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
         self.routes = dict(routes)
         self.caches = caches
-        # a backend's outputs are checked the first time that a method of it serves a layer
-        self._checked: set[tuple[Callable[..., Output], int, bool]] = set()
+        self._by_mode: dict[ForwardMode, _Route] = {}
+        self._ragged: set[tuple[Role, int, bool]] = set()  # as _Route.checked
         for backend in _distinct(self.routes.values()):
             for layer in backend.config.layers:
                 refuse_layer(backend.config, layer)
@@ -86,7 +90,7 @@ class HybridDispatcher:
         serving, vision = tuple(layers), tuple(vision_layers)
         made: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
         routes: dict[Role, AttentionBackend] = {}
-        for role, (chosen_as, name) in _selected(selection).items():
+        for role, (chosen_as, name) in selected(selection).items():
             if name is None:
                 continue
             row, encodes = selection.rows[chosen_as], role == "encode"
@@ -118,10 +122,17 @@ class HybridDispatcher:
         try:
             return self.routes[role]
         except KeyError:
-            raise UnsupportedError(f"no backend for {role}: selected {_MISSING[role]}") from None
+            raise UnsupportedError(f"no backend for {role}: selected {MISSING[role]}") from None
 
     def _of(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.backend(_ROLE_OF_MODE[batch.forward_mode])
+        return self.backend(ROLE_OF_MODE[batch.forward_mode])
+
+    def _route(self, mode: ForwardMode) -> _Route:
+        backend = self.backend(ROLE_OF_MODE[mode])
+        run = backend.forward_decode if mode in DECODE_MODES else backend.forward_extend
+        route = _Route(backend, run, not backend.config.row.fused_kv_write)
+        self._by_mode[mode] = route
+        return route
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Let the backend of this pass plan it, once, before its first layer; None when idle.
@@ -132,7 +143,8 @@ class HybridDispatcher:
             return None
         backend = self._of(batch)
         refuse_drafts(backend.config, batch)
-        return backend.init_forward_metadata(batch)
+        with named(backend.config, "init_forward_metadata", batch):
+            return backend.init_forward_metadata(batch)
 
     def forward(
         self,
@@ -154,36 +166,36 @@ class HybridDispatcher:
         [T, Hq]. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view,
         BackendError where the backend's first output for a layer breaks the contract.
         """
-        if batch.forward_mode is ForwardMode.IDLE:
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
             return _nothing(q, layer, out, return_lse)
-        backend = self._of(batch)
-        refuse_call(backend.config, return_lse=return_lse, sparse=topk_indices is not None)
-        cache = self.caches.layer(layer.layer_id)
-        if k is not None and not backend.config.row.fused_kv_write:
+        route = self._by_mode.get(mode) or self._route(mode)
+        config = route.backend.config
+        if return_lse or topk_indices is not None:
+            refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
+        layer_id = layer.layer_id
+        cache = self.caches.layer(layer_id)
+        if k is not None and route.writes:
             view = batch.views.get(layer.view)
             if view is None:
                 raise BatchError(
-                    f"layer {layer.layer_id} needs view {layer.view!r}, the batch has "
+                    f"layer {layer_id} needs view {layer.view!r}, the batch has "
                     f"{sorted(batch.views)}"
                 )
             write_kv(cache, k, v, view.out_cache_loc)
-        decodes = batch.forward_mode in DECODE_MODES
-        run = backend.forward_decode if decodes else backend.forward_extend
-        result = run(
-            q,
-            k,
-            v,
-            layer,
-            cache,
-            batch,
-            metadata,
-            out=out,
-            return_lse=return_lse,
-            topk_indices=topk_indices,
-        )
-        if (run, layer.layer_id, return_lse) not in self._checked:
-            refuse_output(backend.config, result, q, layer, out, return_lse)
-            self._checked.add((run, layer.layer_id, return_lse))
+        try:
+            result = route.run(
+                q, k, v, layer, cache, batch, metadata,
+                out=out, return_lse=return_lse, topk_indices=topk_indices,
+            )  # fmt: skip
+        except AttnError:
+            raise
+        except Exception as error:  # a plugin's code: keep its error, name its owner
+            doing = "forward_decode" if mode in DECODE_MODES else "forward_extend"
+            raise run_error(config, doing, error, batch, layer) from error
+        if (layer_id, return_lse) not in route.checked:
+            refuse_output(config, result, q, layer, out, return_lse)
+            route.checked.add((layer_id, return_lse))
         return result
 
     def forward_ragged(
@@ -205,22 +217,23 @@ class HybridDispatcher:
         """Attend without a cache, as AttentionBackend.forward_ragged; role "encode" for vision."""
         backend = self.backend(role)
         refuse_call(backend.config, return_lse=return_lse)
-        result = backend.forward_ragged(
-            q,
-            k,
-            v,
-            layer,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_q,
-            max_k,
-            causal=causal,
-            out=out,
-            return_lse=return_lse,
-        )
-        if (backend.forward_ragged, layer.layer_id, return_lse) not in self._checked:
+        with named(backend.config, "forward_ragged", layer=layer):
+            result = backend.forward_ragged(
+                q,
+                k,
+                v,
+                layer,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_q,
+                max_k,
+                causal=causal,
+                out=out,
+                return_lse=return_lse,
+            )
+        if (role, layer.layer_id, return_lse) not in self._ragged:
             refuse_output(backend.config, result, q, layer, out, return_lse)
-            self._checked.add((backend.forward_ragged, layer.layer_id, return_lse))
+            self._ragged.add((role, layer.layer_id, return_lse))
         return result
 
     @property
@@ -239,7 +252,8 @@ class HybridDispatcher:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers of the captured backends, once."""
         for backend in self.captured:
-            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+            with named(backend.config, "init_cuda_graph_state"):
+                backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
         """Plan a pass into static buffers; None when idle.
@@ -256,29 +270,21 @@ class HybridDispatcher:
                 f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
             )
         refuse_drafts(backend.config, batch)
-        return backend.init_forward_metadata_capture_cuda_graph(batch)
+        with named(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
+            return backend.init_forward_metadata_capture_cuda_graph(batch)
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
     ) -> None:
         """Refill the static buffers before a replay."""
         if batch.forward_mode is not ForwardMode.IDLE:
-            self._of(batch).init_forward_metadata_replay_cuda_graph(batch, metadata)
+            backend = self._of(batch)
+            with named(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
+                backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded rows: the decode backend's."""
         return self.routes["decode"].get_cuda_graph_seq_len_fill_value()
-
-
-def _selected(selection: Selection) -> dict[Role, tuple[str, str | None]]:
-    """Give each role its name in a Selection's rows, and the backend chosen for it."""
-    return {
-        "prefill": ("prefill", selection.prefill),
-        "decode": ("decode", selection.decode),
-        "verify": ("verify", selection.verify),
-        "draft": ("draft", selection.draft),
-        "encode": ("multimodal", selection.multimodal),
-    }
 
 
 def _distinct(items: Iterable[_T]) -> tuple[_T, ...]:

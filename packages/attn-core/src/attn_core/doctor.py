@@ -16,7 +16,7 @@ from packaging.version import Version
 import attn_core
 from attn_core.capabilities import Device
 from attn_core.device import probe_device, torch_build
-from attn_core.libraries import Pin, alternatives, shortfall
+from attn_core.libraries import Libraries, Pin, alternatives, satisfies, shortfall
 from attn_core.plugins import Registry
 from attn_core.proofs import faults
 
@@ -169,6 +169,7 @@ def _group(
         version = libraries.get(canonicalize_name(name.name))
         if version is None:
             continue
+        about = f"{serves}{_turn(name, names, libraries)}"
         pin = fitting.get(name.name)
         fits = pin is None or SpecifierSet(pin.version).contains(version, prereleases=True)
         if name.name in tied:
@@ -176,13 +177,26 @@ def _group(
                 name.name,
                 version,
                 "problem",
-                f"{serves}; no version of it is known to work with torch {torch}",
+                f"{about}; no version of it is known to work with torch {torch}",
             )
         elif pin is not None and not fits:
-            text = f"{serves}; not the version for torch {torch}: {pin.why}"
+            text = f"{about}; not the version for torch {torch}: {pin.why}"
             yield Finding(name.name, version, "problem", text, pin.pip)
         else:
-            yield Finding(name.name, version, "ok", serves)
+            yield Finding(name.name, version, "ok", about)
+
+
+def _turn(name: Requirement, names: tuple[Requirement, ...], libraries: Libraries) -> str:
+    """Say whether this one of a group is used: the first is that is installed as wanted."""
+    if len(names) == 1:
+        return ""
+    used = next(n for n in names if satisfies(n, libraries))
+    if name.name != used.name:
+        return f"; not used, {used.name} goes before it"
+    before = [n.name for n in names[: names.index(used)]]
+    after = [n.name for n in names[names.index(used) + 1 :]]
+    lacking = f", for lack of {' and '.join(before)}" if before else ""
+    return f"; used{lacking}" + (f", before {' and '.join(after)}" if after else "")
 
 
 def _accepts(pin: Pin, wanted: Requirement) -> bool:

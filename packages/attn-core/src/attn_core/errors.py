@@ -57,6 +57,18 @@ class BackendError(AttnError):
     """A backend that cannot be created, or that broke its contract."""
 
 
+class BackendRunError(BackendError):
+    """A backend that failed in the middle of a pass; its own error is the cause.
+
+    restart: the device's context is lost, so that nothing runs any more in this process.
+    Otherwise cache and dispatcher are as before, and the next pass may be run.
+    """
+
+    def __init__(self, message: str, *, restart: bool = False) -> None:
+        super().__init__(message)
+        self.restart = restart
+
+
 class BatchError(AttnError):
     """A ForwardBatch whose parts do not agree."""
 

@@ -9,7 +9,9 @@ import torch
 
 from attn_core.backend import AttentionBackend, BackendConfig, create_backend
 from attn_core.capabilities import BackendSpec, Capabilities
+from attn_core.dispatcher import HybridDispatcher, Role
 from attn_core.forward import AttentionLayer
+from attn_core.kv_cache import STORES, KVPool
 from attn_core.refusals import refuse_layer
 
 
@@ -22,6 +24,10 @@ class Bench:
     torch_device: torch.device
     arch: str | None = None
     deterministic: bool = False
+
+    def rounds(self, kv_dtype: str) -> torch.dtype | None:
+        """Return the float8 dtype that this row multiplies in, over a store of `kv_dtype`."""
+        return STORES[kv_dtype] if self.row.fp8_products and kv_dtype.startswith("fp8") else None
 
     def create(
         self,
@@ -56,3 +62,30 @@ class Bench:
         for layer in layers:
             refuse_layer(config, layer)
         return create_backend(self.spec, config)
+
+    def dispatcher(
+        self,
+        layers: Sequence[AttentionLayer],
+        pool: KVPool,
+        *,
+        dtype: str,
+        max_bs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        topk: int,
+        num_draft_tokens: int,
+    ) -> HybridDispatcher:
+        """Serve these layers over a pool, every role by this one backend."""
+        backend = self.create(
+            layers,
+            dtype=dtype,
+            page_size=pool.page_size,
+            kv_dtype=pool.kv_cache_dtype,
+            max_bs=max_bs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+        )
+        roles: tuple[Role, ...] = ("prefill", "decode", "verify", "draft")
+        return HybridDispatcher(dict.fromkeys(roles, backend), pool)

@@ -7,27 +7,35 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from typing import Any
+from typing import Any, Literal
 
 from attn_core.capabilities import BackendSpec, Device
 from attn_core.libraries import alternatives
 from attn_core.testing.runner import Report
 
+Level = Literal["emulated", "compiled", "device-tested"]
+
 
 def write_evidence(
-    folder: pathlib.Path, spec: BackendSpec, device: Device, cells: Report
+    folder: pathlib.Path,
+    spec: BackendSpec,
+    device: Device,
+    cells: Report,
+    *,
+    level: Level = "device-tested",
 ) -> list[pathlib.Path]:
     """Write one file per kind into a package's evidence/ folder; return the paths.
 
-    Only declared cells without a problem are in it. The level is "device-tested": the checks ran
-    the kernels on `device` itself.
+    Only declared cells without a problem are in it. level: "device-tested" where the checks ran
+    the kernels on `device` itself, "emulated" where an emulation of the vendor's library stood for
+    them. Each level has its own file, so that a weaker proof never overwrites a stronger one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for kind, found in cells.items():
         proved = {
             name: {
-                "level": "device-tested",
+                "level": level,
                 "cases": r.cases,
                 "worst": float(f"{r.worst:.3g}"),
                 "budget": float(f"{r.budget:.3g}"),
@@ -45,7 +53,8 @@ def write_evidence(
             "date": datetime.date.today().isoformat(),
         }
         name = "-".join([spec.name, kind, *str(device).split(":")])
-        path = folder / f"{name}.json"
+        suffix = "" if level == "device-tested" else f".{level}"
+        path = folder / f"{name}{suffix}.json"
         path.write_text(json.dumps(data, indent=2) + "\n")
         written.append(path)
     return written

@@ -260,7 +260,14 @@ def _moved(t: Tensor, device: torch.device) -> Tensor:
     return view
 
 
-def answer(case: Case, inputs: Inputs, dtype: torch.dtype, order: int = 0) -> tuple[Tensor, Tensor]:
+def answer(
+    case: Case,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    order: int = 0,
+    *,
+    rounds: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the oracle's out [T, Hq, Dv] and LSE [T, Hq] of the real tokens, in `dtype`."""
     layer, at = inputs.layer, 0
     parts = []
@@ -277,6 +284,7 @@ def answer(case: Case, inputs: Inputs, dtype: torch.dtype, order: int = 0) -> tu
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
             order=order,
+            rounds=rounds,
         )
         parts.append(part)
         at += n
@@ -285,9 +293,11 @@ def answer(case: Case, inputs: Inputs, dtype: torch.dtype, order: int = 0) -> tu
 
 
 @lru_cache(maxsize=1024)
-def expected(case: Case, point: Point, finite_tail: bool, fused: bool) -> tuple[Inputs, Answer]:
+def expected(
+    case: Case, point: Point, finite_tail: bool, fused: bool, rounds: torch.dtype | None = None
+) -> tuple[Inputs, Answer]:
     """Return the inputs of a case and its answers, drawn and computed once per process."""
     inputs = make_inputs(case, point, finite_tail=finite_tail, fused=fused)
     truth = answer(case, inputs, torch.float64)
-    near = yardstick(partial(answer, case, inputs), STORES[point.dtype], truth)
+    near = yardstick(partial(answer, case, inputs, rounds=rounds), STORES[point.dtype], truth)
     return inputs, (truth, near)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from attn_core.quant import to_fp8
+
 
 def visible_keys(
     query: int,
@@ -58,13 +60,17 @@ def attend_one(
     scale: float,
     logit_cap: float | None = None,
     sinks: Tensor | None = None,
+    rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query in the dtype of its operands.
 
     q [Hq, D], k [n, Hkv, D], v [n, Hkv, Dv], sinks [Hq]. Returns out [Hq, Dv] and the natural
-    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink.
+    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink. rounds: a float8 dtype
+    that the query and the probabilities, relative to the largest, are rounded to.
     """
     heads, kv_heads = q.shape[0], k.shape[1]
+    if rounds is not None:
+        q = to_fp8(q, rounds, 1.0).to(q)
     grouped = q.view(kv_heads, heads // kv_heads, -1)  # query head h reads KV head h // group
     scores = (grouped @ k.permute(1, 2, 0)).view(heads, -1) * scale  # [Hq, n]
     if logit_cap is not None:
@@ -73,6 +79,9 @@ def attend_one(
     if logits.shape[1] == 0:
         return q.new_zeros(q.shape[0], v.shape[-1]), q.new_full((q.shape[0],), -math.inf)
     p = logits.softmax(-1)[:, : scores.shape[1]]
+    if rounds is not None:
+        top = p.amax(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+        p = to_fp8(p / top, rounds, 1.0).to(p) * top
     out = (p.reshape(kv_heads, heads // kv_heads, -1) @ v.transpose(0, 1)).view(heads, -1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return out, wide.logsumexp(-1)
@@ -92,6 +101,7 @@ def attend_request(
     sinks: Tensor | None = None,
     queries: Sequence[int] | None = None,
     order: int = 0,
+    rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the queries of one request, computed in `dtype`.
 
@@ -115,7 +125,13 @@ def attend_request(
         elif seen and seen == list(range(seen[0], seen[-1] + 1)):
             picked = slice(seen[0], seen[-1] + 1)
         out, lse = attend_one(
-            q[i], k[picked], v[picked], scale=scale, logit_cap=logit_cap, sinks=sinks
+            q[i],
+            k[picked],
+            v[picked],
+            scale=scale,
+            logit_cap=logit_cap,
+            sinks=sinks,
+            rounds=rounds,
         )
         outs.append(out[None])
         lses.append(lse[None])

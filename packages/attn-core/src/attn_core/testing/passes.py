@@ -45,7 +45,8 @@ def create(bench: Bench, case: Case, inputs: Inputs, point: Point) -> AttentionB
 def prepared(bench: Bench, case: Case, point: Point) -> tuple[Inputs, Answer]:
     """Return a case's inputs on the device under test, and what is right."""
     row = bench.row
-    inputs, right = expected(case, point, row.finite_tail, row.fused_kv_write)
+    rounds = bench.rounds(case.kv_dtype)
+    inputs, right = expected(case, point, row.finite_tail, row.fused_kv_write, rounds)
     return to_device(inputs, bench.torch_device), right
 
 

@@ -33,19 +33,19 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
     rows = list(range(len(case.seq_lens)))
     none: Rows = [None] * len(rows)
     static = mapped(_arranged(inputs, case, point, none, fill), torch.Tensor.clone)
-    static = dataclasses.replace(static, batch=_bounded(static.batch, point.page_size))
+    static = dataclasses.replace(static, batch=bounded(static.batch, point.page_size))
     backend.init_cuda_graph_state(len(rows), static.batch.num_tokens)
     metadata = backend.init_forward_metadata_capture_cuda_graph(static.batch)
     shape = (len(rows) * n, static.layer.num_q_heads, static.layer.v_head_dim)
     out = static.q.new_full(shape, torch.nan)
-    again = _captured(backend, static, metadata, out)
+    again = captured(_one_layer(backend, static, metadata, out), out.device)
     measures = []
     for order in (rows, rows[::-1], [*rows[1:], None], rows):
         fresh = _arranged(inputs, case, point, order, fill)
         for mine, new in ((static.q, fresh.q), (static.k, fresh.k), (static.v, fresh.v)):
             if mine is not None and new is not None:
                 mine.copy_(new)
-        batch = _overwritten(static.batch, fresh.batch)
+        batch = overwritten(static.batch, fresh.batch)
         backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
         out.fill_(torch.nan)
         again()
@@ -93,29 +93,31 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
     return dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
 
 
-def _bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
+def bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
     """Return the batch as it is captured: lengths are on the device and bounded by the table."""
-    view = batch.views["full"]
-    view = dataclasses.replace(view, max_seq_len=view.page_table.shape[1] * page_size)
-    return without_host_lengths(dataclasses.replace(batch, views={"full": view}))
+    views = {
+        name: dataclasses.replace(view, max_seq_len=view.page_table.shape[1] * page_size)
+        for name, view in batch.views.items()
+    }
+    return without_host_lengths(dataclasses.replace(batch, views=views))
 
 
-def _overwritten(static: Any, new: Any) -> Any:
+def overwritten(static: Any, new: Any) -> Any:
     """Copy every tensor of `new` into its place in `static`; return `new` with those tensors."""
     if isinstance(new, Tensor):
         return static.copy_(new)
     if isinstance(new, dict):
-        return {k: _overwritten(static[k], x) for k, x in new.items()}
+        return {k: overwritten(static[k], x) for k, x in new.items()}
     if dataclasses.is_dataclass(new) and not isinstance(new, type):
         names = [f.name for f in dataclasses.fields(new)]
-        fields = {x: _overwritten(getattr(static, x), getattr(new, x)) for x in names}
+        fields = {x: overwritten(getattr(static, x), getattr(new, x)) for x in names}
         return dataclasses.replace(new, **fields)
     return new
 
 
-def _captured(
+def _one_layer(
     backend: AttentionBackend, static: Inputs, metadata: Metadata, out: Tensor
-) -> Callable[[], object]:
+) -> Callable[[], None]:
     decodes = static.batch.forward_mode in DECODE_MODES
     run = backend.forward_decode if decodes else backend.forward_extend
 
@@ -126,7 +128,12 @@ def _captured(
         )  # fmt: skip
         returned(got, tuple(out.shape), out.dtype, out=out, return_lse=False)  # type: ignore[arg-type]  # three dims
 
-    if out.device.type != "cuda":
+    return call
+
+
+def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture a call in a CUDA graph and return its replay; on other devices the call itself."""
+    if device.type != "cuda":
         return call
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation here
     side.wait_stream(torch.cuda.current_stream())
@@ -137,4 +144,5 @@ def _captured(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    replay: Callable[[], None] = graph.replay
+    return replay

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attn_core.allocator import PageAllocator
 from attn_core.capabilities import PLAIN_DTYPES
-from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import OutOfPagesError
 from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.kv_cache import STORES, KVPool, copy_slots, write_kv
@@ -28,7 +27,7 @@ WINDOW = 21
 
 
 class Server:
-    """Requests over one poisoned pool, and a dispatcher whose every role is the same backend."""
+    """Requests over one poisoned pool, and the dispatcher of a bench that serves them."""
 
     def __init__(
         self,
@@ -66,19 +65,16 @@ class Server:
         for view in views:
             # the dummy too: it holds what padded rows wrote, and stands for pages behind a window
             self._poison(view, range(pages), large=bench.row.finite_tail)
-        backend = bench.create(
+        self.dispatcher = bench.dispatcher(
             self.layers,
+            pool,
             dtype=point.dtype,
-            page_size=size,
-            kv_dtype=self._store,
             max_bs=max_bs,
             max_num_tokens=max_bs * 64,
             max_seq_len=longest,
             topk=2 if row.max_topk > 1 else row.max_topk,
             num_draft_tokens=drafts if row.max_topk else 0,
         )
-        routes = dict.fromkeys(("prefill", "decode", "verify", "draft"), backend)
-        self.dispatcher = HybridDispatcher(routes, pool)  # type: ignore[arg-type]  # its keys are roles
         self.requests: list[Request] = []
         self._numbers = itertools.count()
 

@@ -95,6 +95,7 @@ class _Session:
     ) -> None:
         row = bench.row
         self._row, self._rng, self._point = row, rng, point
+        self._rounds = bench.rounds(store)
         self._server = Server(
             bench,
             replace(case, kv_dtype=store),
@@ -207,7 +208,11 @@ class _Session:
         for b, (request, n) in enumerate(zip(step.requests, step.news, strict=True)):
             picked = sorted({n - 1, self._rng.randrange(n)})
             rows += [at + i for i in picked]
-            for exact, answers in ((torch.float64, truths), (STORES[self._point.dtype], nears)):
+            kinds = (
+                (torch.float64, truths, None),
+                (STORES[self._point.dtype], nears, self._rounds),
+            )
+            for exact, answers, rounds in kinds:
                 answers.append(
                     attend_request(
                         step.q[index][at : at + n].cpu(),
@@ -221,6 +226,7 @@ class _Session:
                         logit_cap=layer.logit_cap,
                         sinks=None if layer.sinks is None else layer.sinks.cpu(),
                         queries=picked,
+                        rounds=rounds,
                     )
                 )
             at += n

@@ -1,0 +1,90 @@
+"""`attn warmup`: compile ahead of time what a selection will need."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attn_core.capabilities import Device
+from attn_core.cli.console import console, print_json, print_table, progress
+from attn_core.cli.options import SituationFlags, takes
+from attn_core.cli.situation import situation
+from attn_core.device import probe_device
+from attn_core.errors import UsageError
+from attn_core.plugins import load_plugins
+from attn_core.situation import Situation
+
+
+@takes(SituationFlags)
+def warmup_command(
+    flags: SituationFlags,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
+    ] = None,
+    max_bs: Annotated[int, typer.Option("--max-bs", help="Requests of the largest decode.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Select, create the backends and run every kind of pass once, so that they are compiled.
+
+    Takes what `attn select` takes. What is compiled stays in the caches of its libraries.
+    """
+    if path is not None and flags.model is not None:
+        raise UsageError(f"{path} and --model {flags.model}: name one model")
+    if max_bs < 1:
+        raise UsageError(f"--max-bs {max_bs}: at least 1")
+    registry = load_plugins()
+    here = probe_device()
+    device = None if flags.device == here.type else flags.device  # the one of that type
+    asked = situation(replace(flags, model=path or flags.model, device=device), registry)
+    _must_be_here(asked, here)
+    selection = asked.select(registry)
+    if selection.prefill is None or selection.decode is None:
+        raise UsageError("this model has no softmax attention: there is nothing to warm up")
+
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    from attn_core.testing.runner import torch_device  # torch, which other commands do without
+    from attn_core.warmup import Warmed, create, warmup
+
+    text = TextColumn("{task.description}")
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
+    with progress(*columns) as bar:
+        task = bar.add_task("creating the backends", total=None)
+
+        def step(backend: str, what: str, passes: int) -> None:
+            bar.update(task, advance=1, total=passes, description=f"{backend}: {what}")
+
+        on = torch_device(asked.device)
+        start = time.perf_counter()
+        dispatcher = create(selection, asked.requirements, registry, on, max_bs=max_bs)
+        names = dict.fromkeys(b.config.name for b in dispatcher.routes.values())
+        created = Warmed(", ".join(names), "create", time.perf_counter() - start)
+        warmed = [created, *warmup(dispatcher, max_bs=max_bs, step=step)]
+    if json:
+        print_json({"device": str(asked.device), "passes": [asdict(w) for w in warmed]})
+        return
+    lines = [[w.backend, w.what, f"{w.seconds:.2f}"] for w in warmed]
+    print_table(["backend", "pass", "seconds"], lines, title=f"warmed up on {asked.device}")
+    total = sum(w.seconds for w in warmed)
+    console().print(f"\n{len(warmed) - 1} passes in {total:.1f} s, creation included")
+    if asked.requirements.linear_layers:
+        console().print("linear attention layers: not warmed up, their kernels are not built here")
+
+
+def _must_be_here(asked: Situation, here: Device) -> None:
+    """Refuse a device or libraries that are only assumed: kernels run on real ones."""
+    if not asked.simulated or (asked.device.type == "cpu" and here.type != "cpu"):
+        return
+    if (asked.device.type, asked.device.arch) == (here.type, here.arch):
+        raise UsageError(
+            "--assume-installed: a warm-up runs kernels, so it takes the libraries that are "
+            "installed; leave it away"
+        )
+    raise UsageError(
+        f"--device {asked.device}: a warm-up runs kernels, and this machine has {here}; leave "
+        "--device away, or run `attn warmup` on a machine that has one"
+    )

@@ -1,0 +1,92 @@
+"""What a backend's failure in the middle of a pass means: who, in which pass, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from attn_core.backend import BackendConfig
+from attn_core.errors import AttnError, BackendRunError
+from attn_core.forward import AttentionLayer, ForwardBatch
+
+# A pass may be run again after a failure, for nothing is left half done: new K and V lie in the
+# slots that the batch names for them, where the same or another pass overwrites them; the pages
+# of other tokens are only read; what was planned belongs to the pass, and a backend's buffers are
+# filled anew by every plan.
+
+# What CUDA and ROCm call the errors after which every call of the process fails.
+_STICKY = (
+    "illegal memory access",
+    "unspecified launch failure",
+    "device-side assert triggered",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "hardware stack error",
+    "not supported on global/shared address space",
+    "launch timed out and was terminated",
+    "uncorrectable ECC error",
+)
+_MEMORY = ("out of memory", "can't allocate memory", "Buffer overflow when allocating")
+
+
+def run_error(
+    config: BackendConfig,
+    doing: str,
+    error: Exception,
+    batch: ForwardBatch | None = None,
+    layer: AttentionLayer | None = None,
+) -> BackendRunError:
+    """Return the error to raise from what a backend raised while `doing` (a method's name).
+
+    It names the backend, the pass (mode, layer, batch size, tokens), the backend's own words and
+    the remedy: less memory, another process, or other kernels.
+    """
+    said = f"{type(error).__name__}: {error}"
+    parts = [f"{config.name} failed in {doing}"]
+    if layer is not None:
+        parts.append(f"layer {layer.layer_id}")
+    if batch is not None:
+        mode = batch.forward_mode.value
+        article = "an" if mode[0] in "ei" else "a"
+        parts.append(f"{article} {mode} pass of batch size {batch.batch_size}")
+        parts.append(f"{batch.num_tokens} tokens")
+    restart = _mentions(said, _STICKY)
+    if restart:
+        remedy = (
+            "the device's context is lost: restart the process; CUDA_LAUNCH_BLOCKING=1 shows the "
+            "kernel that it was"
+        )
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or _mentions(said, _MEMORY):
+        remedy = (
+            "run a smaller batch (max_bs, max_num_tokens) or give the KV cache fewer pages; the "
+            "next pass may be run"
+        )
+    else:
+        remedy = (
+            "`attn doctor` looks at its libraries, `attn warmup` builds its kernels ahead of time; "
+            "or choose another with --attention-backend or --deny; the next pass may be run"
+        )
+    return BackendRunError(f"{', '.join(parts)}: {said}; {remedy}", restart=restart)
+
+
+def _mentions(said: str, texts: tuple[str, ...]) -> bool:
+    return any(text in said for text in texts)
+
+
+@contextmanager
+def named(
+    config: BackendConfig,
+    doing: str,
+    batch: ForwardBatch | None = None,
+    layer: AttentionLayer | None = None,
+) -> Iterator[None]:
+    """Raise what run_error makes of a backend's error; errors of attn-core pass through."""
+    try:
+        yield
+    except AttnError:
+        raise
+    except Exception as error:  # a plugin's code: keep its error, name its owner
+        raise run_error(config, doing, error, batch, layer) from error

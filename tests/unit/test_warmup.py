@@ -1,0 +1,159 @@
+"""A warm-up runs every kind of pass that serving will run, over page 0 alone."""
+
+import json
+
+import pytest
+import torch
+from attn_core.capabilities import LayerNeeds, Requirements, Speculation
+from attn_core.cli.app import build_app
+from attn_core.decision import Overrides
+from attn_core.device import probe_device
+from attn_core.errors import BackendRunError, UsageError
+from attn_core.forward import DECODE_MODES
+from attn_core.plugins import load_plugins
+from attn_core.selection import select
+from attn_core.warmup import create, warmup
+from recording import LAYERS, M, make, recorder
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+MHA = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=2)
+LATENT = LayerNeeds(kind="mla", head_dim=576, v_head_dim=512, num_q_heads=4)
+
+
+def made(*layers, name="torch_native", **needs):
+    registry = load_plugins()
+    needs = Requirements(layers=layers, dtype="fp32", **needs)
+    overrides = Overrides(attention_backend=name)
+    libraries = registry.installed_libraries()
+    selection = select(needs, probe_device(), registry, libraries, overrides)
+    return create(selection, needs, registry, CPU, max_bs=3)
+
+
+def modes(backend):
+    return [args[0].forward_mode for name, args, _ in backend.calls if name.startswith("init")]
+
+
+def test_each_mode_runs_on_its_backend_and_each_class_of_layers_once():
+    dispatcher, pre, dec = make("decode", encode=recorder("tower", layers=()))
+    said = []
+    warmed = warmup(dispatcher, max_bs=5, step=lambda *what: said.append(what))
+    assert modes(pre) == [M.EXTEND, M.EXTEND, M.MIXED]
+    assert modes(dec) == [M.DECODE] * 2 + [M.TARGET_VERIFY, M.DRAFT_DECODE, M.DRAFT_EXTEND]
+    assert {m for m in M if m is not M.IDLE} == {*modes(pre), *modes(dec)}
+    for backend in (pre, dec):
+        ran = [args for name, args, _ in backend.calls if name.startswith("forward")]
+        assert [args[3] for args in ran] == [*LAYERS] * len(modes(backend))
+        for args in ran:
+            batch = args[5]
+            decodes = batch.forward_mode in DECODE_MODES
+            assert decodes == (batch.max_q_len == 1 and batch.batch_size == batch.num_tokens)
+    sizes = [args[0].batch_size for name, args, _ in dec.calls if name.startswith("init")]
+    assert sizes[:2] == [1, 5]
+    assert [(w.backend, w.what, len(warmed)) for w in warmed] == said
+    assert all(w.seconds >= 0 for w in warmed)
+
+
+def test_only_page_0_is_written():
+    dispatcher = made(MHA)
+    cache = dispatcher.caches.layer(0)
+    cache.k.fill_(7.0)
+    warmup(dispatcher)
+    assert (cache.k[1:] == 7.0).all()
+    assert not (cache.k[0] == 7.0).all()
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_drafts_are_verified_where_speculation_is_on(topk):
+    speculation = Speculation(topk=topk, num_draft_tokens=3)
+    passes = [w.what for w in warmup(made(MHA, speculation=speculation))]
+    assert passes[-3:] == ["verify, 3 drafts", "draft decode", "draft extend"]
+    assert "draft extend" not in [w.what for w in warmup(made(MHA))]
+
+
+def test_attention_without_a_cache():
+    assert [w.what for w in warmup(made(LATENT))][-2:] == ["ragged prefill", "chunk of a prefix"]
+    encoder = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=4, encoder=True)
+    whole = made(MHA, encoder, vision=encoder)
+    assert [w.what for w in warmup(whole)][-2:] == ["encoder", "vision"]
+    assert [w.what for w in warmup(made(encoder))] == ["encoder"]
+
+
+def test_every_kind_of_layer_runs():
+    window = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=2, sliding_window=9, sinks=True)
+    cap = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=2, logit_cap=3.0)
+    cross = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=4, cross=True)
+    dispatcher = made(MHA, window, cap, cross)
+    assert len(dispatcher.routes["prefill"].config.layers) == 4
+    assert len(warmup(dispatcher)) == 4
+
+
+def test_flex_attention_compiles_before_the_first_request():
+    pytest.importorskip("torch._inductor")
+    dispatcher = made(MHA, name="flex_attention")
+    warmup(dispatcher)
+    backend = dispatcher.routes["prefill"]
+    before = backend.compilations
+    warmup(dispatcher, max_bs=7)
+    assert backend.compilations == before > 0
+
+
+def test_a_failure_names_backend_and_pass():
+    dispatcher, _, dec = make(None)
+    dec.forward_decode = lambda *_, **__: 1 / 0
+    said = (
+        r"decoder failed in forward_decode, layer 0, a decode pass of batch size 1, 1 tokens: Zer"
+    )
+    with pytest.raises(BackendRunError, match=said):
+        warmup(dispatcher)
+
+
+def test_unknown_shapes_are_refused():
+    with pytest.raises(UsageError, match="head_dim None, num_q_heads 4: a warm-up runs kernels"):
+        made(LayerNeeds(num_q_heads=4))
+
+
+def attn(*arguments):
+    return CliRunner().invoke(build_app("warmup"), ["warmup", *arguments])
+
+
+SHAPE = ("--head-dim", "32", "--num-q-heads", "4", "--num-kv-heads", "2", "--dtype", "fp32")
+
+
+def test_the_command_prints_seconds_per_backend_and_pass():
+    native = ("--attention-backend", "torch_native")
+    done = attn(*SHAPE, *native, "--max-bs", "2", "--device", "cpu")
+    assert done.exit_code == 0, done.exception
+    for text in ("torch_native  create", "prefill over a prefix", "decode, batch size 2"):
+        assert text in done.output
+    assert "5 passes in " in done.output
+    found = json.loads(attn(*SHAPE, *native, "--json").output)
+    assert found["device"] == str(probe_device())
+    assert [p["what"] for p in found["passes"]][:2] == ["create", "prefill"]
+
+
+def test_the_command_takes_a_model(tmp_path):
+    config = tmp_path / "config.json"
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config.write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape})
+    )
+    assert "4 passes in " in attn(str(config), "--deny", "flex_attention").output
+    done = attn(str(config), "--model", str(config))
+    assert isinstance(done.exception, UsageError)
+    assert "name one model" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "npu:910b"], "--device npu:910b: a warm-up runs kernels, and this machine"),
+        (["--assume-installed", "triton"], "--assume-installed: a warm-up runs kernels"),
+        (["--max-bs", "0"], "--max-bs 0: at least 1"),
+        ([], "head_dim None, num_q_heads None: a warm-up runs kernels"),
+    ],
+)
+def test_what_cannot_be_warmed_up_is_said(arguments, said):
+    done = attn(*arguments)
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).startswith(said)
