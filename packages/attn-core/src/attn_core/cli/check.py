@@ -32,6 +32,9 @@ def check_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Each feature in one place, dtype and page size only.")
     ] = False,
+    kind: Annotated[
+        str | None, flag("--kind", "Attention family to check; all where left out.", env=False)
+    ] = None,
     jobs: Annotated[
         int, typer.Option("--jobs", min=1, help="Processes that run checks side by side.")
     ] = 1,
@@ -46,8 +49,12 @@ def check_command(
     from attn_core.testing import runner  # torch, which other commands do without
     from attn_core.testing.evidence import write_evidence
     from attn_core.testing.parallel import Asked
+    from attn_core.testing.plan import KINDS
 
-    outcomes = _run(Asked(backend=spec.name, device=here, reduced=quick), jobs)
+    if kind not in (None, *KINDS):
+        raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
+    kinds = tuple(k for k in KINDS if kind in (None, k))
+    outcomes = _run(Asked(backend=spec.name, device=here, kinds=kinds, reduced=quick), jobs)
     cells = runner.report(outcomes, spec, here, libraries)
     failures = [o.detail for o in outcomes if o.status == "failed"]
     failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]

@@ -60,19 +60,28 @@ def attend_one(
     scale: float,
     logit_cap: float | None = None,
     sinks: Tensor | None = None,
+    in_turn: bool = False,
     rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query in the dtype of its operands.
 
     q [Hq, D], k [n, Hkv, D], v [n, Hkv, Dv], sinks [Hq]. Returns out [Hq, Dv] and the natural
-    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink. rounds: a float8 dtype
-    that the query and the probabilities, relative to the largest, are rounded to.
+    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink. in_turn: add up
+    a score one product after the other, as a kernel does in one accumulator. rounds: a float8
+    dtype that the query and the probabilities, relative to the largest, are rounded to.
     """
     heads, kv_heads = q.shape[0], k.shape[1]
     if rounds is not None:
         q = to_fp8(q, rounds, 1.0).to(q)
     grouped = q.view(kv_heads, heads // kv_heads, -1)  # query head h reads KV head h // group
-    scores = (grouped @ k.permute(1, 2, 0)).view(heads, -1) * scale  # [Hq, n]
+    across = k.permute(1, 2, 0)  # [Hkv, D, n]
+    if in_turn:
+        scores = grouped.new_zeros(*grouped.shape[:2], k.shape[0])
+        for d in range(q.shape[1]):
+            scores = torch.addcmul(scores, grouped[..., d, None], across[:, d, None])
+    else:
+        scores = grouped @ across
+    scores = scores.view(heads, -1) * scale  # [Hq, n]
     if logit_cap is not None:
         scores = torch.tanh(scores / logit_cap) * logit_cap
     logits = scores if sinks is None else torch.cat([scores, sinks[:, None].to(scores)], 1)
@@ -105,14 +114,14 @@ def attend_request(
 ) -> tuple[Tensor, Tensor]:
     """Attend with the queries of one request, computed in `dtype`.
 
-    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `order` 1, 2 …
-    adds up in other orders. Returns out [n or picked, Hq, Dv] and LSE [n or picked, Hq]. The rest
-    is as in visible_keys and attend_one.
+    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `order` 1 adds up
+    scores in turn, 2 and on in other orders. Returns out [n or picked, Hq, Dv] and LSE [n or
+    picked, Hq]. The rest is as in visible_keys and attend_one.
     """
     n, s = q.shape[0], k.shape[0]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rng = torch.Generator().manual_seed(order)
-    if order:
+    if order > 1:
         dims = torch.randperm(q.shape[2], generator=rng)
         q, k = q[..., dims], k[..., dims]
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
@@ -120,7 +129,7 @@ def attend_request(
         seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
         indices = torch.tensor(seen, dtype=torch.int64)
         picked: Tensor | slice = indices
-        if order:
+        if order > 1:
             picked = indices[torch.randperm(len(seen), generator=rng)]
         elif seen and seen == list(range(seen[0], seen[-1] + 1)):
             picked = slice(seen[0], seen[-1] + 1)
@@ -131,6 +140,7 @@ def attend_request(
             scale=scale,
             logit_cap=logit_cap,
             sinks=sinks,
+            in_turn=order == 1,
             rounds=rounds,
         )
         outs.append(out[None])

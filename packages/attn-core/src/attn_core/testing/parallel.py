@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_core.capabilities import BackendSpec, Device
+from attn_core.capabilities import BackendSpec, Device, Kind
 from attn_core.plugins import load_plugins
 from attn_core.testing.budget import Measure
-from attn_core.testing.plan import Planned, plan
+from attn_core.testing.plan import KINDS, Planned, plan
 from attn_core.testing.runner import Outcome, Status, run_all, torch_device
 
 
@@ -23,13 +23,14 @@ class Asked:
 
     backend: str
     device: Device
+    kinds: tuple[Kind, ...] = KINDS
     reduced: bool = False
 
     def plan(self) -> tuple[BackendSpec, list[Planned]]:
         """Plan the checks of the installed backend of this name."""
         registry = load_plugins()
         spec, libraries = registry.get(self.backend), registry.installed_libraries()
-        return spec, plan(spec, self.device, libraries, reduced=self.reduced)
+        return spec, plan(spec, self.device, libraries, kinds=self.kinds, reduced=self.reduced)
 
 
 def run_parallel(asked: Asked, jobs: int, step: Callable[[Planned], None]) -> list[Outcome]:

@@ -73,8 +73,13 @@ def plan(
             f"{spec.name} is declared but not implemented in 0.1, so there is nothing to check"
         )
     found: dict[tuple[Kind, str], Planned] = {}
+    absent: list[UnsupportedError] = []
     for kind in kinds:
-        rows = usable_rows(spec, kind, device, libraries)
+        try:
+            rows = usable_rows(spec, kind, device, libraries)
+        except UnsupportedError as error:  # of no matter where another kind runs
+            absent.append(error)
+            continue
         for template in templates(kind, rows, passes=passes, reduced=reduced) if rows else ():
             options = []
             for row in rows:
@@ -88,6 +93,8 @@ def plan(
             found.setdefault(
                 (kind, check.id), Planned(check=check, kind=kind, row=taken, reason=reason)
             )
+    if not found and absent:
+        raise absent[0]
     if not found:
         has = sorted({r.kind for r in spec.capabilities})
         raise UnsupportedError(
