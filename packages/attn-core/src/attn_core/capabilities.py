@@ -172,6 +172,7 @@ class Capabilities:
     sinks: bool = False
     cross_attention: bool = False
     encoder: bool = False  # bidirectional layers without a cache, ragged
+    absorbed: bool = True  # MLA over its latent cache; False: ragged prefill and its chunks alone
     chunked_prefix: bool = False  # MLA: prefix in chunks, merged by LSE
     max_topk: int = 0  # verifies and drafts: 0 no, 1 chains, TREES any tree
     run_topk: int | None = None  # largest topk of a run in which this row serves any phase

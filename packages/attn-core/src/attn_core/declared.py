@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from attn_core.capabilities import PLAIN_DTYPES, BackendSpec, Capabilities
+from attn_core.capabilities import PLAIN_DTYPES, BackendSpec, Capabilities, Phase
 from attn_core.libraries import Pin, alternatives
 
 STORES = PLAIN_DTYPES | {"fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}
@@ -76,6 +76,8 @@ def problem(spec: object) -> str | None:
     for number, row in enumerate(spec.capabilities):
         if (wrong := _fields(row)) is not None:
             return f"row {number}: {wrong}" if len(spec.capabilities) > 1 else wrong
+        if not row.absorbed and (row.phases != {Phase.PREFILL} or row.max_topk):
+            return f"row {number}: absorbed False (expected with phase prefill alone, max_topk 0)"
     families = {row.family for row in spec.capabilities}
     return "rows of both families, softmax and linear" if len(families) > 1 else None
 

@@ -51,6 +51,18 @@ def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False
         )
 
 
+def refuse_absorbed(config: BackendConfig, mode: ForwardMode) -> None:
+    """Raise UnsupportedError for a pass over the cache, of a row of MLA that only runs ragged."""
+    if config.row.absorbed:
+        return
+    raise UnsupportedError(
+        f"{mode.value}: the chosen row of {config.name} has no absorbed attention, no pass over "
+        "the latent cache; write the new latents with write_kv and call forward_ragged on the "
+        "heads before absorption (192/128), for a prefix chunk by chunk, merged by log-sum-exp; "
+        "or select another prefill backend"
+    )
+
+
 def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:
     """Raise UnsupportedError for a verify pass whose drafts the row cannot verify."""
     if batch.forward_mode is not ForwardMode.TARGET_VERIFY or batch.spec is None:

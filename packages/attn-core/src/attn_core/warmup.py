@@ -143,9 +143,10 @@ def _passes(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
 
 def _over_the_cache(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
     modes = ForwardMode
-    yield _paged(dispatcher, "prefill", modes.EXTEND, (1, 17), (1, 17))
-    yield _paged(dispatcher, "prefill over a prefix", modes.EXTEND, (3, 40), (90, 41))
-    yield _paged(dispatcher, "mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
+    if dispatcher.routes["prefill"].config.row.absorbed:
+        yield _paged(dispatcher, "prefill", modes.EXTEND, (1, 17), (1, 17))
+        yield _paged(dispatcher, "prefill over a prefix", modes.EXTEND, (3, 40), (90, 41))
+        yield _paged(dispatcher, "mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
     for size in sorted({1, max_bs}):
         what = f"decode, batch size {size}"
         yield _paged(dispatcher, what, modes.DECODE, (1,) * size, (_ROOM,) * size)

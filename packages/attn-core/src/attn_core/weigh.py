@@ -44,7 +44,7 @@ class Solver:
                     speculates=family == "softmax" and spec_mode == phase.value,
                 )
                 + self._policy(spec),
-                tuple(n for n in (self._not_built(spec), row.note) if n),
+                tuple(n for n in (self._not_built(spec), _ragged_only(spec, row), row.note) if n),
             )
             for spec in self.registry.family(family)
             for row in spec.capabilities
@@ -96,6 +96,17 @@ class Solver:
         if (chosen.spec.name, chosen.phase.value) in self.profile:
             return "measured fastest of those that fit"
         return f"highest priority of those that fit ({chosen.row.priority})"
+
+
+def _ragged_only(spec: BackendSpec, row: Capabilities) -> str:
+    """Say what a caller has to do where a row of MLA has no pass over the cache."""
+    if row.absorbed:
+        return ""
+    return (
+        f"{spec.name} prefills MLA without its cache: write new latents with write_kv, then call "
+        "forward_ragged on the heads before absorption (192/128) and merge a prefix in chunks by "
+        "log-sum-exp"
+    )
 
 
 def best_per_backend(verdicts: tuple[Verdict, ...], s: Solver) -> tuple[Verdict, ...]:

@@ -32,6 +32,15 @@ def _none(row: Capabilities) -> str | None:
     return None
 
 
+def _no_cache(row: Capabilities) -> str | None:
+    return None if row.absorbed else "a pass over the latent cache (absorbed: not supported)"
+
+
+def _first(*flaws: Flaw) -> Flaw:
+    """Return the first flaw that a row has."""
+    return lambda row: next((why for flaw in flaws if (why := flaw(row))), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """One question to a backend.
@@ -90,7 +99,7 @@ def _paged(case: Case, point: Point, row: Capabilities) -> Check:
         phases=case.phases,
         run=lambda bench: run_case(bench, case, point),
         layout=point.layout,
-        flaw=_needs_host_lengths if case.device_lengths else _none,
+        flaw=_first(_no_cache, _needs_host_lengths if case.device_lengths else _none),
     )
 
 
@@ -109,7 +118,7 @@ def _ragged(
     return Check(
         id=f"{case.feature}-{dtype}",
         feature=case.feature,
-        cells=case.cells,
+        cells=case.cells | ({"lse"} if row.lse else set()),
         needs=replace(case.needs(dtype), lse=merged),
         phases=(case.phase,),
         run=lambda bench: ask(bench, case, dtype),
@@ -166,7 +175,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         every=decodes_too,
         run=lambda bench: ask(bench, case, point),
         layout=point.layout,
-        flaw=partial(_no_graph, level) if cell == "cuda_graph" else _none,
+        flaw=_first(_no_cache, partial(_no_graph, level) if cell == "cuda_graph" else _none),
     )
 
 
@@ -187,4 +196,5 @@ def _session(kind: Kind, point: Point, store: str, passes: int, row: Capabilitie
         phases=phases or (Phase.PREFILL,),
         run=lambda bench: run_session(bench, case, point, store, passes=passes),
         layout=point.layout,
+        flaw=_no_cache,
     )

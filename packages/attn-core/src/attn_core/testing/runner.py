@@ -119,7 +119,7 @@ def report(
 def _cells(
     outcomes: Sequence[Outcome], kind: Kind, rows: Sequence[Capabilities]
 ) -> dict[str, CellReport]:
-    serving = [r for r in rows if r.phases != {Phase.ENCODE}]
+    serving = [r for r in rows if r.phases != {Phase.ENCODE} and r.absorbed]  # over a cache
     declares = {name: any(has(r) for r in rows) for name, has in CELLS[kind].items()}
     found = {}
     for cell, declared in {"page_sizes": bool(serving), **declares}.items():

@@ -21,6 +21,7 @@ from attn_core.backends.triton.hopper_tiles import (
     LN2,
     LOG2E,
     SEE_CAUSAL,
+    barrier,
     bring,
     clean,
     find_request,
@@ -281,7 +282,7 @@ def _attend(
             cu, lengths, tiles, item, b, window, GROUP, PAGE, BN, SEES, WINDOW
         )
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
         hopper.fence_async_shared()
         prefix = length - queries
         flat = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))

@@ -15,6 +15,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 SEE_CAUSAL = gl.constexpr(1)  # as in tiles.py
 SEE_TREE = gl.constexpr(2)
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 GATHER_BELOW = gl.constexpr(8)  # smaller pages than the swizzle goes over are gathered by rows
 
 
