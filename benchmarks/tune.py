@@ -50,7 +50,9 @@ def candidates(case: Case) -> Iterator[Launch]:
         if small:
             if not 6 <= programs * warps <= 20 or programs * stages * bn * case.head_dim > 111_000:
                 continue
-        elif programs > (1 if (bm, bn) == (64, 64) and case.kind == "mla" else 2 if bm == 64 else 4):
+        elif programs > (
+            1 if (bm, bn) == (64, 64) and case.kind == "mla" else 2 if bm == 64 else 4
+        ):
             continue
         yield Launch(
             block_m=bm,

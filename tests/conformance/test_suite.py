@@ -59,7 +59,7 @@ def test_every_declared_cell_was_proved_on_a_device(name, kind):
 
 def test_a_backend_without_an_implementation_is_not_checked():
     with pytest.raises(BackendNotImplementedError, match="not implemented"):
-        plan(load_plugins().get("fa3"), Device("cuda", "sm90"), {})
+        plan(load_plugins().get("aiter"), Device("rocm", "gfx942"), {})
 
 
 def test_a_backend_for_other_devices_is_not_checked():
@@ -167,7 +167,8 @@ def test_attn_check_names_the_fault_and_exits_1(monkeypatch, tmp_path):
     registry = load_plugins()
     key = ("softmax", "reference")
     registry = replace(registry, backends={**registry.backends, key: spec})
-    monkeypatch.setattr("attn_core.cli.check.load_plugins", lambda: registry)
+    for module in ("cli.check", "testing.parallel"):
+        monkeypatch.setattr(f"attn_core.{module}.load_plugins", lambda: registry)
     monkeypatch.setattr("attn_core.testing.plan.templates", few_templates)
     done = invoke("reference", "--json", "--device", "cpu", "--evidence", str(tmp_path))
     assert done.exit_code == 1, done.output

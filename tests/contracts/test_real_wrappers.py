@@ -90,11 +90,23 @@ def leaves_of(name: str) -> Leaves:
         out, lse = leaf.decode(q, kcache, table, seqlens, dv, tiles, splits, scale, causal)
         return out, lse, tiles, splits
 
+    def schedule_fp8(seqlens_k, rows, h_k):
+        return leaf.schedule(seqlens_k, rows, h_k, fp8=True)
+
+    def decode_fp8(q, kv, dv, seqlens, table, scale, causal, tiles, splits, *descales):
+        arguments = (q, kv, table, seqlens, dv, tiles, splits, scale, causal, *descales)
+        return leaf.decode_fp8(*arguments)
+
+    sgl, fork = ("sglang-kernel", "sgl_kernel"), ("sgl-flash-mla", "flash_mla_legacy")
+    both = {
+        "get_mla_decoding_metadata": schedule,
+        "get_mla_decoding_metadata_dense_fp8": schedule_fp8,
+        "fwd_kvcache_mla_fp8": decode_fp8,
+    }
     return {
-        ("sglang-kernel", "sgl_kernel", "get_mla_decoding_metadata"): schedule,
-        ("sglang-kernel", "sgl_kernel", "fwd_kvcache_mla"): decode,
-        ("sgl-flash-mla", "flash_mla_legacy", "get_mla_decoding_metadata"): schedule,
-        ("sgl-flash-mla", "flash_mla_legacy", "dense_decode_fwd"): dense,
+        **{(*where, op): f for where in (sgl, fork) for op, f in both.items()},
+        (*sgl, "fwd_kvcache_mla"): decode,
+        (*fork, "dense_decode_fwd"): dense,
     }
 
 

@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_core.backend import BackendConfig, create_backend
+from attn_core.capabilities import LayerNeeds, Requirements
 from attn_core.device import parse_device
+from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import ForwardBatch, ForwardMode
-from attn_core.kv_cache import KVPool
+from attn_core.kv_cache import KVPool, read_kv, write_kv
+from attn_core.merge import merge_states
 from attn_core.page_table import pad_page_table
 from attn_core.plugins import load_plugins
+from attn_core.selection import Overrides, select
 from attn_core.testing import BackendSuite
 from attn_core.testing.budget import CheckFailed
 from attn_core.testing.cases import Case
@@ -31,6 +35,14 @@ class TestHopper(BackendSuite):
     on = "cpu"
     libraries = FOUND
     passes = 60
+
+
+class TestHopperLatent(BackendSuite):
+    name = "fa4"
+    kinds = ("mla",)
+    device = "cuda:sm90"
+    on = "cpu"
+    libraries = FOUND
 
 
 @pytest.mark.usefixtures("blackwell")
@@ -242,3 +254,95 @@ def test_a_mistake_in_the_wrapper_is_seen(mistake, wanted, monkeypatch):
     for planned in asked:
         with pytest.raises(CheckFailed):
             run_check(planned, spec(), torch.device("cpu"), arch="sm90")
+
+
+HEADS = 4
+LATENT = replace(
+    LAYER, num_q_heads=HEADS, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=192**-0.5
+)
+WIDE = replace(LATENT, num_kv_heads=HEADS, head_dim=192, v_head_dim=128)
+
+
+@pytest.fixture
+def deepseek():
+    """Prefill a DeepSeek model by fa4 and decode it by fa3, on Hopper."""
+    needs = LayerNeeds(kind="mla", head_dim=576, v_head_dim=512, num_q_heads=HEADS, num_kv_heads=1)
+    registry, found = load_plugins(), FOUND | {"sglang-kernel": "0.4.5"}
+    selection = select(
+        Requirements(layers=(needs,)),
+        parse_device("cuda:sm90"),
+        registry,
+        found,
+        Overrides(prefill_attention_backend="fa4", decode_attention_backend="fa3"),
+        simulated=True,
+    )
+    assert (selection.prefill, selection.decode) == ("fa4", "fa3")
+    assert "fa4 prefills MLA without its cache: write new" in selection.why["notes"]
+    pool = KVPool([LATENT], num_pages=80, page_size=1, kv_cache_dtype="bf16", kind="mla")
+    dispatcher = HybridDispatcher.from_selection(selection, registry, [LATENT], pool, dtype="bf16")
+    return dispatcher, pool
+
+
+def test_an_absorbed_prefill_is_refused_on_hopper_before_anything_is_written(deepseek):
+    dispatcher, pool = deepseek
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND,
+        query_lens=[3],
+        seq_lens=[3],
+        page_table=pad_page_table([[1, 2, 3]]),
+        page_size=1,
+    )
+    metadata = dispatcher.init_forward_metadata(batch)  # every pass is planned
+    q, k = torch.ones(3, HEADS, 576).bfloat16(), torch.ones(3, 1, 576).bfloat16()
+    message = "extend: the chosen row of fa4 has no absorbed attention, .* call forward_ragged"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=message):
+            dispatcher.forward(q, k, None, LATENT, batch, metadata)
+    backend = dispatcher.backend("prefill")
+    with pytest.raises(UnsupportedError, match=message):
+        backend.forward_extend(q, k, None, LATENT, pool.layer(0), batch, metadata)
+    assert not pool.layer(0).k.any()
+
+
+def test_a_prompt_is_prefilled_ragged_in_chunks_and_decoded_from_the_cache(deepseek):
+    """What an engine does, with real up-projections: the last token's two ways agree."""
+    dispatcher, pool = deepseek
+    rng = torch.Generator().manual_seed(0)
+    length, cut = 70, 41
+    latent = torch.randn(length, 576, generator=rng).bfloat16()
+    up_k = torch.randn(HEADS, 128, 512, generator=rng) * 512**-0.5
+    up_v = torch.randn(HEADS, 128, 512, generator=rng) * 512**-0.5
+    q = torch.randn(length, HEADS, 192, generator=rng).bfloat16()
+
+    def project(tokens):
+        low, rope = tokens.float().split_with_sizes((512, 64), -1)
+        k = torch.einsum("hdl,tl->thd", up_k, low)
+        k = torch.cat([k, rope[:, None].expand(-1, HEADS, -1)], -1)
+        return k.bfloat16(), torch.einsum("hdl,tl->thd", up_v, low).bfloat16()
+
+    def ragged(n, keys, causal):
+        ends = [torch.tensor([0, x], dtype=torch.int32) for x in (n, len(keys))]
+        return dispatcher.forward_ragged(
+            q[length - n :], *project(keys), WIDE, *ends, n, len(keys),
+            causal=causal, return_lse=True,
+        )  # fmt: skip
+
+    slots = torch.arange(1, length + 1)
+    write_kv(pool.layer(0), latent[:, None], None, slots)
+    prefix, new = read_kv(pool.layer(0), slots, torch.bfloat16)[0].squeeze(1).split([cut, 29])
+    parts = [ragged(29, prefix, False), ragged(29, new, True)]
+    prefilled, _ = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+
+    absorbed = torch.einsum("hd,hdl->hl", q[-1, :, :128].float(), up_k)
+    absorbed = torch.cat([absorbed, q[-1, :, 128:].float()], -1)[None].bfloat16()
+    batch = ForwardBatch.build(
+        ForwardMode.DECODE,
+        query_lens=[1],
+        seq_lens=[length],
+        page_table=slots[None].int(),
+        page_size=1,
+    )
+    metadata = dispatcher.init_forward_metadata(batch)
+    out = dispatcher.forward(absorbed, None, None, LATENT, batch, metadata)
+    decoded = torch.einsum("hl,hdl->hd", out[0].float(), up_v)
+    torch.testing.assert_close(prefilled[-1].float(), decoded, rtol=0, atol=2e-2)

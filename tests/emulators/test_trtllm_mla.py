@@ -5,6 +5,8 @@ import importlib
 
 import pytest
 import torch
+from attn_core.errors import UnsupportedError
+from attn_core.testing.budget import CheckFailed
 from attn_core.testing.inputs import without_host_lengths
 from mla_passes import FLASHINFER, Emulated, Pass, attend_ragged, counted, ragged
 
@@ -109,3 +111,99 @@ def test_the_scratch_grows_with_the_lse_and_its_counters_stay_zero():
     assert large.numel() > max(small, 600 * 256 * 128 * 8)
     that.check(backend)
     assert not plan.extra[: 8 << 20].any()
+
+
+FP8 = {"kv_dtype": "fp8_e4m3", "k_scale": 0.4}
+
+
+@pytest.mark.parametrize(
+    "case", ["mla-decode", "mla-draft-decode", "mla-verify-chain", "mla-draft-extend"]
+)
+def test_an_fp8_cache_is_read_with_rounded_queries_ragged_ones_too(case, monkeypatch):
+    mla = importlib.import_module("flashinfer.mla")
+    calls = counted(monkeypatch, mla, "trtllm_batch_decode_with_kv_cache_mla")
+    that = that_pass(case, **FP8)
+    that.check(that.backend(), batch=without_host_lengths(that.inputs.batch), given=True)
+    backend, inputs, q = that.backend(), that.inputs, that.inputs.q.clone()
+    q[0, 0, 0] = 1e4  # a plain cast of it is NaN
+    metadata = backend.init_forward_metadata(inputs.batch)
+    got = backend.forward_extend(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
+    assert got[: inputs.real_tokens].isfinite().all()
+    for args, more in calls:
+        assert args[0].dtype == torch.float8_e4m3fn
+        scales = more["bmm1_scale"], more["bmm2_scale"]
+        assert scales == pytest.approx((inputs.layer.scale * 0.4, 0.4))
+        assert ("cum_seq_lens_q" in more) == (case == "mla-draft-extend")
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("lost", ["bmm1_scale", "bmm2_scale"])
+def test_a_lost_scale_is_seen(lost, monkeypatch):
+    that = that_pass("mla-draft-extend", **FP8)
+    backend = that.backend()
+    real, right = backend._decode, {"bmm1_scale": that.inputs.layer.scale, "bmm2_scale": 1.0}
+    backend._decode = lambda *args, **more: real(*args, **more | {lost: right[lost]})
+    with pytest.raises(CheckFailed):
+        that.check(backend)
+
+
+def test_a_replay_reads_the_batchs_own_ragged_lengths():
+    that = that_pass("mla-draft-extend", **FP8)
+    backend, batch = that.backend(), that.inputs.batch
+    cu = batch.cu_seqlens_q.clone()
+    batch.cu_seqlens_q.copy_(torch.tensor([0, 3, 4]))
+    metadata = backend.init_forward_metadata_capture_cuda_graph(batch)
+    batch.cu_seqlens_q.copy_(cu)
+    backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
+    that.check(backend, metadata=metadata)
+
+
+def test_prefill_over_an_fp8_cache_is_ragged_alone():
+    that = that_pass("mla-prefill", phase="prefill", **FP8)
+    assert not that.row.absorbed
+    backend, inputs = that.backend(), that.inputs
+    assert backend.init_forward_metadata(inputs.batch) is None  # planned, as any pass is
+    with pytest.raises(UnsupportedError, match="extend: the chosen row of trtllm_mla has no abs"):
+        backend.forward_extend(inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, None)
+    query_lens, key_lens = (5, 9), (30, 17)
+    tensors, indptr = ragged(query_lens, key_lens)
+    dims = {"num_kv_heads": 4, "head_dim": 192, "v_head_dim": 128, "scale": 192**-0.5}
+    layer = dataclasses.replace(inputs.layer, **dims)
+    out, lse = backend.forward_ragged(
+        *tensors, layer, *indptr, 9, 30, causal=False, return_lse=True
+    )
+    right, sums = attend_ragged(*tensors, query_lens, key_lens, layer.scale)
+    torch.testing.assert_close(out.float(), right, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse, sums, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "why"),
+    [
+        ({"q": torch.bfloat16}, RuntimeError, "Missing TRTLLM-GEN kernel"),
+        ({"return_lse": True}, NotImplementedError, "does not support return_lse"),
+        ({"max_q_len": 3}, ValueError, "cannot exceed the flattened query length"),
+        ({"cum_seq_lens_q": torch.tensor([0, 2])}, ValueError, "int32"),
+        ({"cum_seq_lens_q": torch.tensor([0, 1, 2]).int()}, ValueError, "Batch size mismatch"),
+        ({"cum_seq_lens_q": None}, ValueError, "max_q_len is only supported when"),
+    ],
+)
+def test_the_emulation_refuses_what_ragged_fp8_queries_may_not_be(change, error, why):
+    that_pass("mla-decode")  # puts the GPU in
+    mla = importlib.import_module("flashinfer.mla")
+    fp8 = torch.float8_e4m3fn
+    more = {"cum_seq_lens_q": torch.tensor([0, 2]).int(), "max_q_len": 2, **change}
+    with pytest.raises(error, match=why):
+        mla.trtllm_batch_decode_with_kv_cache_mla(
+            torch.zeros(2, 4, 576).to(more.pop("q", fp8)),
+            torch.zeros(3, 64, 576).to(fp8),
+            torch.zeros(16 << 20, dtype=torch.uint8),
+            128,
+            512,
+            64,
+            torch.ones(1, 2, dtype=torch.int32),
+            torch.full((1,), 9, dtype=torch.int32),
+            9,
+            backend="trtllm-gen",
+            **more,
+        )

@@ -293,7 +293,10 @@ def test_libraries_decide_on_another_machine():
     assert data(*base, "--assume-installed", "triton")["prefill"] == "triton"
     old = "flashinfer-python==0.1,triton"
     assert data(*base, "--assume-installed", old)["prefill"] == "triton"
-    assert data(*base, "--assume-installed", "flashinfer-python==0.7")["prefill"] == "flashinfer"
+    new = "flashinfer-python==0.6.15,triton"
+    assert data(*base, "--assume-installed", new)["prefill"] == "flashinfer"
+    unknown = "flashinfer-python==0.7,triton"  # its wrappers' private fields may have other names
+    assert data(*base, "--assume-installed", unknown)["prefill"] == "triton"
 
 
 def test_markup_in_texts_is_printed_as_it_is():

@@ -6,15 +6,19 @@ import torch
 PROCESSORS = 132
 PAGE = 64
 _SIZE = 8  # integers of a multiprocessor's schedule
+_FP8 = torch.float8_e4m3fn
 
 
-def schedule(seqlens_k, rows, h_k):
-    """Cut the keys into tiles: int32 [parts, 8], and the splits of each request int32 [B + 1]."""
+def schedule(seqlens_k, rows, h_k, fp8=False):
+    """Cut the keys into tiles: int32 [parts, 8], and the splits of each request int32 [B + 1].
+
+    FP8's scheduler is another function, whose tiles other kernels are not promised to take.
+    """
     _check(seqlens_k, "seqlens_k", torch.int32)
     parts = max(PROCESSORS // h_k // -(-rows // 64), 1)
     tiles = torch.zeros(parts, _SIZE, dtype=torch.int32)
     # what a schedule is for: the kernel never looks at a key that no tile names
-    tiles[0, :2] = torch.tensor([int(seqlens_k.sum()), rows], dtype=torch.int32)
+    tiles[0, :3] = torch.tensor([int(seqlens_k.sum()), rows, fp8], dtype=torch.int32)
     blocks = -(-seqlens_k // PAGE)
     return tiles, torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
 
@@ -23,6 +27,35 @@ def decode(
     q, kcache, block_table, seqlens_k, head_size_v, tiles, num_splits, softmax_scale, is_causal
 ):
     """Attend with q [B, s, H, 576]; returns out [B, s, H, 512] and the natural LSE [B, H, s]."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("Expected q_dtype == torch::kBFloat16 || q_dtype == torch::kHalf")
+    lengths = (seqlens_k, tiles, num_splits)
+    return _attend(q, kcache, block_table, *lengths, head_size_v, softmax_scale, is_causal)
+
+
+def decode_fp8(
+    q, kcache, block_table, seqlens_k, head_size_v, tiles, num_splits, softmax_scale, is_causal,
+    descale_q, descale_k,
+):  # fmt: skip
+    """Attend as `decode` does, with e4m3 queries and probabilities; the output is bfloat16."""
+    if q.dtype != _FP8:
+        raise RuntimeError("Expected q.dtype() == torch::kFloat8_e4m3fn to be true")
+    if descale_q is None or descale_k is None:
+        raise RuntimeError("descale is required when input dtype is fp8")
+    for name, t in (("descale_q_", descale_q), ("descale_k_", descale_k)):
+        if t.dtype != torch.float32:
+            raise RuntimeError(f"Expected {name}.dtype() == torch::kFloat to be true")
+        if t.shape != (1,):
+            raise RuntimeError(f"{name} must have shape (1)")
+    lengths = (seqlens_k, tiles, num_splits)
+    scales = (descale_q.item(), descale_k.item())
+    return _attend(q, kcache, block_table, *lengths, head_size_v, softmax_scale, is_causal, scales)
+
+
+def _attend(
+    q, kcache, block_table, seqlens_k, tiles, num_splits, head_size_v, softmax_scale, is_causal,
+    scales=None,
+):  # fmt: skip
     batch, queries, heads, dim = q.shape
     _check(seqlens_k, "seqlens_k", torch.int32)
     _check(tiles, "tile_scheduler_metadata", torch.int32)
@@ -30,8 +63,6 @@ def decode(
     for name, t in (("q", q), ("kcache", kcache), ("block_table", block_table)):
         if t.stride(-1) != 1:
             raise RuntimeError(f"{name} must have contiguous last dimension")
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise RuntimeError("Expected q_dtype == torch::kBFloat16 || q_dtype == torch::kHalf")
     if kcache.dtype != q.dtype:
         raise RuntimeError("query and key must have the same dtype")
     if dim != 576:
@@ -51,9 +82,12 @@ def decode(
     if num_splits.shape != (batch + 1,):
         raise RuntimeError("num_splits must have shape (batch_size+1)")
     lens = seqlens_k.tolist()
-    out = torch.full((batch, queries, heads, 512), torch.nan, dtype=q.dtype)
+    dtype, (q_scale, k_scale) = q.dtype, scales or (1.0, 1.0)
+    out = torch.full(
+        (batch, queries, heads, 512), torch.nan, dtype=torch.bfloat16 if scales else dtype
+    )
     lse = torch.full((batch, heads, queries), torch.nan)
-    now, splits = schedule(seqlens_k, queries * heads, kcache.shape[2])
+    now, splits = schedule(seqlens_k, queries * heads, kcache.shape[2], fp8=scales is not None)
     if not torch.equal(now, tiles) or not torch.equal(splits, num_splits):
         return out, lse  # a schedule of other lengths: rows are skipped
     keys = attn_reference.gather(kcache, block_table, lens)
@@ -62,10 +96,11 @@ def decode(
         keys,
         [k[..., :512] for k in keys],
         query_lens=[queries] * batch,
-        scale=softmax_scale,
+        scale=softmax_scale * q_scale * k_scale,
         causal=is_causal,
+        weights_dtype=_FP8 if scales else None,
     )
-    out.copy_(found.view(out.shape))
+    out.copy_(found.view(out.shape) * k_scale)
     lse.copy_(total.view(batch, queries, heads).transpose(1, 2))
     return out, lse
 

@@ -17,13 +17,7 @@ from attn_core.failures import named, run_error
 from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import KVPool, write_kv
 from attn_core.plugins import Registry
-from attn_core.refusals import (
-    refuse_absorbed,
-    refuse_call,
-    refuse_drafts,
-    refuse_layer,
-    refuse_output,
-)
+from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer, refuse_mode, refuse_output
 from attn_core.roles import MISSING, ROLE_OF_MODE, selected
 from attn_core.roles import Role as Role
 
@@ -135,7 +129,7 @@ class HybridDispatcher:
 
     def _route(self, mode: ForwardMode) -> _Route:
         backend = self.backend(ROLE_OF_MODE[mode])
-        refuse_absorbed(backend.config, mode)
+        refuse_mode(backend.config, mode)
         run = backend.forward_decode if mode in DECODE_MODES else backend.forward_extend
         route = _Route(backend, run, not backend.config.row.fused_kv_write)
         self._by_mode[mode] = route

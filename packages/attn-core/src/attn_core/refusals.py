@@ -51,7 +51,7 @@ def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False
         )
 
 
-def refuse_absorbed(config: BackendConfig, mode: ForwardMode) -> None:
+def refuse_mode(config: BackendConfig, mode: ForwardMode) -> None:
     """Raise UnsupportedError for a pass over the cache, of a row of MLA that only runs ragged."""
     if config.row.absorbed:
         return

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from attn_core.capabilities import BackendSpec, Device, Family, Phase, Requirements
+from attn_core.capabilities import (
+    BackendSpec,
+    Capabilities,
+    Device,
+    Family,
+    Phase,
+    Requirements,
+)
 from attn_core.decision import Overrides, Verdict
 from attn_core.libraries import Libraries
 from attn_core.listing import listing, places

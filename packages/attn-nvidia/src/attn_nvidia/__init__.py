@@ -1,4 +1,4 @@
-"""NVIDIA attention backends for attn-core: their rows; the kernels are declared, not built."""
+"""NVIDIA attention backends for attn-core: their specs; rows_mha and rows_mla have the rows."""
 
 from __future__ import annotations
 
@@ -92,8 +92,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             rows_mla.trtllm_mla(),
             create="attn_nvidia.trtllm_mla:TrtllmMLA",
             departures={
-                "mla.fp8_kv": "trtllm-gen reads an FP8 latent cache with FP8 queries only: rounding"
-                " them to e4m3 costs more than the error budget of 16-bit attention",
                 "mla.fp4_kv": "FlashInfer's trtllm MLA passes no block scales: it has no FP4 cache",
             },
         ),
@@ -111,9 +109,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             rows_mla.flashmla(),
             create="attn_nvidia.flashmla:FlashMLA",
             departures={
-                "mla.fp8_kv": "FlashMLA's dense FP8 decode takes FP8 queries only: rounding them"
-                " to e4m3 costs more than the error budget of 16-bit attention; flashinfer reads an"
-                " FP8 latent cache on Hopper with bfloat16 queries",
                 "mla.fp4_kv": "FlashMLA's dense decode has no FP4 cache: its FP4 format is for "
                 "sparse attention",
             },

@@ -47,6 +47,7 @@ class CutlassMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
+        k_scale: float,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:

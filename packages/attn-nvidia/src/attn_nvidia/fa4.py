@@ -15,7 +15,7 @@ from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer, ForwardBatch
 from attn_core.kv_cache import LayerCache
 from attn_core.page_table import split_pages
-from attn_core.refusals import refuse_call, refuse_layer
+from attn_core.refusals import refuse_call, refuse_layer, refuse_mode
 from torch import Tensor
 
 from attn_nvidia.building import building
@@ -50,13 +50,14 @@ class FA4(AttentionBackend):
         self._mods: Any = importlib.import_module("flash_attn.cute.utils")
         self._attend = interface._flash_attn_fwd
         self._latent = config.row.kind == "mla"
+        absorbed = config.row.absorbed
         sizes = [p for p in config.row.page_sizes if config.page_size % p == 0]
         self._page = max(sizes, default=config.page_size)
         self._layers = {layer: self._prepare(layer) for layer in config.layers}
         self._classes = {
             x.which
             for layer, x in self._layers.items()
-            if not self._latent or layer.v_head_dim == _LATENT
+            if absorbed and (not self._latent or layer.v_head_dim == _LATENT)
         }
         self._built: set[Variant] = set()
 
@@ -127,6 +128,7 @@ class FA4(AttentionBackend):
         mine = self._layers.get(layer) or self._adopt(layer)
         plan = metadata.get(mine.which)
         if plan is None:
+            refuse_mode(self.config, batch.forward_mode)
             raise BackendError(
                 f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
                 f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, NamedTuple
 
+import torch
 from attn_core.backend import BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
 from attn_core.errors import BackendError
@@ -13,7 +14,7 @@ from attn_core.libraries import alternatives, installed, satisfies
 from torch import Tensor
 
 from attn_nvidia.flashinfer.mla import LATENT, aligned
-from attn_nvidia.mla_decode import DecodePlan, MlaDecode, as_asked
+from attn_nvidia.mla_decode import DecodePlan, MlaDecode, as_asked, rounded
 
 # distribution → module; both carry the same kernels of sm90
 _MODULES = {"sgl-flash-mla": "flash_mla", "sglang-kernel": "sgl_kernel.flash_mla"}
@@ -30,7 +31,8 @@ class _Schedule(NamedTuple):
 class FlashMLA(MlaDecode):
     """Decode and chains over pages of 64, scheduled on the device once per pass.
 
-    Of its libraries the first that is installed is taken, in the order of the row's `requires`.
+    Over an FP8 cache the queries are rounded to e4m3 as well: its kernels take no others. Of its
+    libraries the first that is installed is taken, in the order of the row's `requires`.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -39,14 +41,19 @@ class FlashMLA(MlaDecode):
         self._library: Any = importlib.import_module(module)
         # the current kernels of the fork have neither dense decode nor sm90
         self._legacy = {"use_legacy": True} if module == "flash_mla" else {}
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        self._kernels: dict[str, Any] = self._legacy | (
+            {"is_fp8_kvcache": True} if self._fp8 else {}
+        )
+        self._more: dict[float, dict[str, Any]] = {}
 
     def plan(self, which: LayerClass, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
         """Schedule the tiles on the device."""
         library, rows = self._library, queries * which.num_q_heads
         if not self._legacy:
-            tiles, splits = library.get_mla_metadata(seq_lens, rows, 1)
+            tiles, splits = library.get_mla_metadata(seq_lens, rows, 1, **self._kernels)
             return _Schedule(tiles, splits, (tiles, splits))
-        tiles, splits = library.get_mla_decoding_metadata(seq_lens, rows, 1, **self._legacy)
+        tiles, splits = library.get_mla_decoding_metadata(seq_lens, rows, 1, **self._kernels)
         metadata, _ = library.get_mla_metadata()
         metadata.tile_scheduler_metadata, metadata.num_splits = tiles, splits
         return _Schedule(metadata, None, (tiles, splits))
@@ -63,13 +70,18 @@ class FlashMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
+        k_scale: float,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
         """Call the kernel, whose LSE is natural, [B, H, queries]."""
         tokens, heads, dim = q.shape
+        q = rounded(q) if self._fp8 else aligned(q)
+        more = self._more.get(k_scale)
+        if more is None:
+            more = self._more[k_scale] = self._arguments(k_scale)
         result, lse = self._library.flash_mla_with_kvcache(
-            aligned(q).view(-1, plan.queries, heads, dim),
+            q.view(-1, plan.queries, heads, dim),
             pages,
             plan.table,
             plan.seq_lens,
@@ -78,10 +90,16 @@ class FlashMLA(MlaDecode):
             plan.extra.splits,
             softmax_scale=layer.scale,
             causal=plan.queries > 1,
-            **self._legacy,
+            **more,
         )
         result = as_asked(result.view(tokens, heads, LATENT), out)
         return (result, lse.transpose(1, 2).reshape(tokens, heads)) if return_lse else result
+
+    def _arguments(self, k_scale: float) -> dict[str, Any]:
+        """Return what selects the kernels and, for FP8's, how queries and keys were scaled."""
+        scales = {"descale_q": 1.0, "descale_k": k_scale} if self._fp8 else {}
+        device = self.config.device
+        return self._kernels | {n: torch.full((1,), x, device=device) for n, x in scales.items()}
 
 
 def _library(group: str) -> str:

@@ -14,11 +14,12 @@ from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
 from attn_core.kv_cache import LayerCache
 from attn_core.page_table import split_pages
-from attn_core.refusals import refuse_call
+from attn_core.refusals import refuse_call, refuse_mode
 from torch import Tensor
 
 from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
 
+_E4M3_MAX = 448.0
 CHAINS = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY})
 
 
@@ -26,12 +27,14 @@ CHAINS = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE, ForwardMode.TA
 class DecodePlan:
     """What the layers of one class share: the kernel's pages, int32 [B, M], and its schedule.
 
-    queries: per request. longest: seq_lens, int32 [B], are at most that. extra: the kernel's own.
+    queries: of every request or, where they differ, of the longest; cu_queries, int32 [B + 1], is
+    None where they do not. longest: seq_lens, int32 [B], are at most that. extra: the kernel's own.
     """
 
     table: Tensor
     seq_lens: Tensor
     queries: int
+    cu_queries: Tensor | None
     longest: int
     extra: Any
 
@@ -44,10 +47,10 @@ class DecodePlans:
 
 
 class MlaDecode(AttentionBackend):
-    """Passes of `modes`, as many queries for every request, run on a kernel of their own.
+    """Passes of `modes` run on a kernel of their own, all others on FlashInfer's MLA.
 
-    All others run on FlashInfer's MLA. Subclasses give the kernel: its page size, of how many
-    columns its page table is a multiple, what it plans and how it is called.
+    Subclasses give the kernel: its page size, of how many columns its page table is a multiple,
+    what it plans and how it is called. Modes beyond CHAINS have ragged queries.
     """
 
     modes = CHAINS
@@ -73,13 +76,16 @@ class MlaDecode(AttentionBackend):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
+        k_scale: float,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
-        """Call the kernel: q [B · queries, H, 576], pages [pages, page, 1, 576]."""
+        """Call the kernel: q [T, H, 576], pages [pages, page, 1, 576] of value / k_scale."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Any:
         """Plan a pass of the decode kernel on the device, any other as FlashInfer's."""
+        if not self.config.row.absorbed:
+            return None  # all that it runs is ragged
         if batch.forward_mode in self.modes and batch.num_tokens:
             return self._planned(batch)
         return self.prefill.init_forward_metadata(batch)
@@ -87,7 +93,9 @@ class MlaDecode(AttentionBackend):
     def _planned(self, batch: ForwardBatch) -> DecodePlans:
         plans: dict[LayerClass, DecodePlan] = {}
         tables: dict[str, Tensor] = {}
-        queries = batch.num_tokens // batch.batch_size
+        queries, cu_queries = batch.num_tokens // batch.batch_size, None
+        if batch.forward_mode not in CHAINS:
+            queries, cu_queries = batch.max_q_len, batch.cu_seqlens_q
         for which in self._classes:
             view = batch.views.get(which.view)
             if view is None:
@@ -96,7 +104,9 @@ class MlaDecode(AttentionBackend):
                 tables[which.view] = self._table(view)
             table = tables[which.view]
             extra = self.plan(which, table, view.seq_lens, queries)
-            plans[which] = DecodePlan(table, view.seq_lens, queries, view.max_seq_len, extra)
+            plans[which] = DecodePlan(
+                table, view.seq_lens, queries, cu_queries, view.max_seq_len, extra
+            )
         return DecodePlans(plans)
 
     def _table(self, view: CacheView) -> Tensor:
@@ -123,6 +133,7 @@ class MlaDecode(AttentionBackend):
     ) -> Output:
         """Attend to the latent cache, which holds the new tokens already; k is not read."""
         if not isinstance(metadata, DecodePlans):
+            refuse_mode(self.config, batch.forward_mode)
             return self.prefill.forward_extend(
                 q, k, v, layer, cache, batch, metadata,
                 out=out, return_lse=return_lse, topk_indices=topk_indices,
@@ -137,7 +148,7 @@ class MlaDecode(AttentionBackend):
         pages = cache.k
         if pages.shape[1] != self.page:
             pages = pages.view(-1, self.page, 1, LATENT + ROPE)
-        return self.attend(q, pages, layer, plan, out, return_lse)
+        return self.attend(q, pages, layer, plan, cache.k_scale, out, return_lse)
 
     forward_decode = forward_extend  # decode is the same by another plan
 
@@ -190,3 +201,8 @@ class MlaDecode(AttentionBackend):
 def as_asked(result: Tensor, out: Tensor | None) -> Tensor:
     """Return what a kernel gave in a buffer of its own, in `out` where that was given."""
     return result if out is None or out is result else out.copy_(result)
+
+
+def rounded(q: Tensor) -> Tensor:
+    """Return q as e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
+    return q.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)

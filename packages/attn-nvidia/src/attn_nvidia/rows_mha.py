@@ -197,7 +197,7 @@ def trtllm_mha() -> Sequence[Capabilities]:
         min_runtime="12.8",
         requires=[FLASHINFER],
         dtypes=HALF,
-        kv_dtypes=HALF | E4M3,
+        kv_dtypes=HALF | E4M3,  # of FP4 it wants V's block scales interleaved by four tokens
         priority=30,
         page_sizes={16, 32, 64},
         layouts={"NHD", "HND"},

@@ -20,7 +20,9 @@ from attn_nvidia.rows_mha import (
 
 LATENT: Final = 512 + 64  # latent + rope: every kernel here is built for DeepSeek's dims
 LATENT_PAIR: Final = (LATENT, 512)
+ROUNDED: Final = "over an FP8 cache its kernels take FP8 queries: they are rounded to e4m3"
 RAGGED_PAIR: Final = (192, 128)  # its heads before absorption, in prefill without a cache
+PREFILL: Final = frozenset({Phase.PREFILL})
 # CUTLASS's latent decode left this library between 0.4.5 and 0.4.10.
 SGL_KERNEL_CUTLASS: Final = "sglang-kernel>=0.4,<=0.4.5"
 
@@ -50,17 +52,24 @@ def flashinfer() -> Sequence[Capabilities]:
 
 
 def flashmla() -> Sequence[Capabilities]:
-    """Return FlashMLA's row: dense decode on Hopper; its prefill is FlashInfer's."""
-    return [
-        replace(
-            flashinfer()[0],
-            archs=HOPPER,
-            requires=(f"sgl-flash-mla or {SGL_KERNEL}", FLASHINFER),
-            page_sizes=frozenset({64}),
-            deterministic=False,
-            needs_host_lengths=False,  # its decode does not, and prefill can wait for them
-        )
-    ]
+    """Return FlashMLA's rows: dense decode on Hopper; its prefill is FlashInfer's."""
+    row = replace(
+        flashinfer()[0],
+        archs=HOPPER,
+        requires=(f"sgl-flash-mla or {SGL_KERNEL}", FLASHINFER),
+        page_sizes=frozenset({64}),
+        deterministic=False,
+        needs_host_lengths=False,  # its decode does not, and prefill can wait for them
+    )
+    fp8 = replace(
+        row,
+        dtypes=frozenset({"bf16"}),  # what its FP8 kernels write
+        kv_dtypes=E4M3,
+        fp8_products=True,
+        finite_tail=True,  # its FP8 kernels are not known to clear the tail of a last page
+        note=f"{ROUNDED} in decode and verification, not in prefill",
+    )
+    return [row, fp8]
 
 
 def cutlass_mla() -> Sequence[Capabilities]:
@@ -90,28 +99,40 @@ def cutlass_mla() -> Sequence[Capabilities]:
 
 
 def trtllm_mla() -> Sequence[Capabilities]:
-    """Return the row of TensorRT-LLM's MLA kernels: the default on sm100 and sm103."""
-    return [
-        Capabilities(
-            kind="mla",
-            device="cuda",
-            archs={"sm100", "sm103"},
-            min_runtime="12.8",
-            requires=[FLASHINFER],
-            dtypes={"bf16"},
-            kv_dtypes={"bf16"},
-            priority=30,
-            page_sizes={32, 64},
-            head_dims={LATENT},
-            head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
-            chunked_prefix=True,
-            max_topk=1,
-            run_topk=1,
-            lse=True,
-            cuda_graph="full",
-            beside_linear=False,
-        )
-    ]
+    """Return the rows of TensorRT-LLM's MLA kernels: the default on sm100 and sm103."""
+    row = Capabilities(
+        kind="mla",
+        device="cuda",
+        archs={"sm100", "sm103"},
+        min_runtime="12.8",
+        requires=[FLASHINFER],
+        dtypes={"bf16"},
+        kv_dtypes={"bf16"},
+        priority=30,
+        page_sizes={32, 64},
+        head_dims={LATENT},
+        head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
+        chunked_prefix=True,
+        max_topk=1,
+        run_topk=1,
+        lse=True,
+        cuda_graph="full",
+        beside_linear=False,
+    )
+    # Absorbed prefill is FlashInfer's, which reads FP8 latents on Hopper alone.
+    prefill = replace(
+        row, kv_dtypes=E4M3, phases=PREFILL, absorbed=False, max_topk=0, cuda_graph="none"
+    )
+    decode = replace(
+        row,
+        kv_dtypes=E4M3,
+        phases=frozenset({Phase.DECODE}),
+        chunked_prefix=False,
+        lse=False,  # ragged queries, those of a draft's extension, come without
+        fp8_products=True,
+        note=ROUNDED,
+    )
+    return [row, prefill, decode]
 
 
 def fa3() -> Sequence[Capabilities]:
@@ -141,26 +162,33 @@ def fa3() -> Sequence[Capabilities]:
 
 
 def fa4() -> Sequence[Capabilities]:
-    """Return FlashAttention-4's MLA row: absorbed attention on Blackwell."""
-    return [
-        Capabilities(
-            kind="mla",
-            device="cuda",
-            archs=BLACKWELL,
-            requires=["flash-attn-4>=4.0.0b18"],
-            dtypes=HALF,
-            kv_dtypes=HALF,
-            priority=5,
-            page_sizes={1},
-            head_dims={LATENT},
-            head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
-            encoder=True,  # ragged, without causal order
-            chunked_prefix=True,
-            lse=True,
-            cuda_graph="full",
-            finite_tail=True,
-        )
-    ]
+    """Return FlashAttention-4's MLA rows: absorbed on Blackwell, ragged prefill on Hopper."""
+    row = Capabilities(
+        kind="mla",
+        device="cuda",
+        archs=BLACKWELL,
+        requires=["flash-attn-4>=4.0.0b18"],
+        dtypes=HALF,
+        kv_dtypes=HALF,
+        priority=5,
+        page_sizes={1},
+        head_dims={LATENT},
+        head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
+        encoder=True,  # ragged, without causal order
+        chunked_prefix=True,
+        lse=True,
+        cuda_graph="full",
+        finite_tail=True,
+    )
+    hopper = replace(
+        row,
+        archs=HOPPER,
+        phases=PREFILL,
+        absorbed=False,  # its kernels of sm90 refuse qv, by which the latent joins the logits
+        cuda_graph="none",
+        finite_tail=False,
+    )
+    return [row, hopper]
 
 
 def nsa() -> Sequence[Capabilities]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attn_core.backend import BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import AttentionLayer, ForwardBatch
+from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.refusals import refuse_call
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
 from attn_nvidia.flashinfer.mla import LATENT, LN2, ROPE, aligned, nothing
 from attn_nvidia.flashinfer.mla_plan import OncePerPass
-from attn_nvidia.mla_decode import DecodePlan, MlaDecode, as_asked
+from attn_nvidia.mla_decode import CHAINS, DecodePlan, MlaDecode, as_asked, rounded
 from attn_nvidia.workspace import processors, workspace
 
 _NOPE = 128  # of a head before absorption
@@ -26,7 +26,9 @@ _LEAST = 150 * workspace_bytes.MIB  # what the documented system gives it
 class TrtllmMLA(MlaDecode):
     """Decode and chains by trtllm-gen over pages of 32 or 64; ragged prefill by its own kernel.
 
-    Absorbed extend over a prefix is FlashInfer's, as in the documented system.
+    Absorbed extend over a prefix is FlashInfer's, as in the documented system. FlashInfer has none
+    over an FP8 cache on sm100: there prefill is ragged alone, and what drafts extend by, in ragged
+    numbers, is trtllm-gen's too. Its queries are rounded to e4m3: it takes no others.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -37,6 +39,9 @@ class TrtllmMLA(MlaDecode):
         self._ragged = prefill.trtllm_ragged_attention_deepseek
         self.page = 64 if config.page_size % 64 == 0 else 32
         self.columns = 128 // self.page  # it loads 128 keys at a time
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        if self._fp8:
+            self.modes = CHAINS | {ForwardMode.DRAFT_EXTEND}
         self._processors = processors(config.device)
         self._lengths: OncePerPass[tuple[Tensor, Tensor | None]] = OncePerPass()
         self._called: set[str] = set()
@@ -62,17 +67,24 @@ class TrtllmMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
+        k_scale: float,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
-        """Call the kernel, whose LSE is log2, [T, H]."""
-        _, heads, dim = q.shape
+        """Call the kernel, whose LSE is log2, [T, H]; ragged queries have none."""
+        tokens, heads, dim = q.shape
         result = _dense(q, LATENT, out)
-        shape = (-1, plan.queries, heads)
+        q = rounded(q) if self._fp8 else aligned(q)
+        shape: tuple[int, ...] = (-1, plan.queries, heads)
+        scale = k_scale if self._fp8 else 1.0
+        more: dict[str, Any] = {"return_lse": return_lse}
+        if plan.cu_queries is not None:
+            shape = (tokens, heads)
+            more = {"cum_seq_lens_q": plan.cu_queries, "max_q_len": min(plan.queries, tokens)}
 
         def call() -> Any:
             return self._decode(
-                aligned(q).view(*shape, dim),
+                q.view(*shape, dim),
                 pages.squeeze(2),
                 plan.extra,
                 _NOPE,
@@ -82,10 +94,10 @@ class TrtllmMLA(MlaDecode):
                 plan.seq_lens,
                 plan.longest,
                 out=result.view(*shape, LATENT),
-                bmm1_scale=layer.scale,
-                bmm2_scale=1.0,
+                bmm1_scale=layer.scale * scale,
+                bmm2_scale=scale,
                 backend="trtllm-gen",
-                return_lse=return_lse,
+                **more,
             )
 
         found = self._first("decode", call)

@@ -48,9 +48,9 @@ def get_mla_decoding_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not use_legacy:
         raise NotImplementedError("no emulation of the current kernels, which have no sm90")
-    if is_fp8_kvcache or topk is not None:
+    if topk is not None:
         raise NotImplementedError("no emulation of this one")
-    return flash_mla_leaf.schedule(seqlens_k, num_q_tokens_per_head_k, h_k)
+    return flash_mla_leaf.schedule(seqlens_k, num_q_tokens_per_head_k, h_k, fp8=is_fp8_kvcache)
 
 
 def flash_mla_with_kvcache(
@@ -81,17 +81,26 @@ def flash_mla_with_kvcache(
         "tile_scheduler_metadata must be of type FlashMLASchedMeta"
     )
     assert num_splits is None, "num_splits must be None"
-    if indices is not None or is_fp8_kvcache:
+    if indices is not None:
         raise NotImplementedError("no emulation of this one")
     assert use_legacy, (
         "Sparse attention is required: `indices` must be provided. Dense MLA decoding was "
         "removed from the current kernels; pass use_legacy=True to reach the legacy one"
     )
     assert kv_format is None, "kv_format does not apply to dense decoding"
-    assert descale_q is None
-    assert descale_k is None
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** (-0.5)
+    if is_fp8_kvcache:
+        assert meta.tile_scheduler_metadata is not None, (
+            "dense fp8 decoding needs metadata from get_mla_decoding_metadata(..., "
+            "is_fp8_kvcache=True, use_legacy=True) before the first call"
+        )
+        return flash_mla_leaf.decode_fp8(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, meta.tile_scheduler_metadata,
+            meta.num_splits, softmax_scale, causal, descale_q, descale_k,
+        )  # fmt: skip
+    assert descale_q is None, "descale_q/descale_k apply to the dense fp8 path only"
+    assert descale_k is None, "descale_q/descale_k apply to the dense fp8 path only"
     if meta.tile_scheduler_metadata is None:  # scheduled by the first call
         rows = q.shape[1] * q.shape[2] // k_cache.shape[2]
         tiles = flash_mla_leaf.schedule(cache_seqlens, rows, k_cache.shape[2])

@@ -128,11 +128,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError("XQA MLA requires SM120a (CUDA >= 12.8) or SM121a (CUDA >= 13.0)")
     if _generation() != 10:
         raise RuntimeError("Unsupported architecture")
-    if sparse_mla_top_k or cum_seq_lens_q is not None or backend == "cute-dsl":
+    if max_q_len is not None and cum_seq_lens_q is None:
+        raise ValueError("max_q_len is only supported when cum_seq_lens_q is provided")
+    if sparse_mla_top_k or backend == "cute-dsl":
         raise NotImplementedError("no emulation of this one")
     if seq_lens is None:
         raise ValueError("seq_lens is required for trtllm-gen and cute-dsl MLA backends")
-    if query.ndim != 4:
+    if cum_seq_lens_q is not None:
+        ragged(query, seq_lens, cum_seq_lens_q, max_q_len, return_lse or lse is not None)
+    elif query.ndim != 4:
         raise ValueError("batch_size and max_q_len are required when query.ndim == 3")
     page = kv_cache.shape[-2]
     if page not in (32, 64):
@@ -143,19 +147,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError(f"Expected kv_cache.ndim == 3 or 4, got {kv_cache.ndim}")
     if (kv_lora_rank, qk_rope_head_dim) != (512, 64):
         raise ValueError(f"Unsupported MLA dimensions, got {kv_lora_rank=} {qk_rope_head_dim=}")
-    if query.shape[3] != 576 or kv_cache.shape[3] != 576:
+    if query.shape[-1] != 576 or kv_cache.shape[3] != 576:
         raise ValueError(
-            f"Expected head dim 576 for query and kv_cache, got {query.shape[3]} and "
+            f"Expected head dim 576 for query and kv_cache, got {query.shape[-1]} and "
             f"{kv_cache.shape[3]}"
         )
-    if block_tables.ndim != 2 or block_tables.shape[0] != query.shape[0]:
-        raise ValueError(f"Expected batch size {query.shape[0]} for query and block_table")
+    batch = query.shape[0] if cum_seq_lens_q is None else cum_seq_lens_q.shape[0] - 1
+    if block_tables.ndim != 2 or block_tables.shape[0] != batch:
+        raise ValueError(f"Expected batch size {batch} for query and block_table")
     if block_tables.shape[-1] % (128 / page) != 0:
         raise ValueError(
             "Expected block_num % (128 / block_size) == 0, got "
             f"block_num={block_tables.shape[-1]} and block_size={page}"
         )
-    batch, queries, heads, _ = query.shape
+    heads = query.shape[-2]
+    if cum_seq_lens_q is None:
+        queries, counts = query.shape[1], [query.shape[1]] * batch
+    else:
+        queries, counts = max_q_len, dense(cum_seq_lens_q).diff().tolist()
+        require(max(counts) <= max_q_len, f"{counts} queries, max_q_len {max_q_len}")
     if out is None:
         out = torch.full((*query.shape[:-1], 512), torch.nan, dtype=torch.bfloat16)
     else:
@@ -163,7 +173,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     flat = (batch * queries, heads)
     if return_lse and lse is not None and tuple(lse.shape) not in (flat, tuple(query.shape[:3])):
         raise ValueError(f"lse must have shape {flat}; got {tuple(lse.shape)}")
-    if query.dtype != torch.bfloat16 or kv_cache.dtype != query.dtype:
+    fp8 = query.dtype == torch.float8_e4m3fn
+    if not (fp8 or query.dtype == torch.bfloat16) or kv_cache.dtype != query.dtype:
         raise RuntimeError(f"Missing TRTLLM-GEN kernel (decode): {query.dtype}, {kv_cache.dtype}")
     require(type(bmm1_scale) is type(bmm2_scale) is float, "scales are doubles")
     require(block_tables.dtype == seq_lens.dtype == torch.int32, "read as int32")
@@ -177,12 +188,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     pages = kv_cache.transpose(1, 2)
     keys = attn_reference.gather(pages, dense(block_tables), lens)
     found, total = attn_reference.attend(
-        query.flatten(0, 1),
+        query.flatten(0, -3),
         keys,
         [k[..., :512] for k in keys],
-        query_lens=[queries] * batch,
+        query_lens=counts,
         scale=bmm1_scale,
         causal=True,
+        weights_dtype=query.dtype if fp8 else None,
     )
     dense(out).copy_((found * bmm2_scale).view(out.shape))
     if not return_lse:
@@ -190,6 +202,26 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lse = torch.empty(flat) if lse is None else lse
     lse.copy_((total * math.log2(math.e)).view(lse.shape))  # ComputeLSEFromMD: base 2
     return out, lse
+
+
+def ragged(query, seq_lens, cum_seq_lens_q, max_q_len, with_lse):
+    """Refuse what the kernel does not take beside queries of different lengths."""
+    if with_lse:
+        raise NotImplementedError(
+            "trtllm-gen MLA does not support return_lse/lse with cum_seq_lens_q"
+        )
+    if query.ndim != 3:
+        raise ValueError("query must have shape [total_q, num_heads, head_dim_qk]")
+    if cum_seq_lens_q.dtype != torch.int32 or cum_seq_lens_q.ndim != 1:
+        raise ValueError("cum_seq_lens_q must be int32 [batch_size + 1]")
+    if cum_seq_lens_q.shape[0] - 1 != seq_lens.shape[0]:
+        raise ValueError("Batch size mismatch: cum_seq_lens_q and seq_lens")
+    if max_q_len is None:
+        raise NotImplementedError("no emulation of a copy to the host in every call")
+    if max_q_len <= 0:
+        raise ValueError("max_q_len must be greater than 0")
+    if max_q_len > query.shape[0]:
+        raise ValueError("max_q_len cannot exceed the flattened query length")
 
 
 def check(x, shape, dtype, name):

@@ -39,9 +39,10 @@ def get_mla_metadata(
         return FlashMLASchedMeta(), None
     assert num_q_tokens_per_head_k is not None
     assert num_heads_k is not None
-    if is_fp8_kvcache or topk is not None:
+    if topk is not None:
         raise NotImplementedError("no emulation of this one")
-    return flash_mla_leaf.schedule(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
+    rows = num_q_tokens_per_head_k
+    return flash_mla_leaf.schedule(cache_seqlens, rows, num_heads_k, fp8=is_fp8_kvcache)
 
 
 def flash_mla_with_kvcache(
@@ -76,11 +77,15 @@ def flash_mla_with_kvcache(
     assert extra_indices_in_kvcache is None
     assert topk_length is None
     assert extra_topk_length is None
-    if indices is not None or is_fp8_kvcache or q.element_size() == 1:
-        raise NotImplementedError("no emulation of this one")
-    assert descale_q is None
-    assert descale_k is None
-    return flash_mla_leaf.decode(
+    assert (descale_q is None) == (descale_k is None), (
+        "descale_q and descale_k should be both None or both not None"
+    )
+    arguments = (
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
         softmax_scale, causal,
     )  # fmt: skip
+    if indices is None and q.element_size() == 1:
+        return flash_mla_leaf.decode_fp8(*arguments, descale_q, descale_k)
+    if indices is not None or is_fp8_kvcache:
+        raise NotImplementedError("no emulation of this one")
+    return flash_mla_leaf.decode(*arguments)

@@ -73,7 +73,7 @@ def templates(
         paged = features.PAGED if kind == "mha" else features.LATENT
         for case in (*paged, *shape_cases(kind, serving)):
             where = points(case, serving)
-            for point in where[:1] if reduced else where:
+            for point in _one(where, case, serving) if reduced else where:
                 yield partial(_paged, case, point)
         for case, page_size in page_cases(kind, serving):
             yield partial(_paged, case, replace(base, page_size=page_size))
@@ -87,6 +87,13 @@ def templates(
             yield partial(_ragged, ragged_case, dtype, run_ragged)
     if kind == "mla":
         yield partial(_ragged, features.PREFIX, dtypes(rows)[-1], relations.prefix_in_chunks)
+
+
+def _one(where: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
+    """Choose the first point whose dtype goes with the case's store on some row."""
+    auto = case.kv_dtype == "auto"
+    able = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
+    return [point for point in where if point.dtype in able][:1] or [*where[:1]]
 
 
 def _paged(case: Case, point: Point, row: Capabilities) -> Check:

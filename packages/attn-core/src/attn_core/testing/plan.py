@@ -65,8 +65,9 @@ def plan(
     """List every check of these kinds, each with the first row that declares what it needs.
 
     passes: of each random session. reduced: every feature in one place only, the base page and
-    the finest dtype. Raises BackendNotImplementedError for a backend that is only declared,
-    UnsupportedError where the suite has no cases for it or it cannot run on `device`.
+    the finest dtype that goes with its store. Raises BackendNotImplementedError for a backend that
+    is only declared, UnsupportedError where the suite has no cases for it or it cannot run on
+    `device`.
     """
     if not spec.implemented:
         raise BackendNotImplementedError(

@@ -62,7 +62,7 @@ class FlashInferMLA(AttentionBackend):
         self._keys = tuple(dict.fromkeys((LayerClass.of(x), x.scale) for x in absorbed))
         self._processors = processors(config.device)
         self._static: dict[str, Tensor] = {}  # page lists of captured passes, per view
-        self._views: dict[int, tuple[LayerCache, list[Tensor]]] = {}
+        self._views: dict[int, tuple[LayerCache, tuple[Tensor, ...]]] = {}
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
@@ -139,7 +139,7 @@ class FlashInferMLA(AttentionBackend):
 
     forward_decode = forward_extend  # decode is the same by another plan
 
-    def _pages(self, layer_id: int, cache: LayerCache) -> list[Tensor]:
+    def _pages(self, layer_id: int, cache: LayerCache) -> tuple[Tensor, ...]:
         """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
         held = self._views.get(layer_id)
         if held is None or held[0] is not cache:

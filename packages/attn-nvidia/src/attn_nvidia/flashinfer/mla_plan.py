@@ -42,7 +42,12 @@ def host_lengths(batch: ForwardBatch, view: CacheView, page_size: int) -> HostLe
     kv_len = view.seq_lens.cpu().numpy() if known is None else np.array(known, dtype=np.int32)
     pages = kv_len if page_size == 1 else (kv_len + (page_size - 1)) // page_size
     qo_indptr, kv_indptr = _qo_indptr(batch), _indptr(pages)
-    return HostLengths(*map(torch.from_numpy, (qo_indptr, kv_indptr, kv_len)), int(kv_indptr[-1]))
+    return HostLengths(
+        qo_indptr=torch.from_numpy(qo_indptr),
+        kv_indptr=torch.from_numpy(kv_indptr),
+        kv_len=torch.from_numpy(kv_len),
+        pages=int(kv_indptr[-1]),
+    )
 
 
 def _qo_indptr(batch: ForwardBatch) -> Lengths:

@@ -74,11 +74,13 @@ def decode_launch(
             if lines > 16 or page_size >= 64:
                 return Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
             if rows > 256:
-                return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=4)
+                return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=3)
             return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2, least=2)
     launch = _decode(lines, head_dim, v_dim, store_bytes)
     if v_dim > 256 and arch.startswith(("sm120", "gfx")):
         launch = replace(launch, block_m=16, block_n=32, warps=4)
+    if v_dim > 256 and launch.block_m == 16 and arch in ("sm100", "sm103"):
+        launch = replace(launch, block_n=32)  # beside 64 keys some registers spill
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
 
 
