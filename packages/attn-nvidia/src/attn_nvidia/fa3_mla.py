@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.backend import BackendConfig
 from attn_core.backends.layer_class import LayerClass
 from attn_core.forward import AttentionLayer
 from attn_core.kv_cache import LayerCache
@@ -19,6 +20,11 @@ class FA3MLA(FA3):
     All four are views of what the caller has; ragged prefill (192/128) is FA3's own.
     """
 
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        # per layer and whether tokens are named, not pages: taking views apart costs microseconds
+        self._views: dict[tuple[int, bool], tuple[LayerCache, tuple[Tensor, ...]]] = {}
+
     def _in_cache(self, which: LayerClass) -> bool:
         return which.num_kv_heads == 1 and which.head_dim > which.v_head_dim >= 256
 
@@ -32,11 +38,15 @@ class FA3MLA(FA3):
         out: Tensor | None,
         return_lse: bool,
     ) -> Any:
-        pages, cut = cache.k, (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
-        if call.tokens:
-            pages = pages.view(-1, 1, *pages.shape[2:])
+        cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
+        held = self._views.get((layer.layer_id, call.tokens))
+        if held is None or held[0] is not cache:
+            pages = cache.k.view(-1, 1, *cache.k.shape[2:]) if call.tokens else cache.k
+            held = cache, tuple(pages.split_with_sizes(cut, -1))
+            self._views[layer.layer_id, call.tokens] = held
+        latent, rope = held[1]
         q = q if q.stride(-1) == 1 else q.contiguous()
-        (q_latent, q_rope), (latent, rope) = (x.split_with_sizes(cut, -1) for x in (q, pages))
+        q_latent, q_rope = q.split_with_sizes(cut, -1)
         return self._paged(
             q_rope,
             rope,
