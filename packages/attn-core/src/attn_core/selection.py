@@ -146,9 +146,10 @@ def _solve_softmax(s: Solver, base: Selection) -> Selection:
 def _notes(why: Mapping[str, str], *chosen: Verdict) -> dict[str, str]:
     """Add the notes of the chosen rows to those that are there."""
     notes = [why["notes"]] if "notes" in why else []
+    once = len(chosen) > 1 and len({(v.spec.name, v.row.note) for v in chosen}) == 1
     for v in chosen:
-        phase = f"{v.spec.name} ({v.phase.value})"
-        notes += [f"{phase}: {n}" if n == v.row.note else n for n in v.notes]
+        who = v.spec.name if once else f"{v.spec.name} ({v.phase.value})"
+        notes += [f"{who}: {n}" if n == v.row.note else n for n in v.notes]
     return {"notes": "; ".join(dict.fromkeys(notes))} if notes else {}
 
 

@@ -21,6 +21,7 @@ HOPPER: Final = frozenset({"sm90"})
 # two was filed as a bug of the documented system (SGLang issue 24633).
 BLACKWELL: Final = frozenset({"sm100", "sm103", "sm110"})
 
+ROUNDED: Final = "over an FP8 cache its kernels take FP8 queries: they are rounded to e4m3"
 FLASHINFER: Final = "flashinfer-python>=0.6.14"
 # Its wrappers are planned again by fields that they keep inside, which 0.7 may name otherwise.
 FLASHINFER_WRAPPERS: Final = "flashinfer-python>=0.6.14,<0.7"
@@ -100,6 +101,7 @@ def fa3() -> Sequence[Capabilities]:
         kv_dtypes=E4M3,
         head_dims=frozenset(range(16, 257, 16)),
         fp8_products=True,
+        note=ROUNDED,
     )
     # Only that build has sinks, as bf16 numbers, in shared memory for 64 heads; its kernels for
     # Ampere take them and do not read them.

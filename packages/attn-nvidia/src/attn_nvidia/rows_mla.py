@@ -15,12 +15,12 @@ from attn_nvidia.rows_mha import (
     FLASHINFER,
     HALF,
     HOPPER,
+    ROUNDED,
     SGL_KERNEL,
 )
 
 LATENT: Final = 512 + 64  # latent + rope: every kernel here is built for DeepSeek's dims
 LATENT_PAIR: Final = (LATENT, 512)
-ROUNDED: Final = "over an FP8 cache its kernels take FP8 queries: they are rounded to e4m3"
 RAGGED_PAIR: Final = (192, 128)  # its heads before absorption, in prefill without a cache
 PREFILL: Final = frozenset({Phase.PREFILL})
 # CUTLASS's latent decode left this library between 0.4.5 and 0.4.10.
