@@ -60,28 +60,23 @@ def attend_one(
     scale: float,
     logit_cap: float | None = None,
     sinks: Tensor | None = None,
-    in_turn: bool = False,
+    products: Tensor | None = None,
     rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query in the dtype of its operands.
 
     q [Hq, D], k [n, Hkv, D], v [n, Hkv, Dv], sinks [Hq]. Returns out [Hq, Dv] and the natural
-    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink. in_turn: add up
-    a score one product after the other, as a kernel does in one accumulator. rounds: a float8
-    dtype that the query and the probabilities, relative to the largest, are rounded to.
+    log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink. products:
+    q · k [Hq, n], where they were summed in another way. rounds: a float8 dtype that the query and
+    the probabilities, relative to the largest, are rounded to.
     """
     heads, kv_heads = q.shape[0], k.shape[1]
     if rounds is not None:
         q = to_fp8(q, rounds, 1.0).to(q)
     grouped = q.view(kv_heads, heads // kv_heads, -1)  # query head h reads KV head h // group
-    across = k.permute(1, 2, 0)  # [Hkv, D, n]
-    if in_turn:
-        scores = grouped.new_zeros(*grouped.shape[:2], k.shape[0])
-        for d in range(q.shape[1]):
-            scores = torch.addcmul(scores, grouped[..., d, None], across[:, d, None])
-    else:
-        scores = grouped @ across
-    scores = scores.view(heads, -1) * scale  # [Hq, n]
+    if products is None:
+        products = (grouped @ k.permute(1, 2, 0)).view(heads, -1)
+    scores = products * scale  # [Hq, n]
     if logit_cap is not None:
         scores = torch.tanh(scores / logit_cap) * logit_cap
     logits = scores if sinks is None else torch.cat([scores, sinks[:, None].to(scores)], 1)
@@ -94,6 +89,19 @@ def attend_one(
     out = (p.reshape(kv_heads, heads // kv_heads, -1) @ v.transpose(0, 1)).view(heads, -1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return out, wide.logsumexp(-1)
+
+
+def products_in_turn(q: Tensor, k: Tensor) -> Tensor:
+    """Return q · k [n, Hq, s], added up one after the other, as a kernel does in one accumulator.
+
+    q [n, Hq, D], k [s, Hkv, D]; a matrix product on a CPU sums in several, and errs less.
+    """
+    kv_heads, across = k.shape[1], k.permute(1, 2, 0)  # [Hkv, D, s]
+    grouped = q.view(q.shape[0], kv_heads, -1, q.shape[2])
+    total = q.new_zeros(*grouped.shape[:3], k.shape[0])
+    for d in range(q.shape[2]):
+        total = torch.addcmul(total, grouped[..., d, None], across[:, d, None])
+    return total.view(q.shape[0], q.shape[1], k.shape[0])
 
 
 def attend_request(
@@ -124,6 +132,7 @@ def attend_request(
     if order > 1:
         dims = torch.randperm(q.shape[2], generator=rng)
         q, k = q[..., dims], k[..., dims]
+    in_turn = products_in_turn(q, k) if order == 1 else None
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
     for i in range(n) if queries is None else queries:
         seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
@@ -140,7 +149,7 @@ def attend_request(
             scale=scale,
             logit_cap=logit_cap,
             sinks=sinks,
-            in_turn=order == 1,
+            products=None if in_turn is None else in_turn[i][:, indices],
             rounds=rounds,
         )
         outs.append(out[None])
