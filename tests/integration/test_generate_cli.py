@@ -242,9 +242,11 @@ def test_code_beside_the_weights_is_never_run(tmp_path: Path, attn: Attn) -> Non
     assert "never run" in out  # the decision says that it saw auto_map
 
 
-def test_ctrl_c_keeps_what_was_written(model: Path) -> None:
+def test_ctrl_c_keeps_what_was_written(tmp_path: Path) -> None:
+    model, most = save(tmp_path, context=100_000), 90_000
     command = "from attn_core.cli import main; main()"
-    args = ["generate", "--model-path", model, PROMPT, "--max-new-tokens", 4000]
+    # so many are not done before a busy machine comes to sending the signal
+    args = ["generate", "--model-path", model, PROMPT, "--max-new-tokens", most]
     run = subprocess.Popen(
         [sys.executable, "-c", command, *map(str, args)],
         stdout=subprocess.PIPE,
@@ -262,7 +264,7 @@ def test_ctrl_c_keeps_what_was_written(model: Path) -> None:
     written = re.search(r"new tokens (\d+)", report)
     assert run.returncode == 130, err
     assert written is not None
-    assert len(text.split()) == int(written[1]) < 4000
+    assert len(text.split()) == int(written[1]) < most
     assert expected_text(model, PROMPT, 5).startswith(text[:10])
     assert "ended      by Ctrl-C" in report
     assert b"Traceback" not in err

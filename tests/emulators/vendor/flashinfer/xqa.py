@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import attn_reference
 import torch
+
 from flashinfer._raw_memory import dense
 
 # Of the emulated GPU; tests set it.

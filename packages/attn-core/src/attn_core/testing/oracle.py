@@ -96,12 +96,12 @@ def products_in_turn(q: Tensor, k: Tensor) -> Tensor:
 
     q [n, Hq, D], k [s, Hkv, D]; a matrix product on a CPU sums in several, and errs less.
     """
-    kv_heads, across = k.shape[1], k.permute(1, 2, 0)  # [Hkv, D, s]
-    grouped = q.view(q.shape[0], kv_heads, -1, q.shape[2])
+    (n, heads, dim), kv_heads = q.shape, k.shape[1]
+    across, grouped = k.permute(1, 2, 0), q.view(n, kv_heads, heads // kv_heads, dim)
     total = q.new_zeros(*grouped.shape[:3], k.shape[0])
-    for d in range(q.shape[2]):
+    for d in range(dim):
         total = torch.addcmul(total, grouped[..., d, None], across[:, d, None])
-    return total.view(q.shape[0], q.shape[1], k.shape[0])
+    return total.view(n, heads, k.shape[0])
 
 
 def attend_request(
