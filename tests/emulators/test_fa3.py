@@ -50,6 +50,7 @@ class TestUpstreamsBuild(BackendSuite):
 
 
 @pytest.mark.usefixtures("ampere")
+@pytest.mark.long  # the same wrapper again
 class TestAmpere(BackendSuite):
     name = "fa3"
     kinds = ("mha",)

@@ -28,6 +28,7 @@ class TestFA3MLA(BackendSuite):
 
 
 @pytest.mark.usefixtures("upstream")
+@pytest.mark.long  # the same wrapper again
 class TestUpstreamsBuild(BackendSuite):
     name = "fa3"
     kinds = ("mla",)

@@ -46,6 +46,7 @@ class TestHopperLatent(BackendSuite):
 
 
 @pytest.mark.usefixtures("blackwell")
+@pytest.mark.long  # the same wrapper again
 class TestBlackwell(BackendSuite):
     name = "fa4"
     device = "cuda:sm100"

@@ -17,11 +17,13 @@ class TestHopper(Emulated):
     name, device, libraries = "flashinfer", "cuda:sm90", FLASHINFER
 
 
+@pytest.mark.long  # the same wrapper again
 class TestAmpere(Emulated):
     name, device, libraries = "flashinfer", "cuda:sm80", FLASHINFER
     reduced = True
 
 
+@pytest.mark.long  # the same wrapper again
 class TestBlackwell(Emulated):
     name, device, libraries = "flashinfer", "cuda:sm100", FLASHINFER
     reduced = True

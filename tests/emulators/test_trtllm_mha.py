@@ -51,6 +51,7 @@ class TestHopper(Emulated):
     device = "cuda:sm90"
 
 
+@pytest.mark.long  # the same wrapper again
 class TestSm120(Emulated):
     device = "cuda:sm120"
 
