@@ -175,7 +175,7 @@ def test_flashmla_calls_its_libraries_as_they_want(
     wheels: None, monkeypatch: pytest.MonkeyPatch, distribution: str, namespace: str
 ) -> None:
     version = {distribution: pinned()[distribution]}
-    monkeypatch.setattr("attn_nvidia.flashmla.installed", lambda groups: version)
+    monkeypatch.setattr("attn_nvidia.distributions.installed", lambda groups: version)
     with over(leaves_of("flashmla")) as calls:
         run("flashmla", checks("flashmla", version | FLASHINFER))
     mine = {op: n for op, n in calls.items() if op.startswith(namespace)}

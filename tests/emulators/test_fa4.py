@@ -135,7 +135,7 @@ def test_conventions_of_the_library(calls):
 def test_only_pages_of_several_tiles_are_split(calls):
     _, _, metadata = decode(LAYER)
     [plan_] = metadata.values()
-    assert plan_["page_table"].tolist() == [[3, 1], [2, 0]]
+    assert plan_.arguments["page_table"].tolist() == [[3, 1], [2, 0]]
     decode(LAYER, page_size=256)
     assert calls[1]["page_table"].tolist() == [[6, 7, 2, 3], [4, 5, 0, 1]]
     assert calls[1]["max_seqlen_k"] == 4 * 128

@@ -8,6 +8,7 @@ import torch
 from attn_core.capabilities import TREES
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import SpecInfo
+from attn_core.refusals import refuse_unplanned, refuse_window
 from recording import DV, HQ, LAYERS, M, batch, make, qkv, recorder
 
 
@@ -43,6 +44,33 @@ def test_a_field_that_a_row_does_not_honour_is_refused_at_construction(role, cha
 def test_a_shape_that_a_row_does_not_take_is_refused_at_construction(row, message):
     with pytest.raises(UnsupportedError, match=f"layer 0 needs {message}, .* of picky"):
         make(decode=recorder("picky", **row))
+
+
+@pytest.mark.parametrize(
+    ("change", "causal", "refused"),
+    [
+        ({}, None, False),
+        ({"is_causal": False}, None, True),
+        ({"is_cross": True}, None, True),
+        ({}, False, True),
+        ({"is_causal": False}, True, False),
+        ({"is_causal": False, "sliding_window": None}, None, False),
+    ],
+)
+def test_a_window_without_causal_order_is_refused(change, causal, refused):
+    layer = dataclasses.replace(LAYERS[1], **{"sliding_window": 4} | change)
+    if not refused:
+        refuse_window("mine", layer, causal=causal)
+        return
+    message = "layer 1: a sliding window of 4 without causal order; mine windows only causal"
+    with pytest.raises(UnsupportedError, match=message):
+        refuse_window("mine", layer, causal=causal)
+
+
+def test_a_layer_without_a_plan_is_named_beside_what_is_planned():
+    message = r"layer 1 \(view 'window'\) was not planned: .*; planned: \['a', 'b'\]$"
+    with pytest.raises(BackendError, match=message):
+        refuse_unplanned(LAYERS[1], {"a": 1, "b": 2})
 
 
 def test_an_lse_is_refused_where_the_row_has_none():

@@ -16,7 +16,7 @@ from packaging.version import Version
 import attn_core
 from attn_core.capabilities import Device
 from attn_core.device import probe_device, torch_build
-from attn_core.libraries import Libraries, Pin, alternatives, satisfies, shortfall
+from attn_core.libraries import Libraries, Pin, alternatives, shortfall, used
 from attn_core.plugins import Registry
 from attn_core.proofs import faults
 
@@ -169,7 +169,7 @@ def _group(
         version = libraries.get(canonicalize_name(name.name))
         if version is None:
             continue
-        about = f"{serves}{_turn(name, names, libraries)}"
+        about = f"{serves}{_turn(name, group, libraries)}"
         pin = fitting.get(name.name)
         fits = pin is None or SpecifierSet(pin.version).contains(version, prereleases=True)
         if name.name in tied:
@@ -186,15 +186,15 @@ def _group(
             yield Finding(name.name, version, "ok", about)
 
 
-def _turn(name: Requirement, names: tuple[Requirement, ...], libraries: Libraries) -> str:
-    """Say whether this one of a group is used: the first is that is installed as wanted."""
-    if len(names) == 1:
+def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
+    """Say whether this one of a group that is met is used, and before or instead of which."""
+    names, first = alternatives(group), used(group, libraries)
+    if len(names) == 1 or first is None:
         return ""
-    used = next(n for n in names if satisfies(n, libraries))
-    if name.name != used.name:
-        return f"; not used, {used.name} goes before it"
-    before = [n.name for n in names[: names.index(used)]]
-    after = [n.name for n in names[names.index(used) + 1 :]]
+    if name.name != first.name:
+        return f"; not used, {first.name} goes before it"
+    before = [n.name for n in names[: names.index(first)]]
+    after = [n.name for n in names[names.index(first) + 1 :]]
     lacking = f", for lack of {' and '.join(before)}" if before else ""
     return f"; used{lacking}" + (f", before {' and '.join(after)}" if after else "")
 

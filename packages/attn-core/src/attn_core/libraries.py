@@ -57,11 +57,16 @@ def satisfies(requirement: Requirement, libraries: Libraries) -> bool:
     return version is None or requirement.specifier.contains(version, prereleases=True)
 
 
+def used(group: str, libraries: Libraries) -> Requirement | None:
+    """Return the first alternative of a group that is met, the one that backends load, or None."""
+    return next((w for w in alternatives(group) if satisfies(w, libraries)), None)
+
+
 def shortfall(group: str, libraries: Libraries) -> str | None:
     """Say what is there instead of `group`, "triton 3.0" or what lacks; None where it is met."""
-    wanted = alternatives(group)
-    if any(satisfies(w, libraries) for w in wanted):
+    if used(group, libraries) is not None:
         return None
+    wanted = alternatives(group)
     found = [
         f"{w.name} {libraries[name]}"
         for w in wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -35,6 +36,27 @@ def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "
             "it; state it in the Requirements, so that select() finds a backend that does"
         )
+
+
+def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:
+    """Raise UnsupportedError for a sliding window without causal order, which `name` has not.
+
+    causal: of this call, where that is not the layer's own.
+    """
+    causal = layer.is_causal if causal is None else causal
+    if layer.sliding_window is not None and (layer.is_cross or not causal):
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
+            f"order; {name} windows only causal self-attention: unset the one or the other"
+        )
+
+
+def refuse_unplanned(layer: AttentionLayer, planned: Iterable[object]) -> NoReturn:
+    """Raise BackendError for a layer that the plan of this pass lacks; planned: what it has."""
+    raise BackendError(
+        f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not in "
+        f"BackendConfig.layers or the batch has no such view; planned: {list(planned)}"
+    )
 
 
 def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False) -> None:

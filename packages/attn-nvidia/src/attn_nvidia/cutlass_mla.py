@@ -11,8 +11,10 @@ from attn_core.capabilities import Phase
 from attn_core.forward import DECODE_MODES, AttentionLayer
 from torch import Tensor
 
-from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA, aligned
-from attn_nvidia.mla_decode import DecodePlan, MlaDecode, as_asked
+from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
+from attn_nvidia.mla_decode import DecodePlan, MlaDecode
+from attn_nvidia.operands import aligned
+from attn_nvidia.outputs import as_asked
 from attn_nvidia.workspace import workspace
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer, ForwardBatch
 from attn_core.kv_cache import LayerCache
 from attn_core.merge import merge_states
-from attn_core.refusals import refuse_call, refuse_layer
+from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 from torch import Tensor
 
 from attn_nvidia.fa3_library import load
 from attn_nvidia.fa3_plan import Call, Kind, Plan, Planner, Plans, window_of
-from attn_nvidia.no_keys import no_keys
-from attn_nvidia.windows import refuse_window
-
-E4M3: Final = torch.float8_e4m3fn
+from attn_nvidia.operands import rounded
+from attn_nvidia.outputs import no_keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +48,7 @@ class FA3(AttentionBackend):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        library = load(config.row.requires)
+        library = load(config.row.requires[0])
         self._paged, self._ragged = library.paged, library.ragged
         self._planner = Planner(config, library)
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
@@ -114,10 +111,7 @@ class FA3(AttentionBackend):
         if plan is None:
             if not batch.num_tokens:
                 return no_keys(q, layer, out, return_lse)
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
-                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
-            )
+            refuse_unplanned(layer, metadata)
         if len(plan) > 1:
             return self._merged(plan, mine, q, layer, cache, out, return_lse)
         result = self._run(plan[0], mine.with_sinks, q, layer, cache, out, return_lse)
@@ -204,7 +198,7 @@ class FA3(AttentionBackend):
             "k_descale": self._scale(cache.k_scale).expand(shape),
             "v_descale": self._scale(cache.v_scale).expand(shape),
         }
-        return q.clamp(-448, 448).to(E4M3), {**arguments, **descales}
+        return rounded(q), {**arguments, **descales}
 
     def _scale(self, scale: float) -> Tensor:
         if scale not in self._scales:

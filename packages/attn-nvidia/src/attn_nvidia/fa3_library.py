@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from attn_core.errors import BackendError
-from attn_core.libraries import alternatives, installed, satisfies
-from packaging.utils import canonicalize_name
 from torch import Tensor
+
+from attn_nvidia.distributions import chosen
 
 _MODULES: Final[Mapping[str, str]] = {
     "flash-attn-3": "flash_attn_interface",  # upstream's own build
@@ -33,19 +32,12 @@ class Library:
     schedule: Any
 
 
-def load(requires: Sequence[str]) -> Library:
-    """Import the first installed build that a row's `requires` names, in their order.
+def load(group: str) -> Library:
+    """Import the build of an any-of group that is used.
 
     Raises BackendError where none is installed, ImportError where one is and does not load.
     """
-    found = installed(requires)
-    for wanted in (w for group in requires for w in alternatives(group)):
-        name = canonicalize_name(wanted.name)
-        if name in _MODULES and satisfies(wanted, found):
-            return _bind(name)
-    raise BackendError(
-        f"fa3 needs {' and '.join(requires)}, and finds neither; `attn doctor` says how to get it"
-    )
+    return _bind(chosen("fa3", group))
 
 
 def _bind(name: str) -> Library:

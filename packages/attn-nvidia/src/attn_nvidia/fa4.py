@@ -6,26 +6,42 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import BackendError
-from attn_core.forward import AttentionLayer, ForwardBatch
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch
 from attn_core.kv_cache import LayerCache
 from attn_core.page_table import split_pages
-from attn_core.refusals import refuse_call, refuse_layer, refuse_mode
+from attn_core.refusals import (
+    refuse_call,
+    refuse_layer,
+    refuse_mode,
+    refuse_unplanned,
+    refuse_window,
+)
 from torch import Tensor
 
 from attn_nvidia.building import building
-from attn_nvidia.no_keys import no_keys
-from attn_nvidia.windows import refuse_window
+from attn_nvidia.outputs import no_keys
 
-Plans = Mapping[LayerClass, dict[str, Any]]  # arguments that all layers of a class share
 Variant = tuple[LayerClass, bool, bool, bool]  # paged, causal, with log-sum-exp
 
 _LATENT = 512  # the layers of an MLA model that lie in its cache; others are ragged
+
+
+class Plan(NamedTuple):
+    """What all layers of a class are called with; blind: bool [T], whose request has no keys.
+
+    The Hopper kernel of 4.0.0b18 gives NaN for these. None: by causal order each sees itself.
+    """
+
+    arguments: dict[str, Any]
+    blind: Tensor | None
+
+
+Plans = Mapping[LayerClass, Plan]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +93,7 @@ class FA4(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Collect what the layers of a class share; large pages are named as the kernel's."""
         tables: dict[str, Tensor] = {}
-        plans: dict[LayerClass, dict[str, Any]] = {}
+        plans: dict[LayerClass, Plan] = {}
         for which in self._classes:
             view = batch.views.get(which.view)
             if view is None:
@@ -85,7 +101,7 @@ class FA4(AttentionBackend):
             if which.view not in tables:
                 tables[which.view] = split_pages(view.page_table, self.config.page_size, self._page)
             table = tables[which.view]
-            plans[which] = {
+            arguments = {
                 "cu_seqlens_q": batch.cu_seqlens_q,
                 "seqused_k": view.seq_lens,
                 "page_table": table,
@@ -93,6 +109,7 @@ class FA4(AttentionBackend):
                 "max_seqlen_k": table.shape[1] * self._page,
                 "causal": which.causal,
             }
+            plans[which] = Plan(arguments, None if which.causal else _blind(batch, view))
         return plans
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -101,12 +118,14 @@ class FA4(AttentionBackend):
     init_forward_metadata_capture_cuda_graph = init_forward_metadata
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
-        """Split the pages again, where they are not the kernel's."""
-        if self._page == self.config.page_size:
-            return
-        for which, held in metadata.items():
-            table = batch.views[which.view].page_table
-            held["page_table"].copy_(split_pages(table, self.config.page_size, self._page))
+        """Split the pages again, where they are not the kernel's; see who has keys."""
+        for which, plan in metadata.items():
+            view = batch.views[which.view]
+            if self._page != self.config.page_size:
+                pages = split_pages(view.page_table, self.config.page_size, self._page)
+                plan.arguments["page_table"].copy_(pages)
+            if plan.blind is not None:
+                plan.blind.copy_(_blind(batch, view))
 
     def forward_extend(
         self,
@@ -129,21 +148,20 @@ class FA4(AttentionBackend):
         plan = metadata.get(mine.which)
         if plan is None:
             refuse_mode(self.config, batch.forward_mode)
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
-                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
-            )
+            refuse_unplanned(layer, metadata)
         keys, values = cache.k, cache.v
         if self._page != self.config.page_size:
             keys = keys.view(-1, self._page, *keys.shape[2:])
             if values is not None:
                 values = values.view(-1, self._page, *values.shape[2:])
+        given = plan.arguments
         if not self._latent:
-            return self._call(mine, True, q, keys, values, out, return_lse, plan)
+            got = self._call(mine, True, q, keys, values, out, return_lse, given)
+            return got if plan.blind is None else _emptied(got, plan.blind)
         # K is the rope part, the latent is V and joins the logits: four views, no copy
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
         (q_latent, q_rope), (latent, rope) = (x.split_with_sizes(cut, -1) for x in (q, keys))
-        return self._call(mine, True, q_rope, rope, latent, out, return_lse, plan, qv=q_latent)
+        return self._call(mine, True, q_rope, rope, latent, out, return_lse, given, qv=q_latent)
 
     forward_decode = forward_extend  # decode is the same by another plan
 
@@ -207,3 +225,16 @@ class FA4(AttentionBackend):
             result = self._attend(*tensors, **arguments)
         self._built.add(variant)
         return result
+
+
+def _blind(batch: ForwardBatch, view: CacheView) -> Tensor:
+    """Return bool [T]: which queries belong to a request without keys; never syncs."""
+    queries = batch.cu_seqlens_q.diff()
+    return (view.seq_lens == 0).repeat_interleave(queries, output_size=batch.num_tokens)
+
+
+def _emptied(got: Output, blind: Tensor) -> Output:
+    """Write what no keys give, zeros and -inf, where the kernel gave NaN."""
+    out, lse = got if isinstance(got, tuple) else (got, None)
+    out.masked_fill_(blind[:, None, None], 0)
+    return out if lse is None else (out, lse.masked_fill_(blind[:, None], -torch.inf))

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from attn_core.backend import BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer
-from attn_core.libraries import alternatives, installed, satisfies
 from torch import Tensor
 
-from attn_nvidia.flashinfer.mla import LATENT, aligned
-from attn_nvidia.mla_decode import DecodePlan, MlaDecode, as_asked, rounded
+from attn_nvidia.distributions import chosen
+from attn_nvidia.flashinfer.mla import LATENT
+from attn_nvidia.mla_decode import DecodePlan, MlaDecode
+from attn_nvidia.operands import aligned, rounded
+from attn_nvidia.outputs import as_asked
 
 # distribution → module; both carry the same kernels of sm90
 _MODULES = {"sgl-flash-mla": "flash_mla", "sglang-kernel": "sgl_kernel.flash_mla"}
@@ -37,7 +38,7 @@ class FlashMLA(MlaDecode):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        module = _MODULES[_library(config.row.requires[0])]
+        module = _MODULES[chosen(config.name, config.row.requires[0])]
         self._library: Any = importlib.import_module(module)
         # the current kernels of the fork have neither dense decode nor sm90
         self._legacy = {"use_legacy": True} if module == "flash_mla" else {}
@@ -100,12 +101,3 @@ class FlashMLA(MlaDecode):
         scales = {"descale_q": 1.0, "descale_k": k_scale} if self._fp8 else {}
         device = self.config.device
         return self._kernels | {n: torch.full((1,), x, device=device) for n, x in scales.items()}
-
-
-def _library(group: str) -> str:
-    """Return the first distribution of an any-of group that is installed."""
-    found = installed([group])
-    for wanted in alternatives(group):
-        if satisfies(wanted, found):
-            return wanted.name
-    raise BackendError(f"flashmla needs {group}; install the one that `attn doctor` names")

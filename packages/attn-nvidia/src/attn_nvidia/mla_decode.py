@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
 from attn_core.kv_cache import LayerCache
 from attn_core.page_table import split_pages
-from attn_core.refusals import refuse_call, refuse_mode
+from attn_core.refusals import refuse_call, refuse_mode, refuse_unplanned
 from torch import Tensor
 
 from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
 
-_E4M3_MAX = 448.0
 CHAINS = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY})
 
 
@@ -141,10 +139,7 @@ class MlaDecode(AttentionBackend):
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         plan = metadata.of.get(LayerClass.of(layer))
         if plan is None:
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
-                f"in BackendConfig.layers or the batch has no such view; planned: {metadata.of}"
-            )
+            refuse_unplanned(layer, metadata.of)
         pages = cache.k
         if pages.shape[1] != self.page:
             pages = pages.view(-1, self.page, 1, LATENT + ROPE)
@@ -196,13 +191,3 @@ class MlaDecode(AttentionBackend):
                 plan.table.copy_(self._table(view))
                 filled.add(id(plan.table))
             self.refill(which, plan)
-
-
-def as_asked(result: Tensor, out: Tensor | None) -> Tensor:
-    """Return what a kernel gave in a buffer of its own, in `out` where that was given."""
-    return result if out is None or out is result else out.copy_(result)
-
-
-def rounded(q: Tensor) -> Tensor:
-    """Return q as e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
-    return q.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)

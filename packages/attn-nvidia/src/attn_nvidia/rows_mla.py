@@ -82,7 +82,7 @@ def cutlass_mla() -> Sequence[Capabilities]:
         archs=frozenset({"sm100"}),
         min_runtime="12.8",
         page_sizes=frozenset({128}),  # its decode's
-        phases=frozenset({Phase.PREFILL}),
+        phases=PREFILL,
         beside_linear=False,
     )
     decode = replace(

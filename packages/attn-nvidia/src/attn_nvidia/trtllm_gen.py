@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
+from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.trtllm_mha import Key, Prepared, Requests, TrtllmMha
 from attn_nvidia.workspace import processors, workspace
 
 _DECODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}  # as many queries for every request
-_LN2 = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +129,7 @@ class TrtllmGen(TrtllmMha[Pass]):
                 sinks=this.sinks,
                 lse=sums,
             )
-        return None if sums is None else sums.mul_(_LN2)  # it gives base 2
+        return None if sums is None else natural(sums)
 
 
 def _fill_ends(plan: Pass, view: CacheView) -> None:

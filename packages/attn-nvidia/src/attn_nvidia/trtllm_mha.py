@@ -9,12 +9,13 @@ from typing import Generic, TypeVar
 
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
-from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer, CacheView, ForwardBatch
 from attn_core.kv_cache import LayerCache
 from attn_core.page_table import split_cache
-from attn_core.refusals import refuse_call
+from attn_core.refusals import refuse_call, refuse_unplanned
 from torch import Tensor
+
+from attn_nvidia.outputs import as_asked, dense
 
 Key = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
 Plan = TypeVar("Plan")
@@ -154,20 +155,13 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
             this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
         if not q.is_contiguous():
             q = q.contiguous()
-        dense = torch.empty_like(q) if out is None or not out.is_contiguous() else out
-        lse = None
+        mine, lse = dense(q, layer.v_head_dim, out), None
         if q.shape[0]:
             plan = metadata.get(this.key)
             if plan is None:
-                raise BackendError(
-                    f"layer {layer.layer_id} (view {layer.view!r}, window {layer.sliding_window}) "
-                    f"was not planned; it must be one of BackendConfig.layers and its view in the "
-                    f"batch, which has {sorted(batch.views)}"
-                )
-            lse = self._attend(q, this, batch, plan, dense, return_lse)
-        if out is not None and dense is not out:
-            out.copy_(dense)
-        result = dense if out is None else out
+                refuse_unplanned(layer, metadata)
+            lse = self._attend(q, this, batch, plan, mine, return_lse)
+        result = as_asked(mine, out)
         if not return_lse:
             return result
         return result, q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
-from attn_nvidia.flashinfer.mla import LATENT, LN2, ROPE, aligned, nothing
+from attn_nvidia.flashinfer.lse import natural
+from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.flashinfer.mla_plan import OncePerPass
-from attn_nvidia.mla_decode import CHAINS, DecodePlan, MlaDecode, as_asked, rounded
+from attn_nvidia.mla_decode import CHAINS, DecodePlan, MlaDecode
+from attn_nvidia.operands import aligned, rounded
+from attn_nvidia.outputs import as_asked, dense, no_keys
 from attn_nvidia.workspace import processors, workspace
 
 _NOPE = 128  # of a head before absorption
@@ -73,7 +76,7 @@ class TrtllmMLA(MlaDecode):
     ) -> Output:
         """Call the kernel, whose LSE is log2, [T, H]; ragged queries have none."""
         tokens, heads, dim = q.shape
-        result = _dense(q, LATENT, out)
+        result = dense(q, LATENT, out)
         q = rounded(q) if self._fp8 else aligned(q)
         shape: tuple[int, ...] = (-1, plan.queries, heads)
         scale = k_scale if self._fp8 else 1.0
@@ -102,7 +105,7 @@ class TrtllmMLA(MlaDecode):
 
         found = self._first("decode", call)
         result = as_asked(result, out)
-        return (result, found[1].mul_(LN2)) if return_lse else result
+        return (result, natural(found[1])) if return_lse else result
 
     def _first(self, what: str, call: Any) -> Any:
         """Call a kernel; the first call may build or fetch it."""
@@ -131,12 +134,12 @@ class TrtllmMLA(MlaDecode):
         """Attend without a cache, heads of 192/128; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
         if not q.shape[0] or not k.shape[0]:
-            return nothing(q, v.shape[-1], out, return_lse)
+            return no_keys(q, layer, out, return_lse)
         of = (cu_seqlens_q, cu_seqlens_k)
         lengths, blind = self._lengths.get(
             of, (q.shape[0], causal), lambda: _lengths(*of, q, causal)
         )
-        result = _dense(q, v.shape[-1], out)
+        result = dense(q, v.shape[-1], out)
 
         def call() -> Any:
             return self._ragged(
@@ -165,13 +168,8 @@ class TrtllmMLA(MlaDecode):
         result = as_asked(result, out)
         if not return_lse:
             return result
-        lse: Tensor = found[1].mul_(LN2)
+        lse = natural(found[1])
         return result, lse if blind is None else lse.masked_fill_(blind[:, None], -torch.inf)
-
-
-def _dense(q: Tensor, v_dim: int, out: Tensor | None) -> Tensor:
-    """Return what a kernel that knows no strides of its output can fill, [T, H, v_dim]."""
-    return q.new_empty(*q.shape[:2], v_dim) if out is None or not out.is_contiguous() else out
 
 
 def _lengths(

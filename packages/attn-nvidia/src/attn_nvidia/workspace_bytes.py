@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 MIB: Final = 1 << 20
+SEMAPHORES: Final = 8 * MIB  # of XQA, at the front of its workspace
 RECOMMENDED: Final = 128 * MIB  # what FlashInfer's documentation recommends for its wrappers
 
 
@@ -36,7 +37,7 @@ def flashinfer_mla(processors: int) -> int:
 
 
 def xqa(processors: int, group: int, head_dim: int, q_len: int = 1) -> int:
-    """Return XQA's workspace: 8 MiB of semaphores, then the partial results of one wave.
+    """Return XQA's workspace: its semaphores, then the partial results of one wave.
 
     A wave is at most one block per processor and tile of 32 rows; there are q_len · group rows. A
     row holds its output in 16 bits, head_dim padded to 64, 128 or 256, its maximum and its sum in
@@ -45,7 +46,7 @@ def xqa(processors: int, group: int, head_dim: int, q_len: int = 1) -> int:
     """
     tiles = -(-q_len * group // 32) + 2
     padded = next(d for d in (64, 128, 256) if d >= head_dim)
-    return 8 * MIB + processors * tiles * 32 * (2 * padded + 16)
+    return SEMAPHORES + processors * tiles * 32 * (2 * padded + 16)
 
 
 def trtllm_gen(processors: int, num_q_heads: int, v_head_dim: int, lse_rows: int = 0) -> int:

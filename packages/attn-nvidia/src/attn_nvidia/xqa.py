@@ -18,8 +18,6 @@ from attn_nvidia.rows_mha import HOPPER
 from attn_nvidia.trtllm_mha import Key, Prepared, Requests, TrtllmMha
 from attn_nvidia.workspace import processors, workspace
 
-_SEMAPHORES = 8 * workspace_bytes.MIB  # xqa_batch_decode_with_kv_cache of flashinfer.decode
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
@@ -98,8 +96,8 @@ class Xqa(TrtllmMha[Rows]):
             for dim, group in self._shapes[key]
         )
         scratch = workspace(view.seq_lens.device, "xqa", need)
-        parts = scratch[:_SEMAPHORES], scratch[_SEMAPHORES:]
-        return Rows(requests, q_len, mask, of_token, scratch, *parts)
+        cut = workspace_bytes.SEMAPHORES  # as xqa_batch_decode_with_kv_cache of flashinfer.decode
+        return Rows(requests, q_len, mask, of_token, scratch, scratch[:cut], scratch[cut:])
 
     def _refill(self, plan: Rows, key: Key, batch: ForwardBatch) -> None:
         view = batch.views[key[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import STORES, LayerCache
-from attn_core.refusals import refuse_call, refuse_layer
+from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 from torch import Tensor
 
 from attn_nvidia import workspace_bytes
@@ -28,14 +26,14 @@ from attn_nvidia.flashinfer.kernels import (
     graph_splits,
     schedule_bytes,
 )
+from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.ragged import Ragged
 from attn_nvidia.flashinfer.tables import Places, Table
 from attn_nvidia.flashinfer.tree import loose_window
 from attn_nvidia.flashinfer.wrappers import Planned, Pool, Shape, Static
-from attn_nvidia.workspace import workspace
+from attn_nvidia.outputs import as_asked, dense
+from attn_nvidia.workspace import processors, workspace
 
-LN_2 = math.log(2)  # the kernels' log-sum-exp has base 2
-_EMPTY = -3e4  # theirs of a query without keys is -5e4 in base 2 (flashinfer::math::inf)
 _EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
 
 Class = tuple[LayerClass, float]  # and the soft cap, 0 = none
@@ -58,21 +56,17 @@ class FlashInfer(AttentionBackend):
     """Plans each class of layers on the host, once per pass; then one kernel call per layer."""
 
     def __init__(self, config: BackendConfig) -> None:
-        cuda = config.device.type == "cuda"
-        if cuda and config.arch is None:
+        if config.device.type == "cuda" and config.arch is None:
             major, minor = torch.cuda.get_device_capability(config.device)
             config = replace(config, arch=f"sm{major}{minor}")
         super().__init__(config)
         for layer in config.layers:
             refuse_layer(config, layer)
-            _refuse(layer)
+            refuse_window(config.name, layer)
         library: Any = importlib.import_module("flashinfer")
         self._library, self._pool = library, Pool(library)
         self._classes = {_class_of(layer) for layer in config.layers}
-        self._processors = 132  # of a Hopper, where there is no device to ask
-        if cuda:
-            properties = torch.cuda.get_device_properties(config.device)
-            self._processors = properties.multi_processor_count
+        self._processors = processors(config.device)
         self._bytes = max(
             (self._workspace_bytes(which) for which, _ in self._classes),
             default=workspace_bytes.RECOMMENDED,
@@ -221,16 +215,10 @@ class FlashInfer(AttentionBackend):
                 return_lse=return_lse,
             )
             if lse is not None:
-                lse.mul_(LN_2)
-                if plan.empty:
-                    lse.masked_fill_(lse < _EMPTY, -torch.inf)
+                natural(lse, empty=plan.empty)
         elif batch.num_tokens:
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
-                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
-            )
-        if out is not None and mine is not out:
-            mine = out.copy_(mine)
+            refuse_unplanned(layer, metadata)
+        mine = as_asked(mine, out)
         return mine if lse is None else (mine, lse)
 
     forward_decode = forward_extend  # decode is the same by another plan
@@ -252,7 +240,7 @@ class FlashInfer(AttentionBackend):
     ) -> Output:
         """Attend without a cache; plans where the lengths are new, so it reads them on the host."""
         refuse_call(self.config, return_lse=return_lse)
-        _refuse(layer, causal=causal)
+        refuse_window(self.config.name, layer, causal=causal)
         q, mine, lse = _outputs(q, layer, out, return_lse=return_lse)
         if q.shape[0]:
             which = LayerClass.of(layer, causal=causal)
@@ -260,11 +248,8 @@ class FlashInfer(AttentionBackend):
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             run(q, k, v, out=mine, lse=lse, return_lse=return_lse)
             if lse is not None:
-                lse.mul_(LN_2)
-                if empty:
-                    lse.masked_fill_(lse < _EMPTY, -torch.inf)
-        if out is not None and mine is not out:
-            mine = out.copy_(mine)
+                natural(lse, empty=empty)
+        mine = as_asked(mine, out)
         return mine if lse is None else (mine, lse)
 
 
@@ -278,16 +263,5 @@ def _outputs(
     """Return q with adjacent columns, and what is to be filled: `out` where it is contiguous."""
     if q.stride(-1) != 1:
         q = q.contiguous()
-    if out is None or not out.is_contiguous():
-        out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
-    lse = q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32) if return_lse else None
-    return q, out, lse
-
-
-def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:
-    causal = layer.is_causal if causal is None else causal
-    if layer.sliding_window is not None and (layer.is_cross or not causal):
-        raise UnsupportedError(
-            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
-            "order; flashinfer windows only causal self-attention: unset the one or the other"
-        )
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    return q, dense(q, layer.v_head_dim, out), lse

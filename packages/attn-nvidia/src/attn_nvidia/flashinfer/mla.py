@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import BackendError
 from attn_core.forward import DECODE_MODES, AttentionLayer, CacheView, ForwardBatch
 from attn_core.kv_cache import STORES, LayerCache
-from attn_core.refusals import refuse_call, refuse_layer
+from attn_core.page_table import num_pages_for
+from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned
 from torch import Tensor
 
 from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
+from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla_plan import (
     GraphPlan,
     HostLengths,
@@ -30,11 +30,11 @@ from attn_nvidia.flashinfer.mla_plan import (
     refuse_too_many,
     schedule,
 )
+from attn_nvidia.operands import aligned
+from attn_nvidia.outputs import no_keys
 from attn_nvidia.workspace import processors, workspace
 
 LATENT, ROPE = 512, 64
-LN2 = math.log(2)
-_NO_KEYS = -3e4  # an LSE below is that of no keys: -5e4 in log2 (math::inf of flashinfer 0.6.14)
 
 Key = tuple[LayerClass, float]  # what layers share a plan: their scale is part of it
 Plans = Mapping[Key, Plan]
@@ -120,7 +120,9 @@ class FlashInferMLA(AttentionBackend):
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         plan = metadata.get((LayerClass.of(layer), layer.scale))
         if plan is None:
-            return _unplanned(q, layer, batch, out, return_lse)
+            if not batch.num_tokens:
+                return no_keys(q, layer, out, return_lse)
+            refuse_unplanned(layer, metadata)
         q_latent, q_rope = aligned(q).split_with_sizes((LATENT, ROPE), -1)
         latent, rope = self._pages(layer.layer_id, cache)
         scale = cache.k_scale if self._fp8 else None
@@ -169,7 +171,7 @@ class FlashInferMLA(AttentionBackend):
         """
         refuse_call(self.config, return_lse=return_lse)
         if not q.shape[0] or not k.shape[0]:  # nothing to plan
-            return nothing(q, v.shape[-1], out, return_lse)
+            return no_keys(q, layer, out, return_lse)
         shape = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
         def plan() -> Plan:
@@ -190,15 +192,14 @@ class FlashInferMLA(AttentionBackend):
         q, k, v = aligned(q), aligned(k), aligned(v)
         result: Output = planned.library.run(q, k, v, out=out, return_lse=return_lse)
         if isinstance(result, tuple):
-            lse = result[1].mul_(LN2)  # this wrapper returns log2
-            if not causal:  # a request whose prefix has no more chunks sees no key
-                lse.masked_fill_(lse < _NO_KEYS, -math.inf)
+            # without causal order, a request whose prefix has no more chunks sees no key
+            natural(result[1], empty=not causal)
         return result
 
     # CUDA graphs: a wrapper of its own per captured pass, one page list for all of them.
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the page lists that captured passes share, where the longest length is known."""
-        pages = -(-self.config.max_seq_len // self.config.page_size)
+        pages = num_pages_for(self.config.max_seq_len, self.config.page_size)
         for view in {which.view for which, _ in self._keys}:
             self._page_list(view, max_bs * pages)
 
@@ -254,35 +255,3 @@ class FlashInferMLA(AttentionBackend):
                 list_pages(view, self.config.page_size, plan.pages[: known.pages])
                 lengths[which.view] = known
             schedule(plan, self._arguments(batch, which, scale, lengths[which.view], plan.pages))
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return x [T, H, D] itself where kernels can load 16 bytes at a time, else a copy.
-
-    D is taken as a multiple of 16 bytes.
-    """
-    if not x.data_ptr() % 16:
-        if x.is_contiguous():
-            return x
-        unit = 16 // x.element_size()
-        if x.stride(2) == 1 and not (x.stride(0) % unit or x.stride(1) % unit):
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def nothing(q: Tensor, v_dim: int, out: Tensor | None, return_lse: bool) -> Output:
-    """Return what queries see that see no key: zeros, and -inf."""
-    out = q.new_zeros(*q.shape[:2], v_dim) if out is None else out.zero_()
-    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
-    return (out, lse) if return_lse else out
-
-
-def _unplanned(
-    q: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor | None, return_lse: bool
-) -> Output:
-    if not batch.num_tokens:
-        return nothing(q, layer.v_head_dim, out, return_lse)
-    raise BackendError(
-        f"layer {layer.layer_id} (view {layer.view!r}, scale {layer.scale:g}) was not planned: its "
-        "class is not in BackendConfig.layers or the batch has no such view"
-    )

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from attn_core.errors import UnsupportedError
-from attn_core.forward import DECODE_MODES, CacheView, ForwardBatch
+from attn_core.forward import CacheView, ForwardBatch
 from attn_core.page_table import PageCsr, to_csr
 from torch import Tensor
 
+from attn_nvidia.flashinfer.csr import key_lengths, query_lengths
+from attn_nvidia.flashinfer.kernels import Lengths
+from attn_nvidia.flashinfer.wrappers import Copy
+
 T = TypeVar("T")
-Lengths = npt.NDArray[np.int32]  # numpy, whose calls cost a tenth of torch's on a few numbers
 
 # A plan has room for 16384 pieces of work and does not check it (MLAPlan in attention/scheduler.cuh
 # of flashinfer 0.6.14): one per tile of queries, and at most one more per multiprocessor.
@@ -38,25 +40,14 @@ class HostLengths:
 
 def host_lengths(batch: ForwardBatch, view: CacheView, page_size: int) -> HostLengths:
     """Return the lengths of a pass; those that the batch has on the device alone are copied."""
-    known = view.seq_lens_host
-    kv_len = view.seq_lens.cpu().numpy() if known is None else np.array(known, dtype=np.int32)
-    pages = kv_len if page_size == 1 else (kv_len + (page_size - 1)) // page_size
-    qo_indptr, kv_indptr = _qo_indptr(batch), _indptr(pages)
+    kv_len = key_lengths(view)
+    qo_indptr, kv_indptr = _indptr(query_lengths(batch)), _indptr(-(-kv_len // page_size))
     return HostLengths(
         qo_indptr=torch.from_numpy(qo_indptr),
         kv_indptr=torch.from_numpy(kv_indptr),
         kv_len=torch.from_numpy(kv_len),
         pages=int(kv_indptr[-1]),
     )
-
-
-def _qo_indptr(batch: ForwardBatch) -> Lengths:
-    if batch.forward_mode in DECODE_MODES:
-        return np.arange(batch.batch_size + 1, dtype=np.int32)
-    if batch.query_lens_host is None:
-        ends: Lengths = batch.cu_seqlens_q.cpu().numpy()
-        return ends
-    return _indptr(np.array(batch.query_lens_host, dtype=np.int32))
 
 
 def _indptr(counts: Lengths) -> Lengths:
@@ -104,12 +95,10 @@ def refuse_too_many(batch: ForwardBatch, heads: int) -> None:
 class Wrapper:
     """A wrapper of the library, and when its pinned buffer may be written to again."""
 
-    __slots__ = ("_copied", "library")
+    __slots__ = ("_copy", "library")
 
     def __init__(self, library: Any, device: torch.device) -> None:
-        self.library = library
-        cuda = device.type == "cuda"
-        self._copied = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self.library, self._copy = library, Copy(device)
 
     def plan(self, call: Callable[..., object], *args: object, **more: object) -> None:
         """Call a plan of this wrapper, which fills its pinned buffer and enqueues the copy of it.
@@ -117,11 +106,9 @@ class Wrapper:
         With lengths from the host nothing in the library waits for the copy before: where the
         device lags a pass behind, a plan would overwrite what has not been copied yet.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copy.wait()
         call(*args, **more)
-        if self._copied is not None:
-            self._copied.record()
+        self._copy.begun()
 
 
 class Plan:

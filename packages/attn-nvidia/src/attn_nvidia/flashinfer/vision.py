@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_nvidia.building import building
 from attn_nvidia.flashinfer.ragged import Recent
+from attn_nvidia.outputs import as_asked, dense
 from attn_nvidia.workspace import workspace
 from attn_nvidia.workspace_bytes import RECOMMENDED
 
@@ -81,8 +82,7 @@ class Cudnn(AttentionBackend):
         """Attend without a cache; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        shape = (q.shape[0], layer.num_q_heads, layer.v_head_dim)
-        mine = out if out is not None and out.is_contiguous() else q.new_empty(shape)
+        mine = dense(q, layer.v_head_dim, out)
         if q.shape[0]:
             places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, mine))
             with building(f"{self.config.name}, cuDNN attention"):
@@ -99,9 +99,7 @@ class Cudnn(AttentionBackend):
                     out=mine,
                     **places,
                 )
-        if out is not None and mine is not out:
-            mine = out.copy_(mine)
-        return mine
+        return as_asked(mine, out)
 
     def _places(
         self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tensors: tuple[Tensor, ...]

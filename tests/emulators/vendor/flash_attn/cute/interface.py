@@ -198,10 +198,11 @@ def _flash_attn_fwd(
     )
     if paged_gap:
         result.fill_(torch.nan)  # 128 threads fetch the addresses of as many keys, or of none
-    if learnable_sink is not None:
+    hopper_paged = arch // 10 == 9 and page_table is not None
+    if learnable_sink is not None or hopper_paged:
         for rows, key in zip(split(torch.arange(total_q), cu_seqlens_q), keys, strict=True):
-            if not key.shape[0]:
-                result[rows], sums[rows] = torch.nan, torch.nan  # exp(sink + inf)
+            if not key.shape[0]:  # exp(sink + inf); without a sink seen on an H200
+                result[rows], sums[rows] = torch.nan, torch.nan
     out.copy_(result)
     if return_lse:
         given_lse.copy_(sums.T if qv is None else sums)

@@ -16,11 +16,10 @@ from attn_core.backends.flex_attention.plan import (
     cut,
     gather_tokens,
 )
-from attn_core.errors import BackendError
 from attn_core.forward import AttentionLayer, CacheView, ForwardBatch
 from attn_core.kv_cache import STORES, LayerCache, read_kv
 from attn_core.page_table import split_pages
-from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer
+from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer, refuse_unplanned
 
 Plan = tuple[Tiles, Gather | None]  # without a gather the pool is read in place
 Plans = Mapping[LayerClass, Plan]
@@ -120,10 +119,7 @@ class FlexAttention(AttentionBackend):
             return out
         plan, compiled = metadata.get(LayerClass.of(layer)), self._kernels.get(self._shape(layer))
         if plan is None or compiled is None:
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its like is not in "
-                f"BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
-            )
+            refuse_unplanned(layer, metadata)
         # Plain tensors in every grad and inference mode: any other kind would be compiled anew.
         with torch.inference_mode(False), torch.no_grad():
             done = self._attend(q, layer, cache, plan, compiled)

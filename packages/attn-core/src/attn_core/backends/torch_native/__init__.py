@@ -14,10 +14,10 @@ from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
 from attn_core.backends.torch_native.plan import Limits, Piece, Planner
-from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import STORES, LayerCache
 from attn_core.merge import merge_states
+from attn_core.refusals import refuse_call, refuse_unplanned, refuse_window
 
 Plans = Mapping[LayerClass, tuple[Piece, ...]]
 States = list[tuple[Tensor, Tensor | None]]  # an output and its LSE per tile
@@ -39,7 +39,7 @@ class TorchNative(AttentionBackend):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         for layer in config.layers:
-            _refuse(layer)
+            refuse_window(config.name, layer)
         self._dtype = STORES[config.dtype]
         self._buffers: Buffers = {}
         classes = {LayerClass.of(layer) for layer in config.layers}
@@ -101,17 +101,11 @@ class TorchNative(AttentionBackend):
         topk_indices: Tensor | None = None,
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
-        if topk_indices is not None:
-            raise UnsupportedError(
-                "torch_native attends to all keys: topk_indices need a backend with a dsa row"
-            )
+        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         which = LayerClass.of(layer)
         pieces = metadata.get(which)
         if pieces is None:
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
-                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
-            )
+            refuse_unplanned(layer, metadata)
         block = self._limits[which].block
         return self._attend(q, layer, cache, pieces, block, out, return_lse)
 
@@ -133,7 +127,7 @@ class TorchNative(AttentionBackend):
         return_lse: bool = False,
     ) -> Output:
         """Attend without a cache; plans on every call, so it reads the lengths on the host."""
-        _refuse(layer, causal=causal)
+        refuse_window(self.config.name, layer, causal=causal)
         query_lens = cu_seqlens_q.diff().tolist()
         starts = cu_seqlens_k.tolist()
         key_lens = [b - a for a, b in pairwise(starts)]
@@ -250,12 +244,3 @@ def _merge(states: States, pieces: int, requests: int) -> tuple[Tensor, Tensor]:
     shape = (pieces, -1, requests)
     out, lse = out.view(*shape, *out.shape[1:]), lse.view(*shape, *lse.shape[1:])
     return merge_states(out.transpose(0, 1), lse.transpose(0, 1))
-
-
-def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:
-    causal = layer.is_causal if causal is None else causal
-    if layer.sliding_window is not None and (layer.is_cross or not causal):
-        raise UnsupportedError(
-            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
-            "order; torch_native windows only causal self-attention: unset the one or the other"
-        )
