@@ -17,6 +17,7 @@ from attn_core.backends.triton.heuristics import (
     head_parts,
     hopper_block,
     hopper_launch,
+    merge_tile,
     power_of_two,
 )
 
@@ -76,7 +77,9 @@ def launches(arch, store_bytes):
     for d, dv in DIMS:
         yield (d, dv, "extend"), extend_launch(arch, d, dv, store_bytes)
         for lines in LINES:
-            yield (d, dv, lines), decode_launch(arch, lines, d, dv, store_bytes)
+            for short in (False, True):
+                launch = decode_launch(arch, lines, d, dv, store_bytes, short=short)
+                yield (d, dv, lines), launch
 
 
 @pytest.mark.parametrize("arch", [*SHARED, "sm75", "gfx942", "gfx950", "interpreter"])
@@ -116,6 +119,25 @@ def test_the_keys_of_all_stages_fit_into_shared_memory(arch, store_bytes):
         if (bytes_ := needed(shape, launch, store_bytes)) > room
     }
     assert not over
+
+
+@given(
+    st.integers(1, 4096), st.integers(1, 64), st.integers(1, 528), st.sampled_from([64, 128, 512])
+)
+def test_a_merge_covers_the_lines_and_columns_of_a_row(rows, row_lines, programs, width):
+    columns, lines, parts, warps = merge_tile(rows, row_lines, programs, width)
+    assert width % columns == 0
+    assert two(parts)
+    assert 1 <= lines <= 4
+    assert lines == 1 or rows * row_lines // lines >= 2048, "programs for the whole device"
+    assert warps in (1, 2, 4)
+    assert parts * columns <= 8192 * warps, "256 values a thread at most"
+
+
+def test_packed_stores_have_all_registers():
+    assert decode_launch("sm90", 4, 128, 128, 1).registers == 128
+    assert decode_launch("sm90", 4, 128, 128, 1, fp4=True).registers == 0
+    assert decode_launch("gfx942", 4, 128, 128, 1).registers == 0
 
 
 @pytest.mark.parametrize("longest", [100, 100_000])

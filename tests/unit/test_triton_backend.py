@@ -34,6 +34,7 @@ def small_device(monkeypatch):
     """Have three multiprocessors wherever this runs, so that short requests are cut as well."""
     arch, _ = module._device(DEVICE)
     monkeypatch.setattr(module, "_device", lambda device: (arch, 3))
+    monkeypatch.setattr(module, "SHORT", 0)
 
 
 # ---- Plans -----------------------------------------------------------------------------------
@@ -59,6 +60,40 @@ def test_only_few_queries_are_planned():
     assert many is None
     # how long the longest query is, a neighbour decides: nothing may depend on it
     assert [*fixed.init_forward_metadata(short).values()] == [None]
+
+
+def test_short_requests_are_not_cut():
+    server = Server((90, 1), (1, 1), (40, 1))
+    batch, rows = server.batch(M.DECODE)
+    cut, whole = make_backend(), make_backend()
+    whole._short = 256  # as on a GPU
+    [one], [other] = (b.init_forward_metadata(batch).values() for b in (cut, whole))
+    assert not one.whole
+    assert other.whole
+    assert other.lines.tolist() == [0, 1, 2, 3], "a request is one unit of work"
+    for want, got in zip(*(server.attend(b, batch, rows) for b in (cut, whole)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    long, _ = Server((300, 1), (40, 1)).batch(M.DECODE)
+    assert not next(iter(whole.init_forward_metadata(long).values())).whole
+
+
+def test_a_request_without_keys_gets_zeros(monkeypatch):
+    """The lengths of a replayed batch may be 0 where a graph's room is not filled."""
+    server = Server((90, 1), (40, 1))
+    batch, rows = server.batch(M.DECODE)
+    backend = make_backend()
+    plans = backend.init_forward_metadata(batch)
+    view = batch.views["full"]
+    lengths = view.seq_lens * torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    empty = replace(batch, views={"full": replace(view, seq_lens=lengths)})
+    backend.init_forward_metadata_replay_cuda_graph(empty, plans)
+    layer = make_layer()
+    out, lse = backend.forward_decode(
+        server.q[rows], None, None, layer, server.cache(layer), empty, plans, return_lse=True
+    )
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+    assert out[0].isfinite().all()
 
 
 def test_nothing_is_planned_for_a_view_that_the_batch_lacks():
@@ -108,7 +143,8 @@ def test_the_host_reads_nothing_from_the_device(new, deterministic, monkeypatch)
     assert lse.shape == (2 * new, HQ)
     names = [name for name, _ in launched]
     if new == 1:
-        assert names == ["plan_splits", "_write", "decode_splits", "merge_splits"]
+        cut = [] if deterministic else ["merge_splits"]  # 1024 keys are one state there
+        assert names == ["plan_splits", "_write", "decode_splits", *cut]
     else:
         assert names == ["_write", "extend_tiles"]
 

@@ -20,9 +20,8 @@ from attn_core.backends.triton.heuristics import (
     power_of_two,
 )
 from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, positive, sees
-from attn_core.backends.triton.splits import UNIT, Splits
+from attn_core.backends.triton.splits import SHORT, UNIT, Splits
 from attn_core.backends.triton.write import write_kv
-from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import (
     DECODE_MODES,
     AttentionLayer,
@@ -31,7 +30,7 @@ from attn_core.forward import (
     SpecInfo,
 )
 from attn_core.kv_cache import STORES, LayerCache
-from attn_core.refusals import refuse_call, refuse_layer
+from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 
 Plans = Mapping[LayerClass, Splits | None]  # None: many queries, nothing to plan
 
@@ -50,10 +49,12 @@ class Triton(AttentionBackend):
         super().__init__(config)
         for layer in config.layers:
             refuse_layer(config, layer)
-            _refuse(layer)
+            refuse_window(config.name, layer)
         self._classes = {LayerClass.of(layer) for layer in config.layers}
         self._arch, self._processors = _device(config.device)
         self._hopper = _hopper_kernels(self._arch)
+        # the interpreter meets short requests only, and some of them should be cut
+        self._short = SHORT if config.device.type == "cuda" else 0
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._lines: dict[LayerClass, Tensor] = {}  # of CUDA graphs
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
@@ -99,18 +100,18 @@ class Triton(AttentionBackend):
 
     def _splits(self, which: LayerClass, batch: ForwardBatch, lines: Tensor | None) -> Splits:
         size, device = batch.batch_size, self.config.device
-        queries = batch.max_q_len * which.group
-        launch = self._decode_launch(which, queries, size)
+        queries, fixed = batch.max_q_len * which.group, self.config.deterministic
+        view = batch.views[which.view]
+        longest = view.max_seq_len  # of a graph's replays: what the table has room for
+        if lines is not None:
+            longest = view.page_table.shape[1] * self.config.page_size
+        short = not fixed and longest <= self._short
+        launch = self._decode_launch(which, queries, short=short)
+        unit = max(1, (UNIT if fixed else self._short if short else 0) // launch.block_n)
         row_blocks = -(-queries // launch.block_m)
         programs = self._processors * launch.programs
         rows = size * which.num_kv_heads * row_blocks
-        states = 2 * programs
-        if self.config.deterministic:
-            view = batch.views[which.view]
-            longest = view.max_seq_len  # of a graph's replays: what the table has room for
-            if lines is not None:
-                longest = view.page_table.shape[1] * self.config.page_size
-            states = rows * (longest // UNIT + 2)
+        states = rows * (longest // UNIT + 2) if fixed else 2 * programs
         parts, lse_parts = self._states(states * launch.block_m, power_of_two(which.v_head_dim))
         if lines is None:
             lines = torch.empty(size + 1, dtype=torch.int32, device=device)
@@ -119,7 +120,9 @@ class Triton(AttentionBackend):
             row_blocks=row_blocks,
             row_lines=min(queries, launch.block_m),
             programs=programs,
-            fixed=self.config.deterministic,
+            fixed=fixed,
+            unit=unit,
+            whole=longest <= unit * launch.block_n,
             overlap=self._arch in ("sm90", "sm100", "sm103"),
             lines=lines[: size + 1],
             parts=parts,
@@ -139,7 +142,7 @@ class Triton(AttentionBackend):
         lengths = batch.views[which.view].seq_lens
         plan(splits, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
 
-    def _decode_launch(self, which: LayerClass, queries: int, size: int) -> Launch:
+    def _decode_launch(self, which: LayerClass, queries: int, *, short: bool) -> Launch:
         return decode_launch(
             self._arch,
             queries,
@@ -147,7 +150,8 @@ class Triton(AttentionBackend):
             which.v_head_dim,
             STORES[self.config.kv_cache_dtype].itemsize,
             page_size=self.config.page_size,
-            rows=0 if self.config.deterministic else size * which.num_kv_heads,
+            short=short,
+            fp4=self.config.kv_cache_dtype == "fp4_e2m1",
         )
 
     def forward_extend(
@@ -168,10 +172,7 @@ class Triton(AttentionBackend):
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         which = LayerClass.of(layer)
         if batch.num_tokens and which not in metadata:
-            raise BackendError(
-                f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not "
-                f"in BackendConfig.layers or the batch has no such view; planned: {list(metadata)}"
-            )
+            refuse_unplanned(layer, metadata)
         q, out, lse = _outputs(q, layer, out)
         q, layer = positive(q, layer)
         if batch.num_tokens:
@@ -206,7 +207,7 @@ class Triton(AttentionBackend):
     ) -> Output:
         """Attend without a cache; nothing is planned and no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
-        _refuse(layer, causal=causal)
+        refuse_window(self.config.name, layer, causal=causal)
         q, out, lse = _outputs(q, layer, out)
         q, layer = positive(q, layer)
         if q.shape[0]:
@@ -270,12 +271,3 @@ def _hopper_kernels(arch: str) -> ModuleType | None:
         return importlib.import_module("attn_core.backends.triton.on_hopper")
     except ImportError:
         return None
-
-
-def _refuse(layer: AttentionLayer, *, causal: bool | None = None) -> None:
-    causal = layer.is_causal if causal is None else causal
-    if layer.sliding_window is not None and (layer.is_cross or not causal):
-        raise UnsupportedError(
-            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
-            "order; triton windows only causal self-attention: unset the one or the other"
-        )

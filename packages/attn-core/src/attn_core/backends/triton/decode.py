@@ -39,7 +39,8 @@ def plan_splits(
 ):
     """Write lines[b], the units of work of a row of the requests before b; int32 [batch + 1].
 
-    A unit is UNIT blocks of BN keys. cu int32 [batch + 1] are the queries, lengths int32 [batch].
+    A unit is UNIT blocks of BN keys; a request without keys has one too, which writes its zeros.
+    cu int32 [batch + 1] are the queries, lengths int32 [batch].
     """
     before = tl.zeros([], tl.int32)
     tl.store(lines, before)
@@ -52,7 +53,7 @@ def plan_splits(
         if WINDOW and CAUSAL:
             first = tl.maximum(length - queries - window + 1, 0)
         blocks = tl.cdiv(length, BN) - first // BN
-        units = tl.where(ok & (queries > 0), tl.cdiv(tl.maximum(blocks, 0), UNIT), 0)
+        units = tl.where(ok & (queries > 0), tl.maximum(tl.cdiv(blocks, UNIT), 1), 0)
         tl.store(lines + b + 1, before + tl.cumsum(units, 0), mask=ok)
         before += tl.sum(units, 0)
 
@@ -292,23 +293,18 @@ def merge_splits(
     FIXED: tl.constexpr,
     LEAST: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LINES: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the states of one line of a row that several programs saw; PARTS at a time.
+    """Join the states of LINES lines of a row that several programs saw; PARTS at a time.
 
-    Grid: (batch · HEADS · ROW_BLOCKS, lines of a row, BDV / COLUMNS). A row without keys gets
-    zeros, and the sink alone as its log-sum-exp. OVERLAP: the launch begins before the states are
-    complete, and waits for them here (programmatic dependent launch).
+    Grid: (batch · HEADS · ROW_BLOCKS, lines of a row / LINES, BDV / COLUMNS). OVERLAP: the launch
+    begins before the states are complete, and waits for them here (programmatic dependent launch).
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     rows = HEADS * ROW_BLOCKS
     b = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
-    line = (row % ROW_BLOCKS) * BM + tl.program_id(1)
-    query = tl.load(cu + b)
-    head = row // ROW_BLOCKS * GROUP + line % GROUP
     before = tl.load(lines + b)
     units = tl.load(lines + b + 1) - before
     _, share = share_of(lines, batch, rows, programs, LEAST)
@@ -319,20 +315,27 @@ def merge_splits(
     else:
         low = begin // share
         count = (begin + units - 1) // share - low + 1
-    whole = (units > 0) & (count == 1)
-    if (query + line // GROUP < tl.load(cu + b + 1)) & (whole == 0):
+    query = tl.load(cu + b)
+    queries = tl.load(cu + b + 1) - query
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
         d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         i = tl.arange(0, PARTS)
-        m = tl.full([1], -float("inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, COLUMNS], tl.float32)
-        if units > 0:
+        one = tl.zeros([1], tl.int32)
+        for turn in tl.static_range(LINES):
+            mine = tl.program_id(1) * LINES + turn
+            line = row % ROW_BLOCKS * BM + mine
+            live = (mine < BM) & (line < queries * GROUP)
+            m = tl.full([1], -float("inf"), tl.float32)
+            total = tl.zeros([1], tl.float32)
+            acc = tl.zeros([1, COLUMNS], tl.float32)
             for part in range(0, count, PARTS):
-                ok = part + i < count
+                ok = (part + i < count) & live
                 slot = low + part + i
                 if not FIXED:  # the first program came to the end of its share, the others began
                     slot = 2 * slot + (part + i == 0).to(tl.int32)
-                at = slot.to(tl.int64) * BM + tl.program_id(1)
+                at = slot.to(tl.int64) * BM + mine
                 s = tl.load(part_lse + at, mask=ok, other=-float("inf"))
                 x = tl.load(parts + at[:, None] * BDV + d[None, :], mask=ok[:, None], other=0.0)
                 new = tl.maximum(m, tl.max(s, 0))
@@ -342,14 +345,13 @@ def merge_splits(
                 total = total * shrink + tl.sum(weight, 0)
                 acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
                 m = new
-        sink = m
-        if SINKS:
-            sink = tl.load(sinks + head + tl.zeros([1], tl.int32)).to(tl.float32)
-        done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
-        token = query + line // GROUP
-        o_at = out + token.to(tl.int64) * out_token + head * out_head
-        one = tl.zeros([1], tl.int32)
-        tl.store(
-            o_at + one[:, None] + d[None, :], done.to(out.dtype.element_ty), mask=(d < DV)[None, :]
-        )
-        tl.store(lse + token * (HEADS * GROUP) + head + one, total_lse)
+            head = row // ROW_BLOCKS * GROUP + line % GROUP
+            sink = m
+            if SINKS:
+                sink = tl.load(sinks + head + one, mask=live, other=0.0).to(tl.float32)
+            done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
+            token = query + line // GROUP
+            o_at = out + token.to(tl.int64) * out_token + head * out_head
+            inside = live & (d < DV)[None, :]
+            tl.store(o_at + one[:, None] + d[None, :], done.to(out.dtype.element_ty), mask=inside)
+            tl.store(lse + token * (HEADS * GROUP) + head + one, total_lse, mask=live)

@@ -11,8 +11,9 @@ class Launch:
 
     block_m: lines of a program, (query, head of the group) pairs. block_n: keys a step. warps,
     stages: of a program and of its loads. programs: how many run on one multiprocessor, of the
-    kernels whose grid is the device's; least: blocks of keys that one of these takes. ptx: whether
-    the device knows NVIDIA's instructions.
+    kernels whose grid is the device's; least: blocks of keys that one of these takes. registers: of
+    a thread at most, 0: as many as the compiler likes. ptx: whether the device knows NVIDIA's
+    instructions.
     """
 
     block_m: int
@@ -21,6 +22,7 @@ class Launch:
     stages: int
     programs: int = 1
     least: int = 1
+    registers: int = 0
     ptx: bool = False
 
 
@@ -60,28 +62,51 @@ def decode_launch(
     store_bytes: int,
     *,
     page_size: int = 1,
-    rows: int = 0,
+    short: bool = False,
+    fp4: bool = False,
 ) -> Launch:
     """Choose for `decode_splits`: `lines` is queries · group of the longest request.
 
-    rows: requests · KV heads, 0 where they must not decide. Measured on an H200, which has kernels
-    of its own for tiles of 64 by 64 (on_hopper.py).
+    short: no request is cut. fp4: the store is packed, which costs registers. Measured on an H200,
+    which has kernels of its own for tiles of 64 by 64 (on_hopper.py).
     """
     if arch == "sm90" and store_bytes == 2:
         if head_dim == 576 and lines > 16:
             return Launch(block_m=64, block_n=64, warps=8, stages=2, least=2)
+        if head_dim == v_dim == 256:
+            if lines <= 16 and short:
+                return Launch(block_m=16, block_n=64, warps=4, stages=2, programs=2)
+            return Launch(block_m=64, block_n=64, warps=8, stages=2)
         if head_dim == v_dim and head_dim in (64, 128):
-            if lines > 16 or page_size >= 64:
+            if lines > 16 or (head_dim == 128 and page_size >= 64 and not short):
                 return Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
-            if rows > 256:
+            if short:
                 return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=3)
+            if head_dim == 64:
+                return Launch(block_m=16, block_n=128, warps=4, stages=5, programs=2)
             return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2, least=2)
     launch = _decode(lines, head_dim, v_dim, store_bytes)
+    if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
+        launch = replace(launch, stages=3, programs=4, registers=128)
     if v_dim > 256 and arch.startswith(("sm120", "gfx")):
         launch = replace(launch, block_m=16, block_n=32, warps=4)
     if v_dim > 256 and launch.block_m == 16 and arch in ("sm100", "sm103"):
         launch = replace(launch, block_n=32)  # beside 64 keys some registers spill
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
+
+
+def merge_tile(rows: int, row_lines: int, programs: int, width: int) -> tuple[int, int, int, int]:
+    """Choose columns, lines, states at once and warps of a program of `merge_splits`.
+
+    Where all rows are as long, a row is cut into programs / rows states and at most two more. One
+    warp sums up to 1024 values in its registers; more warps have to meet.
+    """
+    parts = min(64, power_of_two(programs // rows + 2, 2))
+    columns = width
+    if rows * row_lines <= 512:  # few programs: more of them, each with fewer columns
+        columns = min(128, width)
+    lines = max(1, min(4, rows * row_lines // 2048))
+    return columns, lines, parts, max(1, min(4, parts * columns // 1024))
 
 
 def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:

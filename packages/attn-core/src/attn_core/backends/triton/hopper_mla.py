@@ -198,6 +198,8 @@ def _attend_half(
             acc = hopper.warpgroup_mma(weights, values.index(stage), acc)
             mbarrier.arrive(k_free.index(stage), count=1)
             step += 1
+        if count == 0:  # no keys: nobody has given the queries back
+            mbarrier.arrive(q_free, count=1)
         none = total == 0.0
         safe = gl.where(none, 1.0, total)
         o_line = row * 64 + gl.arange(0, 64, gl.SliceLayout(1, O))

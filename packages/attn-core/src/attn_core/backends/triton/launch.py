@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.decode import decode_splits, merge_splits, plan_splits
 from attn_core.backends.triton.extend import extend_tiles
-from attn_core.backends.triton.heuristics import Launch, head_parts, power_of_two
+from attn_core.backends.triton.heuristics import Launch, head_parts, merge_tile, power_of_two
 from attn_core.backends.triton.splits import Splits
 from attn_core.forward import AttentionLayer, SpecInfo
 from attn_core.kv_cache import LayerCache
@@ -123,13 +123,12 @@ def decode(
             OVERLAP=splits.overlap,
             num_warps=launch.warps,
             num_stages=launch.stages,
+            **({"maxnreg": launch.registers} if launch.registers else {}),
         )
-    # a row is cut into so many states or fewer, but for the fixed cuts of a long request
-    parts = min(64, power_of_two(splits.programs // rows + 2))
-    columns = shape["BDV"]
-    if rows * splits.row_lines <= 512:  # few programs: more of them, each with fewer columns
-        columns = min(128, columns)
-    merge_splits[(rows, splits.row_lines, shape["BDV"] // columns)](
+    if splits.whole:
+        return
+    columns, lines, parts, warps = merge_tile(rows, splits.row_lines, splits.programs, shape["BDV"])
+    merge_splits[(rows, -(-splits.row_lines // lines), shape["BDV"] // columns)](
         splits.parts,
         splits.lse_parts,
         out,
@@ -152,9 +151,10 @@ def decode(
         FIXED=splits.fixed,
         LEAST=launch.least,
         COLUMNS=columns,
+        LINES=lines,
         PARTS=parts,
         OVERLAP=splits.overlap,
-        num_warps=4 if parts > 16 else 2,
+        num_warps=warps,
         **({"launch_pdl": True} if splits.overlap else {}),
     )
 

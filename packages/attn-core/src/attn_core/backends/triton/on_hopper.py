@@ -111,7 +111,7 @@ def decode_fits(
 ) -> bool:
     """Say whether decode_hopper can run a layer: as extend_fits, in tiles of 64 by 64."""
     tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64)
-    dims = layer.head_dim == layer.v_head_dim and layer.head_dim in (64, 128)
+    dims = layer.head_dim == layer.v_head_dim and layer.head_dim in (64, 128, 256)
     masks = which != SEE_TREE or layer.sliding_window is None  # positions are not loaded
     return tiles and dims and masks and extend_fits(q, layer, cache, paged=True)
 
@@ -186,7 +186,7 @@ def decode_on_hopper(
         STAGES=launch.stages,
         WIDE=max(cache.k.numel(), cache.v.numel()) >= 1 << 31,
         num_warps=4,
-        maxnreg=128,  # two programs share a multiprocessor
+        maxnreg=128 if launch.programs > 1 else 232,  # two programs share a multiprocessor
     )
 
 

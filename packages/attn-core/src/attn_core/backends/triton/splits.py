@@ -9,6 +9,7 @@ from torch import Tensor
 from attn_core.backends.triton.heuristics import Launch
 
 UNIT = 1024  # keys of a state of its own where a request must not depend on its neighbours
+SHORT = 256  # keys of a request that is not worth a cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,9 @@ class Splits:
     row_lines: int  # of a row's block_m lines those that some request fills
     programs: int
     fixed: bool
+    unit: int  # blocks of keys that no two programs share
+    whole: bool  # every row is one unit: no state is left to be joined
     overlap: bool  # the merge is launched before the states are complete
     lines: Tensor
     parts: Tensor
     lse_parts: Tensor
-
-    @property
-    def unit(self) -> int:
-        """Blocks of keys in a unit of work."""
-        return max(1, UNIT // self.launch.block_n) if self.fixed else 1
