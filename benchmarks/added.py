@@ -1,7 +1,8 @@
-"""Time a backend behind the dispatcher, and beside it the library's own calls that it makes."""
+"""Time a backend behind the dispatcher, and beside it the library's own calls for the same."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -17,6 +18,7 @@ from attn_core.plugins import Registry
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.ours import row_of
+from benchmarks.plain import plain
 from benchmarks.recorded import PLANS, RUNS, in_turn, recording
 from benchmarks.timing import CudaTimer, Timing
 
@@ -47,8 +49,10 @@ class Pair:
 class Found:
     """One backend on one case; None: not measured, on a CPU, or the library has no plan.
 
-    host: a layer's call, eagerly. plan: once a pass; plan_us: ours. kernel: on the GPU. replay: the
-    host's time of replaying LAYERS layers. refill: what precedes the replay, through us alone.
+    host: a layer's call, eagerly. plan: once a pass; plan_us: ours, which starts from the batch;
+    the library's has its arguments ready. plan_from_host_us: FlashInfer's with lengths on the host
+    (plain.py). kernel: on the GPU. replay: the host's time of replaying LAYERS layers. refill: what
+    precedes the replay, through us alone.
     """
 
     backend: str
@@ -57,6 +61,7 @@ class Found:
     host: Pair | None = None
     plan_us: float | None = None
     plan: Pair | None = None
+    plan_from_host_us: float | None = None
     kernel: Pair | None = None
     replay: Pair | None = None
     refill_us: float | None = None
@@ -139,11 +144,9 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
     layer = ours.layer(planned)
     layer()
     host = host_us((layer, direct), device)
-    plan = kernel = replay = refill = None
-    planning = (ours.plan, in_turn(plans)) if plans else (ours.plan,)
-    planned_us = host_us(planning, device, calls_each=1, rounds=4 * ROUNDS)
-    if plans:
-        plan = pair(planned_us)
+    kernel = replay = refill = None
+    library = _library_plans(plans, inputs)
+    plan_us, *own = host_us((ours.plan, *library), device, calls_each=1, rounds=4 * ROUNDS)
     if device.type == "cuda":
         kernel = _kernels(layer, direct, CudaTimer(device))
         if ours.serve.captured and inputs.batch.forward_mode in DECODE_MODES:
@@ -152,12 +155,24 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
         backend=name,
         case=inputs.case.name,
         host=pair(host),
-        plan_us=planned_us[0].us,
-        plan=plan,
+        plan_us=plan_us.us,
+        plan=pair((plan_us, own[0])) if own else None,
+        plan_from_host_us=own[1].us if own[1:] else None,
         kernel=kernel,
         replay=replay,
         refill_us=refill,
     )
+
+
+def _library_plans(made: Sequence[functools.partial[object]], inputs: Inputs) -> tuple[Call, ...]:
+    """Return the library's own plan; of FlashInfer it is the public one, and that from the host.
+
+    made: what a backend was seen to plan by, which is the library's plan everywhere else.
+    """
+    public = [p for p in (plain(call, inputs) for call in made) if p is not None]
+    if public and len(public) == len(made):
+        return in_turn([p.plan for p in public]), in_turn([p.from_host for p in public])
+    return (in_turn(made),) if made else ()
 
 
 def pair(timings: Sequence[Timing]) -> Pair:

@@ -1,6 +1,8 @@
 """Measure what dispatcher and wrapper add to a library's own call: `python -m benchmarks.overhead`.
 
-The direct call is the one that the wrapper was seen to make, with the same arguments.
+A layer's direct call is the one that the wrapper was seen to make, with the same arguments. The
+library's plan is the call that it was seen to plan by, or for FlashInfer the plan() of a plain
+wrapper, made as in the library's examples (plain.py).
 """
 
 from __future__ import annotations
@@ -58,9 +60,14 @@ def describe(found: Found) -> str:
         f"{name} {value:.2f}" + ("" if good else f" OVER {LIMITS[name]:g}")
         for name, (value, good) in found.verdicts.items()
     ]
-    host = found.host
-    calls = f"call {host.ours:.1f} µs, the library's {host.direct:.1f}" if host else ""
-    return f"{found.backend:<11} {found.case:<36} {'  '.join(parts)}  ({calls})"
+    calls = [
+        f"{name} {pair.ours:.1f} µs, the library's {pair.direct:.1f}"
+        for name, pair in (("call", found.host), ("plan", found.plan))
+        if pair
+    ]
+    if found.plan_from_host_us is not None:
+        calls[-1] += f" or from the host {found.plan_from_host_us:.1f}"
+    return f"{found.backend:<11} {found.case:<36} {'  '.join(parts)}  ({'; '.join(calls)})"
 
 
 def cases_of(name: str, registry: Registry, kind: Device) -> list[Case]:

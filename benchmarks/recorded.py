@@ -46,10 +46,10 @@ class Recorder:
     """The calls that were seen since the last `taken`; a call within a call is not one."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: list[functools.partial[Any]] = []
         self._inside = False
 
-    def taken(self) -> tuple[Call, ...]:
+    def taken(self) -> tuple[functools.partial[Any], ...]:
         """Return the calls, each with the arguments that it had, and forget them."""
         calls, self._calls = tuple(self._calls), []
         return calls

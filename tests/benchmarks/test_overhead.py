@@ -16,9 +16,10 @@ from attn_core.device import parse_device
 from attn_core.plugins import load_plugins
 
 from benchmarks import added, overhead
-from benchmarks.added import Found, Pair, host_us, measure
-from benchmarks.cases import Case
-from benchmarks.recorded import in_turn, recording
+from benchmarks.added import Found, Pair, host_us, measure, serving
+from benchmarks.cases import Case, build
+from benchmarks.plain import plain
+from benchmarks.recorded import PLANS, in_turn, recording
 
 VENDOR = pathlib.Path(__file__).parents[1] / "emulators" / "vendor"
 CPU, HOPPER = torch.device("cpu"), parse_device("cuda:sm90")
@@ -67,6 +68,7 @@ def test_every_backend_is_measured_beside_its_library(vendor, short, name):
     assert found.plan_us > 0
     # those without a plan of the library's own have nothing to be compared with
     assert (found.plan is None) == (name in ("fa4", "trtllm_mha"))
+    assert (found.plan_from_host_us is None) == (name != "flashinfer")
 
 
 def test_what_a_wrapper_adds_is_seen(vendor, short, monkeypatch):
@@ -85,6 +87,80 @@ def test_what_a_wrapper_adds_is_seen(vendor, short, monkeypatch):
     assert not found.verdicts["host_us"][1]
     assert not found.verdicts["plan_ratio"][1]
     assert "OVER 8" in overhead.describe(found)
+
+
+LATENT = dataclasses.replace(SMALL, phase="mla", kv_heads=1, head_dim=576, v_head_dim=512)
+TENSOR_CORES = dataclasses.replace(SMALL, q_heads=8)
+
+
+def planned(case):
+    """Return the inputs, our output, and what stands beside our plan by FlashInfer."""
+    registry, inputs = load_plugins(), build(case, CPU)
+    importlib.import_module("flashinfer.mla")
+    with recording(PLANS) as recorder:
+        ours = serving("flashinfer", inputs, registry, HOPPER)
+        metadata = ours.plan()
+        (call,) = recorder.taken()
+    return inputs, ours.layer(metadata)(), call, plain(call, inputs)
+
+
+@pytest.mark.parametrize("way", ["plan", "from_host"])
+@pytest.mark.parametrize(
+    ("case", "name", "backend"),
+    [
+        (SMALL, "BatchDecodeWithPagedKVCacheWrapper", "auto"),
+        (TENSOR_CORES, "BatchDecodeWithPagedKVCacheWrapper", "fa2"),
+        (
+            dataclasses.replace(TENSOR_CORES, phase="extend", queries=5),
+            "BatchPrefillWithPagedKVCacheWrapper",
+            "fa2",
+        ),
+        (
+            dataclasses.replace(
+                SMALL, phase="extend", batch=4, queries=250, length=300, q_heads=32, kv_heads=32
+            ),
+            "BatchPrefillWithPagedKVCacheWrapper",
+            "fa3",
+        ),
+        (LATENT, "BatchMLAPagedAttentionWrapper", "fa3"),
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else None,
+)
+def test_a_plain_wrapper_of_flashinfer_plans_the_same(vendor, case, name, backend, way):
+    case = dataclasses.replace(case, ragged=True, length=max(case.length, 200), page_size=16)
+    with torch.no_grad():
+        inputs, ours, call, mine = planned(case)
+        getattr(mine, way)()
+        if case.kind == "mla":
+            parts = (
+                *inputs.q.split((512, 64), -1),
+                *inputs.cache.k.squeeze(2).split((512, 64), -1),
+            )
+            out = mine.wrapper.run(*parts)
+        else:
+            out = mine.wrapper.run(inputs.q, (inputs.cache.k, inputs.cache.v))
+    assert mine.wrapper is not call.args[0]
+    assert (type(mine.wrapper).__name__, mine.wrapper._backend) == (name, backend)
+    if "Decode" in name:
+        assert mine.wrapper.use_tensor_cores == (backend == "fa2")
+    torch.testing.assert_close(out, ours)
+    assert inputs.error(out) < 0.02
+
+
+def test_the_plan_beside_ours_is_that_of_the_wrapper_that_users_plan(vendor, short, monkeypatch):
+    decode = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
+    real = decode.plan
+
+    def slow(*args, **more):
+        time.sleep(0.05)
+        real(*args, **more)
+
+    monkeypatch.setattr(decode, "plan", slow)  # on tensor cores ours is planned by prefill's
+    found = found_on("flashinfer", TENSOR_CORES)
+    assert found.error is None
+    assert found.plan.ours < 50_000 < found.plan.direct
+    assert found.plan_from_host_us > 50_000
+    assert "or from the host" in overhead.describe(found)
 
 
 def test_a_library_that_is_not_watched_is_an_error(vendor, short, monkeypatch):
