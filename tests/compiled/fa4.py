@@ -1,6 +1,6 @@
 """Compile the kernels that fa4's rows use, through the backend, for a GPU that is not here.
 
-Usage: python fa4.py sm90|sm100 [WORD …] prints one JSON line per kernel whose name holds a WORD,
+Usage: python fa4.py sm90|sm100 [WORD …] prints one JSON line per site whose name holds a WORD,
 all of them by default. Needs flash-attn-4, nvidia-cutlass-dsl, quack-kernels, triton and a C
 compiler; torch may be the CPU's: tensors are fake, and so is the driver (fake_libcuda.c).
 """
@@ -14,8 +14,18 @@ import tempfile
 import time
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from attn_core.capabilities import Phase
+from attn_core.forward import ForwardMode
+from attn_core.plugins import load_plugins
+from attn_core.testing.cases import Case, RaggedCase
+from launch_site import Chip, NotDeclared, Site, described
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 HERE = pathlib.Path(__file__).parent
+WHEELS = HERE.parent / "contracts" / "wheels.txt"  # the versions that are emulated
 CHIPS = {"sm90": ("sm_90", "sm_90a", "90"), "sm100": ("sm_100", "sm_100a", "100")}
 
 
@@ -44,132 +54,77 @@ def again(arch, words):
     sys.exit(done.returncode)
 
 
+def decode(**more):
+    return Site(case=replace(_PASS, mode=ForwardMode.DECODE, query_lens=(1, 1), **more), **PAGES)
+
+
+def extend(**more):
+    return Site(case=replace(_PASS, **more), **PAGES)
+
+
+def latent(heads, **more):
+    shape = {"kind": "mla", "heads": (heads, 1), "dims": (576, 512)}
+    return Site(case=replace(_PASS, **shape, **more), page_size=1)
+
+
+def ragged(dims, heads=(3, 3), **more):
+    lens = {"query_lens": (3, 3), "key_lens": (5, 4)}
+    return Site(case=RaggedCase(feature="", heads=heads, dims=dims, **lens, **more))
+
+
+PAGES = {"page_size": 128}
+_PASS = Case(feature="", query_lens=(3, 3), seq_lens=(300, 9), heads=(8, 2), dims=(128, 128))
+VISION, WIDE = {"phase": Phase.ENCODE}, {"kind": "mla", "heads": (4, 4)}
+SITES = {
+    "paged-128": extend(),
+    "paged-128-without-lse": replace(decode(), lse=False),
+    "paged-128-chain": extend(mode=ForwardMode.TARGET_VERIFY),
+    "paged-64-window-sinks": extend(dims=(64, 64), window=9, sinks=True),
+    "paged-80-softcap": extend(dims=(80, 80), logit_cap=3.0),
+    "paged-96-window": extend(dims=(96, 96), window=9),
+    "paged-192-128": extend(dims=(192, 128)),
+    "paged-cross": extend(encoder_lens=(130, 20)),
+    "paged-128-group-7": extend(heads=(14, 2)),
+    "paged-64-group-5": extend(dims=(64, 64), heads=(10, 2)),
+    "paged-mha": extend(heads=(4, 4)),
+    "ragged-encoder-128": ragged((128, 128), (8, 2)),
+    "ragged-causal-128": ragged((128, 128), (8, 2), causal=True),
+    **{f"ragged-vision-{d}": ragged((d, d), **VISION) for d in (72, 80, 256)},
+    **{f"paged-{d}-every": extend(dims=(d, d), window=9) for d in range(16, 129, 16)},
+    "mla-absorbed": latent(16),
+    "mla-absorbed-128-heads": latent(128),
+    "mla-ragged": ragged((192, 128), causal=True, **WIDE),
+    "mla-ragged-prefix": ragged((192, 128), **WIDE),
+}
+
+
+def chip(arch):
+    """Return a chip, "sm90" or "sm100", with tensors that are fake."""
+    [pin] = [line for line in WHEELS.read_text().split() if line.startswith("flash-attn-4==")]
+    return Chip(
+        spec=load_plugins().get("fa4"),
+        arch=arch,
+        libraries={"flash-attn-4": pin.partition("==")[2]},
+        on=torch.device("cuda"),
+        tensors=FakeTensorMode,
+    )
+
+
 def main(arch, words):
-    import torch
-    from attn_core.backend import BackendConfig
-    from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
-    from attn_core.kv_cache import LayerCache
-    from attn_core.refusals import refuse_layer
-    from attn_nvidia import rows_mha, rows_mla
-    from attn_nvidia.fa4 import FA4
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(*shape, dtype=dtype, device="cuda")
-
-    def ints(*shape):
-        return empty(*shape, dtype=torch.int32)
-
-    def row_for(layer, kind, ragged):
-        rows = [r for r in (*rows_mha.fa4(), *rows_mla.fa4()) if arch in r.archs and r.kind == kind]
-        reasons = []
-        for row in rows:
-            if not ragged and not row.page_sizes:
-                continue  # a vision tower's
-            config = BackendConfig(
-                name="fa4",
-                row=row,
-                layers=(layer,),
-                page_size=max(row.page_sizes, default=1),
-                dtype="bf16",
-                kv_cache_dtype="bf16",
-                device=torch.device("cuda"),
-                arch=arch,
-            )
-            try:
-                refuse_layer(config, layer)
-            except Exception as error:
-                reasons.append(str(error))
-                continue
-            return config
-        raise LookupError(f"no row declares it: {reasons}")
-
-    def layer_of(d, dv, heads=(8, 2), *, sinks=False, **more):
-        return AttentionLayer(
-            layer_id=0,
-            num_q_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=d,
-            v_head_dim=dv,
-            scale=d**-0.5,
-            sinks=empty(heads[0], dtype=torch.float32) if sinks else None,
-            **more,
-        )
-
-    def paged(layer, *, kind="mha", lse=True, queries=3):
-        config = row_for(layer, kind, ragged=False)
-        backend = FA4(config)
-        table, lengths = ints(2, 4), ints(2)
-        tokens, size = 2 * queries, config.page_size
-        view = CacheView(
-            page_table=table,
-            seq_lens=lengths,
-            out_cache_loc=empty(tokens, dtype=torch.int64),
-            max_seq_len=4 * size,
-        )
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            cu_seqlens_q=ints(3),
-            positions=empty(tokens, dtype=torch.int64),
-            max_q_len=queries,
-            views={layer.view: view},
-        )
-        heads = layer.num_kv_heads
-        k = empty(8, size, heads, layer.head_dim)
-        v = None if kind == "mla" else empty(8, size, heads, layer.v_head_dim)
-        q = empty(tokens, layer.num_q_heads, layer.head_dim)
-        out = empty(tokens, layer.num_q_heads, layer.v_head_dim)
-        metadata = backend.init_forward_metadata(batch)
-        cache = LayerCache(k=k, v=v)
-        backend.forward_extend(
-            q, None, None, layer, cache, batch, metadata, out=out, return_lse=lse
-        )
-
-    def ragged(layer, *, kind="mha", causal=True):
-        backend = FA4(row_for(layer, kind, ragged=True))
-        q = empty(6, layer.num_q_heads, layer.head_dim)
-        k, v = (empty(9, layer.num_kv_heads, d) for d in (layer.head_dim, layer.v_head_dim))
-        backend.forward_ragged(
-            q, k, v, layer, ints(3), ints(3), 3, 5, causal=causal, return_lse=True
-        )
-
-    kernels = {
-        "paged-128": lambda: paged(layer_of(128, 128)),
-        "paged-128-without-lse": lambda: paged(layer_of(128, 128), lse=False, queries=1),
-        "paged-64-window-sinks": lambda: paged(layer_of(64, 64, sliding_window=9, sinks=True)),
-        "paged-80-softcap": lambda: paged(layer_of(80, 80, logit_cap=3.0)),
-        "paged-96-window": lambda: paged(layer_of(96, 96, sliding_window=9)),
-        "paged-192-128": lambda: paged(layer_of(192, 128)),
-        "paged-cross": lambda: paged(layer_of(128, 128, view="cross", is_cross=True)),
-        "paged-128-group-7": lambda: paged(layer_of(128, 128, (14, 2))),
-        "paged-64-group-5": lambda: paged(layer_of(64, 64, (10, 2))),
-        "paged-mha": lambda: paged(layer_of(128, 128, (4, 4))),
-        "ragged-vision-80": lambda: ragged(layer_of(80, 80, (3, 3), is_causal=False), causal=False),
-        "ragged-128": lambda: ragged(layer_of(128, 128)),
-        **{
-            f"paged-{d}-every": lambda d=d: paged(layer_of(d, d, sliding_window=9))
-            for d in range(16, 129, 16)
-        },
-    }
-    for d in (72, 256) if arch == "sm90" else (72,):
-        kernels[f"ragged-vision-{d}"] = lambda d=d: ragged(
-            layer_of(d, d, (3, 3), is_causal=False), causal=False
-        )
-    if arch == "sm100":
-        latent = {"kind": "mla"}
-        kernels["mla-absorbed"] = lambda: paged(layer_of(576, 512, (16, 1)), **latent)
-        kernels["mla-absorbed-128-heads"] = lambda: paged(layer_of(576, 512, (128, 1)), **latent)
-        kernels["mla-ragged"] = lambda: ragged(layer_of(192, 128, (4, 4)), **latent)
-    for name, build in kernels.items():
+    """Run the sites and print what became of each."""
+    where = chip(arch)
+    for name, site in SITES.items():
         if words and not any(w in name for w in words):
             continue
-        start, line = time.time(), {"kernel": name, "arch": arch}
+        start, line = time.perf_counter(), described(name, site) | {"arch": arch}
         try:
-            with FakeTensorMode():
-                build()
+            site(where)
+        except NotDeclared as reason:
+            line["not_declared"] = str(reason)
         except Exception as error:  # whatever a compiler says is the finding
             line["error"] = f"{type(error).__name__}: {error}"[:300]
-        print(json.dumps(line | {"seconds": round(time.time() - start, 1)}), flush=True)
+        line["seconds"] = round(time.perf_counter() - start, 1)
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

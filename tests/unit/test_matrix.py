@@ -6,11 +6,19 @@ import json
 
 import pytest
 import strategies as gen
-from attn_core.capabilities import BackendSpec, Capabilities, Phase
+from attn_core.capabilities import (
+    BackendSpec,
+    Capabilities,
+    Device,
+    LayerNeeds,
+    Phase,
+    Requirements,
+)
 from attn_core.cli.backends import matrix_command
 from attn_core.doctor import examine
 from attn_core.matrix import build_matrix, summary, table, to_html, to_markdown
 from attn_core.plugins import load_plugins
+from attn_core.why_not import why_not
 
 BASE = {"kind": "mha", "device": "cuda", "dtypes": {"bf16"}, "priority": 1}
 ROWS = [
@@ -55,6 +63,29 @@ def test_evidence_files_of_the_package_raise_the_level(tmp_path, monkeypatch):
     assert evidence["fp8_kv"] == "device-tested"
     assert evidence["lse"] == "emulated"
     assert evidence["sinks"] == "declared"
+
+
+def test_why_not_says_how_far_a_backend_was_proved_on_the_device(tmp_path, monkeypatch):
+    folder = tmp_path / "attn_built" / "evidence"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("")
+    cells = {"sm80": ("lse", "sinks"), "sm90": ("lse",)}
+    for level, arch in (("compiled", "sm80"), ("device-tested", "sm90"), ("emulated", "sm80")):
+        proofs = {cell: {"level": level} for cell in cells[arch]}
+        proofs |= {"fp8_kv": {"level": level}} if level == "emulated" else {}
+        file = {"backend": "acme", "kind": "mha", "device": f"cuda:{arch}", "cells": proofs}
+        (folder / f"{arch}.{level}.json").write_text(json.dumps(file))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    needs, found = Requirements(layers=(LayerNeeds(kind="mha"),)), registry("attn_built")
+
+    def notes(arch):
+        return why_not("acme", needs, Device("cuda", arch), found, {}, simulated=True).notes
+
+    assert notes("sm80") == ("mha on cuda:sm80: 2 cells compiled, 1 cell emulated",)
+    assert notes("sm90") == ("mha on cuda:sm90: 1 cell device-tested",)
+    assert notes("sm100") == ("mha on cuda:sm100: declared, nothing is proved",)
+    shown = build_matrix(found)["mha"]["acme"]["evidence"]
+    assert (shown["lse"], shown["sinks"]) == ("device-tested", "compiled")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from attn_core.decision import Overrides, Selection
 from attn_core.errors import AttnError, NoBackendError
 from attn_core.libraries import Libraries
 from attn_core.plugins import Registry
+from attn_core.proofs import proved
 from attn_core.situation import Situation
 from attn_core.unmet import FLAG, Change, Unmet, unmet
 
@@ -91,10 +92,14 @@ def why_not(
         reasons += (("", f"the model has no {family} attention layers"),)
     pair = (("pair", c) for c in decision.conflicts if spec.name in c)
     reasons = tuple(dict.fromkeys((*reasons, *pair)))
-    notes = () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
+    module = registry.origins[(spec.family, spec.name)].module
+    kinds = dict.fromkeys(x.kind for x in requirements.layers if x.family == family)
+    said: tuple[str, ...] = () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
 
     def answer(naming: str, changes: tuple[Change, ...] | None, after: Situation | None) -> WhyNot:
-        fits = changes == ()
+        fits, notes = changes == (), said
+        if after is not None:
+            notes += tuple(proved(module, spec.name, kind, str(after.device)) for kind in kinds)
         return WhyNot(
             spec.name, family, fits, roles, reasons, naming, changes, after, decision, notes
         )

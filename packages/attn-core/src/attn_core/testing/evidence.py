@@ -7,11 +7,12 @@ import importlib.metadata
 import json
 import pathlib
 import platform
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from attn_core.capabilities import BackendSpec, Device
 from attn_core.libraries import alternatives
-from attn_core.testing.runner import Report
+from attn_core.testing.runner import CellReport, Report
 
 Level = Literal["emulated", "compiled", "device-tested"]
 
@@ -23,31 +24,27 @@ def write_evidence(
     cells: Report,
     *,
     level: Level = "device-tested",
+    compilers: Iterable[str] = (),
 ) -> list[pathlib.Path]:
     """Write one file per kind into a package's evidence/ folder; return the paths.
 
     Only declared cells without a problem are in it. level: "device-tested" where the checks ran
     the kernels on `device` itself, "emulated" where an emulation of the vendor's library stood for
-    them. Each level has its own file, so that a weaker proof never overwrites a stronger one.
+    them, "compiled" where they were built for it and not run: then there is no error to note.
+    Each level has its own file, so that a weaker proof never overwrites a stronger one. compilers:
+    distributions whose versions are noted beside those of `versions`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for kind, found in cells.items():
         proved = {
-            name: {
-                "level": level,
-                "cases": r.cases,
-                "worst": float(f"{r.worst:.3g}"),
-                "budget": float(f"{r.budget:.3g}"),
-            }
-            for name, r in found.items()
-            if r.declared and not r.problem
+            name: _proof(r, level) for name, r in found.items() if r.declared and not r.problem
         }
         data = {
             "backend": spec.name,
             "kind": kind,
             "cells": proved,
-            "versions": versions(spec),
+            "versions": versions(spec, compilers),
             "device": str(device),
             "runtime": device.runtime,
             "date": datetime.date.today().isoformat(),
@@ -60,10 +57,18 @@ def write_evidence(
     return written
 
 
-def versions(spec: BackendSpec) -> dict[str, Any]:
-    """Return the versions of Python, attn-core, torch and the libraries that the rows require."""
+def _proof(cell: CellReport, level: Level) -> dict[str, Any]:
+    proof: dict[str, Any] = {"level": level, "cases": cell.cases}
+    if level != "compiled":
+        numbers = {"worst": cell.worst, "budget": cell.budget}
+        proof |= {name: float(f"{x:.3g}") for name, x in numbers.items()}
+    return proof
+
+
+def versions(spec: BackendSpec, more: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the versions of Python, attn-core, torch, what the rows require, and `more`."""
     groups = {g for row in spec.capabilities for g in row.requires}
-    names = {"attn-core", "torch", *(w.name for g in groups for w in alternatives(g))}
+    names = {"attn-core", "torch", *more, *(w.name for g in groups for w in alternatives(g))}
     found = {"python": platform.python_version()}
     for name in sorted(names):
         try:

@@ -1,0 +1,78 @@
+"""Sites prove the cells whose kernels they launch: all that are declared, and no others."""
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+import fa4
+import record
+import sites
+from attn_core.capabilities import SERVING
+from attn_core.matrix import CELLS
+from attn_core.testing.plan import usable_rows
+from launch_site import NotDeclared, Site
+from test_compiled import SHARED
+
+# What is no kernel of its own: a graph captures the same launches, fa4 never splits keys.
+NONE = {"triton": {"cuda_graph"}, "fa4": {"cuda_graph", "deterministic"}}
+CHIPS = [
+    *(pytest.param(sites.chip(arch), sites.SITES, id=f"triton-{arch}") for arch in SHARED),
+    *(pytest.param(fa4.chip(arch), fa4.SITES, id=f"fa4-{arch}") for arch in fa4.CHIPS),
+]
+
+
+def cells(chip, launches, kind):
+    """Return the cells of the sites that some row declares."""
+    found = set()
+    for site in launches.values():
+        if isinstance(site, Site) and site.case.kind == kind:
+            try:
+                site.row(chip)
+            except NotDeclared:
+                continue
+            found |= site.cells
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize(("chip", "launches"), CHIPS)
+def test_every_declared_cell_has_a_site(chip, launches, kind):
+    rows = usable_rows(chip.spec, kind, chip.device, chip.libraries)
+    serving = [row for row in rows if row.phases & SERVING]
+    declared = {
+        name
+        for name, has in CELLS[kind].items()
+        if any(map(has, rows if name == "multimodal" else serving))
+    }
+    if any(row.absorbed for row in serving):
+        declared.add("page_sizes")
+    assert cells(chip, launches, kind) == declared - NONE[chip.spec.name]
+
+
+def test_a_site_that_does_not_compile_leaves_its_cells_unproved(tmp_path):
+    def line(kind, *cells, **more):
+        return {"kind": kind, "cells": list(cells), "faults": [], **more}
+
+    lines = [
+        line(None),
+        line("mha", "page_sizes", "lse"),
+        line("mha", "page_sizes", "sinks", faults=["spills 3 times"]),
+        line("mha", "lse", "logit_cap"),
+        line("mha", "fp8_kv", not_declared="kv_cache_dtype fp8_e4m3"),
+        line("mla", "page_sizes"),
+    ]
+    chip = sites.chip("gfx942")
+    paths = record.write(chip, lines, ["triton"], tmp_path)
+    assert [p.name for p in paths] == [
+        "triton-mha-rocm-gfx942.compiled.json",
+        "triton-mla-rocm-gfx942.compiled.json",
+    ]
+    written = json.loads(paths[0].read_text())
+    assert written["cells"] == {
+        "lse": {"level": "compiled", "cases": 2},
+        "logit_cap": {"level": "compiled", "cases": 1},
+    }
+    assert written["device"] == "rocm:gfx942"
+    assert written["versions"]["triton"] == chip.libraries["triton"]
