@@ -243,9 +243,34 @@ def test_pages_behind_a_window_are_not_named():
     layer = make_layer(sliding_window=20)
     backend, batch = make_backend(layer), make_batch(M.DECODE, [1, 1], [500, 9])
     (plan,) = backend.init_forward_metadata(batch).values()
-    first = batch.views["full"].page_table[0]
-    assert plan.table.indices.tolist() == [*first[480 // 16 :].tolist()[:2], 33]
+    table = batch.views["full"].page_table
+    assert plan.table.indices.data_ptr() == table.data_ptr(), "the page table is the page list"
+    width = table.shape[1]
+    assert plan.table.device.indptr.tolist() == [480 // 16, width, 2 * width]
     assert plan.table.keys.tolist() == [500 - 480, 9]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_of_the_page_table_may_lie_apart_and_end_in_anything(window):
+    layer = make_layer(sliding_window=window)
+    batch = make_batch(M.EXTEND, [7, 3], [500, 9])
+    right = attend(make_backend(layer), layer, batch)
+    view = batch.views["full"]
+    rows, width = view.page_table.shape
+    wide = torch.full((rows, width + 5), 1 << 30, dtype=torch.int32)
+    for row, n in zip(range(rows), (500, 9), strict=True):
+        wide[row, : -(-n // 16)] = view.page_table[row, : -(-n // 16)]
+
+    def with_table(page_table):
+        changed = dataclasses.replace(view, page_table=page_table)
+        return dataclasses.replace(batch, views={"full": changed})
+
+    turned = view.page_table.t().contiguous().t()
+    for page_table in (wide[:, :width], turned):
+        got = attend(make_backend(layer), layer, with_table(page_table))
+        torch.testing.assert_close(got, right, rtol=0, atol=0)
+    with pytest.raises(BackendError, match="columns must lie side by side"):
+        make_backend(layer).init_forward_metadata_capture_cuda_graph(with_table(turned))
 
 
 def test_a_replay_that_does_not_fit_the_capture():

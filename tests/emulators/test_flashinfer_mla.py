@@ -55,18 +55,35 @@ def test_the_pools_pages_are_the_kernels(page_size, mla, monkeypatch):
     assert plans[0][0][8] == page_size
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_pages_are_listed_by_one_launch_as_by_many(page_size):
-    pytest.importorskip("triton")
-    from attn_nvidia.flashinfer import mla_plan
+def test_the_page_table_is_the_page_list(mla, monkeypatch):
+    """Nothing is copied: where a request's pages begin is a multiple of the table's stride."""
+    that = Pass("flashinfer", "mla-prefill", page_size=16)
+    batch, backend = that.inputs.batch, that.backend()
+    table = batch.views["full"].page_table
+    wide = torch.full((table.shape[0], table.shape[1] + 3), 1 << 30, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    view = dataclasses.replace(batch.views["full"], page_table=wide[:, : table.shape[1]])
+    batch = dataclasses.replace(batch, views={"full": view})
+    metadata = backend.init_forward_metadata(batch)
+    that.check(backend, metadata=metadata)
+    (plan,) = metadata.values()
+    assert plan.library._kv_indices_buf.data_ptr() == wide.data_ptr()
+    turned = dataclasses.replace(view, page_table=table.t().contiguous().t())
+    batch = dataclasses.replace(batch, views={"full": turned})
+    that.check(backend, metadata=backend.init_forward_metadata(batch))
+    with pytest.raises(BackendError, match="columns must lie side by side"):
+        backend.init_forward_metadata_capture_cuda_graph(batch)
 
-    view = Pass("flashinfer", "mla-prefill", page_size=page_size).inputs.batch.views["full"]
-    pages = sum(-(-n // page_size) for n in view.seq_lens_host)
-    one, many = (torch.full((pages,), -1, dtype=torch.int32) for _ in range(2))
-    mla_plan._in_one_launch(view, page_size, one)
-    mla_plan.list_pages(view, page_size, many)
-    assert torch.equal(one, many)
-    assert one.min() > 0
+
+def test_a_second_plan_leaves_out_what_has_not_changed(mla, monkeypatch):
+    that = Pass("flashinfer", "mla-prefill")
+    backend = that.backend()
+    backend.init_forward_metadata(that.inputs.batch)
+    front = counted(monkeypatch, mla.BatchMLAPagedAttentionWrapper, "plan")
+    inner = counted(monkeypatch, mla._Module, "plan")
+    metadata = backend.init_forward_metadata(that.inputs.batch)
+    assert (len(front), len(inner)) == (0, 1)
+    that.check(backend, metadata=metadata)
 
 
 def test_a_plan_is_of_its_own_pass_whatever_is_planned_meanwhile():
@@ -239,29 +256,16 @@ def test_a_replay_schedules_and_nothing_else(mla, monkeypatch):
     backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
     metadata = backend.init_forward_metadata_capture_cuda_graph(batch)
     (plan,) = metadata.values()
-    pages = plan.library._kv_indices_buf
+    pages = plan.library._kv_indices_buf.data_ptr()
+    assert pages == batch.views["full"].page_table.data_ptr()
     front = counted(monkeypatch, mla.BatchMLAPagedAttentionWrapper, "plan")
     schedules = counted(monkeypatch, mla._Module, "plan")
-    pages.fill_(-1)
     backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
     assert (len(front), len(schedules)) == (0, 1)
-    assert plan.library._kv_indices_buf is pages
+    assert plan.library._kv_indices_buf.data_ptr() == pages
     that.check(backend, metadata=metadata)
     # the kernels read what was scheduled last: another library without these names still plans
     monkeypatch.delattr(plan.library, "_cached_module")
     backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
     assert len(front) == 1
     that.check(backend, metadata=metadata)
-
-
-def test_captured_passes_share_a_page_list():
-    that = Pass("flashinfer", "decode")
-    backend = that.backend()
-    batch = that.inputs.batch
-    backend.init_cuda_graph_state(2 * batch.batch_size, 2 * batch.num_tokens)
-    one, two = (backend.init_forward_metadata_capture_cuda_graph(batch) for _ in range(2))
-    first, second = ({p.pages.data_ptr() for p in m.values()} for m in (one, two))
-    assert first == second
-    for metadata in (one, two, one):
-        backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
-        that.check(backend, metadata=metadata)

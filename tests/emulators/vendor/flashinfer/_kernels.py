@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import attn_reference
 import torch
@@ -28,9 +27,10 @@ class Schedule:
     """What a plan writes into the int workspace."""
 
     queries: list
-    keys: list  # pages, or tokens where there are none
+    keys: list  # pages, or tokens where there are none; of fa3 what lies between two beginnings
     lengths: list
     window_left: int
+    first: tuple = ()  # where the pages or tokens of each request begin, for fa3
 
 
 def _ceil(a, b):
@@ -92,7 +92,8 @@ class Prefill:
         info, nbytes, partial = parts(queries, keys, window_left, *shape, *fa2)
         _fits(int_workspace, nbytes, "batch_prefill_request_indices")
         _fits(float_workspace, partial, "batch_prefill_tmp_v")
-        int_workspace.schedule = Schedule(queries, keys, kv_lens.tolist(), window_left)
+        first = tuple(kv_indptr.tolist())
+        int_workspace.schedule = Schedule(queries, keys, kv_lens.tolist(), window_left, first)
         return [self.backend == "fa2", *info]
 
     def _fa2(
@@ -146,16 +147,17 @@ class Prefill:
             if a != b:
                 raise RuntimeError(f"k/v strides differs at {i}")
         schedule = self._scheduled(wrapper, q, k, v, out, lse, soft_cap)
-        indptr, last = wrapper._paged_kv_indptr_buf, wrapper._paged_kv_last_page_len_buf
-        lengths = kv_lengths(schedule, indptr, last, k.shape[1])
-        keys, values = (
-            attn_reference.gather(x, table(indptr, wrapper._paged_kv_indices_buf), lengths)
-            for x in (k, v)
-        )
-        if self.backend == "fa3":
+        indices = wrapper._paged_kv_indices_buf
+        if self.backend == "fa3":  # all is in the plan
             if mask_mode == CUSTOM:
                 raise RuntimeError("BatchPrefillWithPagedKVCacheSM90Run failed: not supported")
-            require(schedule.lengths == lengths, "fa3 takes the lengths of the plan")
+            lengths, first = schedule.lengths, schedule.first
+        else:
+            indptr, last = wrapper._paged_kv_indptr_buf, wrapper._paged_kv_last_page_len_buf
+            lengths = kv_lengths(schedule, indptr, last, k.shape[1])
+            first = indptr.tolist()
+        pages = table(first, indices, lengths, k.shape[1])
+        keys, values = (attn_reference.gather(x, pages, lengths) for x in (k, v))
         self._attend(
             wrapper, schedule, q, keys, values, out, lse, mask_mode, sm_scale, soft_cap
         )  # fmt: skip
@@ -235,7 +237,8 @@ class Decode:
         require(out.is_contiguous() and q.stride(-1) == 1, "contiguous rows")
         indptr, last = wrapper._paged_kv_indptr_buf, wrapper._paged_kv_last_page_len_buf
         lengths = kv_lengths(schedule, indptr, last, k.shape[1])
-        pages = table(indptr, wrapper._paged_kv_indices_buf)
+        indices = wrapper._paged_kv_indices_buf
+        pages = table(indptr.tolist(), indices, lengths, k.shape[1])
         keys, values = (attn_reference.gather(x, pages, lengths) for x in (k, v))
         attend(
             q, keys, values, schedule.queries, out, lse, sm_scale, soft_cap, schedule.window_left,
@@ -245,18 +248,22 @@ class Decode:
 
 def kv_lengths(schedule, indptr, last_page_len, page_size):
     """Return the lengths that a CSR on the device says, which must be those of the plan."""
-    pages = indptr.diff().tolist()
-    require(pages == schedule.keys, "the page table is not the planned one")
-    last = last_page_len.tolist()
-    require(all(0 < x <= page_size or not n for n, x in zip(pages, last, strict=True)), "tails")
-    return [(n - 1) * page_size + x if n else 0 for n, x in zip(pages, last, strict=True)]
+    pages, last = indptr.diff().tolist(), last_page_len.tolist()
+    lengths = [(n - 1) * page_size + x if n else 0 for n, x in zip(pages, last, strict=True)]
+    require(min(lengths) >= 0, "unsigned lengths")
+    require([_ceil(n, page_size) for n in lengths] == schedule.keys, "not the planned lengths")
+    return lengths
 
 
-def table(indptr, indices):
+def table(first, indices, lengths, page_size):
     """Return the pages of each request, int32 [n] each."""
-    require(indptr.dtype == indices.dtype == torch.int32, "page tables are int32")
-    require(indices.shape[0] >= int(indptr[-1]), "indices end before the last request's pages")
-    return [indices[a:b] for a, b in pairwise(indptr.tolist())]
+    require(indices.dtype == torch.int32 and indices.is_contiguous(), "a list of int32")
+    found = [indices[a : a + _ceil(n, page_size)] for a, n in zip(first, lengths, strict=False)]
+    whole = all(
+        len(x) == _ceil(n, page_size) for x, n in zip(found, lengths, strict=True)
+    )  # fmt: skip
+    require(whole, "indices end before the last request's pages")
+    return found
 
 
 def unpacked(wrapper, queries, lengths):

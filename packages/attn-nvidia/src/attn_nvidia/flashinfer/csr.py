@@ -1,4 +1,4 @@
-"""The page tables of a pass as FlashInfer reads them: lengths planned on the host, one upload."""
+"""A pass as FlashInfer reads it: lengths scheduled on the host, the page table as one list."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from attn_core.errors import BackendError
 from attn_core.forward import DECODE_MODES, CacheView, ForwardBatch, ForwardMode
 from torch import Tensor
 
@@ -13,23 +14,35 @@ from attn_nvidia.flashinfer.kernels import Lengths
 
 
 class Csr(NamedTuple):
-    """Cumulative lengths and page counts, int32, all of one buffer.
+    """What kernels read, int32, of one buffer: qo_indptr, indptr [B + 1], last_page_len [B].
 
-    qo_indptr, indptr [B + 1]; last_page_len [B]; first [B]: where the row of a request begins in
-    the flat page table, less where its pages begin in `indices`; keys [B]: KV lengths.
+    The pages of request b begin at indptr[b] of the page table itself, seen as one list. From both
+    the kernels take its keys: (indptr[b + 1] - indptr[b] - 1) · page_size + last_page_len[b]
+    (get_length in page.cuh of flashinfer 0.6.14). Rows of the table are longer than their requests,
+    so that last_page_len makes up for it and may be negative.
     """
 
     qo_indptr: Tensor
     indptr: Tensor
     last_page_len: Tensor
-    first: Tensor
-    keys: Tensor
 
     @classmethod
     def of(cls, packed: Tensor, batch_size: int) -> Csr:
-        """View a buffer int32 [5 B + 2]."""
+        """View a buffer int32 [3 B + 2]."""
         b = batch_size
-        return cls(*packed.split_with_sizes([b + 1, b + 1, b, b, b]))
+        return cls(*packed.split_with_sizes([b + 1, b + 1, b]))
+
+
+class HostCsr(NamedTuple):
+    """What is scheduled by, on the host: a Csr and its buffer, and the true lengths beside it.
+
+    pages: cumulative, int32 [B + 1]. keys: int32 [B].
+    """
+
+    packed: Tensor
+    csr: Csr
+    pages: Tensor
+    keys: Tensor
 
 
 def query_lengths(batch: ForwardBatch) -> Lengths:
@@ -51,41 +64,51 @@ def key_lengths(view: CacheView) -> Lengths:
     return np.array(view.seq_lens.tolist() if lengths is None else lengths, dtype=np.int32)
 
 
-def plan_csr(
-    queries: Lengths, keys: Lengths, page_size: int, stride: int, window: int | None
-) -> tuple[Tensor, Lengths]:
-    """Return the buffer of a Csr on the host, and the keys that are left, int32 [B].
+def adjacent(page_table: Tensor, *, captured: bool) -> Tensor:
+    """Return a page table whose rows can be read as one list, itself where possible.
 
-    stride: entries from one row of the page table to the next. Pages that lie behind the window of
-    every query are left out: masks count from the end, so that nothing else changes.
+    Raises BackendError where it is not, and a captured pass would go on reading the copy.
     """
-    batch = len(queries)
-    behind = np.zeros(batch, dtype=np.int32)
+    rows, width = page_table.shape
+    step = page_table.stride(0)
+    if (page_table.stride(1) == 1 or width == 1) and (step >= width or rows == 1):
+        return page_table
+    if captured:
+        raise BackendError(
+            f"flashinfer: a page table {[rows, width]} with strides {page_table.stride()} in a "
+            "captured pass; its columns must lie side by side: pass page_table.contiguous()"
+        )
+    return page_table.contiguous()
+
+
+def page_list(page_table: Tensor) -> Tensor:
+    """View an adjacent page table as one list: row b begins at b · stride(0)."""
+    rows, width = page_table.shape
+    return page_table.as_strided(((rows - 1) * page_table.stride(0) + width,), (1,))
+
+
+def plan_csr(
+    queries: Lengths, keys: Lengths, page_size: int, page_table: Tensor, window: int | None
+) -> HostCsr:
+    """Lay out a pass on the host. queries, keys int32 [B]; page_table adjacent, int32 [B, M].
+
+    Pages that lie behind the window of every query are left out: masks count from the end, so that
+    nothing else changes.
+    """
+    b = len(queries)
+    packed = np.zeros(5 * b + 3, dtype=np.int32)
+    first, last = packed[b + 1 : 2 * b + 2], packed[2 * b + 2 : 3 * b + 2]
+    rows, width = page_table.shape
+    first[:b] = np.arange(b, dtype=np.int32) * np.int32(page_table.stride(0))
+    first[b] = (rows - 1) * page_table.stride(0) + width
     if window is not None:
         behind = np.maximum(keys - queries - (window - 1), 0) // page_size
         keys = keys - behind * page_size
-    pages = -(-keys // page_size)
-    packed = np.zeros(5 * batch + 2, dtype=np.int32)
-    b = batch
+        first[:b] += behind
     np.cumsum(queries, out=packed[1 : b + 1])
-    np.cumsum(pages, out=packed[b + 2 : 2 * b + 2])
-    packed[2 * b + 2 : 3 * b + 2] = keys - np.maximum(pages - 1, 0) * page_size
-    rows = np.arange(batch, dtype=np.int32) * stride + behind
-    packed[3 * b + 2 : 4 * b + 2] = rows - packed[b + 1 : 2 * b + 1]
-    packed[4 * b + 2 :] = keys
-    return torch.from_numpy(packed), keys
-
-
-def fill_indices(csr: Csr, page_table: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gather the pages of all requests, request by request: int32 [N].
-
-    csr: on the device of page_table, int32 [B, M]. places: 0 … N - 1, int32, the same device. Its
-    length says N, so that nothing syncs.
-    """
-    row = torch.searchsorted(csr.indptr[1:], places, right=True, out_int32=True)
-    at = csr.first.index_select(0, row).add_(places)
-    extent = (page_table.shape[0] - 1) * page_table.stride(0) + page_table.shape[1]
-    flat = page_table.as_strided((extent,), (1,))
-    if out is None:
-        return flat.index_select(0, at)
-    return torch.index_select(flat, 0, at, out=out)
+    np.subtract(keys, (np.diff(first) - 1) * page_size, out=last)
+    np.cumsum(-(-keys // page_size), out=packed[3 * b + 3 : 4 * b + 3])
+    packed[4 * b + 3 :] = keys
+    whole = torch.from_numpy(packed)
+    lists, pages, left = whole.split_with_sizes([3 * b + 2, b + 1, b])
+    return HostCsr(lists, Csr.of(lists, b), pages, left)

@@ -28,7 +28,7 @@ from attn_nvidia.flashinfer.kernels import (
 )
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.ragged import Ragged
-from attn_nvidia.flashinfer.tables import Places, Table
+from attn_nvidia.flashinfer.tables import Table
 from attn_nvidia.flashinfer.tree import loose_window
 from attn_nvidia.flashinfer.wrappers import Planned, Pool, Shape, Static
 from attn_nvidia.outputs import as_asked, dense
@@ -71,7 +71,7 @@ class FlashInfer(AttentionBackend):
             (self._workspace_bytes(which) for which, _ in self._classes),
             default=workspace_bytes.RECOMMENDED,
         )
-        self._fp8, self._places = fp8(config), Places(config.device)
+        self._fp8 = fp8(config)
         self._ragged = Ragged(config, library, self._processors, self._bytes)
 
     def _workspace_bytes(self, which: LayerClass) -> int:
@@ -97,7 +97,7 @@ class FlashInfer(AttentionBackend):
         """Refill the buffers of a capture and schedule the lengths of a replay."""
         queries = query_lengths(batch)
         for table in {id(plan.table): plan.table for plan in metadata.values()}.values():
-            table.fill(batch, queries, self._places)
+            table.fill(batch, queries)
         for plan in metadata.values():
             self._fill(plan.planned, plan.table, batch)
 
@@ -113,7 +113,7 @@ class FlashInfer(AttentionBackend):
             if at not in tables:
                 page_size = self.config.page_size
                 tables[at] = Table(*at, batch, page_size=page_size, static=captured)
-                tables[at].fill(batch, queries, self._places)
+                tables[at].fill(batch, queries)
             table = tables[at]
             shape = self._shape(which, cap, batch, queries, table, room if captured else None)
             if captured:
@@ -126,11 +126,13 @@ class FlashInfer(AttentionBackend):
             self._fill(planned, table, batch)
             empty = not which.causal and (captured or not table.keys.all())
             plans[which, cap] = Plan(planned.run, empty, planned, table)
+        if captured:  # the library's first plan has filled the lists as its own are
+            for table in tables.values():
+                table.upload()
         return plans
 
     def _fill(self, planned: Planned, table: Table, batch: ForwardBatch) -> None:
-        device, indices = table.device, table.indices
-        planned.plan(table.host, device, indices, batch.num_tokens, table.mask)
+        planned.plan(table.host, table.device, table.indices, batch.num_tokens, table.mask)
 
     def _shape(
         self,

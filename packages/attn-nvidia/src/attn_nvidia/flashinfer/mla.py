@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import DECODE_MODES, AttentionLayer, CacheView, ForwardBatch
+from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch
 from attn_core.kv_cache import STORES, LayerCache
-from attn_core.page_table import num_pages_for
 from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned
 from torch import Tensor
 
 from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
+from attn_nvidia.flashinfer.csr import adjacent, page_list
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla_plan import (
-    GraphPlan,
-    HostLengths,
     OncePerPass,
     Plan,
     Wrapper,
     Wrappers,
     host_lengths,
-    list_pages,
+    plan_absorbed,
+    plan_ragged,
     refuse_too_many,
-    schedule,
 )
 from attn_nvidia.operands import aligned
 from attn_nvidia.outputs import no_keys
@@ -37,7 +34,8 @@ from attn_nvidia.workspace import processors, workspace
 LATENT, ROPE = 512, 64
 
 Key = tuple[LayerClass, float]  # what layers share a plan: their scale is part of it
-Plans = Mapping[Key, Plan]
+Plans = Mapping[Key, Plan | Wrapper]  # a captured pass has wrappers of its own
+Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FlashInferMLA(AttentionBackend):
@@ -55,13 +53,13 @@ class FlashInferMLA(AttentionBackend):
         self._family = {"sm90": "fa3", None: "auto"}.get(config.arch, "fa2")
         self._new = mla.BatchMLAPagedAttentionWrapper
         ragged = prefill.BatchPrefillWithRaggedKVCacheWrapper
-        self._wrappers = Wrappers(lambda scratch: self._new(scratch, backend=self._family))
-        self._ragged_wrappers = Wrappers(lambda scratch: ragged(scratch, backend=self._family))
+        family = self._family
+        self._wrappers = Wrappers(lambda room: self._new(room, backend=family), plan_absorbed)
+        self._ragged_wrappers = Wrappers(lambda room: ragged(room, backend=family), plan_ragged)
         self._ragged: OncePerPass[Plan] = OncePerPass()
         absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
         self._keys = tuple(dict.fromkeys((LayerClass.of(x), x.scale) for x in absorbed))
         self._processors = processors(config.device)
-        self._static: dict[str, Tensor] = {}  # page lists of captured passes, per view
         self._views: dict[int, tuple[LayerCache, tuple[Tensor, ...]]] = {}
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
 
@@ -72,19 +70,9 @@ class FlashInferMLA(AttentionBackend):
         if not batch.num_tokens:
             return plans
         scratch = self._scratch()
-        known: dict[str, tuple[HostLengths, Tensor]] = {}
-        for which, scale in self._keys:
-            view = batch.views.get(which.view)
-            if view is None:
-                continue
-            if which.view not in known:
-                lengths = host_lengths(batch, view, self.config.page_size)
-                pages = torch.empty(lengths.pages, dtype=torch.int32, device=scratch.device)
-                list_pages(view, self.config.page_size, pages)
-                known[which.view] = lengths, pages
-            args = self._arguments(batch, which, scale, *known[which.view])
+        for key, arguments in self._arguments(batch, captured=False):
             with building("flashinfer's MLA kernels"):
-                plans[which, scale] = self._wrappers.plan(scratch, *args)
+                plans[key] = self._wrappers.plan(scratch, *arguments)
         return plans
 
     def _scratch(self) -> Tensor:
@@ -92,15 +80,23 @@ class FlashInferMLA(AttentionBackend):
         return workspace(self.config.device, "flashinfer", nbytes)
 
     def _arguments(
-        self, batch: ForwardBatch, which: LayerClass, scale: float, lens: HostLengths, pages: Tensor
-    ) -> tuple[object, ...]:
-        """List what BatchMLAPagedAttentionWrapper.plan takes, in its order."""
-        refuse_too_many(batch, which.num_q_heads)
+        self, batch: ForwardBatch, *, captured: bool
+    ) -> Iterator[tuple[Key, tuple[object, ...]]]:
+        """Yield, for the planned layers, what BatchMLAPagedAttentionWrapper.plan takes in order."""
         causal = batch.forward_mode not in DECODE_MODES  # one query sees all keys anyway
         dtypes = STORES[self.config.dtype], STORES[self.config.kv_cache_dtype]
-        host = (lens.qo_indptr, lens.kv_indptr, pages, lens.kv_len)
-        shape = (which.num_q_heads, LATENT, ROPE, self.config.page_size)
-        return (*host, *shape, causal, scale, *dtypes)
+        known: dict[str, Lists] = {}
+        for which, scale in self._keys:
+            view = batch.views.get(which.view)
+            if view is None:
+                continue
+            refuse_too_many(batch, which.num_q_heads)
+            if which.view not in known:
+                table = adjacent(view.page_table, captured=captured)
+                qo_indptr, kv_indptr, kv_len = host_lengths(batch, view, table)
+                known[which.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
+            shape = (which.num_q_heads, LATENT, ROPE, self.config.page_size)
+            yield (which, scale), (*known[which.view], *shape, causal, scale, *dtypes)
 
     def forward_extend(
         self,
@@ -110,7 +106,7 @@ class FlashInferMLA(AttentionBackend):
         layer: AttentionLayer,
         cache: LayerCache,
         batch: ForwardBatch,
-        metadata: Plans | Mapping[Key, GraphPlan],
+        metadata: Plans,
         *,
         out: Tensor | None = None,
         return_lse: bool = False,
@@ -196,34 +192,18 @@ class FlashInferMLA(AttentionBackend):
             natural(result[1], empty=not causal)
         return result
 
-    # CUDA graphs: a wrapper of its own per captured pass, one page list for all of them.
+    # CUDA graphs: a wrapper of its own per captured pass, whose kernels read the batch's pages
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create the page lists that captured passes share, where the longest length is known."""
-        pages = num_pages_for(self.config.max_seq_len, self.config.page_size)
-        for view in {which.view for which, _ in self._keys}:
-            self._page_list(view, max_bs * pages)
+        """Create nothing yet: a capture's batch says how large its buffers are."""
 
-    def _page_list(self, view: str, room: int) -> Tensor:
-        held = self._static.get(view)
-        if held is None or held.shape[0] < room:
-            held = torch.zeros(room, dtype=torch.int32, device=self.config.device)
-            self._static[view] = held
-        return held[:room]
-
-    def init_forward_metadata_capture_cuda_graph(
-        self, batch: ForwardBatch
-    ) -> Mapping[Key, GraphPlan]:
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
         """Plan into static buffers; a graph serves every length that its page table has room for.
 
         Lengths that are on the device alone are copied to the host.
         """
         plans, scratch, size = {}, self._scratch(), batch.batch_size
-        for which, scale in self._keys:
-            view = batch.views.get(which.view)
-            if view is None:
-                continue
-            pages = self._page_list(which.view, view.page_table.numel())
-            lengths = host_lengths(batch, view, self.config.page_size)
+        for key, arguments in self._arguments(batch, captured=True):
+            pages: Any = arguments[2]
             buffers = [pages.new_empty(size + n) for n in (1, 1, 0)]
             library = self._new(
                 scratch,
@@ -234,24 +214,15 @@ class FlashInferMLA(AttentionBackend):
                 kv_len_arr=buffers[2],
                 backend=self._family,
             )
-            wrapper = Wrapper(library, scratch.device)
-            list_pages(view, self.config.page_size, pages[: lengths.pages])
+            plans[key] = Wrapper(library, scratch.device)
             # the list is in place already, so plan is given none to copy
-            args = self._arguments(batch, which, scale, lengths, pages[:0])
             with building("flashinfer's MLA kernels"):
-                wrapper.plan(library.plan, *args)
-            plans[which, scale] = GraphPlan(library, wrapper, pages)
+                plans[key].plan(plan_absorbed, *arguments[:2], pages[:0], *arguments[3:])
         return plans
 
     def init_forward_metadata_replay_cuda_graph(
-        self, batch: ForwardBatch, metadata: Mapping[Key, GraphPlan]
+        self, batch: ForwardBatch, metadata: Mapping[Key, Wrapper]
     ) -> None:
-        """List the pages and schedule anew: the one call of plan() whose result a kernel reads."""
-        lengths: dict[str, HostLengths] = {}
-        for (which, scale), plan in metadata.items():
-            view: CacheView = batch.views[which.view]
-            if which.view not in lengths:
-                known = host_lengths(batch, view, self.config.page_size)
-                list_pages(view, self.config.page_size, plan.pages[: known.pages])
-                lengths[which.view] = known
-            schedule(plan, self._arguments(batch, which, scale, lengths[which.view], plan.pages))
+        """Schedule anew: the one call of plan() whose result a kernel reads."""
+        for key, arguments in self._arguments(batch, captured=True):
+            metadata[key].plan(plan_absorbed, *arguments)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from attn_core.errors import UnsupportedError
 from attn_core.forward import CacheView, ForwardBatch
-from attn_core.page_table import PageCsr, to_csr
 from torch import Tensor
 
 from attn_nvidia.flashinfer.csr import key_lengths, query_lengths
-from attn_nvidia.flashinfer.kernels import Lengths
 from attn_nvidia.flashinfer.wrappers import Copy
 
 T = TypeVar("T")
@@ -25,58 +22,20 @@ _MOST_TILES = 16384 - 256
 _MOST_KEPT = 16  # plans of ragged calls in a pass: one per chunk of a prefix
 
 
-@dataclass(frozen=True, eq=False)
-class HostLengths:
-    """What the library schedules by, on the host, int32: qo_indptr, kv_indptr [B + 1], kv_len [B].
+def host_lengths(
+    batch: ForwardBatch, view: CacheView, page_table: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return qo_indptr, kv_indptr [B + 1] and kv_len [B], int32 on the host, of a pass.
 
-    kv_indptr counts pages; there are `pages` of all requests together.
+    kv_indptr is where the pages of each request begin in page_list(page_table): the library takes
+    no length from it (MLAPlan in attention/scheduler.cuh of flashinfer 0.6.14). Lengths that the
+    batch has on the device alone are copied.
     """
-
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    kv_len: Tensor
-    pages: int
-
-
-def host_lengths(batch: ForwardBatch, view: CacheView, page_size: int) -> HostLengths:
-    """Return the lengths of a pass; those that the batch has on the device alone are copied."""
     kv_len = key_lengths(view)
-    qo_indptr, kv_indptr = _indptr(query_lengths(batch)), _indptr(-(-kv_len // page_size))
-    return HostLengths(
-        qo_indptr=torch.from_numpy(qo_indptr),
-        kv_indptr=torch.from_numpy(kv_indptr),
-        kv_len=torch.from_numpy(kv_len),
-        pages=int(kv_indptr[-1]),
-    )
-
-
-def _indptr(counts: Lengths) -> Lengths:
-    indptr = np.zeros(counts.shape[0] + 1, dtype=np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
-
-
-def list_pages(view: CacheView, page_size: int, into: Tensor) -> None:
-    """Fill `into`, int32 [N], with the pages of all requests in order; N may exceed their number.
-
-    Never syncs.
-    """
-    fill = _in_one_launch if into.device.type == "cuda" else _in_many
-    fill(view, page_size, into)
-
-
-def _in_one_launch(view: CacheView, page_size: int, into: Tensor) -> None:
-    # imported here, since a machine without a GPU may have no Triton
-    from attn_core.backends.triton.csr import fill_csr
-
-    batch = view.seq_lens.shape[0]
-    room = torch.empty(2 * batch + 1, dtype=torch.int32, device=into.device)
-    csr = PageCsr(room[: batch + 1], into, room[batch + 1 :])
-    fill_csr(csr, view.page_table, view.seq_lens, page_size)
-
-
-def _in_many(view: CacheView, page_size: int, into: Tensor) -> None:
-    into.copy_(to_csr(view.page_table, view.seq_lens, page_size, num_pages=into.shape[0]).indices)
+    qo_indptr = np.zeros(len(kv_len) + 1, dtype=np.int32)
+    np.cumsum(query_lengths(batch), out=qo_indptr[1:])
+    kv_indptr = np.arange(len(kv_len) + 1, dtype=np.int32) * np.int32(page_table.stride(0))
+    return torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), torch.from_numpy(kv_len)
 
 
 def refuse_too_many(batch: ForwardBatch, heads: int) -> None:
@@ -107,7 +66,7 @@ class Wrapper:
         device lags a pass behind, a plan would overwrite what has not been copied yet.
         """
         self._copy.wait()
-        call(*args, **more)
+        call(self.library, *args, **more)
         self._copy.begun()
 
 
@@ -127,42 +86,41 @@ class Plan:
 class Wrappers:
     """Wrappers for hire: they own pinned memory, so making one takes milliseconds."""
 
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[Tensor], Any], plan: Callable[..., object]) -> None:
+        self._make, self._plan = make, plan
         self._free: dict[int, list[Wrapper]] = {}
 
     def plan(self, scratch: Tensor, *args: object, **more: object) -> Plan:
         """Plan a free wrapper, or a new one, over `scratch`; the arguments are the library's."""
         free = self._free.setdefault(scratch.data_ptr(), [])
         wrapper = free.pop() if free else Wrapper(self._make(scratch), scratch.device)
-        wrapper.plan(wrapper.library.plan, *args, **more)
+        wrapper.plan(self._plan, *args, **more)
         return Plan(wrapper, free)
 
 
-@dataclass(frozen=True, eq=False)
-class GraphPlan:
-    """A planned wrapper of a captured pass, and the static page list that it reads."""
-
-    library: Any
-    wrapper: Wrapper
-    pages: Tensor
+def plan_ragged(library: Any, *args: object, **more: object) -> None:
+    """Plan a wrapper by its own plan()."""
+    library.plan(*args, **more)
 
 
-def schedule(plan: GraphPlan, arguments: tuple[object, ...]) -> None:
-    """Plan a captured wrapper again, in static buffers, as its own plan does at its end."""
-    qo_indptr, kv_indptr, _, kv_len, heads, latent, _, _, causal, *_ = arguments
-    library = plan.library
+def plan_absorbed(library: Any, *arguments: object) -> None:
+    """Plan an MLA wrapper; again without what has not changed: kernels, buffers, dtypes.
+
+    The fields and the call that plan() of flashinfer 0.6.14 ends with; another version, which has
+    no such names, plans by the front door each time.
+    """
+    qo_indptr, kv_indptr, pages, kv_len, heads, latent, _, _, causal, scale, *_ = arguments
     module = getattr(library, "_cached_module", None)
-    if module is None:  # flashinfer 0.6.14 has these names; others plan by the front door
-        plan.wrapper.plan(library.plan, *arguments)
+    if module is None:
+        library.plan(*arguments)
         return
-    buffers = (
+    library._kv_indices_buf, library._causal, library._sm_scale = pages, causal, scale
+    library._plan_info = module.plan(
         library._float_workspace_buffer,
         library._int_workspace_buffer,
         library._pin_memory_int_workspace_buffer,
+        *(qo_indptr, kv_indptr, kv_len, heads, latent, causal),
     )
-    host = (qo_indptr, kv_indptr, kv_len)
-    plan.wrapper.plan(module.plan, *buffers, *host, heads, latent, causal)
 
 
 class OncePerPass(Generic[T]):

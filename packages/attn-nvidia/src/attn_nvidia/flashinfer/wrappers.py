@@ -10,7 +10,7 @@ from attn_core.errors import BackendError
 from torch import Tensor
 
 from attn_nvidia.building import building
-from attn_nvidia.flashinfer.csr import Csr
+from attn_nvidia.flashinfer.csr import Csr, HostCsr
 from attn_nvidia.flashinfer.kernels import Kernel
 
 
@@ -87,12 +87,13 @@ class Planned:
         self.shape, self._static = shape, static
         self._wrapper = _create(library, shape, workspace, static)
         self.run = self._wrapper.run
+        self._built = False
         self._info: list[int] | None = None
         self._copy = Copy(workspace.device)
 
     def plan(
         self,
-        host: Csr,
+        host: HostCsr,
         device: Csr,
         indices: Tensor,
         tokens: int,
@@ -100,30 +101,41 @@ class Planned:
     ) -> None:
         """Plan a pass. Raises BackendError where a captured graph does not fit the new plan.
 
-        host, device: the same lengths twice. mask: bits and where each request's begin. Where the
+        host, device: the same lists twice. mask: bits and where each request's begin. Where the
         wrapper is captured, device, indices and mask are its static buffers, filled.
         """
         self._copy.wait()
-        if self._info is None:
+        if not self._built:
             with building(str(self.shape)):
-                self._first(host, indices, mask)
-            self._info = list(self._wrapper._plan_info)
-        else:
-            self._again(host, device, indices, tokens, mask)
+                self._build(host, indices, mask)
+            self._built = True
+            self._copy.begun()
+            self._copy.wait()
+        info = self._schedule(host, device, indices, tokens, mask)
         self._copy.begun()
+        if self._static is not None and self._info not in (None, info):
+            raise BackendError(
+                f"{self.shape}: a captured graph was planned as {self._info} and is now {info}; "
+                "capture it again"
+            )
+        self._info = info
 
-    def _first(self, host: Csr, indices: Tensor, mask: tuple[Tensor, Tensor] | None) -> None:
-        """Plan by the library's own method, which also builds and loads the kernels."""
+    def _build(self, host: HostCsr, indices: Tensor, mask: tuple[Tensor, Tensor] | None) -> None:
+        """Plan by the library's own method, which builds and loads the kernels.
+
+        It wants lists of nothing but the requests' pages, and fills static buffers with them.
+        """
         w, s = self._wrapper, self.shape
         types = {"q_data_type": s.q_dtype, "kv_data_type": s.kv_dtype, "sm_scale": 1.0}
         masks = {"window_left": s.window_left, "logits_soft_cap": s.logit_cap}
         heads = (s.num_q_heads, s.num_kv_heads, s.head_dim, s.page_size)
-        pages = (host.indptr, indices, host.last_page_len)
+        last = host.keys - (host.pages.diff() - 1).clamp_(min=0) * s.page_size
+        pages = (host.pages, indices[:0] if self._static else indices, last)
         if s.kernel == "decode":
             w.plan(*pages, *heads, **masks, **types)
             return
         w.plan(
-            host.qo_indptr,
+            host.csr.qo_indptr,
             *pages,
             *heads,
             head_dim_vo=s.v_head_dim,
@@ -135,29 +147,26 @@ class Planned:
             **masks,
             **types,
         )
-        if mask is not None and self._static is None:
-            # with a mask that is packed already, plan() takes elements for bytes
-            w._mask_indptr_buf = mask[1]
 
-    def _again(
+    def _schedule(
         self,
-        host: Csr,
+        host: HostCsr,
         device: Csr,
         indices: Tensor,
         tokens: int,
         mask: tuple[Tensor, Tensor] | None,
-    ) -> None:
+    ) -> list[int]:
         """Do what plan() does, without what has not changed: buffers and the scheduler.
 
         The same fields and arguments as fast_decode_plan in decode.py, and as plan() in prefill.py,
-        of flashinfer 0.6.14.
+        of flashinfer 0.6.14. fa3 takes from its plan where pages begin, and lengths from `keys`.
         """
         w, s = self._wrapper, self.shape
         if self._static is None:
             w._paged_kv_indptr_buf, w._paged_kv_indices_buf = device.indptr, indices
             w._paged_kv_last_page_len_buf = device.last_page_len
             w._qo_indptr_buf = device.qo_indptr
-            if mask is not None:
+            if mask is not None:  # given to plan(), masks that are packed count elements for bytes
                 w._custom_mask_buf, w._mask_indptr_buf = mask
         graph, batch = self._static is not None, host.keys.shape[0]
         buffers = (
@@ -167,7 +176,7 @@ class Planned:
         )
         if s.kernel == "decode":
             info = w._cached_module.plan(
-                *buffers, host.indptr, batch, s.num_q_heads, s.num_kv_heads, s.page_size, graph,
+                *buffers, host.pages, batch, s.num_q_heads, s.num_kv_heads, s.page_size, graph,
                 s.window_left, s.logit_cap, s.head_dim, s.v_head_dim,
                 torch.empty(0, dtype=s.q_dtype), torch.empty(0, dtype=s.kv_dtype),
             )  # fmt: skip
@@ -175,18 +184,15 @@ class Planned:
             # colocated blocks, of attention that shares a launch with decode: none
             fa2 = (s.fixed_split or -1, not s.split, 0) if s.kernel == "fa2" else ()
             info = w._cached_module.plan(
-                *buffers, host.qo_indptr, host.indptr, host.keys,
+                *buffers, host.csr.qo_indptr, host.csr.indptr if s.kernel == "fa3" else host.pages,
+                host.keys,
                 w._max_total_num_rows or tokens, batch,
                 s.num_q_heads, s.num_kv_heads, s.page_size, graph, s.head_dim, s.v_head_dim,
                 s.causal, s.window_left, *fa2,
             )  # fmt: skip
             w._qo_indptr_last = tokens
-        if graph and list(info) != self._info:
-            raise BackendError(
-                f"{s}: a captured graph was planned as {self._info} and is now {list(info)}; "
-                "capture it again"
-            )
         w._plan_info = info
+        return list(info)
 
 
 def _create(library: Any, shape: Shape, workspace: Tensor, static: Static | None) -> Any:
