@@ -45,6 +45,6 @@ def attn_register_pins() -> Sequence[Pin]:
             torch=">=2.8",
             version=">=4.0.0b18",
             options="--pre",
-            why="only pre-releases are published",
+            why="only pre-releases are published; beside CUDA 13 it wants its extra cu13",
         ),
     ]

@@ -116,11 +116,18 @@ def report(
     }  # fmt: skip
 
 
+_OF_TOWERS = ("multimodal", "encoder")  # a vision tower has no store, whatever its row names
+
+
 def _cells(
     outcomes: Sequence[Outcome], kind: Kind, rows: Sequence[Capabilities]
 ) -> dict[str, CellReport]:
-    serving = [r for r in rows if r.phases != {Phase.ENCODE} and r.absorbed]  # over a cache
-    declares = {name: any(has(r) for r in rows) for name, has in CELLS[kind].items()}
+    models = [r for r in rows if r.phases != {Phase.ENCODE}]
+    serving = [r for r in models if r.absorbed]  # over a cache
+    declares = {
+        name: any(has(r) for r in (rows if name in _OF_TOWERS else models))
+        for name, has in CELLS[kind].items()
+    }
     found = {}
     for cell, declared in {"page_sizes": bool(serving), **declares}.items():
         mine = [o for o in outcomes if cell in o.planned.check.cells]

@@ -95,20 +95,23 @@ def plan_csr(
     Pages that lie behind the window of every query are left out: masks count from the end, so that
     nothing else changes.
     """
-    b = len(queries)
+    b, (rows, width), step = len(queries), page_table.shape, page_table.stride(0)
     packed = np.zeros(5 * b + 3, dtype=np.int32)
     first, last = packed[b + 1 : 2 * b + 2], packed[2 * b + 2 : 3 * b + 2]
-    rows, width = page_table.shape
-    first[:b] = np.arange(b, dtype=np.int32) * np.int32(page_table.stride(0))
-    first[b] = (rows - 1) * page_table.stride(0) + width
+    first[:b] = np.arange(0, b * step, step, dtype=np.int32) if step else 0
+    first[b] = (rows - 1) * step + width
     if window is not None:
         behind = np.maximum(keys - queries - (window - 1), 0) // page_size
         keys = keys - behind * page_size
         first[:b] += behind
-    np.cumsum(queries, out=packed[1 : b + 1])
-    np.subtract(keys, (np.diff(first) - 1) * page_size, out=last)
-    np.cumsum(-(-keys // page_size), out=packed[3 * b + 3 : 4 * b + 3])
+    # keys - (first[1:] - first[:-1] - 1) · page_size, in place: an array costs more than its sum
+    np.subtract(first[:-1], first[1:], out=last)
+    last += 1
+    last *= page_size
+    last += keys
+    queries.cumsum(out=packed[1 : b + 1])
+    ((keys + (page_size - 1)) // page_size).cumsum(out=packed[3 * b + 3 : 4 * b + 3])
     packed[4 * b + 3 :] = keys
     whole = torch.from_numpy(packed)
-    lists, pages, left = whole.split_with_sizes([3 * b + 2, b + 1, b])
-    return HostCsr(lists, Csr.of(lists, b), pages, left)
+    *lists, pages, left = whole.split_with_sizes((b + 1, b + 1, b, b + 1, b))
+    return HostCsr(whole[: 3 * b + 2], Csr(*lists), pages, left)

@@ -88,6 +88,7 @@ class Planned:
         self._wrapper = _create(library, shape, workspace, static)
         self.run = self._wrapper.run
         self._built = False
+        self._dtypes = torch.empty(0, dtype=shape.q_dtype), torch.empty(0, dtype=shape.kv_dtype)
         self._info: list[int] | None = None
         self._copy = Copy(workspace.device)
 
@@ -178,7 +179,7 @@ class Planned:
             info = w._cached_module.plan(
                 *buffers, host.pages, batch, s.num_q_heads, s.num_kv_heads, s.page_size, graph,
                 s.window_left, s.logit_cap, s.head_dim, s.v_head_dim,
-                torch.empty(0, dtype=s.q_dtype), torch.empty(0, dtype=s.kv_dtype),
+                *self._dtypes,
             )  # fmt: skip
         else:
             # colocated blocks, of attention that shares a launch with decode: none

@@ -106,7 +106,8 @@ class Triton(AttentionBackend):
         if lines is not None:
             longest = view.page_table.shape[1] * self.config.page_size
         short = not fixed and longest <= self._short
-        launch = self._decode_launch(which, queries, short=short)
+        tree = batch.spec is not None and batch.spec.tree_mask is not None
+        launch = self._decode_launch(which, queries, short=short, tree=tree)
         unit = max(1, (UNIT if fixed else self._short if short else 0) // launch.block_n)
         row_blocks = -(-queries // launch.block_m)
         programs = self._processors * launch.programs
@@ -142,7 +143,7 @@ class Triton(AttentionBackend):
         lengths = batch.views[which.view].seq_lens
         plan(splits, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
 
-    def _decode_launch(self, which: LayerClass, queries: int, *, short: bool) -> Launch:
+    def _decode_launch(self, which: LayerClass, queries: int, *, short: bool, tree: bool) -> Launch:
         return decode_launch(
             self._arch,
             queries,
@@ -151,6 +152,7 @@ class Triton(AttentionBackend):
             STORES[self.config.kv_cache_dtype].itemsize,
             page_size=self.config.page_size,
             short=short,
+            tree=tree,
             fp4=self.config.kv_cache_dtype == "fp4_e2m1",
         )
 

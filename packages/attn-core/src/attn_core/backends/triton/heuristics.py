@@ -63,12 +63,14 @@ def decode_launch(
     *,
     page_size: int = 1,
     short: bool = False,
+    tree: bool = False,
     fp4: bool = False,
 ) -> Launch:
     """Choose for `decode_splits`: `lines` is queries · group of the longest request.
 
-    short: no request is cut. fp4: the store is packed, which costs registers. Measured on an H200,
-    which has kernels of its own for tiles of 64 by 64 (on_hopper.py).
+    short: no request is cut. tree: a request's last block is masked by what is loaded, which more
+    programs hide. fp4: the store is packed, which costs registers. Measured on an H200, which has
+    kernels of its own for tiles of 64 by 64 (on_hopper.py).
     """
     if arch == "sm90" and store_bytes == 2:
         if head_dim == 576 and lines > 16:
@@ -78,9 +80,9 @@ def decode_launch(
                 return Launch(block_m=16, block_n=64, warps=4, stages=2, programs=2)
             return Launch(block_m=64, block_n=64, warps=8, stages=2)
         if head_dim == v_dim and head_dim in (64, 128):
-            if lines > 16 or (head_dim == 128 and page_size >= 64 and not short):
+            if lines > 16 or (page_size >= 64 and not short):
                 return Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
-            if short:
+            if short or tree:
                 return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=3)
             if head_dim == 64:
                 return Launch(block_m=16, block_n=128, warps=4, stages=5, programs=2)
