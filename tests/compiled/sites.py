@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
+from attn_core.backends import triton as backend
 from attn_core.backends.triton.csr import fill_csr
 from attn_core.backends.triton.merge import merge_states
+from attn_core.backends.triton.splits import SHORT
 from attn_core.capabilities import Phase
 from attn_core.forward import ForwardMode
 from attn_core.page_table import PageCsr
@@ -66,12 +70,18 @@ def verify(**more):
     return replace(_DECODE, mode=ForwardMode.TARGET_VERIFY, **{**trees, **more})
 
 
-# Llama-3.1-8B; of lengths nothing that is compiled depends
+def short(case, chip):
+    """Launch for requests that are not cut, as on a device."""
+    with mock.patch.object(backend, "_short", return_value=SHORT):
+        Site(case=replace(case, seq_lens=(70, 64)))(chip)
+
+
+# Llama-3.1-8B; the longest request is cut, in deterministic mode too
 _DECODE = Case(
     feature="",
     mode=ForwardMode.DECODE,
     query_lens=(1, 1),
-    seq_lens=(70, 64),
+    seq_lens=(2000, 64),
     heads=(32, 8),
     dims=(128, 128),
 )
@@ -119,9 +129,21 @@ MORE: dict[str, Site] = {
     "mla-decode-fixed": Site(case=decode(**MLA), deterministic=True),
     "mla-ragged": Site(case=_WIDE),
 }
-SITES: dict[str, Launch] = {"csr": csr, "merge": merge, **HOT, **MORE, "greedy": greedy}
+OTHERS: dict[str, Launch] = {
+    "decode-short": partial(short, decode()),
+    "decode-short-256": partial(short, decode(dims=(256, 256), heads=(8, 4))),
+    "mla-decode-short": partial(short, decode(**MLA)),
+}
+SITES: dict[str, Launch] = {
+    "csr": csr,
+    "merge": merge,
+    "greedy": greedy,
+    **HOT,
+    **MORE,
+    **OTHERS,
+}
 GROUPS = {
     "quick": ("csr", "merge", "decode", "extend", "mla-decode"),
     "hot": ("csr", "merge", *HOT),
-    "more": tuple(MORE),
+    "more": (*MORE, *OTHERS),
 }

@@ -12,6 +12,7 @@ import sites
 from attn_core.capabilities import SERVING
 from attn_core.matrix import CELLS
 from attn_core.testing.plan import usable_rows
+from attn_core.testing.runner import OF_TOWERS
 from launch_site import NotDeclared, Site
 from test_compiled import SHARED
 
@@ -44,7 +45,7 @@ def test_every_declared_cell_has_a_site(chip, launches, kind):
     declared = {
         name
         for name, has in CELLS[kind].items()
-        if any(map(has, rows if name == "multimodal" else serving))
+        if any(map(has, rows if name in OF_TOWERS else serving))
     }
     if any(row.absorbed for row in serving):
         declared.add("page_sizes")

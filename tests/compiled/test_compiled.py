@@ -55,6 +55,8 @@ def test_hot_launches(arch):
     sites = judged(arch, "quick", hot=True)
     assert len(sites) == 5
     assert [fault for site in sites for fault in site["faults"]] == []
+    kernels = {site["site"]: {k["name"] for k in site["kernels"]} for site in sites}
+    assert "merge_splits" in kernels["decode"] & kernels["mla-decode"], "a request is cut"
 
 
 @pytest.mark.long

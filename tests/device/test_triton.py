@@ -10,3 +10,13 @@ if not torch.cuda.is_available():
 
 class TestTriton(BackendSuite):
     name = "triton"
+
+
+class TestCut(BackendSuite):
+    """The same with short requests cut too, as in serving only long ones are: states are joined."""
+
+    name = "triton"
+
+    @pytest.fixture(autouse=True)
+    def cut(self, monkeypatch):
+        monkeypatch.setattr("attn_core.backends.triton.SHORT", 0)

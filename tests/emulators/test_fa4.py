@@ -132,6 +132,21 @@ def test_conventions_of_the_library(calls):
     assert calls[1]["score_mod"] is given["score_mod"]  # made once: the library hashes it
 
 
+def test_no_keys_leave_the_sink():
+    """The kernels give NaN there: exp(sink + inf)."""
+    layer = replace(LAYER, sinks=torch.randn(4), is_causal=False)
+    backend, *_ = decode(replace(layer, is_causal=True))
+    q, k, v = (torch.randn(n, h, 64).bfloat16() for n, h in ((3, 4), (5, 2), (5, 2)))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 3], [0, 0, 5]))
+    out, lse = backend.forward_ragged(
+        q, k, v, layer, cu_q, cu_k, 2, 5, causal=False, return_lse=True
+    )
+    assert (out[0] == 0).all()
+    torch.testing.assert_close(lse[0], layer.sinks)
+    assert out.isfinite().all()
+    assert (lse[1:] > layer.sinks).all()
+
+
 def test_only_pages_of_several_tiles_are_split(calls):
     _, _, metadata = decode(LAYER)
     [plan_] = metadata.values()

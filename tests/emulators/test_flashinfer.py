@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 
+import numpy as np
 import pytest
 import torch
 from attn_core.backend import BackendConfig
@@ -273,14 +274,41 @@ def test_rows_of_the_page_table_may_lie_apart_and_end_in_anything(window):
         make_backend(layer).init_forward_metadata_capture_cuda_graph(with_table(turned))
 
 
+def test_a_list_beyond_31_bits_of_tokens_is_not_read_as_one():
+    """Kernels count its tokens in 32 bits, whatever the lengths."""
+    from attn_nvidia.flashinfer.csr import adjacent
+
+    rows, width = 4096, 1 << 13
+    table = torch.empty(rows, width, dtype=torch.int32, device="meta")
+    keys = np.array([1, 129], dtype=np.int32)
+    assert adjacent(table, keys, 32, captured=True) is table
+    assert adjacent(table, keys, 64, captured=False).shape == (rows, 3)
+    with pytest.raises(BackendError, match=r"fewer than 2\^31 tokens"):
+        adjacent(table, keys, 64, captured=True)
+
+
+def test_a_replay_reads_the_pages_where_they_were():
+    layer = make_layer()
+    backend, batch = make_backend(layer), make_batch(M.DECODE, [1], [40])
+    metadata = backend.init_forward_metadata_capture_cuda_graph(batch)
+    backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
+    view = batch.views["full"]
+    moved = {"full": dataclasses.replace(view, page_table=view.page_table.clone())}
+    with pytest.raises(BackendError, match="overwrite the captured batch in place"):
+        backend.init_forward_metadata_replay_cuda_graph(
+            dataclasses.replace(batch, views=moved), metadata
+        )
+
+
 def test_a_replay_that_does_not_fit_the_capture():
     layer = make_layer()
     backend = make_backend(layer)
-    metadata = backend.init_forward_metadata_capture_cuda_graph(make_batch(M.DECODE, [1], [40]))
+    batch = make_batch(M.DECODE, [1], [40])
+    metadata = backend.init_forward_metadata_capture_cuda_graph(batch)
     (plan,) = metadata.values()
     plan.planned._info = [*plan.planned._info[:-1], 12345]
     with pytest.raises(BackendError, match="capture it again"):
-        backend.init_forward_metadata_replay_cuda_graph(make_batch(M.DECODE, [1], [30]), metadata)
+        backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
 
 @pytest.mark.parametrize(("batch_size", "splits"), [(4, True), (512, False)])

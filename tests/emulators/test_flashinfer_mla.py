@@ -264,6 +264,12 @@ def test_a_replay_schedules_and_nothing_else(mla, monkeypatch):
     assert (len(front), len(schedules)) == (0, 1)
     assert plan.library._kv_indices_buf.data_ptr() == pages
     that.check(backend, metadata=metadata)
+    view = batch.views["full"]
+    moved = {"full": dataclasses.replace(view, page_table=view.page_table.clone())}
+    with pytest.raises(BackendError, match="overwrite the captured batch in place"):
+        backend.init_forward_metadata_replay_cuda_graph(
+            dataclasses.replace(batch, views=moved), metadata
+        )
     # the kernels read what was scheduled last: another library without these names still plans
     monkeypatch.delattr(plan.library, "_cached_module")
     backend.init_forward_metadata_replay_cuda_graph(batch, metadata)

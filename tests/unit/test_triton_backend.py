@@ -77,7 +77,15 @@ def test_short_requests_are_not_cut():
     assert not next(iter(whole.init_forward_metadata(long).values())).whole
 
 
-def test_a_request_without_keys_gets_zeros(monkeypatch):
+def test_a_large_unit_is_enough_for_a_program():
+    batch, _ = Server((300, 1)).batch(M.DECODE)
+    [plan] = make_backend().init_forward_metadata(batch).values()
+    launch = replace(plan.launch, least=2)  # blocks
+    assert replace(plan, launch=launch, unit=1).least == 2
+    assert replace(plan, launch=launch, unit=4).least == 1
+
+
+def test_a_request_without_keys_gets_zeros():
     """The lengths of a replayed batch may be 0 where a graph's room is not filled."""
     server = Server((90, 1), (40, 1))
     batch, rows = server.batch(M.DECODE)

@@ -124,7 +124,10 @@ class AttentionBackend(ABC):
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
     ) -> None:
-        """Refill the static buffers before a replay; on the critical path."""
+        """Refill the static buffers before a replay; on the critical path.
+
+        batch: what was captured, its tensors overwritten in place: a graph goes on reading them.
+        """
         raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -113,7 +113,7 @@ class FA4(AttentionBackend):
         return plans
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: a captured pass reads the batch's own tensors, or its plan's page table."""
+        """Do nothing: a captured pass reads the batch's own tensors and those of its plan."""
 
     init_forward_metadata_capture_cuda_graph = init_forward_metadata
 
@@ -157,7 +157,7 @@ class FA4(AttentionBackend):
         given = plan.arguments
         if not self._latent:
             got = self._call(mine, True, q, keys, values, out, return_lse, given)
-            return got if plan.blind is None else _emptied(got, plan.blind)
+            return got if plan.blind is None else _emptied(got, plan.blind, layer)
         # K is the rope part, the latent is V and joins the logits: four views, no copy
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
         (q_latent, q_rope), (latent, rope) = (x.split_with_sizes(cut, -1) for x in (q, keys))
@@ -192,7 +192,11 @@ class FA4(AttentionBackend):
             "max_seqlen_k": max_k,
             "causal": causal,
         }
-        return self._call(mine, False, q, k, v, out, return_lse, plan)
+        got = self._call(mine, False, q, k, v, out, return_lse, plan)
+        if causal or layer.sinks is None:
+            return got
+        blind = _of_tokens(cu_seqlens_k.diff() == 0, cu_seqlens_q, q.shape[0])
+        return _emptied(got, blind, layer)  # exp(sink + inf)
 
     def _adopt(self, layer: AttentionLayer) -> _Layer:
         """Prepare a layer that the config does not list; one of a planned class runs as well."""
@@ -229,12 +233,19 @@ class FA4(AttentionBackend):
 
 def _blind(batch: ForwardBatch, view: CacheView) -> Tensor:
     """Return bool [T]: which queries belong to a request without keys; never syncs."""
-    queries = batch.cu_seqlens_q.diff()
-    return (view.seq_lens == 0).repeat_interleave(queries, output_size=batch.num_tokens)
+    return _of_tokens(view.seq_lens == 0, batch.cu_seqlens_q, batch.num_tokens)
 
 
-def _emptied(got: Output, blind: Tensor) -> Output:
-    """Write what no keys give, zeros and -inf, where the kernel gave NaN."""
+def _of_tokens(requests: Tensor, cu_seqlens_q: Tensor, tokens: int) -> Tensor:
+    return requests.repeat_interleave(cu_seqlens_q.diff(), output_size=tokens)
+
+
+def _emptied(got: Output, blind: Tensor, layer: AttentionLayer) -> Output:
+    """Write what no keys give, zeros and the sink or -inf, where the kernel gave NaN."""
     out, lse = got if isinstance(got, tuple) else (got, None)
     out.masked_fill_(blind[:, None, None], 0)
-    return out if lse is None else (out, lse.masked_fill_(blind[:, None], -torch.inf))
+    if lse is None:
+        return out
+    if layer.sinks is None:
+        return out, lse.masked_fill_(blind[:, None], -torch.inf)
+    return out, torch.where(blind[:, None], layer.sinks.float(), lse)

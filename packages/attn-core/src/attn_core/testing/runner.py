@@ -116,7 +116,7 @@ def report(
     }  # fmt: skip
 
 
-_OF_TOWERS = ("multimodal", "encoder")  # a vision tower has no store, whatever its row names
+OF_TOWERS = ("multimodal", "encoder")  # a vision tower has no store, whatever its row names
 
 
 def _cells(
@@ -125,7 +125,7 @@ def _cells(
     models = [r for r in rows if r.phases != {Phase.ENCODE}]
     serving = [r for r in models if r.absorbed]  # over a cache
     declares = {
-        name: any(has(r) for r in (rows if name in _OF_TOWERS else models))
+        name: any(has(r) for r in (rows if name in OF_TOWERS else models))
         for name, has in CELLS[kind].items()
     }
     found = {}

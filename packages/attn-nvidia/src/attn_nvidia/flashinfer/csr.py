@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -64,21 +64,34 @@ def key_lengths(view: CacheView) -> Lengths:
     return np.array(view.seq_lens.tolist() if lengths is None else lengths, dtype=np.int32)
 
 
-def adjacent(page_table: Tensor, *, captured: bool) -> Tensor:
+def adjacent(page_table: Tensor, keys: Lengths, page_size: int, *, captured: bool) -> Tensor:
     """Return a page table whose rows can be read as one list, itself where possible.
 
-    Raises BackendError where it is not, and a captured pass would go on reading the copy.
+    keys int32 [B]. Rows must lie one after the other, and no token of the list may have a number
+    beyond 31 bits: else a pass takes a copy of the pages that it needs. Raises BackendError for a
+    captured one, which would go on reading the copy.
     """
     rows, width = page_table.shape
     step = page_table.stride(0)
-    if (page_table.stride(1) == 1 or width == 1) and (step >= width or rows == 1):
+    in_line = (page_table.stride(1) == 1 or width == 1) and (step >= width or rows == 1)
+    if in_line and rows * step * page_size < 1 << 31:
         return page_table
     if captured:
         raise BackendError(
             f"flashinfer: a page table {[rows, width]} with strides {page_table.stride()} in a "
-            "captured pass; its columns must lie side by side: pass page_table.contiguous()"
+            f"captured pass over pages of {page_size}; its columns must lie side by side, and all "
+            "its pages hold fewer than 2^31 tokens: capture with a smaller or contiguous one"
         )
-    return page_table.contiguous()
+    needed = -(-int(keys.max(initial=1)) // page_size)
+    return page_table[:, :needed].contiguous()
+
+
+def refuse_moved(view: str) -> NoReturn:
+    """Raise BackendError for a replay whose page table is not the one that was captured."""
+    raise BackendError(
+        f"flashinfer: the page table of view {view!r} lies elsewhere than when this pass was "
+        "captured, and the graph reads it there: overwrite the captured batch in place"
+    )
 
 
 def page_list(page_table: Tensor) -> Tensor:

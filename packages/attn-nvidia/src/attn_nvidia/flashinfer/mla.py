@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
-from attn_nvidia.flashinfer.csr import adjacent, page_list
+from attn_nvidia.flashinfer.csr import adjacent, key_lengths, page_list, refuse_moved
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla_plan import (
     OncePerPass,
@@ -92,8 +92,9 @@ class FlashInferMLA(AttentionBackend):
                 continue
             refuse_too_many(batch, which.num_q_heads)
             if which.view not in known:
-                table = adjacent(view.page_table, captured=captured)
-                qo_indptr, kv_indptr, kv_len = host_lengths(batch, view, table)
+                keys, size = key_lengths(view), self.config.page_size
+                table = adjacent(view.page_table, keys, size, captured=captured)
+                qo_indptr, kv_indptr, kv_len = host_lengths(batch, keys, table)
                 known[which.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
             shape = (which.num_q_heads, LATENT, ROPE, self.config.page_size)
             yield (which, scale), (*known[which.view], *shape, causal, scale, *dtypes)
@@ -225,4 +226,7 @@ class FlashInferMLA(AttentionBackend):
     ) -> None:
         """Schedule anew: the one call of plan() whose result a kernel reads."""
         for key, arguments in self._arguments(batch, captured=True):
+            pages: Any = arguments[2]
+            if pages.data_ptr() != metadata[key].library._kv_indices_buf.data_ptr():
+                refuse_moved(key[0].view)
             metadata[key].plan(plan_absorbed, *arguments)

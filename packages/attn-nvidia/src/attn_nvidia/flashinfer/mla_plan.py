@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from attn_core.errors import UnsupportedError
-from attn_core.forward import CacheView, ForwardBatch
+from attn_core.forward import ForwardBatch
 from torch import Tensor
 
-from attn_nvidia.flashinfer.csr import key_lengths, query_lengths
+from attn_nvidia.flashinfer.csr import query_lengths
+from attn_nvidia.flashinfer.kernels import Lengths
 from attn_nvidia.flashinfer.wrappers import Copy
 
 T = TypeVar("T")
@@ -23,19 +24,17 @@ _MOST_KEPT = 16  # plans of ragged calls in a pass: one per chunk of a prefix
 
 
 def host_lengths(
-    batch: ForwardBatch, view: CacheView, page_table: Tensor
+    batch: ForwardBatch, keys: Lengths, page_table: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return qo_indptr, kv_indptr [B + 1] and kv_len [B], int32 on the host, of a pass.
 
-    kv_indptr is where the pages of each request begin in page_list(page_table): the library takes
-    no length from it (MLAPlan in attention/scheduler.cuh of flashinfer 0.6.14). Lengths that the
-    batch has on the device alone are copied.
+    keys int32 [B]. kv_indptr is where the pages of each request begin in page_list(page_table): the
+    library takes no length from it (MLAPlan in attention/scheduler.cuh of flashinfer 0.6.14).
     """
-    kv_len = key_lengths(view)
-    qo_indptr = np.zeros(len(kv_len) + 1, dtype=np.int32)
+    qo_indptr = np.zeros(len(keys) + 1, dtype=np.int32)
     np.cumsum(query_lengths(batch), out=qo_indptr[1:])
-    kv_indptr = np.arange(len(kv_len) + 1, dtype=np.int32) * np.int32(page_table.stride(0))
-    return torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), torch.from_numpy(kv_len)
+    kv_indptr = np.arange(len(keys) + 1, dtype=np.int32) * np.int32(page_table.stride(0))
+    return torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), torch.from_numpy(keys)
 
 
 def refuse_too_many(batch: ForwardBatch, heads: int) -> None:

@@ -6,7 +6,15 @@ import torch
 from attn_core.forward import ForwardBatch
 from torch import Tensor
 
-from attn_nvidia.flashinfer.csr import Csr, HostCsr, adjacent, key_lengths, page_list, plan_csr
+from attn_nvidia.flashinfer.csr import (
+    Csr,
+    HostCsr,
+    adjacent,
+    key_lengths,
+    page_list,
+    plan_csr,
+    refuse_moved,
+)
 from attn_nvidia.flashinfer.kernels import Lengths
 from attn_nvidia.flashinfer.tree import mask_bits, mask_bytes
 
@@ -28,6 +36,7 @@ class Table:
     ) -> None:
         self._view, self._window, self._page_size = view, window, page_size
         self._static, self.mask = static, None
+        self._captured: int | None = None  # where the pages lie that a graph reads
         if not static:
             return
         rows, width = batch.views[view].page_table.shape
@@ -47,10 +56,14 @@ class Table:
     def fill(self, batch: ForwardBatch, queries: Lengths) -> None:
         """Take the lengths, pages and tree of a pass; queries int32 [B] on the host."""
         view = batch.views[self._view]
-        pages = adjacent(view.page_table, captured=self._static)
-        lengths = queries, key_lengths(view)
-        self.host = plan_csr(*lengths, self._page_size, pages, self._window)
-        self.indices = page_list(pages)
+        keys, size = key_lengths(view), self._page_size
+        pages = adjacent(view.page_table, keys, size, captured=self._static)
+        self.host = plan_csr(queries, keys, size, pages, self._window)
+        indices = page_list(pages)
+        if self._captured not in (None, indices.data_ptr()):
+            refuse_moved(self._view)
+        self._captured = indices.data_ptr() if self._static else None
+        self.indices = indices
         self.upload()
         if (tree := _tree(batch)) is not None:
             self._fill_mask(tree, batch)

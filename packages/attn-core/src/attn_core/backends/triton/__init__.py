@@ -53,8 +53,7 @@ class Triton(AttentionBackend):
         self._classes = {LayerClass.of(layer) for layer in config.layers}
         self._arch, self._processors = _device(config.device)
         self._hopper = _hopper_kernels(self._arch)
-        # the interpreter meets short requests only, and some of them should be cut
-        self._short = SHORT if config.device.type == "cuda" else 0
+        self._short = _short(config.device)
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._lines: dict[LayerClass, Tensor] = {}  # of CUDA graphs
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
@@ -263,6 +262,11 @@ def _device(device: torch.device) -> tuple[str, int]:
     hip = torch.version.hip is not None
     arch = found.gcnArchName.partition(":")[0] if hip else f"sm{found.major}{found.minor}"
     return arch, found.multi_processor_count
+
+
+def _short(device: torch.device) -> int:
+    """Return the keys of a request that is not cut; the interpreter meets no longer ones: 0."""
+    return SHORT if device.type == "cuda" else 0
 
 
 def _hopper_kernels(arch: str) -> ModuleType | None:

@@ -1,4 +1,8 @@
-"""Turn a page table into CSR, into given buffers, in one launch."""
+"""Turn a page table into CSR, into given buffers, in one launch.
+
+For backends whose library wants the pages of a request one after the other; no backend of this
+repository does.
+"""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles the kernel: a parameter is a pointer or a number, which no annotation says.

@@ -31,3 +31,8 @@ class Splits:
     lines: Tensor
     parts: Tensor
     lse_parts: Tensor
+
+    @property
+    def least(self) -> int:
+        """Units of work that a program takes at least."""
+        return max(1, self.launch.least // self.unit)
