@@ -52,4 +52,5 @@ def test_every_class_of_the_device_tests_is_known():
     for name in ("test_nvidia.py", "test_triton.py"):
         text = (SCRIPT.parent / name).read_text()
         classes = {line.split("(")[0][6:] for line in text.splitlines() if "class Test" in line}
-        assert classes <= set(sanitize.CLASSES.values())
+        known = tuple(sanitize.CLASSES.values())  # pytest -k finds those that begin so, too
+        assert [c for c in classes if not c.startswith(known)] == []

@@ -12,7 +12,7 @@ class TestTriton(BackendSuite):
     name = "triton"
 
 
-class TestCut(BackendSuite):
+class TestTritonCut(BackendSuite):
     """The same with short requests cut too, as in serving only long ones are: states are joined."""
 
     name = "triton"

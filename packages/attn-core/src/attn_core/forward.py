@@ -25,6 +25,8 @@ class ForwardMode(enum.Enum):
 
 
 DECODE_MODES = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE})
+# As many queries for every request, whoever its neighbours are.
+EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
 
 
 def _check(ok: bool, message: str) -> None:

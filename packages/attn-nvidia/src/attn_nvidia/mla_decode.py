@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
+from attn_core.forward import EVEN_MODES, AttentionLayer, CacheView, ForwardBatch
 from attn_core.kv_cache import LayerCache
 from attn_core.page_table import split_pages
 from attn_core.refusals import refuse_call, refuse_mode, refuse_unplanned
 from torch import Tensor
 
 from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
-
-CHAINS = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY})
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +46,10 @@ class MlaDecode(AttentionBackend):
     """Passes of `modes` run on a kernel of their own, all others on FlashInfer's MLA.
 
     Subclasses give the kernel: its page size, of how many columns its page table is a multiple,
-    what it plans and how it is called. Modes beyond CHAINS have ragged queries.
+    what it plans and how it is called. Modes beyond EVEN_MODES have ragged queries.
     """
 
-    modes = CHAINS
+    modes = EVEN_MODES
     page = 64
     columns = 1
 
@@ -92,7 +90,7 @@ class MlaDecode(AttentionBackend):
         plans: dict[LayerClass, DecodePlan] = {}
         tables: dict[str, Tensor] = {}
         queries, cu_queries = batch.num_tokens // batch.batch_size, None
-        if batch.forward_mode not in CHAINS:
+        if batch.forward_mode not in EVEN_MODES:
             queries, cu_queries = batch.max_q_len, batch.cu_seqlens_q
         for which in self._classes:
             view = batch.views.get(which.view)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from attn_core.backend import BackendConfig
-from attn_core.forward import DECODE_MODES, CacheView, ForwardBatch, ForwardMode
+from attn_core.forward import EVEN_MODES, CacheView, ForwardBatch
 from attn_core.kv_cache import read_pages
 from torch import Tensor
 
@@ -17,8 +17,6 @@ from attn_nvidia.building import building
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.trtllm_mha import Key, Prepared, Requests, TrtllmMha
 from attn_nvidia.workspace import processors, workspace
-
-_DECODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}  # as many queries for every request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +56,7 @@ class TrtllmGen(TrtllmMha[Pass]):
         lse_rows = batch.batch_size * -(-batch.max_q_len // 256) * 256
         need = workspace_bytes.trtllm_gen(self._processors, heads, dim)
         use, ends = "trtllm_gen decode", None
-        if batch.forward_mode not in _DECODES:
+        if batch.forward_mode not in EVEN_MODES:
             # it lays its LSE where the decode kernel keeps counters that must stay 0
             use, ends = "trtllm_gen context", view.seq_lens.new_zeros(batch.batch_size + 1)
         plan = Pass(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attn_core.backend import BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.forward import EVEN_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.refusals import refuse_call
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from attn_nvidia.building import building
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.flashinfer.mla_plan import OncePerPass
-from attn_nvidia.mla_decode import CHAINS, DecodePlan, MlaDecode
+from attn_nvidia.mla_decode import DecodePlan, MlaDecode
 from attn_nvidia.operands import aligned, rounded
 from attn_nvidia.outputs import as_asked, dense, no_keys
 from attn_nvidia.workspace import processors, workspace
@@ -44,7 +44,7 @@ class TrtllmMLA(MlaDecode):
         self.columns = 128 // self.page  # it loads 128 keys at a time
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         if self._fp8:
-            self.modes = CHAINS | {ForwardMode.DRAFT_EXTEND}
+            self.modes = EVEN_MODES | {ForwardMode.DRAFT_EXTEND}
         self._processors = processors(config.device)
         self._lengths: OncePerPass[tuple[Tensor, Tensor | None]] = OncePerPass()
         self._called: set[str] = set()

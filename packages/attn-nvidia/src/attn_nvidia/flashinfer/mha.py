@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.forward import EVEN_MODES, AttentionLayer, ForwardBatch
 from attn_core.kv_cache import STORES, LayerCache
 from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 from torch import Tensor
@@ -33,8 +33,6 @@ from attn_nvidia.flashinfer.tree import loose_window
 from attn_nvidia.flashinfer.wrappers import Planned, Pool, Shape, Static
 from attn_nvidia.outputs import as_asked, dense
 from attn_nvidia.workspace import processors, workspace
-
-_EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
 
 Class = tuple[LayerClass, float]  # and the soft cap, 0 = none
 
@@ -148,7 +146,7 @@ class FlashInfer(AttentionBackend):
         window_left = -1 if which.window is None else which.window - 1
         if masked and which.window is not None and batch.spec is not None:
             window_left = loose_window(which.window, batch.spec.num_draft_tokens)
-        even, split, fixed = mode in _EVEN_MODES, True, None
+        even, split, fixed = mode in EVEN_MODES, True, None
         if config.deterministic:
             fixed = fixed_split(config, which) if even and room is None else None
             split = fixed is not None

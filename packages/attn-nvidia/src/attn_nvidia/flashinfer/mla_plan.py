@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from attn_core.errors import UnsupportedError
-from attn_core.forward import ForwardBatch
+from attn_core.forward import DECODE_MODES, ForwardBatch
 from torch import Tensor
 
 from attn_nvidia.flashinfer.csr import query_lengths
@@ -31,9 +31,11 @@ def host_lengths(
     keys int32 [B]. kv_indptr is where the pages of each request begin in page_list(page_table): the
     library takes no length from it (MLAPlan in attention/scheduler.cuh of flashinfer 0.6.14).
     """
-    qo_indptr = np.zeros(len(keys) + 1, dtype=np.int32)
-    np.cumsum(query_lengths(batch), out=qo_indptr[1:])
-    kv_indptr = np.arange(len(keys) + 1, dtype=np.int32) * np.int32(page_table.stride(0))
+    rows = np.arange(len(keys) + 1, dtype=np.int32)
+    qo_indptr, kv_indptr = rows, rows * np.int32(page_table.stride(0))
+    if batch.forward_mode not in DECODE_MODES:  # which have one query each
+        qo_indptr = np.zeros(len(rows), dtype=np.int32)
+        query_lengths(batch).cumsum(out=qo_indptr[1:])
     return torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), torch.from_numpy(keys)
 
 

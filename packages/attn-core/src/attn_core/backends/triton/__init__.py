@@ -23,7 +23,7 @@ from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, pos
 from attn_core.backends.triton.splits import SHORT, UNIT, Splits
 from attn_core.backends.triton.write import write_kv
 from attn_core.forward import (
-    DECODE_MODES,
+    EVEN_MODES,
     AttentionLayer,
     ForwardBatch,
     ForwardMode,
@@ -33,9 +33,6 @@ from attn_core.kv_cache import STORES, LayerCache
 from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 
 Plans = Mapping[LayerClass, Splits | None]  # None: many queries, nothing to plan
-
-# The queries of these passes are as many for every request, whoever its neighbours are.
-_EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
 
 
 class Triton(AttentionBackend):
@@ -80,7 +77,7 @@ class Triton(AttentionBackend):
 
     def _plan(self, batch: ForwardBatch, lines: Mapping[LayerClass, Tensor]) -> Plans:
         plans: dict[LayerClass, Splits | None] = {}
-        even = batch.forward_mode in _EVEN_MODES
+        even = batch.forward_mode in EVEN_MODES
         for which in self._classes:
             if which.view not in batch.views or not batch.num_tokens:
                 continue
