@@ -259,9 +259,7 @@ def table(first, indices, lengths, page_size):
     """Return the pages of each request, int32 [n] each."""
     require(indices.dtype == torch.int32 and indices.is_contiguous(), "a list of int32")
     found = [indices[a : a + _ceil(n, page_size)] for a, n in zip(first, lengths, strict=False)]
-    whole = all(
-        len(x) == _ceil(n, page_size) for x, n in zip(found, lengths, strict=True)
-    )  # fmt: skip
+    whole = all(len(x) == _ceil(n, page_size) for x, n in zip(found, lengths, strict=True))
     require(whole, "indices end before the last request's pages")
     return found
 

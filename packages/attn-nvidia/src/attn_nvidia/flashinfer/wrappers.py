@@ -87,7 +87,6 @@ class Planned:
         self.shape, self._static = shape, static
         self._wrapper = _create(library, shape, workspace, static)
         self.run = self._wrapper.run
-        self._built = False
         self._dtypes = torch.empty(0, dtype=shape.q_dtype), torch.empty(0, dtype=shape.kv_dtype)
         self._info: list[int] | None = None
         self._copy = Copy(workspace.device)
@@ -106,10 +105,9 @@ class Planned:
         wrapper is captured, device, indices and mask are its static buffers, filled.
         """
         self._copy.wait()
-        if not self._built:
+        if self._info is None:
             with building(str(self.shape)):
                 self._build(host, indices, mask)
-            self._built = True
             self._copy.begun()
             self._copy.wait()
         info = self._schedule(host, device, indices, tokens, mask)
