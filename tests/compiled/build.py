@@ -76,7 +76,7 @@ def facts(kernel):
 def main(arch, names):
     """Run the launchers and print what was compiled."""
     driver.set_active(StandIn(target_of(arch)))
-    backend._device = lambda device: (arch, PROCESSORS)
+    backend.arch_of = lambda device: (arch, PROCESSORS)
     run, launched = JITFunction.run, {}
 
     def compiled(self, *args, grid, warmup, **more):

@@ -72,7 +72,7 @@ def verify(**more):
 
 def short(case, chip):
     """Launch for requests that are not cut, as on a device."""
-    with mock.patch.object(backend, "_short", return_value=SHORT):
+    with mock.patch.object(backend, "short_on", return_value=SHORT):
         Site(case=replace(case, seq_lens=(70, 64)))(chip)
 
 
@@ -114,7 +114,7 @@ MORE: dict[str, Site] = {
     "decode-256": Site(case=decode(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
     "decode-80": Site(case=decode(dims=(80, 80), heads=(32, 32))),
     "decode-cross": Site(case=decode(encoder_lens=(70, 20))),
-    "extend-cross": Site(case=extend(encoder_lens=(70, 20))),
+    "extend-cross": Site(case=extend(encoder_lens=(300, 20))),
     "extend-fp32": Site(case=extend(), dtype="fp32"),
     "extend-fp8": Site(case=extend(kv_dtype="fp8_e4m3", k_scale=0.5)),
     "extend-fp4": Site(case=extend(kv_dtype="fp4_e2m1", k_scale=0.5)),
@@ -131,6 +131,7 @@ MORE: dict[str, Site] = {
 }
 OTHERS: dict[str, Launch] = {
     "decode-short": partial(short, decode()),
+    "extend-short": partial(short, extend(dims=(64, 64))),
     "decode-short-256": partial(short, decode(dims=(256, 256), heads=(8, 4))),
     "mla-decode-short": partial(short, decode(**MLA)),
 }

@@ -196,3 +196,47 @@ def test_equals_float64(case, monkeypatch):
         error = (got[0][mine].double() - want).norm() / want.norm()
         assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3), (b, float(error))
         torch.testing.assert_close(got[1][mine].double(), lse, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_deterministic_prompt_does_not_depend_on_its_neighbour(dim):
+    """The tiles of a launch follow the longest request, but not where that would change bits."""
+    torch.manual_seed(0)
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=8, num_kv_heads=2, head_dim=dim, v_head_dim=dim, scale=dim**-0.5,
+        view="full",
+    )  # fmt: skip
+    lengths = [100, 3000]
+    pool = KVPool(
+        [layer], num_pages=200, page_size=16, kv_cache_dtype="bf16", device="cuda", kind="mha"
+    )
+    cache = pool.layer(0)
+    for store in (cache.k, cache.v):
+        assert store is not None
+        store.normal_()
+    table = torch.arange(1, 1 + 2 * 188, dtype=torch.int32, device="cuda").view(2, 188) % 200
+    q = torch.randn(sum(lengths), 8, dim, device="cuda", dtype=torch.bfloat16)
+
+    def first(requests, *, fixed):
+        batch = ForwardBatch.build(
+            ForwardMode.EXTEND,
+            query_lens=lengths[:requests],
+            seq_lens=lengths[:requests],
+            page_table=table[:requests],
+            page_size=16,
+        )
+        rows = load_plugins().get("triton").capabilities
+        row = next(r for r in rows if r.device == "cuda" and "sm90" in (r.archs or ("sm90",)))
+        config = BackendConfig(
+            name="triton", row=row, layers=(layer,), page_size=16, dtype="bf16",
+            kv_cache_dtype="bf16", device=torch.device("cuda"), deterministic=fixed,
+        )  # fmt: skip
+        made = backend.Triton(config)
+        plan = made.init_forward_metadata(batch)
+        out = made.forward_extend(
+            q[: sum(lengths[:requests])], None, None, layer, cache, batch, plan
+        )
+        return out[: lengths[0]]
+
+    assert torch.equal(first(1, fixed=True), first(2, fixed=True))
+    assert not torch.equal(first(1, fixed=False), first(2, fixed=False)), "one tile for both"

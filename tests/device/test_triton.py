@@ -19,4 +19,4 @@ class TestTritonCut(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def cut(self, monkeypatch):
-        monkeypatch.setattr("attn_core.backends.triton.SHORT", 0)
+        monkeypatch.setattr("attn_core.backends.triton.short_on", lambda device: 0)

@@ -11,10 +11,12 @@ pytest.importorskip("triton")  # the table does without, the package that it is 
 
 from attn_core.backends.triton import heuristics
 from attn_core.backends.triton.heuristics import (
+    LONG,
     decode_launch,
     extend_launch,
     few,
     head_parts,
+    heads_at_once,
     hopper_block,
     hopper_launch,
     merge_tile,
@@ -140,17 +142,42 @@ def test_packed_stores_have_all_registers():
     assert decode_launch("gfx942", 4, 128, 128, 1).registers == 0
 
 
-@pytest.mark.parametrize("longest", [100, 100_000])
+@pytest.mark.parametrize("longest", [100, 1000, 2000, LONG])
 def test_what_hopper_holds_fits(longest):
     for dim in EQUAL:
         block = hopper_block(dim, dim)
         if block is not None:
-            launch = hopper_launch(dim, longest)
+            launch = hopper_launch(dim, longest, 10_000, 132)
             assert block % launch.block_n == 0  # pages were judged by the larger one
             tiles = launch.block_m + 2 * launch.stages * launch.block_n  # queries, keys and values
             assert tiles * dim * 2 <= SHARED["sm90"] * 1024
     assert hopper_block(128, 128)
     assert hopper_block(192, 128) is None
+
+
+def test_short_prompts_of_few_tiles_take_small_ones():
+    small = [
+        hopper_launch(*shape).block_m for shape in ((64, 128, 9999, 132), (128, 128, 264, 132))
+    ]
+    large = [hopper_launch(*shape).block_m for shape in ((64, 129, 9, 132), (128, 128, 265, 132))]
+    assert (small, large) == ([64, 64], [128, 128])
+    assert hopper_launch(256, 1, 1, 132).block_m == 128
+
+
+@given(st.integers(1, 128), st.integers(0, LONG), st.sampled_from([256, 512, 1024]))
+def test_heads_that_take_turns_divide_them_and_are_cached(heads, longest, key_bytes):
+    n = heads_at_once(heads, longest, key_bytes)
+    assert heads % n == 0
+    assert n == 1 or n * longest * key_bytes <= 1 << 24
+    more = [m for m in range(n + 1, heads + 1) if heads % m == 0]
+    assert all(m * longest * key_bytes > 1 << 24 for m in more)
+
+
+def test_prompts_that_fill_half_a_tile_are_few_only_where_keys_are_cut():
+    assert few(128, 1, latent=False)
+    assert not few(128, 1, latent=False, whole=True)
+    assert few(64, 1, latent=False, whole=True)
+    assert few(16, 128, latent=True, whole=True)
 
 
 def test_the_table_needs_no_torch_and_no_triton():

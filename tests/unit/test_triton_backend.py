@@ -32,9 +32,9 @@ from triton_server import (
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch):
     """Have three multiprocessors wherever this runs, so that short requests are cut as well."""
-    arch, _ = module._device(DEVICE)
-    monkeypatch.setattr(module, "_device", lambda device: (arch, 3))
-    monkeypatch.setattr(module, "SHORT", 0)
+    arch, _ = module.arch_of(DEVICE)
+    monkeypatch.setattr(module, "arch_of", lambda device: (arch, 3))
+    monkeypatch.setattr(module, "short_on", lambda device: 0)
 
 
 # ---- Plans -----------------------------------------------------------------------------------

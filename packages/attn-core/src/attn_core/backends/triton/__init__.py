@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from attn_core.backend import AttentionBackend, BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
+from attn_core.backends.triton.device import arch_of, hopper_on, short_on
 from attn_core.backends.triton.heuristics import (
+    LONG,
     Launch,
     decode_launch,
     extend_launch,
     few,
+    hopper_block,
     hopper_launch,
     power_of_two,
 )
 from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, positive, sees
-from attn_core.backends.triton.splits import SHORT, UNIT, Splits
+from attn_core.backends.triton.order import TILE, Order, fill_order
+from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
 from attn_core.forward import (
     EVEN_MODES,
@@ -32,7 +34,7 @@ from attn_core.forward import (
 from attn_core.kv_cache import STORES, LayerCache
 from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 
-Plans = Mapping[LayerClass, Splits | None]  # None: many queries, nothing to plan
+Plans = Mapping[LayerClass, Splits | Order | None]  # None: many queries, taken as they come
 
 
 class Triton(AttentionBackend):
@@ -48,9 +50,9 @@ class Triton(AttentionBackend):
             refuse_layer(config, layer)
             refuse_window(config.name, layer)
         self._classes = {LayerClass.of(layer) for layer in config.layers}
-        self._arch, self._processors = _device(config.device)
-        self._hopper = _hopper_kernels(self._arch)
-        self._short = _short(config.device)
+        self._arch, self._processors = arch_of(config.device)
+        self._hopper = hopper_on(self._arch)
+        self._short = short_on(config.device)
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._lines: dict[LayerClass, Tensor] = {}  # of CUDA graphs
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
@@ -62,7 +64,7 @@ class Triton(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers that the plans of captured passes fill."""
         for which in self._classes:
-            lines = torch.empty(max_bs + 1, dtype=torch.int32, device=self.config.device)
+            lines = torch.empty(2, max_bs + 1, dtype=torch.int32, device=self.config.device)
             self._lines[which] = lines
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
@@ -71,23 +73,22 @@ class Triton(AttentionBackend):
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
         """Plan again for the lengths of a replay: one small launch per class of layers."""
-        for which, splits in metadata.items():
-            if splits is not None:
-                self._fill(splits, which, batch)
+        for which, made in metadata.items():
+            self._fill(made, which, batch)
 
     def _plan(self, batch: ForwardBatch, lines: Mapping[LayerClass, Tensor]) -> Plans:
-        plans: dict[LayerClass, Splits | None] = {}
+        plans: dict[LayerClass, Splits | Order | None] = {}
         even = batch.forward_mode in EVEN_MODES
         for which in self._classes:
             if which.view not in batch.views or not batch.num_tokens:
                 continue
-            few_queries = few(batch.max_q_len, which.group, latent=self._latent)
+            whole = batch.spec is None and batch.views[which.view].max_seq_len <= self._short
+            few_queries = few(batch.max_q_len, which.group, latent=self._latent, whole=whole)
             if not few_queries or (self.config.deterministic and not even):
-                plans[which] = None
-                continue
-            splits = self._splits(which, batch, lines.get(which))
-            self._fill(splits, which, batch)
-            plans[which] = splits
+                plans[which] = self._order(which, batch.batch_size, lines.get(which))
+            else:
+                plans[which] = self._splits(which, batch, lines.get(which))
+            self._fill(plans[which], which, batch)
         return plans
 
     @property
@@ -111,7 +112,7 @@ class Triton(AttentionBackend):
         states = rows * (longest // UNIT + 2) if fixed else 2 * programs
         parts, lse_parts = self._states(states * launch.block_m, power_of_two(which.v_head_dim))
         if lines is None:
-            lines = torch.empty(size + 1, dtype=torch.int32, device=device)
+            lines = torch.empty(1, size + 1, dtype=torch.int32, device=device)
         return Splits(
             launch=launch,
             row_blocks=row_blocks,
@@ -121,7 +122,7 @@ class Triton(AttentionBackend):
             unit=unit,
             whole=longest <= unit * launch.block_n,
             overlap=self._arch in ("sm90", "sm100", "sm103"),
-            lines=lines[: size + 1],
+            lines=lines[0, : size + 1],
             parts=parts,
             lse_parts=lse_parts,
         )
@@ -135,9 +136,19 @@ class Triton(AttentionBackend):
             self._scratch[width] = held
         return held
 
-    def _fill(self, splits: Splits, which: LayerClass, batch: ForwardBatch) -> None:
+    def _order(self, which: LayerClass, size: int, room: Tensor | None) -> Order | None:
+        if not self._hopper or hopper_block(which.head_dim, which.v_head_dim) is None:
+            return None
+        if room is None:
+            room = torch.empty(2, size + 1, dtype=torch.int32, device=self.config.device)
+        return Order(begins=room[0, : size + 1], who=room[1, :size])
+
+    def _fill(self, made: Splits | Order | None, which: LayerClass, batch: ForwardBatch) -> None:
         lengths = batch.views[which.view].seq_lens
-        plan(splits, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
+        if isinstance(made, Splits):
+            plan(made, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
+        elif made is not None:
+            fill_order(made, batch.cu_seqlens_q, lengths, which.group, paged=True)
 
     def _decode_launch(self, which: LayerClass, queries: int, *, short: bool, tree: bool) -> Launch:
         return decode_launch(
@@ -178,12 +189,12 @@ class Triton(AttentionBackend):
             write_kv(cache, k, v, view.out_cache_loc)
             verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
             spec = batch.spec if verify else None
-            splits = metadata[which]
+            made = metadata[which]
             where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
-            if splits is None:
-                self._extend(q, layer, cache, *where, view.max_seq_len, out, lse)
+            if isinstance(made, Splits):
+                decode(q, layer, cache, *where, made, out, lse, self._hopper)
             else:
-                decode(q, layer, cache, *where, splits, out, lse, self._hopper)
+                self._extend(q, layer, cache, *where, made, view.max_seq_len, out, lse)
         return (out, lse) if return_lse else out
 
     forward_decode = forward_extend  # decode is the same by another plan
@@ -212,7 +223,11 @@ class Triton(AttentionBackend):
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
             lengths = (cu_seqlens_q, cu_seqlens_k)
-            self._extend(q, layer, tokens, *lengths, None, q, None, max_k, out, lse, causal=causal)
+            order = self._order(LayerClass.of(layer), cu_seqlens_q.shape[0] - 1, None)
+            if order is not None:
+                fill_order(order, *lengths, layer.num_q_heads // layer.num_kv_heads, paged=False)
+            where = (*lengths, None, q, None, order)
+            self._extend(q, layer, tokens, *where, max_k, out, lse, causal=causal)
         return (out, lse) if return_lse else out
 
     def _extend(
@@ -225,6 +240,7 @@ class Triton(AttentionBackend):
         page_table: Tensor | None,
         positions: Tensor,
         spec: SpecInfo | None,
+        order: Order | None,
         longest: int,
         out: Tensor,
         lse: Tensor,
@@ -233,13 +249,20 @@ class Triton(AttentionBackend):
     ) -> None:
         where = (cu_seqlens_q, lengths, page_table)
         which = sees(layer, spec) if causal is None else int(causal)
+        if self.config.deterministic:  # nothing may depend on the neighbours of a request
+            longest = LONG
+        dims = (layer.head_dim, layer.v_head_dim)
+        launch = extend_launch(self._arch, *dims, cache.k.element_size())
         hopper, paged = self._hopper, page_table is not None
-        if hopper and which != SEE_TREE and hopper.extend_fits(q, layer, cache, paged=paged):
-            launch = hopper_launch(layer.head_dim, longest)
-            run = (launch, self._processors, self._counter, out, lse, which)
-            hopper.extend_on_hopper(q, layer, cache, *where, *run)
-            return
-        launch = extend_launch(self._arch, layer.head_dim, layer.v_head_dim, cache.k.element_size())
+        fits = hopper and hopper.extend_fits(q, layer, cache, paged=paged)
+        if hopper and fits and order and which != SEE_TREE:
+            heads = layer.num_kv_heads
+            tiles = (q.shape[0] * layer.num_q_heads // heads // TILE + order.who.shape[0]) * heads
+            launch = hopper_launch(layer.head_dim, longest, tiles, self._processors)
+            if launch.block_m == TILE:
+                run = (launch, order, longest, min(tiles, self._processors), self._counter)
+                hopper.extend_on_hopper(q, layer, cache, *where, *run, out, lse, which)
+                return
         extend(q, layer, cache, *where, positions, spec, launch, out, lse, which)
 
 
@@ -249,28 +272,3 @@ def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tens
     if out is None:
         out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
     return q, out, q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
-
-
-def _device(device: torch.device) -> tuple[str, int]:
-    """Return the arch, "sm90" or "gfx942", and the number of multiprocessors."""
-    if device.type != "cuda":
-        return "interpreter", 3  # few, so that short requests are cut as well
-    found = torch.cuda.get_device_properties(device)
-    hip = torch.version.hip is not None
-    arch = found.gcnArchName.partition(":")[0] if hip else f"sm{found.major}{found.minor}"
-    return arch, found.multi_processor_count
-
-
-def _short(device: torch.device) -> int:
-    """Return the keys of a request that is not cut; the interpreter meets no longer ones: 0."""
-    return SHORT if device.type == "cuda" else 0
-
-
-def _hopper_kernels(arch: str) -> ModuleType | None:
-    """Import the kernels of Hopper on a Hopper; they need a Triton with Gluon for it, 3.6."""
-    if arch != "sm90":
-        return None
-    try:
-        return importlib.import_module("attn_core.backends.triton.on_hopper")
-    except ImportError:
-        return None

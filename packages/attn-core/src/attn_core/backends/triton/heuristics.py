@@ -43,9 +43,15 @@ def head_parts(dim: int) -> tuple[int, int]:
 FEW_LINES = 128  # up to so many lines of a request, queries · group, its keys are split
 
 
-def few(queries: int, group: int, *, latent: bool) -> bool:
-    """Say whether `queries` of the longest request count as few: then its keys are split."""
-    return queries <= 16 if latent else queries * group <= FEW_LINES
+def few(queries: int, group: int, *, latent: bool, whole: bool = False) -> bool:
+    """Say whether `queries` of the longest request count as few: then its keys are split.
+
+    whole: no request has so many keys that they are cut, which leaves a tile that is half full no
+    reason for it.
+    """
+    if latent:
+        return queries <= 16
+    return queries * group <= (FEW_LINES // 2 if whole else FEW_LINES)
 
 
 # KB of shared memory that a program may have, where it is not Hopper's.
@@ -177,13 +183,35 @@ def hopper_block(head_dim: int, v_dim: int) -> int | None:
     return {64: 128, 128: 128, 256: 64}.get(head_dim)
 
 
-def hopper_launch(head_dim: int, longest: int) -> Launch:
-    """Choose for `extend_hopper`; its warps and registers are part of the kernel.
+LONG = 1 << 30  # keys of a longest request that nobody asks for
 
-    longest: keys of the longest request: short ones lose less at the edges of small blocks.
+
+def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> Launch:
+    """Choose for `extend_hopper`, or for `extend_tiles` by a block_m of less than 128 lines.
+
+    longest: keys of the longest request: short ones lose less at the edges of small blocks. tiles:
+    of all requests and KV heads. Warps and registers of extend_hopper are part of the kernel.
+    Measured on an H200.
     """
     block = hopper_block(head_dim, head_dim)
-    assert block is not None  # hopper_fits was asked
-    if head_dim == 128 and longest <= 1024:  # measured on an H200
+    assert block is not None  # extend_fits was asked
+    few_tiles = head_dim == 128 and tiles <= 2 * processors
+    if longest <= 128 and (head_dim == 64 or few_tiles):
+        return Launch(block_m=64, block_n=32, warps=4, stages=2, ptx=True)
+    if head_dim == 128 and longest <= 1024:
         return Launch(block_m=128, block_n=64, warps=4, stages=4)
+    if head_dim == 64 and longest <= 2048:
+        return Launch(block_m=128, block_n=64, warps=4, stages=6)
     return Launch(block_m=128, block_n=block, warps=4, stages=2)
+
+
+_CACHED = 1 << 24  # bytes of keys and values that stay in the L2 cache of a Hopper
+
+
+def heads_at_once(heads: int, longest: int, key_bytes: int) -> int:
+    """Return how many KV heads take turns: a divisor of `heads` whose longest request is cached.
+
+    longest: keys of it; key_bytes: of one key and value of one head.
+    """
+    fits = max(1, _CACHED // max(1, longest * key_bytes))
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fits)

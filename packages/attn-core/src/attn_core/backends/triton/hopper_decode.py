@@ -23,6 +23,7 @@ from attn_core.backends.triton.hopper_tiles import (
     bring,
     clean,
     find_request,
+    look_up,
     scores,
 )
 
@@ -108,20 +109,24 @@ def _copy_keys(
         )
         pages = table + b.to(gl.int64) * table_row
         head = row // ROW_BLOCKS
-        for i in range(0, count):
-            start = (low + count - 1 - i) * BN
+        start = (low + count - 1) * BN
+        places = look_up(pages, first, length, start, PAGE, BN)
+        for _ in range(0, count):
             stage = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
+            ahead = look_up(pages, first, length, start - BN, PAGE, BN)
             mbarrier.wait(k_free.index(stage), phase)
             bring(
-                k_rows, k_store, k_tile, stage, k_full.index(stage), pages, 0, head, HEADS,
-                first, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
+                k_rows, k_store, k_tile, stage, k_full.index(stage), pages, places, 0, head, HEADS,
+                length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
             )  # fmt: skip
             mbarrier.wait(v_free.index(stage), phase)
             bring(
-                v_rows, v_store, v_tile, stage, v_full.index(stage), pages, 0, head, HEADS,
-                first, length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
+                v_rows, v_store, v_tile, stage, v_full.index(stage), pages, places, 0, head, HEADS,
+                length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
             )  # fmt: skip
+            places = ahead
+            start -= BN
             step += 1
         at += stop - unit
 

@@ -25,58 +25,53 @@ from attn_core.backends.triton.hopper_tiles import (
     bring,
     clean,
     find_request,
+    look_up,
     scores,
 )
+from attn_core.backends.triton.order import TILE
+
+LINES = gl.constexpr(TILE)
 
 
 @gluon.jit
-def _seek(counter, drawn, cu, batch, tiles, items, GROUP: gl.constexpr):
-    """Draw items until one has queries; return it, -1 at the end, its request and the draws made.
+def _draw(counter, drawn, begins, who, batch, at_once, HEADS: gl.constexpr):
+    """Draw an item; return tile · HEADS + head and the request, -1 and any at the end.
 
-    The first two are every program's own, one from each end; the others programs draw one after
-    another. A request's last tile comes first, since it sees most keys.
+    The first one is the program's own. `at_once` heads take turns: their keys fit the cache. A
+    request's last tile comes first, since it sees most keys, as the longest request does.
     """
-    found = -1
-    b = 0
-    over = 0
-    programs = gl.num_programs(0)
-    while (found < 0) & (over == 0):
-        item = gl.program_id(0)
-        if drawn == 1:
-            item = 2 * programs - 1 - item
-        if drawn > 1:
-            item = gl.atomic_add(counter, 1, sem="relaxed") + 2 * programs
-            over = (item >= items).to(gl.int32)
-        drawn += 1
-        at = tiles - 1 - item % tiles
-        b = find_request(cu, batch, at, GROUP, 128)
-        query = gl.load(cu + b)
-        queries = gl.load(cu + b + 1) - query
-        tile = at - (query * GROUP // 128 + b)
-        if (tile * 128 < queries * GROUP) & (item < items):
-            found = item
-    return found, b, drawn
+    item = gl.program_id(0)
+    if drawn > 0:
+        item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+    tiles = gl.load(begins + batch)
+    heads = item // (tiles * at_once) * at_once
+    rest = item % (tiles * at_once)
+    at = rest // at_once
+    place = find_request(begins, batch, at, 1, 0)
+    tile = gl.load(begins + place + 1) - 1 - at
+    found = tile * HEADS + heads + rest % at_once
+    return gl.where(item < tiles * HEADS, found, -1), gl.load(who + place)
 
 
 @gluon.jit
 def _tile(
     cu,
     lengths,
-    tiles,
     item,
     b,
     window,
+    HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     PAGE: gl.constexpr,
     BN: gl.constexpr,
     SEES: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
-    """Return where the 128 lines of an item of request b lie and which blocks of keys they see."""
-    head = item // tiles
+    """Return where the lines of an item of request b lie and which blocks of keys they see."""
+    head = item % HEADS
+    tile = item // HEADS
     query = gl.load(cu + b)
     queries = gl.load(cu + b + 1) - query
-    tile = tiles - 1 - item % tiles - (query * GROUP // 128 + b)
     begin = 0
     if PAGE == 0:
         begin = gl.load(lengths + b)
@@ -89,8 +84,8 @@ def _tile(
     whole_low = 0
     whole_high = length
     if SEES == SEE_CAUSAL:
-        first_query = tile * 128 // GROUP
-        last_query = gl.minimum((tile * 128 + 127) // GROUP, queries - 1)
+        first_query = tile * LINES // GROUP
+        last_query = gl.minimum((tile * LINES + LINES - 1) // GROUP, queries - 1)
         last = gl.minimum(length, prefix + last_query + 1)
         whole_high = gl.minimum(length, prefix + first_query + 1)
         if WINDOW:
@@ -123,34 +118,7 @@ def _take(ring, ring_full, ring_free, turn):
 
 @gluon.jit
 def _copy_keys(
-    counter,
-    ring,
-    ring_full,
-    ring_free,
-    k_rows,
-    v_rows,
-    k_store,
-    v_store,
-    k_tile,
-    v_tile,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
-    cu,
-    lengths,
-    table,
-    batch,
-    tiles,
-    items,
-    window,
-    table_row,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
+    given,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     PAGE: gl.constexpr,
@@ -163,38 +131,54 @@ def _copy_keys(
     WIDE: gl.constexpr,
 ):
     """Draw items and bring the blocks of keys and values of each, the last one first."""
+    (
+        counter, begins, who, ring, ring_full, ring_free, k_rows, v_rows, k_store, v_store, k_tile,
+        v_tile, k_full, k_free, v_full, v_free, cu, lengths, table, batch, at_once, window,
+        table_row, k_page, k_token, k_head, v_page, v_token, v_head,
+    ) = given  # fmt: skip
     GATHERS: gl.constexpr = PAGE > 0 and PAGE < GATHER_BELOW
     WARPS: gl.constexpr = 4 if GATHERS else 1
+    LAG: gl.constexpr = 1 if GATHERS else 0  # values come as late as they are needed
     step = 0
+    v_step = 0
     turn = 0
-    drawn = gl.program_id(0) * 0  # a number, not a constant
-    item, b, drawn = _seek(counter, drawn, cu, batch, tiles, items, GROUP)
+    item, b = _draw(counter, 0, begins, who, batch, at_once, HEADS)
     _give(ring, ring_full, ring_free, turn, item, b, WARPS)
     while item >= 0:
         head, query, queries, tile, begin, length, first, low, count, _l, _h = _tile(
-            cu, lengths, tiles, item, b, window, GROUP, PAGE, BN, SEES, WINDOW
+            cu, lengths, item, b, window, HEADS, GROUP, PAGE, BN, SEES, WINDOW
         )
         pages = table + b.to(gl.int64) * table_row
         next_item = -1
         next_b = 0
-        for i in range(0, count):
-            start = (low + count - 1 - i) * BN
-            stage = step % STAGES
-            phase = ((step // STAGES) & 1) ^ 1
-            mbarrier.wait(k_free.index(stage), phase)
-            bring(
-                k_rows, k_store, k_tile, stage, k_full.index(stage), pages, begin, head, HEADS,
-                first, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
-            )  # fmt: skip
-            mbarrier.wait(v_free.index(stage), phase)
-            bring(
-                v_rows, v_store, v_tile, stage, v_full.index(stage), pages, begin, head, HEADS,
-                first, length, start, v_page, v_token, v_head, PAGE, HND, BN, D, STAGES, WIDE,
-            )  # fmt: skip
-            step += 1
-            if i == 0:  # what comes next is known long before it is needed
+        start = (low + count - 1) * BN
+        places = look_up(pages, first, length, start, PAGE, BN)
+        behind = places + 0  # Triton 3.6 carries no name through a loop that is another's at first
+        for i in range(0, count + LAG):
+            ahead = look_up(pages, first, length, start - BN, PAGE, BN)
+            if i < count:
+                stage = step % STAGES
+                mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
+                bring(
+                    k_rows, k_store, k_tile, stage, k_full.index(stage), pages, places, begin, head,
+                    HEADS, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
+                )  # fmt: skip
+                step += 1
+            if i >= LAG:
+                stage = v_step % STAGES
+                mbarrier.wait(v_free.index(stage), ((v_step // STAGES) & 1) ^ 1)
+                bring(
+                    v_rows, v_store, v_tile, stage, v_full.index(stage), pages, behind, begin, head,
+                    HEADS, length, start + LAG * BN, v_page, v_token, v_head, PAGE, HND, BN, D,
+                    STAGES, WIDE,
+                )  # fmt: skip
+                v_step += 1
+            behind = places if LAG else ahead
+            places = ahead
+            start -= BN
+            if i == gl.minimum(count, STAGES) - 1 + LAG:  # known before it is needed
                 turn += 1
-                next_item, next_b, drawn = _seek(counter, drawn, cu, batch, tiles, items, GROUP)
+                next_item, next_b = _draw(counter, 1, begins, who, batch, at_once, HEADS)
                 _give(ring, ring_full, ring_free, turn, next_item, next_b, WARPS)
         item = next_item
         b = next_b
@@ -206,8 +190,8 @@ def _copy_keys(
 
 @gluon.jit
 def _bring_queries(
-    q, mine, cu, tiles, item, b, q_token, q_head, HALF: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr,
+    q, mine, cu, item, b, q_token, q_head, HALF: gl.constexpr, HEADS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy lines 64 · HALF … of an item's queries; none of item -1.
 
@@ -216,11 +200,10 @@ def _bring_queries(
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     query = gl.load(cu + b)
     queries = gl.load(cu + b + 1) - query
-    tile = tiles - 1 - item % tiles - (query * GROUP // 128 + b)
-    line = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
+    line = item // HEADS * LINES + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
     column = gl.arange(0, D, gl.SliceLayout(0, B))
     at = (query + line // GROUP).to(gl.int64) * q_token
-    at += (item // tiles * GROUP + line % GROUP) * q_head
+    at += (item % HEADS * GROUP + line % GROUP) * q_head
     inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :] & (item >= 0)
     async_copy.async_copy_global_to_shared(mine, q + at[:, None] + column[None, :], mask=inside)
     async_copy.commit_group()
@@ -228,31 +211,7 @@ def _bring_queries(
 
 @gluon.jit
 def _attend(
-    ring,
-    ring_full,
-    ring_free,
-    q_tile,
-    k_tile,
-    v_tile,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
-    q,
-    out,
-    lse,
-    sinks,
-    cu,
-    lengths,
-    tiles,
-    scale,
-    cap,
-    v_scale,
-    window,
-    q_token,
-    q_head,
-    out_token,
-    out_head,
+    given,
     HALF: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -266,6 +225,10 @@ def _attend(
     STAGES: gl.constexpr,
 ):
     """Attend with lines 64 · HALF … of each tile."""
+    (
+        ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full, v_free, q, out,
+        lse, sinks, cu, lengths, scale, cap, v_scale, window, q_token, q_head, out_token, out_head,
+    ) = given  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -276,16 +239,16 @@ def _attend(
     step = 0
     turn = 0
     item, b = _take(ring, ring_full, ring_free, turn)
-    _bring_queries(q, mine, cu, tiles, item, b, q_token, q_head, HALF, GROUP, D)
+    _bring_queries(q, mine, cu, item, b, q_token, q_head, HALF, HEADS, GROUP, D)
     while item >= 0:
         head, query, queries, tile, begin, length, first, low, count, whole_low, whole_high = _tile(
-            cu, lengths, tiles, item, b, window, GROUP, PAGE, BN, SEES, WINDOW
+            cu, lengths, item, b, window, HEADS, GROUP, PAGE, BN, SEES, WINDOW
         )
         async_copy.wait_group(0)
         barrier()
         hopper.fence_async_shared()
         prefix = length - queries
-        flat = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
+        flat = tile * LINES + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         qi = flat // GROUP
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
@@ -341,7 +304,7 @@ def _attend(
         # this tile has met all its keys: the queries of the next one come while it is finished
         turn += 1
         next_item, next_b = _take(ring, ring_full, ring_free, turn)
-        _bring_queries(q, mine, cu, tiles, next_item, next_b, q_token, q_head, HALF, GROUP, D)
+        _bring_queries(q, mine, cu, next_item, next_b, q_token, q_head, HALF, HEADS, GROUP, D)
         acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
         mbarrier.arrive(v_free.index(last), count=1)
         step += 1
@@ -357,7 +320,7 @@ def _attend(
         safe = gl.where(none, 1.0, total)
         done = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, O))[:, None]
         done = gl.convert_layout(done.to(out.dtype.element_ty), B)
-        line = tile * 128 + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
+        line = tile * LINES + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
         column = gl.arange(0, D, gl.SliceLayout(0, B))
         inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :]
         o_at = (query + line // GROUP).to(gl.int64) * out_token
@@ -370,7 +333,7 @@ def _attend(
         b = next_b
 
 
-@gluon.jit(do_not_specialize=["batch", "tiles", "items", "window", "table_row"])
+@gluon.jit(do_not_specialize=["batch", "at_once", "window", "table_row"])
 def extend_hopper(
     q,
     k_rows,
@@ -381,11 +344,12 @@ def extend_hopper(
     lse,
     cu,
     lengths,
+    begins,
+    who,
     table,
     sinks,
     batch,
-    tiles,
-    items,
+    at_once,
     counter,
     scale,
     cap,
@@ -417,9 +381,9 @@ def extend_hopper(
 ):
     """Do what extend_tiles does, with 128 lines a tile; a program draws one tile after another.
 
-    tiles: upper bound of the tiles of a head, items = tiles · HEADS. counter: int32 [2], zeros
-    before and after: the items that were drawn and the programs that are done. k_rows, v_rows: the
-    stores as rows of tokens for TMA, [min(PAGE, BN) or BN, 64] at a time.
+    begins, who: see order_requests. at_once: heads that take turns, a divisor of HEADS. counter:
+    int32 [2], zeros before and after: the items that were drawn and the programs that are done.
+    k_rows, v_rows: the stores as rows of tokens for TMA, [min(PAGE, BN) or BN, 64] at a time.
     """
     T: gl.constexpr = q.dtype.element_ty
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], T)
@@ -443,36 +407,30 @@ def extend_hopper(
         mbarrier.init(v_full.index(i), count=128 if GATHERS else 1)
         mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_free.index(i), count=2)
+    attends = (
+        ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full, v_free, q, out,
+        lse, sinks, cu, lengths, scale, cap, v_scale, window, q_token, q_head, out_token, out_head,
+    )  # fmt: skip
+    copies = (
+        counter, begins, who, ring, ring_full, ring_free, k_rows, v_rows, k_store, v_store, k_tile,
+        v_tile, k_full, k_free, v_full, v_free, cu, lengths, table, batch, at_once, window,
+        table_row, k_page, k_token, k_head, v_page, v_token, v_head,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 _attend,
-                (
-                    ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full,
-                    v_free, q, out, lse, sinks, cu, lengths, tiles, scale, cap, v_scale, window,
-                    q_token, q_head, out_token, out_head, 0, HEADS, GROUP, PAGE, BN, D, SEES,
-                    WINDOW, CAP, SINKS, STAGES,
-                ),
+                (attends, 0, HEADS, GROUP, PAGE, BN, D, SEES, WINDOW, CAP, SINKS, STAGES),
             ),
             (
                 _attend,
-                (
-                    ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full,
-                    v_free, q, out, lse, sinks, cu, lengths, tiles, scale, cap, v_scale, window,
-                    q_token, q_head, out_token, out_head, 1, HEADS, GROUP, PAGE, BN, D, SEES,
-                    WINDOW, CAP, SINKS, STAGES,
-                ),
+                (attends, 1, HEADS, GROUP, PAGE, BN, D, SEES, WINDOW, CAP, SINKS, STAGES),
             ),
             (
                 _copy_keys,
-                (
-                    counter, ring, ring_full, ring_free, k_rows, v_rows, k_store, v_store, k_tile,
-                    v_tile, k_full, k_free, v_full, v_free, cu, lengths, table, batch, tiles,
-                    items, window, table_row, k_page, k_token, k_head, v_page, v_token, v_head,
-                    HEADS, GROUP, PAGE, HND, BN, D, SEES, WINDOW, STAGES, WIDE,
-                ),
+                (copies, HEADS, GROUP, PAGE, HND, BN, D, SEES, WINDOW, STAGES, WIDE),
             ),
         ],
         [4, 4 if GATHERS else 1],
         [224 if GATHERS else 240, 56 if GATHERS else 24],
-    )  # fmt: skip
+    )

@@ -37,6 +37,27 @@ def find_request(cu, batch, item, SCALE: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def look_up(table, first, length, start, PAGE: gl.constexpr, BN: gl.constexpr):
+    """Return where keys start … start + BN lie, page · PAGE + place, a key a thread; else nothing.
+
+    Only for pages that `bring` gathers. Keys that are nobody's are then copies of others.
+    """
+    if PAGE > 0 and PAGE < GATHER_BELOW:
+        K: gl.constexpr = gl.DistributedLinearLayout(
+            [],
+            [[1], [2], [4], [8], [16 if BN == 128 else 0]],
+            [[BN // 4], [BN // 2]],
+            [],
+            [BN],
+        )
+        token = start + gl.arange(0, BN, K)
+        token = gl.maximum(gl.minimum(gl.maximum(token, first), length - 1), 0)
+        return gl.load(table + token // PAGE) * PAGE + token % PAGE
+    else:
+        return start
+
+
+@gluon.jit
 def bring(
     rows,
     store,
@@ -44,10 +65,10 @@ def bring(
     stage,
     full,
     table,
+    places,
     begin,
     head,
     heads,
-    first,
     length,
     start,
     page_stride,
@@ -63,29 +84,24 @@ def bring(
     """Copy keys start … start + BN of one head into stage `stage` of `tile`, and signal `full`.
 
     By TMA from `rows`, a page or a part of one at a time; pages that are too small for it are
-    gathered from `store` by all four warps, and keys that are nobody's are then copies of others.
+    gathered from `store` by all four warps, from the `places` that look_up found.
     """
-    PANELS: gl.constexpr = D // 64
     if PAGE > 0 and PAGE < GATHER_BELOW:
-        N: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 64], tile.dtype)
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        panels = tile._reinterpret(tile.dtype, [STAGES * PANELS, BN, 64], N)
-        token = start + gl.arange(0, BN, gl.SliceLayout(1, L))
-        token = gl.maximum(gl.minimum(gl.maximum(token, first), length - 1), 0)
-        page = gl.load(table + token // PAGE)
-        inner = token % PAGE
+        # a warp's rows are those whose places its threads looked up
+        L: gl.constexpr = gl.BlockedLayout([BN // 16, 8], [4, 8], [4, 1], [1, 0])
+        page = places // PAGE
+        inner = places % PAGE
         if WIDE:
             page = page.to(gl.int64)
-        at = page * page_stride + inner * token_stride
-        column = gl.arange(0, 64, gl.SliceLayout(0, L))
+        at = gl.convert_layout(page * page_stride + inner * token_stride, gl.SliceLayout(1, L))
+        column = gl.arange(0, D, gl.SliceLayout(0, L))
         mine = store + head.to(gl.int64) * head_stride
-        for panel in gl.static_range(PANELS):
-            async_copy.async_copy_global_to_shared(
-                panels.index(stage * PANELS + panel),
-                mine + at[:, None] + (column + panel * 64)[None, :],
-            )
+        async_copy.async_copy_global_to_shared(
+            tile.index(stage), mine + at[:, None] + column[None, :]
+        )
         async_copy.mbarrier_arrive(full, increment_count=False)
     else:
+        PANELS: gl.constexpr = D // 64
         ROWS: gl.constexpr = min(PAGE, BN) if PAGE > 0 else BN
         PARTS: gl.constexpr = BN // ROWS
         parts = tile._reinterpret(tile.dtype, [STAGES * PANELS * PARTS, ROWS, 64], rows.layout)

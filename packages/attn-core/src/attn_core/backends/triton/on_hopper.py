@@ -7,17 +7,17 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_core.backends.triton.heuristics import Launch, hopper_block
+from attn_core.backends.triton.heuristics import Launch, heads_at_once, hopper_block
 from attn_core.backends.triton.hopper_decode import decode_hopper
 from attn_core.backends.triton.hopper_extend import extend_hopper
 from attn_core.backends.triton.hopper_mla import decode_mla_hopper
 from attn_core.backends.triton.launch import SEE_TREE
+from attn_core.backends.triton.order import Order
 from attn_core.backends.triton.splits import Splits
 from attn_core.forward import AttentionLayer, SpecInfo
 from attn_core.kv_cache import LayerCache
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_LINES = 128  # (query, head of the group) pairs of a program
 _PANEL = 64  # columns of 16 bits that one copy brings: a row of 128 swizzled bytes
 _LEAST = 8  # rows that the swizzle goes over; smaller pages are gathered by extend_hopper
 
@@ -42,24 +42,27 @@ def extend_on_hopper(
     lengths: Tensor,
     page_table: Tensor | None,
     launch: Launch,
-    processors: int,
+    order: Order,
+    longest: int,
+    programs: int,
     counter: Tensor,
     out: Tensor,
     lse: Tensor,
     which: int,
 ) -> None:
-    """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
+    """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros.
+
+    longest: keys of the longest request.
+    """
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
     batch = cu_seqlens_q.shape[0] - 1
     page = 0 if page_table is None else cache.page_size
     rows = min(max(page, _LEAST), launch.block_n) if page else launch.block_n
     assert cache.v is not None  # extend_fits
-    tiles = q.shape[0] * group // _LINES + batch
-    items = tiles * heads
     q = _aligned(q)
     k_page, k_token, k_head = _strides(cache.k, cache.layout)
     v_page, v_token, v_head = _strides(cache.v, cache.layout)
-    extend_hopper[(min(items, processors),)](
+    extend_hopper[(programs,)](
         q,
         _rows(cache.k, cache.layout, rows),
         _rows(cache.v, cache.layout, rows),
@@ -69,11 +72,12 @@ def extend_on_hopper(
         lse,
         cu_seqlens_q,
         lengths,
+        order.begins,
+        order.who,
         lengths if page_table is None else page_table,
         q if layer.sinks is None else layer.sinks,
         batch,
-        tiles,
-        items,
+        heads_at_once(heads, longest, 2 * layer.head_dim * q.element_size()),
         counter,
         layer.scale * cache.k_scale,
         layer.logit_cap or 1.0,

@@ -1,0 +1,35 @@
+"""What the backend asks of a device: its name, its size, and which kernels it has of its own."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from attn_core.backends.triton.splits import SHORT
+
+
+def arch_of(device: torch.device) -> tuple[str, int]:
+    """Return the arch, "sm90" or "gfx942", and the number of multiprocessors."""
+    if device.type != "cuda":
+        return "interpreter", 3  # few, so that short requests are cut as well
+    found = torch.cuda.get_device_properties(device)
+    hip = torch.version.hip is not None
+    arch = found.gcnArchName.partition(":")[0] if hip else f"sm{found.major}{found.minor}"
+    return arch, found.multi_processor_count
+
+
+def short_on(device: torch.device) -> int:
+    """Return the keys of a request that is not cut; the interpreter meets no longer ones: 0."""
+    return SHORT if device.type == "cuda" else 0
+
+
+def hopper_on(arch: str) -> ModuleType | None:
+    """Import the kernels of Hopper on a Hopper; they need a Triton with Gluon for it, 3.6."""
+    if arch != "sm90":
+        return None
+    try:
+        return importlib.import_module("attn_core.backends.triton.on_hopper")
+    except ImportError:
+        return None

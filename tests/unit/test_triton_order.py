@@ -1,0 +1,33 @@
+"""Requests of many queries are taken with the longest first, whatever their tiles."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from attn_core.backends.triton.order import TILE, Order, fill_order
+from triton_server import DEVICE
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5)), min_size=1, max_size=150)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@given(requests=REQUESTS, group=st.sampled_from([1, 4, 7]))
+@settings(max_examples=15, deadline=None)
+def test_the_longest_request_comes_first(requests, group, paged):
+    def starts(counts):
+        return torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+
+    queries = [n for n, _ in requests]
+    keys = [n + prefix for n, prefix in requests]
+    lengths = torch.tensor(keys, dtype=torch.int32, device=DEVICE) if paged else starts(keys)
+    begins, who = (
+        torch.full((len(requests) + n,), -1, dtype=torch.int32, device=DEVICE) for n in (1, 0)
+    )
+    fill_order(Order(begins=begins, who=who), starts(queries), lengths, group, paged=paged)
+    order = sorted(range(len(requests)), key=lambda b: -keys[b])
+    assert who.tolist() == order, "equal ones keep their order"
+    tiles = [-(-queries[b] * group // TILE) for b in order]
+    assert begins.tolist() == starts(tiles).tolist()
