@@ -17,6 +17,7 @@ from attn_core.testing.budget import CheckFailed, within_budget
 from attn_core.testing.cases import Case
 from attn_core.testing.features import PAGED
 from attn_core.testing.inputs import Point
+from attn_core.testing.oracle import attend_one
 from attn_core.testing.passes import run_case
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import problems, report, run_all
@@ -146,6 +147,27 @@ def test_a_small_error_everywhere_is_over_budget():
     near[0] += 1e-2
     with pytest.raises(CheckFailed, match="root mean square"):
         within_budget("x", truth + 1e-2, truth, near, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.05, 4.0])
+def test_the_lse_of_rounded_probabilities_is_within_the_budget(dtype, size):
+    """Small scores round to almost nothing; probabilities that are added up round as ever."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 4, 16, generator=draw).to(dtype) for n in (1, 33, 33))
+    near, right = (
+        attend_one(q[0].to(t), k.to(t), v.to(t), scale=size / 4)[1] for t in (dtype, torch.float64)
+    )
+    logits = torch.einsum("hd,nhd->hn", q[0].double(), k.double()) * size / 4
+    top = logits.amax(-1, keepdim=True) + 0.1  # a maximum that only some blocks met
+    for scale in (1.0, 0.95):
+        p = ((logits - top).exp() * scale).to(dtype).double()
+        got = p.sum(-1).log() + top[:, 0]
+        if scale == 1.0:
+            within_budget("LSE", got, right, near, torch.float32)
+        else:
+            with pytest.raises(CheckFailed, match="LSE: "):
+                within_budget("LSE", got, right, near, torch.float32)
 
 
 def test_cases_say_what_they_prove():

@@ -87,8 +87,23 @@ def attend_one(
         top = p.amax(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
         p = to_fp8(p / top, rounds, 1.0).to(p) * top
     out = (p.reshape(kv_heads, heads // kv_heads, -1) @ v.transpose(0, 1)).view(heads, -1)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return out, wide.logsumexp(-1)
+    return out, _log_sum_exp(logits)
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """Return the natural log-sum-exp of logits [Hq, n], as wide as float32.
+
+    Kernels may add up the probabilities that they multiply with, which are rounded, relative to
+    whatever maximum they have met: of three such sums that which errs most is taken.
+    """
+    if logits.dtype == torch.float64:
+        return logits.logsumexp(-1)
+    exact = logits.float().logsumexp(-1)
+    most = exact
+    for shift in (0.0, 0.2, 0.4):
+        p = (logits.float() - exact[:, None].nan_to_num(neginf=0.0) - shift).exp()
+        most = _farther(most, exact + p.to(logits.dtype).float().sum(-1).log() + shift, exact)
+    return most
 
 
 def products_in_turn(q: Tensor, k: Tensor) -> Tensor:
