@@ -115,12 +115,15 @@ MORE: dict[str, Site] = {
     "decode-80": Site(case=decode(dims=(80, 80), heads=(32, 32))),
     "decode-cross": Site(case=decode(encoder_lens=(70, 20))),
     "extend-cross": Site(case=extend(encoder_lens=(300, 20))),
+    "extend-1k": Site(case=extend(seq_lens=(1000, 64))),
+    "extend-1k-page-1": Site(case=extend(seq_lens=(1000, 64)), page_size=1),
     "extend-fp32": Site(case=extend(), dtype="fp32"),
     "extend-fp8": Site(case=extend(kv_dtype="fp8_e4m3", k_scale=0.5)),
     "extend-fp4": Site(case=extend(kv_dtype="fp4_e2m1", k_scale=0.5)),
     "extend-256": Site(case=extend(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
     "verify-tree-gpt-oss": Site(case=verify(**ODDITIES), page_size=16),
     "encoder": Site(case=_TOWER),
+    "encoder-128": Site(case=replace(_TOWER, dims=(128, 128), query_lens=(300,), key_lens=(300,))),
     "vision": Site(case=replace(_TOWER, phase=Phase.ENCODE)),
     "mla-extend": Site(case=extend(**MLA)),
     "mla-verify-chain": Site(case=verify(trees=None, query_lens=(4, 4), **MLA)),
@@ -131,7 +134,8 @@ MORE: dict[str, Site] = {
 }
 OTHERS: dict[str, Launch] = {
     "decode-short": partial(short, decode()),
-    "extend-short": partial(short, extend(dims=(64, 64))),
+    "extend-short": partial(short, extend()),
+    "extend-short-64": partial(short, extend(dims=(64, 64))),
     "decode-short-256": partial(short, decode(dims=(256, 256), heads=(8, 4))),
     "mla-decode-short": partial(short, decode(**MLA)),
 }

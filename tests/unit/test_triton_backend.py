@@ -1,6 +1,7 @@
 """What the Triton backend promises beyond right numbers: its plans, its writes, its determinism."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from attn_core.testing.inputs import mapped, to_device, without_host_lengths
 pytest.importorskip("triton")
 
 from attn_core.backends import triton as module
+from attn_core.backends.layer_class import LayerClass
 from attn_core.backends.triton.decode import plan_splits
+from attn_core.backends.triton.splits import Splits
 from triton_server import (
     DEVICE,
     HKV,
@@ -75,6 +78,48 @@ def test_short_requests_are_not_cut():
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     long, _ = Server((300, 1), (40, 1)).batch(M.DECODE)
     assert not next(iter(whole.init_forward_metadata(long).values())).whole
+
+
+def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbour_decides():
+    def on_hopper(**config):
+        made = make_backend(**config)
+        made._hopper, made._short = SimpleNamespace(extend_fits=lambda *a, **k: False), 256
+        return made
+
+    def plan(made, server, mode):
+        [found] = made.init_forward_metadata(server.batch(mode)[0]).values()
+        return found
+
+    short, long = Server((90, 50), (60, 9)), Server((300, 50), (60, 9))
+    assert isinstance(plan(on_hopper(), long, M.EXTEND), Splits)
+    assert plan(on_hopper(), short, M.EXTEND) is None, "100 lines of a request are half a tile"
+    held = on_hopper()
+    held.init_cuda_graph_state(2, 100)
+    batch, _ = short.batch(M.EXTEND)
+    view = batch.views["full"]
+    room = torch.zeros(2, 40, dtype=torch.int32, device=DEVICE)  # for 640 keys
+    wide = replace(batch, views={"full": replace(view, page_table=room)})
+    [captured] = held.init_forward_metadata_capture_cuda_graph(wide).values()
+    assert isinstance(captured, Splits), "a replay may be longer"
+    # as many lines a request, but all modes of one query a request cut them
+    many = replace(make_layer(), num_q_heads=100, num_kv_heads=1)
+    one = Server((90, 1), (60, 1), layers=[many])
+    fixed = make_backend(many, deterministic=True)
+    fixed._hopper, fixed._short = SimpleNamespace(extend_fits=None), 256
+    assert isinstance(plan(fixed, one, M.DECODE), Splits)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_plans_of_any_batch_are_aligned_alike(size):
+    """A kernel is compiled for pointers at 16 bytes, and again for others."""
+    backend = make_backend()
+    backend._hopper = SimpleNamespace()
+    which = LayerClass.of(make_layer(), causal=True)._replace(head_dim=128, v_head_dim=128)
+    backend.init_cuda_graph_state(size, size)
+    for room in (None, *backend._lines.values()):
+        order = backend._order(which, size, 1000, room)
+        assert order.who.data_ptr() % 16 == order.begins.data_ptr() % 16
+        assert (order.begins.shape[0], order.who.shape[0]) == (size + 1, size)
 
 
 def test_a_large_unit_is_enough_for_a_program():

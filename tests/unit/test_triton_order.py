@@ -26,7 +26,9 @@ def test_the_longest_request_comes_first(requests, group, paged):
     begins, who = (
         torch.full((len(requests) + n,), -1, dtype=torch.int32, device=DEVICE) for n in (1, 0)
     )
-    fill_order(Order(begins=begins, who=who), starts(queries), lengths, group, paged=paged)
+    fill_order(
+        Order(begins=begins, who=who, longest=0), starts(queries), lengths, group, paged=paged
+    )
     order = sorted(range(len(requests)), key=lambda b: -keys[b])
     assert who.tolist() == order, "equal ones keep their order"
     tiles = [-(-queries[b] * group // TILE) for b in order]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from attn_core.backends.triton.heuristics import hopper_launch
 from attn_core.capabilities import LayerNeeds, Requirements, Speculation
 from attn_core.cli.app import build_app
 from attn_core.decision import Overrides
@@ -34,12 +35,18 @@ def modes(backend):
     return [args[0].forward_mode for name, args, _ in backend.calls if name.startswith("init")]
 
 
+def thrice(*items):
+    """Return each item once for each length."""
+    return [item for item in items for _ in range(3)]
+
+
 def test_each_mode_runs_on_its_backend_and_each_class_of_layers_once():
     dispatcher, pre, dec = make("decode", encode=recorder("tower", layers=()))
     said = []
     warmed = warmup(dispatcher, max_bs=5, step=lambda *what: said.append(what))
-    assert modes(pre) == [M.EXTEND, M.EXTEND, M.MIXED]
-    assert modes(dec) == [M.DECODE] * 2 + [M.TARGET_VERIFY, M.DRAFT_DECODE, M.DRAFT_EXTEND]
+    assert modes(pre) == thrice(M.EXTEND, M.EXTEND, M.MIXED)
+    drafts = (M.TARGET_VERIFY, M.DRAFT_DECODE, M.DRAFT_EXTEND)
+    assert modes(dec) == thrice(M.DECODE, M.DECODE, *drafts)
     assert {m for m in M if m is not M.IDLE} == {*modes(pre), *modes(dec)}
     for backend in (pre, dec):
         ran = [args for name, args, _ in backend.calls if name.startswith("forward")]
@@ -49,9 +56,22 @@ def test_each_mode_runs_on_its_backend_and_each_class_of_layers_once():
             decodes = batch.forward_mode in DECODE_MODES
             assert decodes == (batch.max_q_len == 1 and batch.batch_size == batch.num_tokens)
     sizes = [args[0].batch_size for name, args, _ in dec.calls if name.startswith("init")]
-    assert sizes[:2] == [1, 5]
+    assert sizes[:6] == thrice(1, 5)
     assert [(w.backend, w.what, len(warmed)) for w in warmed] == said
     assert all(w.seconds >= 0 for w in warmed)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prompts_of_all_lengths_that_take_other_kernels_run(dim):
+    dispatcher, pre, _ = make("decode", encode=recorder("tower", layers=()))
+    warmup(dispatcher)
+    batches = [args[0] for name, args, _ in pre.calls if name.startswith("init")]
+    longest = {batch.views["full"].max_seq_len for batch in batches if batch.max_q_len > 64}
+
+    def tiles(lengths):
+        return {hopper_launch(dim, n, tiles=9, processors=132) for n in lengths}
+
+    assert tiles(longest) == tiles(range(1, 5000))
 
 
 def test_only_page_0_is_written():

@@ -21,6 +21,7 @@ from attn_core.roles import ROLE_OF_MODE, Role
 
 # Every page of a dummy batch is page 0: it is nobody's, whatever is written there.
 _ROOM = 128  # tokens of the longest dummy request
+_MORE = (0, 1000, 2000)  # keys before these: backends choose kernels by length
 _MLA_RAGGED = (192, 128)  # head dims of MLA's prefill without absorption, as all its models have
 
 
@@ -144,8 +145,8 @@ def _passes(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
 def _over_the_cache(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
     modes = ForwardMode
     if dispatcher.routes["prefill"].config.row.absorbed:
-        yield _paged(dispatcher, "prefill", modes.EXTEND, (1, 17), (1, 17))
-        yield _paged(dispatcher, "prefill over a prefix", modes.EXTEND, (3, 40), (90, 41))
+        yield _paged(dispatcher, "prefill", modes.EXTEND, (1, 100), (1, 100))
+        yield _paged(dispatcher, "prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
         yield _paged(dispatcher, "mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
     for size in sorted({1, max_bs}):
         what = f"decode, batch size {size}"
@@ -172,10 +173,14 @@ def _paged(
     seq_lens: Sequence[int],
     spec: SpecInfo | None = None,
 ) -> _Pass:
-    """Return a pass over the cache, of every class of layers that has one."""
+    """Return a pass over the cache, of every class of layers that has one, at several lengths."""
     role, pool = ROLE_OF_MODE[mode], dispatcher.caches
 
     def run() -> None:
+        for more in _MORE:
+            run_at([n + more for n in seq_lens])
+
+    def run_at(seq_lens: Sequence[int]) -> None:
         config = dispatcher.backend(role).config
         layers = _cached(config.layers)
         columns = -(-max(*seq_lens, _ROOM) // pool.page_size)
@@ -239,18 +244,23 @@ def _without_cache(
     lse: bool = False,
 ) -> Callable[[], None]:
     def run() -> None:
+        for more in (0,) if causal else _MORE:
+            run_at(more)
+
+    def run_at(more: int) -> None:
         config = dispatcher.routes[role].config
-        tokens = 50, config.dtype, config.device
+        of = config.dtype, config.device
         ends = torch.tensor([0, 17, 50], dtype=torch.int32, device=config.device)
+        key_ends = torch.tensor([0, 17, 50 + more], dtype=torch.int32, device=config.device)
         dispatcher.forward_ragged(
-            _zeros(*tokens, layer.num_q_heads, layer.head_dim),
-            _zeros(*tokens, layer.num_kv_heads, layer.head_dim),
-            _zeros(*tokens, layer.num_kv_heads, layer.v_head_dim),
+            _zeros(50, *of, layer.num_q_heads, layer.head_dim),
+            _zeros(50 + more, *of, layer.num_kv_heads, layer.head_dim),
+            _zeros(50 + more, *of, layer.num_kv_heads, layer.v_head_dim),
             layer,
             ends,
-            ends,
+            key_ends,
             33,
-            33,
+            33 + more,
             causal=causal,
             return_lse=lse and config.row.lse,
             role="encode" if role == "encode" else "prefill",

@@ -93,8 +93,9 @@ def attend_one(
 def _log_sum_exp(logits: Tensor) -> Tensor:
     """Return the natural log-sum-exp of logits [Hq, n], as wide as float32.
 
-    Kernels may add up the probabilities that they multiply with, which are rounded, relative to
-    whatever maximum they have met: of three such sums that which errs most is taken.
+    Kernels may add up the probabilities that they multiply with, which are rounded. How that errs
+    depends on what was subtracted from the logits, and repeats with each octave: of three sums,
+    within one, that which errs most is taken.
     """
     if logits.dtype == torch.float64:
         return logits.logsumexp(-1)

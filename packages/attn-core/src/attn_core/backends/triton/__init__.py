@@ -40,8 +40,9 @@ Plans = Mapping[LayerClass, Splits | Order | None]  # None: many queries, taken 
 class Triton(AttentionBackend):
     """Two algorithms: many queries a request run in tiles, the keys of few queries are split.
 
-    Lengths stay on the device: a plan is one small launch per class of layers, for few queries
-    only. New K and V are written here, quantised where the cache is, in one launch.
+    Lengths stay on the device: a plan is one small launch per class of layers. New K and V are
+    written here, quantised where the cache is, in one launch. One stream at a time may use it: the
+    states of cut rows and the draws of tiles have one room.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -64,8 +65,7 @@ class Triton(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers that the plans of captured passes fill."""
         for which in self._classes:
-            lines = torch.empty(2, max_bs + 1, dtype=torch.int32, device=self.config.device)
-            self._lines[which] = lines
+            self._lines[which] = self._room(max_bs)
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
         """Plan into the static buffers; a graph serves every length of this batch size."""
@@ -82,12 +82,16 @@ class Triton(AttentionBackend):
         for which in self._classes:
             if which.view not in batch.views or not batch.num_tokens:
                 continue
-            whole = batch.spec is None and batch.views[which.view].max_seq_len <= self._short
+            room = lines.get(which)
+            longest = batch.views[which.view].max_seq_len
+            if room is not None:  # of a graph's replays: what the table has room for
+                longest = batch.views[which.view].page_table.shape[1] * self.config.page_size
+            whole = self._hopper is not None and not even and longest <= self._short
             few_queries = few(batch.max_q_len, which.group, latent=self._latent, whole=whole)
             if not few_queries or (self.config.deterministic and not even):
-                plans[which] = self._order(which, batch.batch_size, lines.get(which))
+                plans[which] = self._order(which, batch.batch_size, longest, room)
             else:
-                plans[which] = self._splits(which, batch, lines.get(which))
+                plans[which] = self._splits(which, batch, longest, room)
             self._fill(plans[which], which, batch)
         return plans
 
@@ -95,13 +99,11 @@ class Triton(AttentionBackend):
     def _latent(self) -> bool:
         return self.config.row.kind != "mha"
 
-    def _splits(self, which: LayerClass, batch: ForwardBatch, lines: Tensor | None) -> Splits:
-        size, device = batch.batch_size, self.config.device
+    def _splits(
+        self, which: LayerClass, batch: ForwardBatch, longest: int, room: Tensor | None
+    ) -> Splits:
+        size = batch.batch_size
         queries, fixed = batch.max_q_len * which.group, self.config.deterministic
-        view = batch.views[which.view]
-        longest = view.max_seq_len  # of a graph's replays: what the table has room for
-        if lines is not None:
-            longest = view.page_table.shape[1] * self.config.page_size
         short = not fixed and longest <= self._short
         tree = batch.spec is not None and batch.spec.tree_mask is not None
         launch = self._decode_launch(which, queries, short=short, tree=tree)
@@ -111,8 +113,6 @@ class Triton(AttentionBackend):
         rows = size * which.num_kv_heads * row_blocks
         states = rows * (longest // UNIT + 2) if fixed else 2 * programs
         parts, lse_parts = self._states(states * launch.block_m, power_of_two(which.v_head_dim))
-        if lines is None:
-            lines = torch.empty(1, size + 1, dtype=torch.int32, device=device)
         return Splits(
             launch=launch,
             row_blocks=row_blocks,
@@ -122,7 +122,7 @@ class Triton(AttentionBackend):
             unit=unit,
             whole=longest <= unit * launch.block_n,
             overlap=self._arch in ("sm90", "sm100", "sm103"),
-            lines=lines[0, : size + 1],
+            lines=(self._room(size) if room is None else room)[0, : size + 1],
             parts=parts,
             lse_parts=lse_parts,
         )
@@ -136,12 +136,18 @@ class Triton(AttentionBackend):
             self._scratch[width] = held
         return held
 
-    def _order(self, which: LayerClass, size: int, room: Tensor | None) -> Order | None:
+    def _order(
+        self, which: LayerClass, size: int, longest: int, room: Tensor | None
+    ) -> Order | None:
         if not self._hopper or hopper_block(which.head_dim, which.v_head_dim) is None:
             return None
-        if room is None:
-            room = torch.empty(2, size + 1, dtype=torch.int32, device=self.config.device)
-        return Order(begins=room[0, : size + 1], who=room[1, :size])
+        room = self._room(size) if room is None else room
+        return Order(begins=room[0, : size + 1], who=room[1, :size], longest=longest)
+
+    def _room(self, size: int) -> Tensor:
+        """Return two rows for the plan of a batch, as aligned for any batch size as for another."""
+        columns = -(-(size + 1) // 4) * 4
+        return torch.empty(2, columns, dtype=torch.int32, device=self.config.device)
 
     def _fill(self, made: Splits | Order | None, which: LayerClass, batch: ForwardBatch) -> None:
         lengths = batch.views[which.view].seq_lens
@@ -194,7 +200,7 @@ class Triton(AttentionBackend):
             if isinstance(made, Splits):
                 decode(q, layer, cache, *where, made, out, lse, self._hopper)
             else:
-                self._extend(q, layer, cache, *where, made, view.max_seq_len, out, lse)
+                self._extend(q, layer, cache, *where, made, out, lse)
         return (out, lse) if return_lse else out
 
     forward_decode = forward_extend  # decode is the same by another plan
@@ -214,7 +220,7 @@ class Triton(AttentionBackend):
         out: Tensor | None = None,
         return_lse: bool = False,
     ) -> Output:
-        """Attend without a cache; nothing is planned and no length is read on the host."""
+        """Attend without a cache; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
         q, out, lse = _outputs(q, layer, out)
@@ -223,11 +229,9 @@ class Triton(AttentionBackend):
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
             lengths = (cu_seqlens_q, cu_seqlens_k)
-            order = self._order(LayerClass.of(layer), cu_seqlens_q.shape[0] - 1, None)
-            if order is not None:
-                fill_order(order, *lengths, layer.num_q_heads // layer.num_kv_heads, paged=False)
+            order = self._order(LayerClass.of(layer), cu_seqlens_q.shape[0] - 1, max_k, None)
             where = (*lengths, None, q, None, order)
-            self._extend(q, layer, tokens, *where, max_k, out, lse, causal=causal)
+            self._extend(q, layer, tokens, *where, out, lse, causal=causal)
         return (out, lse) if return_lse else out
 
     def _extend(
@@ -241,7 +245,6 @@ class Triton(AttentionBackend):
         positions: Tensor,
         spec: SpecInfo | None,
         order: Order | None,
-        longest: int,
         out: Tensor,
         lse: Tensor,
         *,
@@ -249,20 +252,23 @@ class Triton(AttentionBackend):
     ) -> None:
         where = (cu_seqlens_q, lengths, page_table)
         which = sees(layer, spec) if causal is None else int(causal)
-        if self.config.deterministic:  # nothing may depend on the neighbours of a request
-            longest = LONG
-        dims = (layer.head_dim, layer.v_head_dim)
-        launch = extend_launch(self._arch, *dims, cache.k.element_size())
-        hopper, paged = self._hopper, page_table is not None
+        hopper, paged, launch = self._hopper, page_table is not None, None
         fits = hopper and hopper.extend_fits(q, layer, cache, paged=paged)
         if hopper and fits and order and which != SEE_TREE:
-            heads = layer.num_kv_heads
-            tiles = (q.shape[0] * layer.num_q_heads // heads // TILE + order.who.shape[0]) * heads
+            heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
+            tiles = (q.shape[0] * group // TILE + order.who.shape[0]) * heads
+            # in deterministic mode the tile must not depend on the neighbours of a request
+            longest = LONG if self.config.deterministic else order.longest
             launch = hopper_launch(layer.head_dim, longest, tiles, self._processors)
             if launch.block_m == TILE:
-                run = (launch, order, longest, min(tiles, self._processors), self._counter)
-                hopper.extend_on_hopper(q, layer, cache, *where, *run, out, lse, which)
+                if not paged:  # a call of its own, which nobody planned
+                    fill_order(order, cu_seqlens_q, lengths, group, paged=False)
+                run = (launch, order, min(tiles, self._processors), self._counter, out, lse)
+                hopper.extend_on_hopper(q, layer, cache, *where, *run, which)
                 return
+        if launch is None:
+            dims = (layer.head_dim, layer.v_head_dim)
+            launch = extend_launch(self._arch, *dims, cache.k.element_size())
         extend(q, layer, cache, *where, positions, spec, launch, out, lse, which)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ FEW_LINES = 128  # up to so many lines of a request, queries · group, its keys 
 def few(queries: int, group: int, *, latent: bool, whole: bool = False) -> bool:
     """Say whether `queries` of the longest request count as few: then its keys are split.
 
-    whole: no request has so many keys that they are cut, which leaves a tile that is half full no
-    reason for it.
+    whole: the keys of no request are so many that they are cut; then tiles of many queries are
+    faster as soon as half of one is full.
     """
     if latent:
         return queries <= 16
@@ -183,7 +184,7 @@ def hopper_block(head_dim: int, v_dim: int) -> int | None:
     return {64: 128, 128: 128, 256: 64}.get(head_dim)
 
 
-LONG = 1 << 30  # keys of a longest request that nobody asks for
+LONG = 1 << 30  # the longest request, where its length must not be asked
 
 
 def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> Launch:
@@ -208,6 +209,7 @@ def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> L
 _CACHED = 1 << 24  # bytes of keys and values that stay in the L2 cache of a Hopper
 
 
+@cache
 def heads_at_once(heads: int, longest: int, key_bytes: int) -> int:
     """Return how many KV heads take turns: a divisor of `heads` whose longest request is cached.
 

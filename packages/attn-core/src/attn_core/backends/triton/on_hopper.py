@@ -43,17 +43,13 @@ def extend_on_hopper(
     page_table: Tensor | None,
     launch: Launch,
     order: Order,
-    longest: int,
     programs: int,
     counter: Tensor,
     out: Tensor,
     lse: Tensor,
     which: int,
 ) -> None:
-    """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros.
-
-    longest: keys of the longest request.
-    """
+    """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
     batch = cu_seqlens_q.shape[0] - 1
     page = 0 if page_table is None else cache.page_size
@@ -77,7 +73,7 @@ def extend_on_hopper(
         lengths if page_table is None else page_table,
         q if layer.sinks is None else layer.sinks,
         batch,
-        heads_at_once(heads, longest, 2 * layer.head_dim * q.element_size()),
+        heads_at_once(heads, order.longest, 2 * layer.head_dim * q.element_size()),
         counter,
         layer.scale * cache.k_scale,
         layer.logit_cap or 1.0,

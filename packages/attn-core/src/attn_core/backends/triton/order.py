@@ -19,11 +19,13 @@ class Order:
     """Requests by their keys, the most first, equal for all layers of a class.
 
     who: int32 [batch], the requests. begins: int32 [batch + 1], how many tiles come before each of
-    them, and at its end how many there are.
+    them, and at its end how many there are. longest: keys of the longest request at most, as far
+    as the host knows.
     """
 
     begins: Tensor
     who: Tensor
+    longest: int
 
 
 def fill_order(
