@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from attn_core.backend import BackendConfig
@@ -76,17 +73,24 @@ def _mentions(said: str, texts: tuple[str, ...]) -> bool:
     return any(text in said for text in texts)
 
 
-@contextmanager
-def named(
-    config: BackendConfig,
-    doing: str,
-    batch: ForwardBatch | None = None,
-    layer: AttentionLayer | None = None,
-) -> Iterator[None]:
+class named:  # noqa: N801  # called like the function that it would be, were that as fast
     """Raise what run_error makes of a backend's error; errors of attn-core pass through."""
-    try:
-        yield
-    except AttnError:
-        raise
-    except Exception as error:  # a plugin's code: keep its error, name its owner
-        raise run_error(config, doing, error, batch, layer) from error
+
+    __slots__ = ("batch", "config", "doing", "layer")
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        doing: str,
+        batch: ForwardBatch | None = None,
+        layer: AttentionLayer | None = None,
+    ) -> None:
+        self.config, self.doing, self.batch, self.layer = config, doing, batch, layer
+
+    def __enter__(self) -> None:
+        """Enter."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Name the owner of a plugin's error, and keep it as the cause."""
+        if isinstance(error, Exception) and not isinstance(error, AttnError):
+            raise run_error(self.config, self.doing, error, self.batch, self.layer) from error

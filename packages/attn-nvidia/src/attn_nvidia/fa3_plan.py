@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ class Kind(NamedTuple):
     capped: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """One call over the cache: the arguments that all layers of a kind share.
 
     tokens: the page table names single tokens. last: the call that counts the sinks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attn_core.backend import AttentionBackend, BackendConfig, Output
@@ -19,8 +19,7 @@ from torch import Tensor
 from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
 
 
-@dataclass(frozen=True, eq=False)
-class DecodePlan:
+class DecodePlan(NamedTuple):
     """What the layers of one class share: the kernel's pages, int32 [B, M], and its schedule.
 
     queries: of every request or, where they differ, of the longest; cu_queries, int32 [B + 1], is
