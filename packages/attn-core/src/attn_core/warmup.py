@@ -47,13 +47,14 @@ def warmup(
     max_bs: int = 1,
     step: Callable[[str, str, int], None] = lambda backend, what, passes: None,
 ) -> list[Warmed]:
-    """Run what serving will run, once each, and time it; kernels are compiled on the way.
+    """Run what serving will run and time it; kernels are compiled on the way.
 
     Prefill with and without a prefix, a mixed batch, decode of one and of max_bs requests; verify
     and drafts where the dispatcher has backends for them; attention without a cache for encoders,
-    MLA and the vision tower. Layers that share a plan and its options run once. Nothing but page
-    0 of the pool is written. step(backend, pass, number of passes) is called before each. Raises
-    what the dispatcher raises: BackendRunError names the backend and the pass.
+    MLA and the vision tower. All but causal passes without a cache run at three lengths, since
+    backends choose kernels by length. Layers that share a plan and its options run once. Nothing
+    but page 0 of the pool is written. step(backend, pass, number of passes) is called before each.
+    Raises what the dispatcher raises: BackendRunError names the backend and the pass.
     """
     found = []
     passes = list(_passes(dispatcher, max_bs))
