@@ -34,14 +34,14 @@ LINES = gl.constexpr(TILE)
 
 
 @gluon.jit
-def _draw(counter, drawn, begins, who, batch, at_once, HEADS: gl.constexpr):
+def _draw(counter, begins, who, batch, at_once, HEADS: gl.constexpr, FIRST: gl.constexpr):
     """Draw an item; return tile · HEADS + head and the request, -1 and any at the end.
 
-    The first one is the program's own. `at_once` heads take turns: their keys fit the cache. A
+    FIRST: the one that is the program's own. `at_once` heads take turns: their keys fit the cache. A
     request's last tile comes first, since it sees most keys, as the longest request does.
     """
     item = gl.program_id(0)
-    if drawn > 0:
+    if not FIRST:
         item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
     tiles = gl.load(begins + batch)
     heads = item // (tiles * at_once) * at_once
@@ -142,7 +142,7 @@ def _copy_keys(
     step = 0
     v_step = 0
     turn = 0
-    item, b = _draw(counter, 0, begins, who, batch, at_once, HEADS)
+    item, b = _draw(counter, begins, who, batch, at_once, HEADS, True)
     _give(ring, ring_full, ring_free, turn, item, b, WARPS)
     while item >= 0:
         head, query, queries, tile, begin, length, first, low, count, _l, _h = _tile(
@@ -173,12 +173,12 @@ def _copy_keys(
                     STAGES, WIDE,
                 )  # fmt: skip
                 v_step += 1
-            behind = places if LAG else ahead
+            behind = places
             places = ahead
             start -= BN
             if i == gl.minimum(count, STAGES) - 1 + LAG:  # known before it is needed
                 turn += 1
-                next_item, next_b = _draw(counter, 1, begins, who, batch, at_once, HEADS)
+                next_item, next_b = _draw(counter, begins, who, batch, at_once, HEADS, False)
                 _give(ring, ring_full, ring_free, turn, next_item, next_b, WARPS)
         item = next_item
         b = next_b
