@@ -47,8 +47,8 @@ FEW_LINES = 128  # up to so many lines of a request, queries · group, its keys 
 def few(queries: int, group: int, *, latent: bool, whole: bool = False) -> bool:
     """Say whether `queries` of the longest request count as few: then its keys are split.
 
-    whole: the keys of no request are so many that they are cut; then tiles of many queries are
-    faster as soon as half of one is full.
+    whole: the keys of no request are so many that they are cut; then a full tile of many queries
+    was faster on an H200, and from half of one on it is taken.
     """
     if latent:
         return queries <= 16
