@@ -37,8 +37,8 @@ LINES = gl.constexpr(TILE)
 def _draw(counter, begins, who, batch, at_once, HEADS: gl.constexpr, FIRST: gl.constexpr):
     """Draw an item; return tile · HEADS + head and the request, -1 and any at the end.
 
-    FIRST: the one that is the program's own. `at_once` heads take turns: their keys fit the cache. A
-    request's last tile comes first, since it sees most keys, as the longest request does.
+    FIRST: the one that is the program's own. `at_once` heads take turns: their keys fit the cache.
+    A request's last tile comes first, since it sees most keys, as the longest request does.
     """
     item = gl.program_id(0)
     if not FIRST:
