@@ -45,7 +45,7 @@ def pages() -> dict[pathlib.Path, str]:
 
 
 def performance_pages() -> dict[pathlib.Path, str]:
-    """Return what the recorded measurements say; python -m benchmarks.tables draws the plots."""
+    """Return what the recorded measurements say: the page of figures, and the plot of the home page."""
     from benchmarks import tables
 
     return tables.pages()
