@@ -11,7 +11,8 @@ from benchmarks.results import Measured
 
 LOW, HIGH = 0.25, 2.0  # ratios at the two ends of the axis, which is logarithmic
 TICKS = (0.25, 0.5, 1.0, 2.0)
-HEAD = "ours / best peer; left of 1 ours is faster"
+LEFT = "Left of 1 ours is faster."
+HEAD = f"Our time / the best peer's. {LEFT}"
 
 
 @dataclass(frozen=True, kw_only=True)

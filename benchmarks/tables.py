@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
-from benchmarks.plots import bar, plot, spread, time
+from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.results import Entry, Measured, Report, load_all, names
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
@@ -57,7 +57,8 @@ def summary(reports: dict[str, Report]) -> str:
             if (ratios := [m.ratio for m in report.cases if m.phase == phase and m.ratio])
         ]
         when = f"{report.device}, {report.date[:10]}"
-        return plot(bars, f"{when}: triton / best peer, mean of each phase; left of 1 it is faster")
+        head = f"{when}: our time / the best peer's, mean over the shapes of a phase. {LEFT}"
+        return plot(bars, head)
     return ""
 
 
