@@ -57,7 +57,7 @@ def summary(reports: dict[str, Report]) -> str:
             if (ratios := [m.ratio for m in report.cases if m.phase == phase and m.ratio])
         ]
         when = f"{report.device}, {report.date[:10]}"
-        head = f"{when}: our time / the best peer's, mean over the shapes of a phase. {LEFT}"
+        head = f"{when}: our time / the best peer's, geometric mean of each phase. {LEFT}"
         return plot(bars, head)
     return ""
 
