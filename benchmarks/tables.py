@@ -99,11 +99,11 @@ def anchor(file: str, phase: str, number: int | None = None) -> str:
 def _spread(report: Report) -> str:
     ratios = [ratio for ratio, _ in report.ranked]
     if not ratios:
-        return f"{len(report.cases)} shapes, none of them with a peer.\n"
+        return f"{len(report.cases)} shapes, none of them with a ratio.\n"
     worst, case = report.ranked[0]
     faster = sum(r <= 1 for r in ratios)
     return (
-        f"{len(ratios)} of {len(report.cases)} shapes have a peer: ours is as fast or faster on "
+        f"{len(ratios)} of {len(report.cases)} shapes have a ratio: ours is as fast or faster on "
         f"{faster}, the median of ours / best is {statistics.median(ratios):.2f}, the worst "
         f"{worst:.2f} ({case.name}).\n"
     )

@@ -163,7 +163,7 @@ def test_the_home_page_sums_up_each_phase():
 def test_the_grid_is_summed_up():
     text = tables.page({"attention.g.grid.json": dataclasses.replace(REPORT, suite="grid")})
     assert (
-        "2 of 4 shapes have a peer: ours is as fast or faster on 1, the median of ours / best is "
+        "2 of 4 shapes have a ratio: ours is as fast or faster on 1, the median of ours / best is "
         "1.00, the worst 1.10 (decode B1)." in text
     )
 
