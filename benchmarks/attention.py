@@ -20,10 +20,10 @@ from attn_core.plugins import load_plugins
 from benchmarks.cases import Case
 from benchmarks.contestant import Contestant, installed_version
 from benchmarks.ours import our_backend
-from benchmarks.peers import GRID_PEERS, PEERS
-from benchmarks.results import Report, default_path
-from benchmarks.runner import Bounds, DeviceLost, measure_all
-from benchmarks.suites import GRID, PHASES, cases_of
+from benchmarks.peers import PEERS
+from benchmarks.results import FOLDER, Report, default_path
+from benchmarks.runner import DeviceLost, measure_all
+from benchmarks.suites import PHASES, cases_of
 from benchmarks.timing import measure_ceilings, timer_for
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -40,13 +40,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--peers",
         default="all",
-        help="names with commas, none, or all that are installed; of the grid: that are best there",
+        help="names with commas, none, or all that are installed",
     )
     add("--ours", help="our backend (default: triton on a GPU, torch_native on a CPU)")
     add("--device", default="cuda", help="a torch device; a CPU is timed by the host's clock")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/attention.….json)")
-    add("--cases", default="", help="only cases whose name matches this pattern")
-    add("--seconds-per-case", type=float, default=Bounds.seconds_per_case)
+    add("--cases", default="", help="only cases whose name matches this pattern; needs --out")
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
     return parser.parse_args(arguments)
 
@@ -62,10 +61,24 @@ def chosen_peers(names: str) -> tuple[Contestant, ...]:
     return tuple(known[name] for name in names.split(","))
 
 
-def peers_of(case: Case, peers: Sequence[Contestant], *, of_grid: bool) -> list[Contestant]:
-    """Return the peers that are asked a case; of_grid: only those that are best in the grid."""
-    asked = [p for p in peers if case.phase in p.phases]
-    return [p for p in asked if p.name in GRID_PEERS[case.phase]] if of_grid else asked
+def peers_of(case: Case, peers: Sequence[Contestant]) -> list[Contestant]:
+    """Return the peers that have the phase of a case."""
+    return [p for p in peers if case.phase in p.phases]
+
+
+def target(args: argparse.Namespace, device: str) -> pathlib.Path:
+    """Return the file to write. Raises SystemExit where a part of a run would become a record.
+
+    A record says who is the best of all peers: a run beside some of them goes elsewhere.
+    """
+    path: pathlib.Path = args.out or default_path(device, args.phase)
+    partial = [f"--{n}" for n, all_ in (("cases", ""), ("peers", "all")) if vars(args)[n] != all_]
+    if partial and path.resolve().parent == FOLDER.resolve():
+        raise SystemExit(
+            f"{' and '.join(partial)}: a record in {FOLDER} has all cases and all installed peers; "
+            "name a file elsewhere with --out"
+        )
+    return path
 
 
 def versions(distributions: Iterable[str]) -> dict[str, str | None]:
@@ -124,8 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [c for c in cases_of(args.phase) if re.search(args.cases, c.name)]
     if not cases:
         raise SystemExit(f"no case of {args.phase} matches {args.cases!r}")
-    of_grid = args.phase == GRID and args.peers == "all"
-    peers = chosen_peers(args.peers)
+    peers, path = chosen_peers(args.peers), target(args, device_name(device))
     try:
         ours = our_backend(
             args.ours or ("triton" if device.type == "cuda" else "torch_native"),
@@ -149,7 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ceilings=asdict(ceilings),
         command="python -m benchmarks.attention " + shlex.join(_without_place(given)),
     )
-    path = args.out or default_path(report.device, args.phase)
     if args.peers == "all" and (missing := [p.name for p in PEERS if p not in peers]):
         report = replace(report, notes=(f"not installed: {', '.join(missing)}",))
         print(report.notes[0], flush=True)
@@ -158,11 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for measured in measure_all(
             cases,
             ours,
-            lambda case: peers_of(case, peers, of_grid=of_grid),
+            lambda case: peers_of(case, peers),
             device=device,
             timer=timer,
             ceilings=ceilings,
-            bounds=Bounds(seconds_per_case=args.seconds_per_case, graph=args.graph),
+            graph=args.graph,
             say=lambda line: print(line, flush=True),
         ):
             report = replace(report, cases=(*report.cases, measured))

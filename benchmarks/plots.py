@@ -1,86 +1,92 @@
-"""Draw a report as SVG: how near everyone comes to the floor, or the spread over the grid."""
+"""Draw our time beside the best peer's, case by case, as HTML that a page takes in as it is."""
 
 from __future__ import annotations
 
-import importlib
-import pathlib
-import re
-from typing import Any
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from benchmarks.results import Entry, Measured, Report, names
+from benchmarks.results import Measured
 
-PANEL = (9.0, 2.6)  # inches
+LOW, HIGH = 0.25, 2.0  # ratios at the two ends of the axis, which is logarithmic
+TICKS = (0.25, 0.5, 1.0, 2.0)
+LEFT = "Left of 1 ours is faster."
+HEAD = f"Our time / the best peer's. {LEFT}"
 
 
-def plot(report: Report, path: pathlib.Path, source: str) -> None:
-    """Write one SVG. source: said in it, so that a check sees what it was drawn from.
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One line of a plot: what was measured, ours / best, and both times or why there are none.
 
-    Needs matplotlib, which nothing else here does.
+    href: the line of the table that the label leads to.
     """
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("svg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    # the same bytes for the same numbers, and text that stays text
-    with matplotlib.rc_context({"svg.hashsalt": report.suite, "svg.fonttype": "none"}):
-        figure = _grid(report, pyplot) if report.suite == "grid" else _bars(report, pyplot)
-        figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": source})
-        pyplot.close(figure)
+
+    label: str
+    ratio: float | None
+    text: str
+    href: str = ""
 
 
-def _bars(report: Report, pyplot: Any) -> Any:
-    """One panel a phase, one group of bars a case, one bar a contestant: its share of the floor."""
-    phases = list(dict.fromkeys(m.phase for m in report.cases))
-    shades = pyplot.get_cmap("tab20").colors
-    colours = {name: shades[i % 20] for i, name in enumerate(names(report.cases))}
-    widest = max(sum(m.phase == phase for m in report.cases) for phase in phases)
-    width, height = PANEL
-    figure, axes = pyplot.subplots(
-        len(phases), 1, figsize=(width, height * len(phases)), squeeze=False, layout="constrained"
+def bar(m: Measured, href: str) -> Bar:
+    """Return the line of a case."""
+    label = m.name.removeprefix(m.phase + " ")
+    best = m.best_peer
+    if m.ratio is not None and best is not None:
+        text = f"{time(m.ours.us)} µs, {best.name} {time(best.us)} µs"
+    elif m.untimed:
+        text = f"no ratio: {', '.join(m.untimed)} not timed"
+    else:
+        text = "no ratio: no peer, or no result of ours"
+    return Bar(label=label, ratio=m.ratio, text=text, href=href)
+
+
+def plot(bars: Iterable[Bar], head: str = HEAD) -> str:
+    """Write bars from 1 to each ratio, one below the other, under an axis and what it shows."""
+    ticks = "".join(f'<i style="left:{place(t):.1f}%">{t:g}</i>' for t in TICKS)
+    lines = [
+        '<div class="attn-plot">',
+        f'<p class="head">{html.escape(head)}</p>',
+        f'<p class="axis"><span></span><span class="ticks">{ticks}</span><span></span></p>',
+        *(_line(each) for each in bars),
+        "</div>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(each: Bar) -> str:
+    label = html.escape(each.label)
+    if each.href:
+        label = f'<a href="{html.escape(each.href)}">{label}</a>'
+    marks, figure = "", ""
+    if each.ratio is not None:
+        at, one = place(each.ratio), place(1.0)
+        side = "faster" if each.ratio <= 1 else "slower"
+        left, width = min(at, one), abs(at - one)
+        marks = f'<i class="{side}" style="left:{left:.1f}%;width:{width:.1f}%"></i>'
+        figure = f"<b>{each.ratio:.2f}</b> "
+    return (
+        f'<p><span>{label}</span><span class="bar">{marks}</span>'
+        f"<span>{figure}{html.escape(each.text)}</span></p>"
     )
-    for axis, phase in zip(axes[:, 0], phases, strict=True):
-        cases = [m for m in report.cases if m.phase == phase]
-        peers = names(cases)
-        bar = 0.8 / (1 + len(peers))
-        for i, name in enumerate(("", *peers)):
-            at = [x - 0.4 + bar * (i + 0.5) for x in range(len(cases))]
-            shares = [100 * _share(_entry(m, name)) for m in cases]
-            label, colour = name or cases[0].ours.name, "black" if not name else colours[name]
-            axis.bar(at, shares, bar, label=label, color=colour)
-        labels = [_in_lines(m.name.removeprefix(phase + " ")) for m in cases]
-        axis.set_xticks(range(len(cases)), labels, fontsize=6)
-        axis.set_xlim(-0.6, widest - 0.4)
-        axis.set_ylabel("floor / time, %")
-        axis.set_title(phase, loc="left")
-        axis.legend(fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
 
 
-def _grid(report: Report, pyplot: Any) -> Any:
-    """One point a shape: ours / best over the time of the best peer."""
-    figure, axis = pyplot.subplots(figsize=(PANEL[0], 1.6 * PANEL[1]), layout="constrained")
-    for phase in dict.fromkeys(m.phase for m in report.cases):
-        points = [
-            (m.best_peer.us, ratio)
-            for ratio, m in report.ranked
-            if m.phase == phase and m.best_peer is not None
-        ]
-        axis.scatter([x for x, _ in points], [y for _, y in points], s=18, label=phase)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_xlabel("best peer, µs")
-    axis.set_ylabel("ours / best peer (below 1: faster)")
-    axis.legend()
-    return figure
+def place(ratio: float) -> float:
+    """Return where a ratio lies between the ends of the axis, in percent of its width."""
+    share = math.log(ratio / LOW) / math.log(HIGH / LOW)
+    return 100 * min(1.0, max(0.0, share))
 
 
-def _entry(m: Measured, name: str) -> Entry | None:
-    return next((e for e in m.peers if e.name == name), None) if name else m.ours
+def time(us: float | None) -> str:
+    """Return microseconds with three digits or more."""
+    if us is None:
+        return "-"
+    return f"{us:.{0 if us >= 100 else 1}f}"
 
 
-def _in_lines(name: str) -> str:
-    """Break "B16 L4096 q8 tree H32/8 D128 p64" before the queries, the heads and the page size."""
-    return re.sub(r" (?=[qHp]\d)", "\n", name)
-
-
-def _share(entry: Entry | None) -> float:
-    return entry.roofline or 0.0 if entry is not None and entry.counts else 0.0
+def spread(label: str, ratios: Sequence[float], href: str) -> Bar:
+    """Return the line of several cases: their geometric mean, and the best and the worst."""
+    mean = math.exp(sum(math.log(r) for r in ratios) / len(ratios))
+    shapes = f"{len(ratios)} shape{'s' * (len(ratios) > 1)}"
+    text = shapes if len(ratios) == 1 else f"{min(ratios):.2f} to {max(ratios):.2f}, {shapes}"
+    return Bar(label=label, ratio=mean, text=text, href=href)

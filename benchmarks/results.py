@@ -6,12 +6,13 @@ import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 PATTERN = "attention.*.json"
 SCHEMA = 1
+REFUSES, SKIPPED = "refuses ", "skipped: "  # how the error of such an entry begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,16 @@ class Entry:
     def counts(self) -> bool:
         return self.us is not None and not self.wrong
 
+    @property
+    def skipped(self) -> bool:
+        """It takes the shape, and was not timed: whether it is the best is not known."""
+        return (self.error or "").startswith(SKIPPED)
+
+    @property
+    def refuses(self) -> bool:
+        """It declares that it does not take the shape."""
+        return (self.error or "").startswith(REFUSES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -64,12 +75,21 @@ class Measured:
         return min(right)[2] if right else None
 
     @property
+    def untimed(self) -> tuple[str, ...]:
+        """The peers that take this shape and were not timed."""
+        return tuple(e.name for e in self.peers if e.skipped)
+
+    @property
     def ratio(self) -> float | None:
-        """Our time over the best peer's: below 1 ours is faster. None where one is missing."""
-        best = self.best_peer
-        if best is None or best.us is None or self.ours.us is None or self.ours.wrong:
+        """Our time over the best peer's: below 1 ours is faster. None where one is missing.
+
+        None too where a peer was not timed, which could be the best. Of the digits that a file
+        keeps, so that it is the same before and after.
+        """
+        ours, best = _digits(self.ours.us), _digits(self.best_peer.us if self.best_peer else None)
+        if ours is None or best is None or self.ours.wrong or self.untimed:
             return None
-        return self.ours.us / best.us
+        return ours / best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +111,32 @@ class Report:
         found = [(m.ratio, m) for m in self.cases if m.ratio is not None]
         return sorted(found, key=lambda pair: (-pair[0], pair[1].name))
 
+    @property
+    def completed(self) -> Report:
+        """The same report, in which each case names every peer that its phase has in it.
+
+        A peer that is named in one case of a phase and not in another was not timed there.
+        """
+        cases = []
+        for m in self.cases:
+            here = names([m])
+            more = tuple(
+                Entry(name=name, error=SKIPPED + "timed in other cases of this phase alone")
+                for name in names(c for c in self.cases if c.phase == m.phase)
+                if name not in here
+            )
+            cases.append(replace(m, peers=m.peers + more))
+        return replace(self, cases=tuple(cases))
+
     def save(self, path: pathlib.Path) -> None:
         """Write the report; best peers and ratios are added for whoever reads the JSON."""
-        data = asdict(self) | {"schema": SCHEMA, "worst": None}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json())
+
+    def to_json(self) -> str:
+        """Return what a file of results holds, the cases completed."""
+        full = self.completed
+        data = asdict(full) | {"schema": SCHEMA, "worst": None}
         data["cases"] = [
             _lean(asdict(m))
             | {
@@ -102,17 +145,16 @@ class Report:
                 "best_peer": m.best_peer.name if m.best_peer else None,
                 "ratio": _digits(m.ratio),
             }
-            for m in self.cases
+            for m in full.cases
         ]
-        if self.ranked:
-            ratio, case = self.ranked[0]
-            data["worst"] = {"case": case.name, "ratio": _digits(ratio), "of": len(self.ranked)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        if full.ranked:
+            ratio, case = full.ranked[0]
+            data["worst"] = {"case": case.name, "ratio": _digits(ratio), "of": len(full.ranked)}
+        return json.dumps(data, indent=1) + "\n"
 
 
 def load(path: pathlib.Path) -> Report:
-    """Read a report back. Raises ValueError for another schema."""
+    """Read a report back, its cases completed. Raises ValueError for another schema."""
     data = json.loads(path.read_text())
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{path.name}: schema {data.get('schema')} (reads {SCHEMA}); measure anew")
@@ -125,7 +167,7 @@ def load(path: pathlib.Path) -> Report:
         for m in data["cases"]
     ]
     plain = {k: v for k, v in data.items() if k not in ("schema", "worst", "cases", "notes")}
-    return Report(**plain, cases=tuple(cases), notes=tuple(data["notes"]))
+    return Report(**plain, cases=tuple(cases), notes=tuple(data["notes"])).completed
 
 
 def load_all(folder: pathlib.Path = FOLDER) -> dict[str, Report]:

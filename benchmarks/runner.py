@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from attn_core.kv_cache import STORES
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.contestant import Contestant
-from benchmarks.results import Entry, Measured
+from benchmarks.results import REFUSES, Entry, Measured
 from benchmarks.timing import Ceilings, CudaTimer, Timer
 
 TOLERANCE = 1e-2  # relative error, bf16 results
@@ -24,17 +24,6 @@ class DeviceLost(RuntimeError):  # noqa: N818  # an outcome of the run, said to 
     """A contestant left the GPU's context unusable: nothing can be measured in this process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """How long a case may take: once its seconds are spent, the contestants left are skipped.
-
-    The first call of a contestant, which may compile, is not counted.
-    """
-
-    seconds_per_case: float = 20.0
-    graph: bool = False
-
-
 def measure_all(
     cases: Sequence[Case],
     ours: Contestant,
@@ -43,13 +32,16 @@ def measure_all(
     device: torch.device,
     timer: Timer,
     ceilings: Ceilings,
-    bounds: Bounds = Bounds(),
+    graph: bool = False,
     say: Callable[[str], None] = print,
 ) -> Iterator[Measured]:
-    """Yield each case when it is done. Raises DeviceLost after what was measured was yielded."""
+    """Yield each case when it is done, with every peer that takes it timed.
+
+    graph: replay each call from a CUDA graph too. Raises DeviceLost after what was measured was
+    yielded.
+    """
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.name}")
-        start, compiled = time.monotonic(), 0.0
         floor = ceilings.floor_us(case.bytes, case.flops)
         measured = Measured(
             name=case.name,
@@ -68,13 +60,7 @@ def measure_all(
             yield replace(measured, ours=Entry(name=ours.name, error=_text(error)))
             continue
         for contestant in (ours, *peers_of(case)):
-            spent = time.monotonic() - start - compiled
-            if contestant is not ours and spent > bounds.seconds_per_case:
-                why = f"skipped: the {bounds.seconds_per_case:g} s of this case were spent"
-                entry = Entry(name=contestant.name, error=why)
-            else:
-                entry = measure(contestant, inputs, timer, floor, graph=bounds.graph)
-                compiled += entry.prepare_s or 0.0
+            entry = measure(contestant, inputs, timer, floor, graph=graph)
             say("  " + describe(entry))
             if contestant is ours:
                 measured = replace(measured, ours=entry)
@@ -109,7 +95,7 @@ def measure(
     if not contestant.available():
         return replace(entry, error=f"{contestant.module} is not installed")
     if reason := contestant.refuses(case):
-        return replace(entry, error=f"refuses {reason}")
+        return replace(entry, error=REFUSES + reason)
     start = time.perf_counter()
     try:
         call = contestant.prepare(inputs)

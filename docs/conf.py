@@ -9,12 +9,16 @@ import attn_core
 
 project = "attn-core"
 author = "the attn-core contributors"
+project_copyright = f"2026, {author}. Apache License 2.0"
 version = release = attn_core.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["examples", "explanation/decisions/README.md"]
 html_theme = "furo"
 html_title = f"attn-core {release}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["attn.css"]
+html_js_files = ["matrix.js"]
 smartquotes = False  # an option is --json, with two hyphens
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]

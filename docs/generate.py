@@ -9,8 +9,9 @@ import sys
 import types
 from typing import Any, get_args, get_origin, get_type_hints
 
+import matrix_page
 from attn_core.cli.app import build_app
-from attn_core.matrix import build_matrix, to_markdown
+from attn_core.matrix import build_matrix
 from attn_core.plugins import load_plugins
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -24,17 +25,11 @@ def pages() -> dict[pathlib.Path, str]:
     registry = load_plugins()
     if registry.broken:  # pages without its backends would look complete
         raise SystemExit("\n".join(f"{b.name}: {b.error}" for b in registry.broken))
-    reference = (
-        "# Support matrix\n\nGenerated from the rows of the installed packages and their evidence "
-        "files by `python docs/generate.py`.\nyes* and no*: differs from the matrix that SGLang "
-        "documents, the note below each table says why.\n\n"
-    )
-    reference += to_markdown(build_matrix(registry)).replace("### ", "## ")
     readme = ROOT / "README.md"
     printed = (ROOT / "benchmarks/results/demo.txt").read_text()
-    kinds = to_markdown(build_matrix(registry, ("mha", "mla", "gdn")), notes=False)
+    kinds = matrix_page.short(build_matrix(registry, ("mha", "mla", "gdn")))
     return {
-        ROOT / "docs/reference/support-matrix.md": reference,
+        ROOT / "docs/reference/support-matrix.md": matrix_page.page(build_matrix(registry)),
         ROOT / "docs/reference/cli.md": cli(),
         **performance_pages(),
         readme: DEMO.sub(
@@ -45,7 +40,7 @@ def pages() -> dict[pathlib.Path, str]:
 
 
 def performance_pages() -> dict[pathlib.Path, str]:
-    """Return what the recorded measurements say; python -m benchmarks.tables draws the plots."""
+    """Return what the recorded measurements say: the page and the plot of the home page."""
     from benchmarks import tables
 
     return tables.pages()

@@ -12,7 +12,7 @@ from attn_core.page_table import slot_table
 from small import CASES
 
 from benchmarks.cases import Case, build, random_tree
-from benchmarks.peers import GRID_PEERS, PEERS
+from benchmarks.peers import PEERS
 from benchmarks.suites import FIXED, GRID_KV_BYTES, PHASES, cases_of, grid
 
 
@@ -87,9 +87,7 @@ def test_every_phase_has_cases_and_peers():
         for case in cases:
             takers = [p for p in PEERS if phase in p.phases and not p.refuses(case)]
             assert takers, f"nobody to compare with on {case.name}"
-    known = {p.name for p in PEERS}
-    assert all(set(names) <= known for names in GRID_PEERS.values())
-    assert {c.phase for c in grid()} == set(GRID_PEERS)
+    assert {c.phase for c in grid()} == {"decode", "verify", "prefill"}
 
 
 def test_ragged_lengths_are_the_same_at_every_run_and_fit():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import time
 import types
 
 import fakes
@@ -17,8 +19,9 @@ from benchmarks.cases import build
 from benchmarks.contestant import Contestant
 from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
-from benchmarks.results import load
-from benchmarks.runner import Bounds, measure, measure_all
+from benchmarks.results import FOLDER, default_path, load
+from benchmarks.runner import measure, measure_all
+from benchmarks.suites import grid
 from benchmarks.timing import Ceilings, Timing, WallTimer, measure_ceilings, repetitions
 
 CPU = torch.device("cpu")
@@ -160,20 +163,23 @@ def test_failures_and_wrong_results_are_recorded_and_never_best(ours):
     assert "ours / best peer (right): 1.000" in lines[-1]
 
 
-def test_a_case_ends_when_its_seconds_are_spent(ours):
+def test_every_peer_is_timed_however_long_the_others_take(ours, monkeypatch):
+    """A record says who is the best: nobody is left out because the clock ran on."""
+    hours = itertools.count(step=3600.0)
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: next(hours))
     (found,) = measure_all(
         CASES[:1],
         ours,
-        lambda case: [contestant("slow", ours.prepare)],
+        lambda case: [contestant("slow", ours.prepare), contestant("last", ours.prepare)],
         device=CPU,
         timer=OnceTimer(),
         ceilings=CEILINGS,
-        bounds=Bounds(seconds_per_case=-1.0),
         say=lambda line: None,
     )
-    assert found.ours.us == 20, "ours is always measured"
-    assert found.peers[0].error.startswith("skipped")
-    assert found.ratio is None
+    assert [e.us for e in found.peers] == [20, 20]
+    assert found.untimed == ()
+    assert found.ratio == 1.0
 
 
 def test_timing_arithmetic():
@@ -275,10 +281,21 @@ def test_mistakes_are_said_before_anything_is_measured(arguments, message):
         attention.main(arguments)
 
 
-def test_the_grid_asks_few_peers():
-    from benchmarks.suites import grid
-
+def test_the_grid_asks_every_peer_of_a_phase():
     for case in grid():
-        asked = attention.peers_of(case, PEERS, of_grid=True)
-        assert len(asked) == 2
+        asked = attention.peers_of(case, PEERS)
+        assert asked == [p for p in PEERS if case.phase in p.phases]
         assert any(not p.refuses(case) for p in asked), case.name
+
+
+@pytest.mark.parametrize("part", ["--cases=B1 ", "--peers=fa3", "--peers=none"])
+def test_a_part_of_a_run_is_no_record(part, tmp_path):
+    """Its best peer is the best of some, so it does not take the place of the whole."""
+    for more in ([], ["--out", str(FOLDER / "attention.x.decode.json")]):
+        args = attention.parse(["--phase", "decode", part, *more])
+        with pytest.raises(SystemExit, match="all installed peers"):
+            attention.target(args, "NVIDIA H200")
+    args = attention.parse(["--phase", "decode", part, "--out", str(tmp_path / "x.json")])
+    assert attention.target(args, "NVIDIA H200") == tmp_path / "x.json"
+    whole = attention.parse(["--phase", "decode"])
+    assert attention.target(whole, "NVIDIA H200") == default_path("NVIDIA H200", "decode")

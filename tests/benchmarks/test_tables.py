@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import re
 
 import pytest
 
 from benchmarks import tables
-from benchmarks.plots import plot
-from benchmarks.results import Entry, Measured, Report, default_path, load, load_all
+from benchmarks.plots import Bar, place, plot
+from benchmarks.results import (
+    FOLDER,
+    PATTERN,
+    Entry,
+    Measured,
+    Report,
+    default_path,
+    load,
+    load_all,
+)
 
 
 def entry(name, us=None, **more):
@@ -34,6 +44,7 @@ def case(name, phase, ours, *peers):
 
 
 FA3 = entry("fa3", 100.0)
+REFUSED, X_FAILS = entry("y", error="refuses pages"), entry("x", error="Boom: `b`")
 REPORT = Report(
     suite="all",
     date="2026-01-02T03:04:05+00:00",
@@ -41,8 +52,8 @@ REPORT = Report(
     versions={"torch": "2.11", "triton": None},
     ceilings={"copy_gbs": 4242.0, "matmul_tflops": 800.0},
     cases=(
-        case("B1", "decode", entry("triton", 110.0), FA3, entry("x", 50.0, wrong=True)),
-        case("B2", "decode", entry("triton", 90.0), FA3, entry("y", error="Boom: `a`")),
+        case("B1", "decode", entry("triton", 110.0), FA3, entry("x", 50.0, wrong=True), REFUSED),
+        case("B2", "decode", entry("triton", 90.0), FA3, X_FAILS, entry("y", error="Boom: `a`")),
         case("B3", "prefill", entry("triton", error="E: no"), entry("fa3", 5.25)),
         case("B4", "prefill", entry("triton", 7.0), entry("fa3", error="refuses trees")),
     ),
@@ -66,9 +77,47 @@ def test_ratios_count_right_results_only():
     assert [round(r, 2) for r, _ in REPORT.ranked] == [1.1, 0.9]
 
 
+def test_a_case_with_an_untimed_peer_has_no_ratio(tmp_path):
+    """Which peer is the best is not known, so nothing is said of it, in a file or on a page."""
+    skipped = entry("xqa", error="skipped: the 3 s of this case were spent")
+    ours, xqa = entry("triton", 11.5), entry("xqa", 12.0)
+    both = case("B1", "decode", ours, FA3, xqa)
+    assert both.ratio == pytest.approx(11.5 / 12)
+    for part in (case("B2", "decode", ours, FA3, skipped), case("B2", "decode", ours, FA3)):
+        report = dataclasses.replace(REPORT, cases=(both, part))
+        path = tmp_path / "attention.g.all.json"
+        report.save(path)
+        kept = load(path)
+        assert [m.ratio for m in kept.cases] == [both.ratio, None]
+        assert kept.cases[1].untimed == ("xqa",)
+        raw = json.loads(path.read_text())
+        assert raw["cases"][1]["ratio"] is None
+        assert raw["worst"]["of"] == 1
+        text = tables.page({path.name: kept})
+        assert "</a>B2 | 11.5; 4000 | 100; 4000 | not timed | - | - | 50% |" in text
+        assert "no ratio: xqa not timed" in text
+        assert "B2 | **" not in text, "nobody is known to be the fastest"
+
+
+def test_a_peer_that_refuses_or_fails_takes_no_ratio_away():
+    others = (entry("fa4", error="refuses page_size 1"), entry("y", error="ValueError: no kernel"))
+    found = case("B1", "decode", entry("triton", 90.0), FA3, *others)
+    assert found.untimed == ()
+    assert found.ratio == 0.9
+
+
+def test_recorded_ratios_are_those_of_the_recorded_figures():
+    for path in FOLDER.glob(PATTERN):
+        report = load(path)
+        assert path.read_text() == report.to_json(), f"{path.name}: load it and save it again"
+        for m in report.cases:
+            assert m.ratio is None or not m.untimed, m.name
+
+
 def test_the_page_says_what_was_measured():
     text = tables.page({"attention.some-gpu.all.json": REPORT})
-    rows = {line.split(" |")[0]: line for line in text.splitlines() if line.startswith("| B")}
+    lines = [re.sub("<[^>]*>", "", line) for line in text.splitlines()]
+    rows = {line.split(" |")[0]: line for line in lines if line.startswith("| B")}
     assert rows["| B1"] == "| B1 | 110; 4000 | **100; 4000** | wrong | - | fa3 | 1.100 | 50% |"
     assert rows["| B2"] == "| B2 | **90.0; 4000** | 100; 4000 | - | - | fa3 | 0.900 | 50% |"
     assert rows["| B3"] == "| B3 | - | **5.2; 500** | fa3 | - | - |"
@@ -79,14 +128,42 @@ def test_the_page_says_what_was_measured():
     assert "- y: `Boom: 'a'` (decode B2)" in text
     assert "- triton: `E: no` (prefill B3)" in text
     assert "refuses trees" not in text
-    assert "performance/attention.some-gpu.all.svg" in text
     assert "No GPU result is recorded yet" not in text
+
+
+def test_a_plot_shows_both_times_and_leads_to_the_table():
+    text = tables.page({"attention.some-gpu.all.json": REPORT})
+    first, second = re.findall(r'<p><span><a href="#(.*?)">(.*?)</a>(.*)', text)[:2]
+    assert first[1] == "B1"
+    assert f'<a id="{first[0]}"></a>B1 |' in text
+    assert "<b>1.10</b> 110 µs, fa3 100 µs" in first[2]
+    assert 'class="slower"' in first[2]
+    assert "<b>0.90</b> 90.0 µs, fa3 100 µs" in second[2]
+    assert 'class="faster"' in second[2]
+
+
+def test_a_bar_lies_between_its_ratio_and_one():
+    assert [round(place(r), 1) for r in (0.25, 0.5, 1.0, 2.0)] == [0.0, 33.3, 66.7, 100.0]
+    assert (place(0.01), place(50.0)) == (0.0, 100.0)
+    drawn = plot([Bar(label="<b>", ratio=0.5, text="t"), Bar(label="x", ratio=None, text="none")])
+    assert 'class="faster" style="left:33.3%;width:33.3%"' in drawn
+    assert "&lt;b&gt;" in drawn
+    assert drawn.count('class="bar"') == 2
+
+
+def test_the_home_page_sums_up_each_phase():
+    text = tables.summary({"attention.g.all.json": REPORT})
+    assert "Some GPU, 2026-01-02" in text
+    assert "reference/performance.html#g-all-decode" in text
+    assert "<b>0.99</b> 0.90 to 1.10, 2 shapes" in text  # the geometric mean
+    assert "prefill" not in text, "a phase without a ratio has no line"
+    assert tables.summary({"attention.g.grid.json": REPORT}) == ""
 
 
 def test_the_grid_is_summed_up():
     text = tables.page({"attention.g.grid.json": dataclasses.replace(REPORT, suite="grid")})
     assert (
-        "2 of 4 shapes have a peer: ours is as fast or faster on 1, the median of ours / best is "
+        "2 of 4 shapes have a ratio: ours is as fast or faster on 1, the median of ours / best is "
         "1.00, the worst 1.10 (decode B1)." in text
     )
 
@@ -95,43 +172,17 @@ def test_without_results_the_page_says_so():
     assert "No GPU result is recorded yet." in tables.page({})
 
 
-def test_the_recorded_page_and_images_are_current():
+def test_the_recorded_pages_are_current():
     for path, text in tables.pages().items():
         assert path.read_text() == text, "run `python -m benchmarks.tables`"
-    assert tables.stale_images() == [], "run `python -m benchmarks.tables`"
 
 
 def test_names_of_results():
     assert default_path("NVIDIA H200", "grid").name == "attention.nvidia-h200.grid.json"
 
 
-def test_an_image_is_current_only_for_the_numbers_it_was_drawn_from(tmp_path):
-    file, images = "attention.g.all.json", tmp_path / "images"
-    REPORT.save(tmp_path / file)
-    assert tables.stale_images(tmp_path, images) == [file]
-    images.mkdir()
-    image = images / "attention.g.all.svg"
-    image.write_text(f"<svg>{tables.digest(tmp_path / file)}</svg>")
-    assert tables.stale_images(tmp_path, images) == []
-    dataclasses.replace(REPORT, date="2027").save(tmp_path / file)
-    assert tables.stale_images(tmp_path, images) == [file]
-
-
-@pytest.mark.parametrize("suite", ["all", "grid"])
-def test_plots_are_drawn_and_reproducible(tmp_path, suite):
-    pytest.importorskip("matplotlib")
-    texts = []
-    for name in ("a.svg", "b.svg"):
-        plot(dataclasses.replace(REPORT, suite=suite), tmp_path / name, "sha256 abc")
-        texts.append((tmp_path / name).read_text())
-    assert texts[0] == texts[1]
-    assert "sha256 abc" in texts[0]
-    for word in ("decode", "prefill") if suite == "grid" else ("triton", "fa3", "B1"):
-        assert word in re.sub(r"<[^>]*>", "|", texts[0]), word
-
-
 def test_reading_results_needs_no_torch():
-    """The documentation is generated where no torch is: these two modules may not import it."""
+    """The documentation is generated where no torch is: these modules may not import it."""
     folder = pathlib.Path(tables.__file__).parent
     for name in ("tables", "results", "plots"):
         text = (folder / f"{name}.py").read_text()

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 import pytest
-from attn_core import cli
+from attn_core import cli, load_plugins
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -90,6 +90,13 @@ def acme(tmp_path, monkeypatch):
     yield
     for name in ("attn_acme", "attn_acme.backend"):
         sys.modules.pop(name, None)
+
+
+def test_the_example_plugin_passes_the_conformance_suite(acme, run_quick_checks):
+    """A short part of what its own test and the tutorial's `attn check acme` run."""
+    ran = run_quick_checks(load_plugins().get("acme"))
+    assert any("lse" in check for check in ran), "the row declares the LSE"
+    assert any("window" in check for check in ran), "the row declares windows"
 
 
 def run(command, monkeypatch):

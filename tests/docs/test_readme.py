@@ -91,6 +91,13 @@ def test_the_plugin_joins_the_choice_and_is_right(acme):
     torch.testing.assert_close(outs[0], outs[1])
 
 
+def test_the_plugin_passes_the_conformance_suite(acme, run_quick_checks):
+    """A short part of what `attn check acme` runs."""
+    ran = run_quick_checks(acme.get("acme"))
+    assert len(ran) > 30
+    assert "session-fp32-page16" in ran
+
+
 def test_the_python_example_prints_a_decision():
     code = block("from attn_core import Overrides")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,11 +6,15 @@ import ast
 import dataclasses
 import pathlib
 import re
+import runpy
+import tomllib
 
 import attn_core
 import pytest
 from attn_core import hookspecs
 from attn_core.cli.app import COMMANDS
+from attn_core.matrix import build_matrix
+from attn_core.plugins import load_plugins
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -44,6 +48,89 @@ def test_the_hooks_page_has_every_hook():
 def test_the_command_page_has_every_command():
     page = (REFERENCE / "cli.md").read_text()
     assert set(re.findall(r"^## attn (.*)$", page, re.M)) == set(COMMANDS)
+
+
+DOCUMENTED = {  # heads of the matrix that SGLang documents
+    "MHA": ["FP8 KV Cache", "FP4 KV Cache", "Spec topk=1", "Spec topk>1", "Sliding Window"],
+    "MLA": ["Native Page Sizes", "FP8 KV Cache", "FP4 KV Cache", "Chunked Prefix Cache"],
+    "GDN": ["Decode", "Prefill / Extend", "Spec Decoding (Target Verify)"],
+}
+
+
+def tables(text):
+    """Read the tables of a page: first word of the heading → header and rows, tags left out."""
+    found = {}
+    for heading, body in re.findall(r"^##+ (\w+) \(.*?\n(.*?)(?=^##|\Z)", text, re.S | re.M):
+        lines = [x for x in re.sub(r"<[^>]*>", " ", body).splitlines() if x.startswith("| ")]
+        cells = [[c.strip() for c in x.strip("|").split("|")] for x in lines]
+        found[heading] = (cells[0], cells[2:])
+    return found
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/reference/support-matrix.md"])
+def test_the_matrix_has_the_documented_words_and_a_mark_in_each_cell(file):
+    text = (ROOT / file).read_text()
+    found = tables(text.partition("<!-- matrix:end -->")[0])
+    for kind, words in DOCUMENTED.items():
+        header, rows = found[kind]
+        assert header[:2] == ["Backend", "Devices"]
+        assert set(words) <= set(header), kind
+        assert "_" not in "".join(header), "a head is words, not a field's name"
+        for row in rows:
+            assert len(row) == len(header), row
+            assert all(c[0] in "●◑◔○-" for c in row[2:]), row
+
+
+def test_a_mark_says_how_far_a_cell_is_proved():
+    page = (REFERENCE / "support-matrix.md").read_text()
+    found = tables(page)
+    for kind, backends in build_matrix(load_plugins()).items():
+        header, rows = found[kind.upper()]
+        by_name = {re.match(r"\*\*(\w+)", row[0])[1]: row for row in rows}
+        assert set(by_name) == set(backends)
+        for name, cells in backends.items():
+            assert ("*not implemented*" in by_name[name][0]) == (not cells["implemented"])
+            if "fp8_kv" in cells:
+                level = cells["evidence"]["fp8_kv"] if cells["fp8_kv"] else "no"
+                mark = {"device-tested": "●", "compiled": "◑", "emulated": "◔", "no": "-"}
+                assert by_name[name][header.index("FP8 KV Cache")][0] == mark.get(level, "○")
+            for why in cells["departures"].values():
+                assert why in page, name
+
+
+def test_the_home_page_shows_a_decision_a_plot_and_three_ways_in():
+    page = (ROOT / "docs" / "index.md").read_text()
+    before = page[: page.index("{toctree}")]
+    assert before.count("\n") < 60, "it is one screen"
+    assert "$ attn select" in before
+    assert "_static/speed.html" in before
+    assert len(re.findall(r"^- \*\*\[", before, re.M)) == 3
+    assert (ROOT / "docs/_static/speed.html").read_text().count('class="bar"') >= 5
+
+
+def test_the_footer_names_the_holder_of_the_copyright():
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    assert conf["author"] in conf["project_copyright"]
+    for file in (*conf["html_css_files"], *conf["html_js_files"]):
+        assert (ROOT / "docs/_static" / file).exists(), file
+
+
+def test_the_transformers_page_has_every_supported_model():
+    pytest.importorskip("transformers")
+    from attn_core.integrations.transformers import SUPPORTED
+
+    page = (ROOT / "docs" / "how-to" / "transformers.md").read_text()
+    (section,) = re.findall(r"^## Which models\n(.*?)^## ", page, re.S | re.M)
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (?!family).*$", section, re.M)))
+    assert sorted(named) == sorted(SUPPORTED)
+
+
+def test_the_install_page_has_every_extra():
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    project = tomllib.loads((ROOT / "packages/attn-core/pyproject.toml").read_text())["project"]
+    (table,) = re.findall(r"^\| extra of attn-core .*?\n\n", page, re.S | re.M)
+    first = re.findall(r"^\| (`.*?) \|", table, re.M)
+    assert set(re.findall(r"`(\w+)`", "".join(first))) == set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize("name", DATA)
