@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import tomllib
 import zipfile
 
 import nox
@@ -139,6 +140,33 @@ def acme(session: nox.Session) -> None:
     session.chdir(away)
     session.run("attn", "backends")
     session.run("pytest", "-q", "tests", env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build five wheels and sdists in dist/ and check metadata, a bare install and every extra."""
+    session.install("build", "hatchling", "twine", "uv")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "-n", "-o", str(dist), f"packages/attn-{name}")
+    built = sorted(map(str, dist.iterdir()))
+    session.run("twine", "check", "--strict", *built)
+    bare = pathlib.Path(session.create_tmp()) / "bare"
+    shutil.rmtree(bare, ignore_errors=True)
+    session.run("uv", "venv", "-q", str(bare))
+    wheels = [path for path in built if path.endswith(".whl")]
+    options = ("-q", "--python", str(bare), "-c", "constraints.txt")
+    session.run("uv", "pip", "install", *options, *wheels)
+    session.run(str(bare / "bin" / "attn"), "backends", external=True)
+    for name in PACKAGES:
+        project = tomllib.loads((ROOT / f"packages/attn-{name}/pyproject.toml").read_text())
+        for extra in project["project"]["optional-dependencies"]:
+            asked = pathlib.Path(session.create_tmp()) / f"{name}-{extra}.in"
+            asked.write_text(f"attn-{name}[{extra}]=={project['project']['version']}\n")
+            how = ("--python-platform", "linux", "--find-links", str(dist), "--prerelease", "allow")
+            session.run("uv", "pip", "compile", "-q", *how, str(asked), silent=True)
+            session.log(f"attn-{name}[{extra}] resolves")
 
 
 @nox.session
