@@ -240,6 +240,23 @@ def test_a_layer_that_changed_since_is_refused(name: str, attribute: str, value:
             generate(model, inputs_of(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "off"),
+    [
+        ("mistral", "sliding_window", 0),
+        ("mistral", "sliding_window", -1),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+    ],
+)
+def test_off_is_spelled_in_several_ways(name: str, key: str, off: Any) -> None:
+    plain, model = tiny(name, **{key: None}), tiny(name, **{key: off})
+    expected = generate(plain, inputs_of(name), max_new_tokens=12)
+    with enable(model, page_size=16) as engine:
+        assert all(x.logit_cap is None or x.logit_cap > 0 for x in engine.layers)
+        assert all(x.sliding_window is None or x.sliding_window > 0 for x in engine.layers)
+        assert torch.equal(generate(model, inputs_of(name), max_new_tokens=12), expected)
+
+
 class Rounding:
     """Let transformers' own cache layers round what they store, as an FP8 cache does."""
 
