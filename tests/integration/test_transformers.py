@@ -245,6 +245,12 @@ def test_out_of_pages_loses_nothing(llama: Any, prompts: dict[str, torch.Tensor]
     assert torch.equal(short, generate(llama, prompts, max_new_tokens=16))
 
 
+def test_a_pool_beyond_the_memory_is_refused(llama: Any) -> None:
+    with pytest.raises(OutOfPagesError, match="does not fit on cpu"):
+        enable(llama, page_size=16, num_pages=10**13)
+    assert llama.config._attn_implementation == "eager"
+
+
 def test_a_failed_pass_leaves_the_cache_as_it_was(
     llama: Any, prompts: dict[str, torch.Tensor]
 ) -> None:

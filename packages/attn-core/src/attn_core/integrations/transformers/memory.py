@@ -66,12 +66,13 @@ class Memory:
         self.dropped: deque[list[str]] = deque()
         self._grows = num_pages is None
         sizes = _sizes(self.windows, num_pages)
+        pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
         self.pages = {view: PageAllocator(n, self.page_size) for view, n in sizes.items()}
         self.dispatcher = HybridDispatcher.from_selection(
             selection,
             registry,
             self.layers,
-            self._pool(sizes),
+            pool,
             dtype=dtype,
             vision_layers=attention.vision_layers,
         )
@@ -155,15 +156,23 @@ class Memory:
     def _pool(self, num_pages: Mapping[str, int]) -> KVPool:
         layout = self.selection.layout
         assert layout in ("NHD", "HND")
-        return KVPool(
-            self.layers,
-            num_pages=num_pages,
-            page_size=self.page_size,
-            kv_cache_dtype=self.selection.kv_cache_dtype,
-            device=self.device,
-            kind="mla" if self.latent else "mha",
-            layout="HND" if layout == "HND" else "NHD",
-        )
+        try:
+            return KVPool(
+                self.layers,
+                num_pages=num_pages,
+                page_size=self.page_size,
+                kv_cache_dtype=self.selection.kv_cache_dtype,
+                device=self.device,
+                kind="mla" if self.latent else "mha",
+                layout="HND" if layout == "HND" else "NHD",
+            )
+        except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
+            said = str(error).partition("\n")[0][:300]
+            raise OutOfPagesError(
+                f"a pool of {max(num_pages.values())} pages of {self.page_size} tokens does not "
+                f"fit on {self.device} ({said}); drop a cache, ask for fewer tokens or a smaller "
+                "kv_cache_dtype"
+            ) from error
 
 
 def _sizes(
