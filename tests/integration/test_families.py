@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +238,23 @@ def test_a_layer_that_changed_since_is_refused(name: str, attribute: str, value:
         setattr(model.model.layers[0].self_attn, attribute, value)
         with pytest.raises(UnsupportedError, match=r"layer 0 was called with .* enabled for"):
             generate(model, inputs_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "off"),
+    [
+        ("mistral", "sliding_window", 0),
+        ("mistral", "sliding_window", -1),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+    ],
+)
+def test_off_is_spelled_in_several_ways(name: str, key: str, off: Any) -> None:
+    plain, model = tiny(name, **{key: None}), tiny(name, **{key: off})
+    expected = generate(plain, inputs_of(name), max_new_tokens=12)
+    with enable(model, page_size=16) as engine:
+        assert all(x.logit_cap is None or x.logit_cap > 0 for x in engine.layers)
+        assert all(x.sliding_window is None or x.sliding_window > 0 for x in engine.layers)
+        assert torch.equal(generate(model, inputs_of(name), max_new_tokens=12), expected)
 
 
 class Rounding:
@@ -512,6 +531,46 @@ def test_the_vision_tower_attends_ragged() -> None:
     with pytest.raises(UnsupportedError, match="no backend for encode"):
         enable(model, blind)
     assert model.config._attn_implementation == "eager"
+
+
+def test_threads_take_turns_in_the_vision_tower() -> None:
+    model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
+    expected, inside, most, got = generate(model, inputs, max_new_tokens=4), [], [0], []
+    with enable(model, page_size=16) as engine:
+        ragged = engine.dispatcher.forward_ragged
+
+        def slow(*args: Any, **how: Any) -> Any:
+            inside.append(1)
+            most[0] = max(most[0], len(inside))
+            time.sleep(0.05)
+            out = ragged(*args, **how)
+            inside.pop()
+            return out
+
+        engine.dispatcher.forward_ragged = slow
+        threads = [
+            threading.Thread(target=lambda: got.append(generate(model, inputs, max_new_tokens=4)))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1]
+    assert len(got) == 2
+    assert all(torch.equal(x, expected) for x in got)
+
+
+def test_the_vision_tower_refuses_a_backward_pass() -> None:
+    model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
+    with enable(model, page_size=16):
+        features = model.model.visual(inputs["pixel_values"], inputs["image_grid_thw"])
+        with pytest.raises(UnsupportedError, match="inference only"):
+            features[0].sum().backward()
+        ids = inputs["input_ids"]
+        loss = model(**inputs, labels=ids).loss
+        with pytest.raises(UnsupportedError, match="inference only"):
+            loss.backward()
 
 
 def test_positions_of_images_are_no_packing() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -244,6 +245,12 @@ def test_out_of_pages_loses_nothing(llama: Any, prompts: dict[str, torch.Tensor]
     assert torch.equal(short, generate(llama, prompts, max_new_tokens=16))
 
 
+def test_a_pool_beyond_the_memory_is_refused(llama: Any) -> None:
+    with pytest.raises(OutOfPagesError, match="does not fit on cpu"):
+        enable(llama, page_size=16, num_pages=10**13)
+    assert llama.config._attn_implementation == "eager"
+
+
 def test_a_failed_pass_leaves_the_cache_as_it_was(
     llama: Any, prompts: dict[str, torch.Tensor]
 ) -> None:
@@ -366,6 +373,114 @@ def test_refusals_of_use(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
     other.train()
     with enable(other), pytest.raises(UnsupportedError, match="training mode"):
         other(ids)
+
+
+def in_threads(work: Callable[[int], None], number: int = 4) -> None:
+    """Run work(i) in threads of their own; raise the first error of any."""
+    errors: list[BaseException] = []
+
+    def guarded(i: int) -> None:
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_share_a_model(llama: Any) -> None:
+    torch.manual_seed(3)
+    prompts = [torch.randint(2, 110, (1, n)) for n in range(3, 9)]
+    expected = [generate(llama, {"input_ids": ids}, max_new_tokens=16) for ids in prompts]
+    same: list[bool] = []
+    with enable(llama, page_size=4) as engine:  # the pool grows meanwhile
+
+        def work(i: int) -> None:
+            for k in (i, i + 1, i + 2):
+                got = generate(llama, {"input_ids": prompts[k]}, max_new_tokens=16)
+                same.append(torch.equal(got, expected[k]))
+
+        in_threads(work)
+        assert same == [True] * 12
+        assert engine.num_held == 0
+
+
+def test_disable_waits_for_a_pass_of_another_thread(llama: Any) -> None:
+    inside, later, layers = threading.Event(), threading.Event(), []
+    ids = torch.tensor([[3, 4, 5]])
+    engine = enable(llama, page_size=16)
+    forward = engine.dispatcher.forward
+
+    def slow(*args: Any) -> Any:
+        layers.append(args[3].layer_id)
+        inside.set()
+        later.wait(0.2)  # not set while disable() waits
+        return forward(*args)
+
+    engine.dispatcher.forward = slow
+
+    def work(i: int) -> None:
+        if i == 0:
+            generate(llama, {"input_ids": ids}, max_new_tokens=1)
+        else:
+            assert inside.wait(30)
+            engine.disable()
+            later.set()
+
+    in_threads(work, 2)
+    assert layers == [0, 1]
+    assert llama.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(x, marks=pytest.mark.long) for x in ("the model", "a layer", "before")]
+)
+def test_a_compiled_model_says_what_it_says(what: str) -> None:
+    model, inputs = tiny(num_hidden_layers=1), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+    expected = generate(model, inputs, max_new_tokens=3)
+    compiled = model.model.layers[0] if what == "a layer" else model
+    if what == "before":  # compiled and run before enable()
+        model.forward = torch.compile(model.forward, backend="eager")
+        generate(model, inputs, max_new_tokens=3)
+    with enable(model, page_size=16) as engine:
+        batches, _ = spy(engine)
+        if what != "before":
+            compiled.forward = torch.compile(compiled.forward, backend="eager")
+        assert torch.equal(generate(model, inputs, max_new_tokens=3), expected)
+        assert len(batches) == 3
+    assert torch.equal(generate(model, inputs, max_new_tokens=3), expected)
+    torch.compiler.reset()
+
+
+def test_a_backward_pass_is_refused() -> None:
+    model, ids = tiny(), torch.tensor([[3, 4, 5, 6]])
+    with enable(model):
+        loss = model(ids, labels=ids).loss
+        with pytest.raises(UnsupportedError, match="inference only"):
+            loss.backward()
+        embeds = torch.randn(1, 4, 64, requires_grad=True)
+        with pytest.raises(UnsupportedError, match="inputs_embeds that require gradients"):
+            model(inputs_embeds=embeds)
+        hidden = model(ids, output_hidden_states=True, return_dict=False)[-1]
+        with pytest.raises(UnsupportedError, match="inference only"):
+            hidden[0].sum().backward()
+        model.requires_grad_(False)
+        with pytest.raises(UnsupportedError, match="inference only"):
+            model(inputs_embeds=embeds * 2).logits.sum().backward()
+        assert not model(ids).logits.requires_grad
+
+
+def test_a_paged_cache_is_not_copied(llama: Any) -> None:
+    with torch.no_grad(), enable(llama):
+        cache = llama(torch.tensor([[3, 4, 5]])).past_key_values
+        with pytest.raises(UnsupportedError, match="cannot be copied"):
+            copy.deepcopy(cache)
 
 
 def test_unsupported_architectures_say_what_is_possible() -> None:

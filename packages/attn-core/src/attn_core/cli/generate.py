@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +17,13 @@ from attn_core.cli.situation import check
 from attn_core.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attn_core.integrations.transformers.engine import Engine
     from attn_core.integrations.transformers.text import Report, TextModel
 
 _STEPS = 5  # of loading: importing, then those that load() names
+_LONGEST = 1 << 24  # characters of a prompt: more than any context takes
 
 
 @takes(BackendFlags)
@@ -44,19 +50,27 @@ def generate_command(
     """Generate text with a local model. Ctrl-C ends it and keeps what was written."""
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
     check("--dtype", dtype, DTYPES)
-    if model.is_file() and model.suffix != ".gguf":
-        raise UsageError(
-            f"--model-path {model}: give the model's directory, with its weights and tokenizer, or "
-            "a GGUF file"
-        )
     if num_pages is not None and num_pages < 2:
         raise UsageError(f"--num-pages {num_pages}: at least 2, one of them is the dummy page")
-    text = _load(flags, model, dtype, num_pages)
-    from attn_core.integrations.transformers.text import encode, generate
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {max_new_tokens}: at least 1")
+    _check_path(model)
+    prompt = _text(prompt)
+    encoded: list[Tensor] = []
 
-    ids = encode(text.tokenizer, sys.stdin.read() if prompt == "-" else prompt, chat=chat)
+    def prepare(tokenizer: Any, context_length: int | None) -> None:
+        from attn_core.integrations.transformers.text import encode, new_tokens
+
+        encoded.append(encode(tokenizer, prompt, chat=chat))
+        new_tokens(context_length, encoded[0].shape[1], max_new_tokens)
+
+    text = _load(flags, model, dtype, num_pages, prepare)
+    for sentence in text.warnings:
+        print(f"warning: {sentence}", file=sys.stderr)
+    from attn_core.integrations.transformers.text import generate
+
     interrupted = False
-    for report in generate(text, ids, _write, max_new_tokens=max_new_tokens):
+    for report in generate(text, encoded[0], _write, max_new_tokens=max_new_tokens):
         _write("\n")
         _print_report(text.engine, report)
         interrupted = report.interrupted
@@ -64,18 +78,60 @@ def generate_command(
         raise typer.Exit(130)
 
 
+def _check_path(model: Path) -> None:
+    try:
+        is_file = stat.S_ISREG(os.stat(model).st_mode)
+    except FileNotFoundError:
+        return  # read_config says what to give
+    except (OSError, ValueError) as error:  # no permission, a name too long, a NUL in it
+        shown = str(model) if len(str(model)) <= 200 else f"{str(model)[:200]}…"
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"--model-path {shown!r} cannot be read: {why}; give the model's directory"
+        ) from error
+    if is_file and model.suffix != ".gguf":
+        raise UsageError(
+            f"--model-path {model}: give the model's directory, with its weights and tokenizer, or "
+            "a GGUF file"
+        )
+
+
+def _text(prompt: str) -> str:
+    """Return the prompt, of standard input for "-". Raises UsageError for what is no text."""
+    try:
+        text = sys.stdin.read(_LONGEST + 1) if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise UsageError(f"the prompt is no text: {error}; give UTF-8") from error
+    if "\0" in text:
+        raise UsageError("the prompt is no text: it has NUL characters")
+    if len(text) > _LONGEST:
+        raise UsageError(f"the prompt has more than {_LONGEST} characters; give fewer")
+    if not text:
+        raise UsageError("the prompt is empty; give some text")
+    return text
+
+
 def _write(piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()  # also where stdout is a pipe
 
 
-def _load(flags: BackendFlags, path: Path, dtype: str | None, num_pages: int | None) -> TextModel:
+def _load(
+    flags: BackendFlags,
+    path: Path,
+    dtype: str | None,
+    num_pages: int | None,
+    prepare: Callable[[Any, int | None], None],
+) -> TextModel:
     # imported here: `attn select` shares the application and must start fast
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with progress(*columns) as bar:
         task = bar.add_task("importing torch and transformers", total=_STEPS)
+        # read when transformers is imported: local files only, and no kernels of the hub
+        os.environ.update(HF_HUB_OFFLINE="1", USE_HUB_KERNELS="0")
         try:
             from attn_core.integrations.transformers.text import load
         except ImportError as error:
@@ -92,6 +148,7 @@ def _load(flags: BackendFlags, path: Path, dtype: str | None, num_pages: int | N
             num_pages=num_pages,
             overrides=flags.overrides(),
             step=step,
+            prepare=prepare,
         )
         bar.update(task, completed=_STEPS)
     return text

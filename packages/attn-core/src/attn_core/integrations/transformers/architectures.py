@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import DynamicCache
@@ -12,6 +12,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.forward import AttentionLayer
+
+_N = TypeVar("_N", int, float)
 
 # config.model_type, each compared token by token with the model's own eager attention in
 # tests/integration.
@@ -59,7 +61,11 @@ def read_attention(model: Any) -> ModelAttention:
     text = model.config.get_text_config(decoder=True)
     caches = dict(enumerate(DynamicCache(config=text).layers))
     linear = {i for i, x in caches.items() if isinstance(x, LinearAttentionCacheLayerMixin)}
-    windows = {i: getattr(x, "sliding_window", None) for i, x in caches.items() if i not in linear}
+    windows = {
+        i: none_if_off(getattr(x, "sliding_window", None))
+        for i, x in caches.items()
+        if i not in linear
+    }
     found = {
         m.layer_idx: m
         for m in model.get_decoder().modules()
@@ -79,6 +85,11 @@ def read_attention(model: Any) -> ModelAttention:
         vision_layers=tuple(_vision_layer(i, m) for i, m in enumerate(tower)),
         vision_modules=tower,
     )
+
+
+def none_if_off(value: _N | None) -> _N | None:
+    """Return a window or a cap, None where a config spells "off" as 0, 0.0 or -1."""
+    return None if value is None or value <= 0 else value
 
 
 def _is_latent(module: nn.Module) -> bool:
@@ -113,7 +124,7 @@ def _layer(layer_id: int, module: Any, config: Any, window: int | None) -> Atten
         v_head_dim=v_head_dim,
         scale=float(module.scaling),
         view="full" if window is None else "window",
-        logit_cap=getattr(module, "attn_logit_softcapping", None),
+        logit_cap=none_if_off(getattr(module, "attn_logit_softcapping", None)),
         sliding_window=window,
         sinks=getattr(module, "sinks", None),  # the parameter itself: it may still move or change
     )

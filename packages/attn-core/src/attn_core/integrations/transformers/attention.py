@@ -12,6 +12,7 @@ from attn_core.errors import UnsupportedError
 from attn_core.forward import AttentionLayer
 from attn_core.integrations.transformers import latent as mla
 from attn_core.integrations.transformers import vision
+from attn_core.integrations.transformers.architectures import none_if_off
 from attn_core.integrations.transformers.requests import Requests
 
 NAME = "attn_core"  # the attention implementation's name inside transformers
@@ -141,7 +142,8 @@ def attention(
     v_head_dim = x.v_head_dim if new_values is None else new_values.shape[3]
     asked = (
         *(query.shape[1], key.shape[1], query.shape[3], v_head_dim),
-        *(scaling, sliding_window, softcap, s_aux is x.sinks, dropout, is_causal is not False),
+        *(scaling, none_if_off(sliding_window), none_if_off(softcap), s_aux is x.sinks),
+        *(dropout, is_causal is not False),
     )
     known = (
         *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),

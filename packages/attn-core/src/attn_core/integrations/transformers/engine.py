@@ -20,6 +20,7 @@ from attn_core.integrations.transformers import latent, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
 from attn_core.integrations.transformers.choose import DTYPES, select_for
+from attn_core.integrations.transformers.inference import no_backward
 from attn_core.integrations.transformers.memory import Memory
 from attn_core.integrations.transformers.requests import Requests
 from attn_core.plugins import Registry, load_plugins
@@ -42,7 +43,9 @@ def enable(
     device with page_size, kv_cache_dtype and overrides. num_pages: pages of each view ("full",
     "window") or of all alike, the dummy page 0 included; None grows on demand. Layers with a
     window give the pages behind it back after each pass. A vision tower runs through the selected
-    encoder backend, linear attention layers in the model's own code. Inference only.
+    encoder backend, linear attention layers in the model's own code. Inference only: a backward
+    pass raises. Threads may share the model, each with its own cache; their passes take turns.
+    torch.compile of the model leaves the decoder out.
 
     Returns the handle, also a context manager: disable() gives the model back as it was. Raises
     UnsupportedError for a model that cannot run so, UsageError, and what select() raises.
@@ -96,16 +99,20 @@ class Engine:
         }
         self.enabled = True
         register()
-        vision.attach(attention, memory.dispatcher)
+        vision.attach(attention, memory.dispatcher, memory.lock)
         model.set_attn_implementation(
             {n: vision.NAME if n == "vision_config" else NAME for n in self._before}
         )
         if attention.latent:
             latent.keep_latent(attention.modules)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths and pages are Python's
         @functools.wraps(self._forward)  # its signature is read by others
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(*args, **kwargs)
+            with memory.lock:  # a pass at a time: the pool and the workspaces are shared
+                if self.enabled:
+                    return self._run(*args, **kwargs)
+            return self._forward(*args, **kwargs)  # another thread has called disable()
 
         self._decoder.forward = forward
 
@@ -135,6 +142,7 @@ class Engine:
     @property
     def pages(self) -> Mapping[str, PageAllocator]:
         """Who owns which page of each view, "full" and "window", as far as the model has them."""
+        self._memory.collect()
         return self._memory.pages
 
     @property
@@ -149,15 +157,16 @@ class Engine:
 
     def disable(self) -> None:
         """Give the model back as it was; caches made meanwhile cannot be used any more."""
-        if not self.enabled:
-            return
-        self.enabled = False
-        self._model.set_attn_implementation(self._before)
-        vision.detach(self._attention)
-        latent.expand_again(self._attention.modules)
-        del self._decoder.forward
-        if self._replaced is not None:
-            self._decoder.forward = self._replaced
+        with self._memory.lock:
+            if not self.enabled:
+                return
+            self.enabled = False
+            self._model.set_attn_implementation(self._before)
+            vision.detach(self._attention)
+            latent.expand_again(self._attention.modules)
+            del self._decoder.forward
+            if self._replaced is not None:
+                self._decoder.forward = self._replaced
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward as one planned pass over the requests of its cache."""
@@ -184,12 +193,20 @@ class Engine:
         finally:
             if not kept:
                 requests.release()
-        return output if kept else _without(output, cache)
+        output = output if kept else _without(output, cache)
+        weight = next((p for p in self._decoder.parameters() if p.requires_grad), tokens)
+        return no_backward(output, tokens, weight)
 
     def _refuse(self, given: dict[str, Any]) -> None:
-        config = self._decoder.config
+        config, embeds = self._decoder.config, given.get("inputs_embeds")
         if self._decoder.training:
             raise UnsupportedError("a model in training mode; attn-core is for inference: eval()")
+        trains = embeds is not None and embeds.is_leaf and embeds.requires_grad
+        if trains and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "inputs_embeds that require gradients; attn-core does inference only: run under "
+                "torch.no_grad(), or disable() attn-core for this call"
+            )
         asked = given.get("output_attentions")
         if config.output_attentions if asked is None else asked:
             raise UnsupportedError(

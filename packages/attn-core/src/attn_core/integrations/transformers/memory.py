@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,6 +27,9 @@ class Memory:
     has one key, in every view. num_pages: pages of each view, the dummy page 0 included; None
     grows on demand. Raises UsageError for a selection that is not for such layers, and what
     creating the backends raises.
+
+    lock: held for a whole pass and for every change of a cache, because the pool, its pages and the
+    backends' workspaces are one for all threads.
     """
 
     def __init__(
@@ -55,14 +60,19 @@ class Memory:
         for x in self.layers:
             known = self.windows.get(x.view)
             self.windows[x.view] = max(known or 0, x.sliding_window or 0) or None
+        self.lock = threading.RLock()
+        # Keys of caches that became garbage. A finalizer may run in any thread and in the middle of
+        # a pass, so it only leaves the keys here.
+        self.dropped: deque[list[str]] = deque()
         self._grows = num_pages is None
         sizes = _sizes(self.windows, num_pages)
+        pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
         self.pages = {view: PageAllocator(n, self.page_size) for view, n in sizes.items()}
         self.dispatcher = HybridDispatcher.from_selection(
             selection,
             registry,
             self.layers,
-            self._pool(sizes),
+            pool,
             dtype=dtype,
             vision_layers=attention.vision_layers,
         )
@@ -70,13 +80,30 @@ class Memory:
     @property
     def num_held(self) -> int:
         """Pages that some request holds, of all views together."""
+        self.collect()
         return sum(pages.num_held for pages in self.pages.values())
+
+    def collect(self) -> None:
+        """Give the pages of caches that became garbage back."""
+        with self.lock:
+            while self.dropped:
+                self.release(self.dropped.popleft())
+
+    def release(self, keys: list[str]) -> None:
+        """Give all pages of some requests back and empty the list of their keys."""
+        with self.lock:
+            for key in keys:
+                for pages in self.pages.values():
+                    if key in pages:
+                        pages.release(key)
+            keys.clear()
 
     def reserve(self, asked: Mapping[str, int]) -> None:
         """Make sure that so many pages of each view are free.
 
         Raises OutOfPagesError and changes nothing.
         """
+        self.collect()
         lacking = {v: n - self.pages[v].num_free for v, n in asked.items()}
         short = [view for view, n in lacking.items() if n > 0]
         if short and not self._grows:
@@ -129,15 +156,23 @@ class Memory:
     def _pool(self, num_pages: Mapping[str, int]) -> KVPool:
         layout = self.selection.layout
         assert layout in ("NHD", "HND")
-        return KVPool(
-            self.layers,
-            num_pages=num_pages,
-            page_size=self.page_size,
-            kv_cache_dtype=self.selection.kv_cache_dtype,
-            device=self.device,
-            kind="mla" if self.latent else "mha",
-            layout="HND" if layout == "HND" else "NHD",
-        )
+        try:
+            return KVPool(
+                self.layers,
+                num_pages=num_pages,
+                page_size=self.page_size,
+                kv_cache_dtype=self.selection.kv_cache_dtype,
+                device=self.device,
+                kind="mla" if self.latent else "mha",
+                layout="HND" if layout == "HND" else "NHD",
+            )
+        except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
+            said = str(error).partition("\n")[0][:300]
+            raise OutOfPagesError(
+                f"a pool of {max(num_pages.values())} pages of {self.page_size} tokens does not "
+                f"fit on {self.device} ({said}); drop a cache, ask for fewer tokens or a smaller "
+                "kv_cache_dtype"
+            ) from error
 
 
 def _sizes(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attn_core.allocator import PageAllocator
 from attn_core.backend import Metadata
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
@@ -31,14 +30,6 @@ class _Pass:
     seen: Tensor
 
 
-def _release(views: Mapping[str, PageAllocator], keys: list[str]) -> None:
-    for key in keys:
-        for pages in views.values():
-            if key in pages:
-                pages.release(key)
-    keys.clear()
-
-
 class Requests:
     """The rows of one cache, each a request; padding is no part of any.
 
@@ -54,7 +45,7 @@ class Requests:
         self._pass: _Pass | None = None
         self._keeps_past = False  # pages behind the window stay until the next crop
         self._broken = False
-        weakref.finalize(self, _release, memory.pages, self._keys).atexit = False
+        weakref.finalize(self, memory.dropped.append, self._keys).atexit = False
 
     @property
     def columns(self) -> int:
@@ -74,12 +65,18 @@ class Requests:
         """Say whether these requests lie in the pool of `memory`."""
         return self._memory is memory
 
+    def __deepcopy__(self, memo: object) -> Requests:
+        raise UnsupportedError(
+            "a paged cache cannot be copied; to go on from one prompt several times, repeat its "
+            "rows with batch_repeat_interleave() or run the prompt again"
+        )
+
     def _new_key(self) -> str:
         return f"request {next(_NUMBERS)}"  # a text, because messages name it
 
     def release(self) -> None:
         """Give all pages back and forget all tokens."""
-        _release(self._memory.pages, self._keys)
+        self._memory.release(self._keys)
         self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool)
 
     def keep_past(self) -> None:
@@ -228,17 +225,19 @@ class Requests:
                 f"crop({tokens_to_remove}): a length is deprecated in transformers; pass the "
                 f"number of tokens to remove as a negative number"
             )
-        if tokens_to_remove and self._keys:
-            seen = self._seen[:, : max(0, self.columns + tokens_to_remove)]
-            self._rebuild(list(range(self.batch_size)), seen.sum(1).tolist())
-            self._seen = seen
-        self._trim()
+        with self._memory.lock:
+            if tokens_to_remove and self._keys:
+                seen = self._seen[:, : max(0, self.columns + tokens_to_remove)]
+                self._rebuild(list(range(self.batch_size)), seen.sum(1).tolist())
+                self._seen = seen
+            self._trim()
 
     def choose(self, sources: Sequence[int]) -> None:
         """Let row i go on from what row sources[i] holds; rows may repeat or vanish."""
-        if self._keys:
-            self._rebuild(sources, [self._lens[i] for i in sources])
-            self._seen = self._seen[list(sources)]
+        with self._memory.lock:
+            if self._keys:
+                self._rebuild(sources, [self._lens[i] for i in sources])
+                self._seen = self._seen[list(sources)]
 
     def _rebuild(self, sources: Sequence[int], lens: Sequence[int]) -> None:
         """Make row i the first lens[i] tokens of row sources[i]; all or nothing.

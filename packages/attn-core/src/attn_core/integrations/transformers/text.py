@@ -24,22 +24,38 @@ from transformers.utils import logging
 from attn_core.decision import Overrides
 from attn_core.device import probe_device
 from attn_core.errors import ContextLengthError, ModelConfigError, UsageError
+from attn_core.integrations.transformers.chat import TemplateError, render
+from attn_core.integrations.transformers.checkpoint import (
+    attempt,
+    check_files,
+    end_tokens,
+    load_weights,
+    plain_config,
+    refuse_adapter,
+    token_list,
+)
 from attn_core.integrations.transformers.choose import select_for
 from attn_core.integrations.transformers.engine import Engine, enable
+from attn_core.integrations.transformers.pool_size import check_size
 from attn_core.kv_cache import STORES
 from attn_core.models import context_length, read_config, requirements_from_config
 
 MAX_NEW_TOKENS = 256  # where nothing else is asked and the context has room
+MAX_TOKENS = 1 << 30  # of a model whose context is not known
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextModel:
-    """A loaded model on paged pools, its tokenizer and its context length (None: not known)."""
+    """A loaded model on paged pools, its tokenizer and its context length (None: not known).
+
+    warnings: sentences about the files that a reader of the text should know.
+    """
 
     model: Any
     tokenizer: Any
     engine: Engine
     context_length: int | None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,77 +78,89 @@ def load(
     num_pages: int | None = None,
     overrides: Overrides | None = None,
     step: Callable[[str], None] = lambda name: None,
+    prepare: Callable[[Any, int | None], None] = lambda tokenizer, context_length: None,
 ) -> TextModel:
     """Load a model from local files, never running code from them, and enable attn-core on it.
 
     path: a directory with config.json, or a GGUF file. dtype: "bf16", "fp16", "fp32" or None: the
     model's, for a GGUF file fp32 on a CPU, else bf16. step is called with the name of each step
-    before it. The selection comes first, so that a wrong flag costs no loading. Raises
+    before it. What can be wrong is looked at before the weights are loaded: the selection comes
+    first, then prepare(tokenizer, context_length), which may raise for a bad prompt. Raises
     ModelConfigError, UnsupportedError, and what select() raises.
     """
     step("selecting backends")
-    config = read_config(path)
+    keys = attempt(path, lambda: read_config(path))
     gguf = path.suffix == ".gguf"
     device = _torch_device()
     if dtype is None and gguf:
         dtype = "fp32" if device.type == "cpu" else "bf16"
-    plain = requirements_from_config(config, dtype=dtype).dtype
+    needs = requirements_from_config(keys, dtype=dtype)
+    plain = needs.dtype
     selection = select_for(
-        config,
+        keys,
         dtype=STORES[plain],
         device=device,
         page_size=page_size,
         kv_cache_dtype=kv_cache_dtype,
         overrides=overrides,
     )
+    check_size(keys, needs.layers, selection, num_pages, device)
     where = path if path.is_dir() else path.parent
     files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    refuse_adapter(where)
+    ends: list[int] | None = None
     if gguf:
         files["gguf_file"] = path.name
+    else:
+        check_files(where)
+        ends = end_tokens(where, keys)
+        files["config"] = plain_config(keys, path)
     # reading a GGUF file draws a bar that nothing else turns off
     with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         step("loading the tokenizer")
-        tokenizer = _of(path, lambda: AutoTokenizer.from_pretrained(where, **files))
+        tokenizer = attempt(path, lambda: AutoTokenizer.from_pretrained(where, **files))
+    prepare(tokenizer, context_length(keys))
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         step("loading the weights")
-        kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-        model = _of(path, lambda: kind.from_pretrained(where, dtype=STORES[plain], **files))
+        kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
+        model, warned = load_weights(kind, where, path, dtype=STORES[plain], **files)
     step("moving the model")
     model = model.to(device).eval()
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
+    for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        ends = token_list(path, said) if ends is None else ends
     pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = ends[0] if isinstance(ends, list) else ends
     # greedy: a checkpoint's own sampling settings would make two runs differ
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
-    engine = enable(model, selection, num_pages=num_pages)
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=ends[0] if pad is None and ends else pad
+    )
     return TextModel(
-        model=model, tokenizer=tokenizer, engine=engine, context_length=context_length(config)
+        model=model,
+        tokenizer=tokenizer,
+        engine=enable(model, selection, num_pages=num_pages),
+        context_length=context_length(keys),
+        warnings=warned,
     )
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
     """Tokenize a prompt as int64 [1, T], as a user's message where the tokenizer has a template.
 
-    Raises UsageError for an empty prompt or a template that fails.
+    Raises UsageError for a prompt without tokens and for a template that fails or does not end.
     """
     if not prompt:
         raise UsageError("the prompt is empty; give some text")
-    if chat and tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt}]
+    template = bool(chat and tokenizer.chat_template)
+    if template:
         try:
-            prompt = tokenizer.apply_chat_template(
-                message, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # the template is a program of the model's author
-            raise UsageError(
-                f"the chat template fails: {type(error).__name__}: {error}; leave out --chat"
-            ) from error
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(prompt)["input_ids"]
+            prompt = render(tokenizer, prompt)
+        except TemplateError as error:
+            raise UsageError(f"the chat template fails: {error}; leave out --chat") from error
+    try:
+        ids = tokenizer(prompt, add_special_tokens=not template)["input_ids"]
+    except Exception as error:  # a text or a vocabulary that the tokenizer cannot take
+        raise UsageError(f"the tokenizer fails: {type(error).__name__}: {error}") from error
     if not ids:
-        raise UsageError(f"the prompt {prompt!r} has no tokens in this model's vocabulary")
+        raise UsageError(f"the prompt {prompt[:100]!r} has no tokens in this model's vocabulary")
     return torch.tensor([ids])
 
 
@@ -147,10 +175,16 @@ def generate(
 
     write gets each piece of text as it comes. Ctrl-C ends the generation, the report says so. An
     error is raised after everything that was generated is written and reported. Raises
-    ContextLengthError before anything runs, OutOfPagesError.
+    ContextLengthError and ModelConfigError before anything runs, OutOfPagesError.
     """
     length = prompt.shape[1]
-    limit = _limit(text.context_length, length, max_new_tokens)
+    limit = new_tokens(text.context_length, length, max_new_tokens)
+    known, largest = text.model.get_input_embeddings().num_embeddings, int(prompt.max())
+    if largest >= known:
+        raise ModelConfigError(
+            f"the tokenizer gives token {largest}, the model knows {known}: they do not belong "
+            "together; download the model again"
+        )
     stream = _Stream(text.tokenizer, write)
     interrupted, failure = False, None
     try:
@@ -178,9 +212,17 @@ def generate(
         raise failure
 
 
-def _limit(context: int | None, length: int, asked: int | None) -> int:
-    if asked is not None and asked < 1:
-        raise UsageError(f"--max-new-tokens {asked}: at least 1")
+def new_tokens(context: int | None, length: int, asked: int | None) -> int:
+    """Return how many tokens to generate after a prompt of `length`, None asked for no number.
+
+    Raises UsageError for a number that no prompt leaves room for, ContextLengthError.
+    """
+    most = MAX_TOKENS if context is None else context - 1
+    if asked is not None and not 1 <= asked <= max(1, most):
+        raise UsageError(
+            f"--max-new-tokens {asked}: at least 1"
+            + (f", at most {most} in a context of {context}" if context and asked > 1 else "")
+        )
     if context is None:
         return asked or MAX_NEW_TOKENS
     if length + (asked or 1) > context:
@@ -240,14 +282,6 @@ class _Stream:
 def _torch_device() -> torch.device:
     here = probe_device().type
     return torch.device("cuda" if here == "rocm" else here)
-
-
-def _of(path: Path, build: Callable[[], Any]) -> Any:
-    """Build something from a model's files; what goes wrong is the files' fault."""
-    try:
-        return build()
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        raise ModelConfigError(f"cannot load {path}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import UnsupportedError
 from attn_core.forward import AttentionLayer
 from attn_core.integrations.transformers.architectures import ModelAttention
+from attn_core.integrations.transformers.inference import no_backward
 
 # With "flash" in the name transformers hands all images on in one call with their cu_seqlens;
 # otherwise it calls once per image, per frame of a video.
@@ -21,22 +23,28 @@ _Encode = Callable[[Tensor, Tensor, Tensor, Tensor, int], Output]
 _ENCODE = "_attn_core_encode"  # on each module: the function of the engine that it runs on
 
 
-def attach(attention: ModelAttention, dispatcher: HybridDispatcher) -> None:
+def attach(
+    attention: ModelAttention, dispatcher: HybridDispatcher, lock: AbstractContextManager[object]
+) -> None:
     """Let the modules of the tower attend through the backend of role "encode".
 
-    Raises UnsupportedError where the selection has none.
+    lock: held in each call, because the backends' workspaces are one for all threads. Raises
+    UnsupportedError where the selection has none.
     """
     if attention.vision_layers:
         dispatcher.backend("encode")
     for module, layer in zip(attention.vision_modules, attention.vision_layers, strict=True):
-        vars(module)[_ENCODE] = _encoder(dispatcher, layer)
+        vars(module)[_ENCODE] = _encoder(dispatcher, layer, lock)
 
 
-def _encoder(dispatcher: HybridDispatcher, layer: AttentionLayer) -> _Encode:
+def _encoder(
+    dispatcher: HybridDispatcher, layer: AttentionLayer, lock: AbstractContextManager[object]
+) -> _Encode:
     # a function, because deep copies of a model share it
     def encode(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Output:
         lengths = (cu_seqlens, cu_seqlens, longest, longest)
-        return dispatcher.forward_ragged(q, k, v, layer, *lengths, causal=False, role="encode")
+        with lock:
+            return dispatcher.forward_ragged(q, k, v, layer, *lengths, causal=False, role="encode")
 
     return encode
 
@@ -81,4 +89,4 @@ def attention(
     with torch.no_grad():
         out = encode(q, k, v, cu_seq_lens_q.int(), longest)
     assert isinstance(out, Tensor)  # no LSE was asked for
-    return out[None], None
+    return no_backward(out[None], query), None

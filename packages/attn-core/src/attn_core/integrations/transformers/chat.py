@@ -1,0 +1,100 @@
+"""A chat template is its author's program: it runs in a process of its own, with limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+SECONDS = 10  # of computing; a template that is meant to end takes milliseconds
+MEMORY = 1 << 30  # bytes beyond what the process takes before the template runs
+LENGTH = 1 << 20  # characters beyond those of the message
+_STARTED = 120  # seconds, for a machine that has no limits of its own
+# This file is run by its path: importing its package would load torch.
+_RUN = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='chat')"
+
+
+class TemplateError(Exception):
+    """A chat template that fails or does not end, in a sentence."""
+
+
+def render(tokenizer: Any, prompt: str) -> str:
+    """Return `prompt` as a message of a user, in the chat template. Raises TemplateError."""
+    try:
+        template = tokenizer.get_chat_template()
+    except Exception as error:  # several templates, none of them the default
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
+    job = {
+        "template": template,
+        "message": {"role": "user", "content": prompt},
+        "special": dict(tokenizer.special_tokens_map),
+        "limits": (SECONDS, MEMORY, len(prompt) + LENGTH),
+    }
+    path = [entry for entry in sys.path if entry]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _RUN, __file__, *path],
+            input=json.dumps(job, default=str),
+            capture_output=True,
+            encoding="utf-8",
+            timeout=_STARTED,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TemplateError(f"it runs for more than {_STARTED} seconds") from None
+    if done.returncode < 0:  # killed by the limit of computing
+        raise TemplateError(f"it computes for more than {SECONDS} seconds")
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise TemplateError(f"its process ended with code {done.returncode}: {last[:300]}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise TemplateError(answer["error"])
+    return str(answer["text"])
+
+
+def _limit(seconds: int, memory: int) -> None:
+    """Limit what this process computes and takes from now on, where the system can."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (until, until + 1))
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            held = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + memory, held + memory))
+    except (OSError, ValueError):  # no Linux, or a lower limit is set already
+        return
+
+
+def _main() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    job = json.load(sys.stdin)
+    seconds, memory, longest = job["limits"]
+    _limit(seconds, memory)
+    try:
+        (text,), _ = render_jinja_template(
+            [[job["message"]]],
+            chat_template=job["template"],
+            add_generation_prompt=True,
+            **job["special"],
+        )
+        answer = {"text": text}
+        if len(text) > longest:
+            answer = {"error": f"it makes {len(text)} characters out of one message"}
+    except MemoryError:
+        answer = {"error": f"it takes more than {memory >> 20} MiB of memory"}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "chat":
+    _main()
