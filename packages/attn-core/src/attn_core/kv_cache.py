@@ -33,7 +33,7 @@ class LayerCache:
     [pages, Hkv, page_size, D]). MLA: k is the latent [pages, page_size, 1, 576], v is None (V is
     the first v_head_dim of k). FP8: float8, value = stored · scale, per tensor. FP4 (e2m1): uint8
     [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales = (k, v) e4m3
-    [..., D / 16]. No other store has scales. index: bf16 keys of sparse MLA [pages, page_size, dim].
+    [..., D / 16]. Others have no scales. index: keys of sparse MLA, bf16 [pages, page_size, dim].
     """
 
     k: Tensor
