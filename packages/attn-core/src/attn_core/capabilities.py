@@ -136,7 +136,8 @@ class Requirements:
     layers: distinct layer classes, softmax and linear. vision: the vision tower, if any.
     dtype: "bf16", "fp16" or "fp32"; kv_cache_dtype: "auto" (the model's) or a store.
     page_size: tokens a page, None lets the selection choose.
-    lse / deterministic / graphs: True asks every serving backend for it.
+    lse / deterministic: True asks every serving backend for it. graphs: True asks the roles that
+    are captured in CUDA graphs, decode at level "decode" and verify and draft at level "full".
     assumptions: sentences about what was not known and how it was taken.
     """
 
