@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ class ForwardBatch:
     def batch_size(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
@@ -250,10 +251,9 @@ class ForwardBatch:
             positions = (prefix[:, None] + depth).reshape(-1)
         else:
             positions = _positions(seq_lens, query_lens).to(device)
-        lens = torch.tensor([0, *query_lens], dtype=torch.int32)
         return cls(
             forward_mode=forward_mode,
-            cu_seqlens_q=lens.cumsum(0, dtype=torch.int32).to(device),
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
             positions=positions,
             max_q_len=max(query_lens, default=0),
             views={"full": full, **(views or {})},
