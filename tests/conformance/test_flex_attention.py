@@ -190,6 +190,14 @@ def test_passes_without_queries_give_nothing():
     assert out.shape == (0, HEADS, DIM)
 
 
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_requests_without_queries_or_without_keys_are_skipped(page_size):
+    backend, world = create(page_size=page_size), World(page_size, "fp32", 320 // page_size)
+    world.check(backend, ForwardMode.EXTEND, [0, 1, 2], [0, 5, 0])
+    world.check(backend, ForwardMode.EXTEND, [0, 1, 2], [1, 0, 1], strided=True)
+    world.check(backend, ForwardMode.DECODE, [1], [1])
+
+
 @pytest.fixture
 def one_pass():
     backend, world = create(), World(PAGE, "fp32", 20)

@@ -5,6 +5,7 @@ import dataclasses
 import attn_core.backends.torch_native as torch_native
 import pytest
 import torch
+from attn_core.backends.torch_native import kernels
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.forward import ForwardBatch, ForwardMode
 from attn_core.plugins import load_plugins
@@ -79,6 +80,11 @@ RAGGED = (
     RaggedCase(feature="no-keys", query_lens=(3, 2), key_lens=(0, 5)),
     RaggedCase(feature="no-queries", query_lens=(0, 2), key_lens=(4, 5)),
     RaggedCase(
+        feature="empty", query_lens=(0, 3, 2, 0), key_lens=(4, 0, 5, 0), causal=True, sinks=True
+    ),
+    RaggedCase(feature="ones", query_lens=(1, 1), key_lens=(1, 0), heads=(1, 1), dims=(1, 1)),
+    RaggedCase(feature="fused", query_lens=(9, 70), key_lens=(9, 70), strided=True, sinks=True),
+    RaggedCase(
         feature="window", query_lens=(9, 70), key_lens=(30, 100), causal=True, window=5, sinks=True
     ),
     RaggedCase(feature="softcap", query_lens=(9, 20), key_lens=(9, 90), causal=True, logit_cap=2.0),
@@ -89,6 +95,86 @@ RAGGED = (
 @pytest.mark.parametrize("case", RAGGED, ids=lambda c: c.feature)
 def test_ragged_attention_of_every_form(bench, case, dtype):
     run_ragged(bench, case, dtype)
+
+
+VERIFY = ForwardMode.TARGET_VERIFY
+# drafts 0 and 2 hang on draft 1, and so on: a child may be named before its parent
+ANY_ORDER = ((1, -1, 1, 0, 2), (4, 3, 1, -1, 2))
+EMPTY = {"query_lens": (0, 3, 0, 1), "seq_lens": (0, 3, 7, 20)}
+UGLY = (
+    *(
+        Case(
+            feature=f"tree-window-{window}",
+            query_lens=(5, 5),
+            seq_lens=(70, 9),
+            mode=VERIFY,
+            trees=ANY_ORDER,
+            window=window,
+        )
+        for window in (1, 2, 3, 4, None)
+    ),
+    Case(feature="empty-rows", **EMPTY),
+    Case(feature="empty-rows-sinks", **EMPTY, sinks=True, window=2, strided=True),
+    Case(
+        feature="no-keys",
+        query_lens=(2, 1, 1),
+        seq_lens=(2, 1, 1),
+        encoder_lens=(0, 3, 0),
+        sinks=True,
+    ),
+    Case(feature="ones", query_lens=(1,), seq_lens=(1,), heads=(1, 1), dims=(1, 1), sinks=True),
+)
+
+
+@dtypes("fp32", "bf16")
+@pytest.mark.parametrize("case", UGLY, ids=lambda c: c.feature)
+def test_what_is_ugly_and_legal(bench, case, dtype):
+    for page_size in (1, 16):
+        run_case(bench, case, dataclasses.replace(POINT, dtype=dtype, page_size=page_size))
+
+
+@pytest.mark.parametrize("window", [8, 9, 10, None])
+@pytest.mark.parametrize("prefix", [0, 6])
+def test_a_window_about_as_long_as_the_queries(bench, window, prefix):
+    """Nine queries in one causal square see all of it from a window of nine."""
+    case = Case(
+        feature="square", query_lens=(9,), seq_lens=(9 + prefix,), heads=(2, 2), window=window
+    )
+    run_case(bench, case, dataclasses.replace(POINT, dtype="fp32"))
+
+
+@pytest.fixture
+def one_core():
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(cores)
+
+
+@dtypes("fp32", "bf16")
+def test_many_queries_over_more_tiles_than_are_merged_at_once(dtype, monkeypatch, one_core):
+    monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
+    merges = []
+
+    def counted(states, pieces, requests):
+        merges.append(len(states))
+        return merge(states, pieces, requests)
+
+    merge = torch_native._merge
+    monkeypatch.setattr(torch_native, "_merge", counted)
+    more = {"heads": (1, 1), "dims": (16, 16), "fixed": frozenset({"heads", "dims"}), "sinks": True}
+    case = Case(feature="many-tiles", query_lens=(70,), seq_lens=(1200,), **more)
+    run_case(bench_of("mha"), case, dataclasses.replace(POINT, dtype=dtype))
+    assert max(merges) == torch_native._MOST_STATES
+    assert len(merges) > 2
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 5}, {"heads": (2, 2)}], ids=str)
+@pytest.mark.parametrize("scores", [1, 100, 1000])
+def test_scores_are_formed_some_rows_at_a_time(monkeypatch, more, scores):
+    monkeypatch.setattr(kernels, "_MAX_SCORES", scores)
+    case = Case(feature="slices", query_lens=(17, 9), seq_lens=(17, 30), logit_cap=2.0, **more)
+    run_case(bench_of("mha"), case, dataclasses.replace(POINT, dtype="fp32"))
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def rows(draw: st.DrawFn) -> Capabilities:
         run_topk=draw(st.sampled_from((None, None, 0, 1))),
         lse=draw(st.booleans()),
         deterministic=draw(st.booleans()),
-        cuda_graph=draw(st.sampled_from(("none", "decode"))),
+        cuda_graph=draw(st.sampled_from(("none", "decode", "full"))),
         beside_linear=draw(st.sampled_from((None, None, True, False))),
         bans=draw(st.sampled_from(({}, {}, {"b0": "they disagree"}))),
         priority=draw(st.integers(0, 3)) * 10,

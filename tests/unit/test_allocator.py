@@ -13,12 +13,15 @@ tokens = st.integers(0, 30)
 
 
 class Allocator(RuleBasedStateMachine):
-    """The model: a key holds labels; a label made once is one page for all who share it."""
+    """The model: a key holds labels; a label made once is one page for all who share it.
+
+    Beside them a length: the one that was said last, of which only whole pages are shared.
+    """
 
     def __init__(self):
         super().__init__()
         self.real = PageAllocator(PAGES, PAGE)
-        self.model = {}
+        self.model, self.lengths = {}, {}
         self.labels = 0
         self.size = PAGES
 
@@ -38,20 +41,22 @@ class Allocator(RuleBasedStateMachine):
             return
         fresh = list(range(self.labels, self.labels + more))
         self.labels += more
-        self.model[key] = row + fresh
+        self.model[key], self.lengths[key] = row + fresh, length
         pages = self.real.grow(key, length)
         assert self.real.grow(key, length) == pages  # idempotent
 
     @rule(key=keys, source=keys, length=tokens, behind=st.integers(-3, 40))
     def share(self, key, source, length, behind):
         row = self.model.get(source, [])[: length // PAGE]
-        enough = len(row) == length // PAGE and None not in row[max(behind, 0) // PAGE :]
+        enough = (
+            length <= self.lengths.get(source, -1) and None not in row[max(behind, 0) // PAGE :]
+        )
         if key in self.model or source not in self.model or not enough:
             with pytest.raises(UsageError):
                 self.real.share(key, source, length, behind=behind)
             return
         assert self.real.share(key, source, length, behind=behind) == len(row) * PAGE
-        self.model[key] = list(row)
+        self.model[key], self.lengths[key] = list(row), len(row) * PAGE
 
     @rule(key=keys, position=st.integers(-3, 40))
     def slide(self, key, position):
@@ -70,7 +75,7 @@ class Allocator(RuleBasedStateMachine):
                 self.real.release(key)
             return
         self.real.release(key)
-        del self.model[key]
+        del self.model[key], self.lengths[key]
 
     @rule(more=st.integers(-2, 3))
     def extend(self, more):
@@ -125,7 +130,7 @@ def test_errors_name_the_key():
     with pytest.raises(UsageError, match="'x' gave some of them back"):
         a.share("y", "x", 32)
     a.grow("z", 16)
-    with pytest.raises(UsageError, match="asked to share 32 tokens, 'z' has room for 16"):
+    with pytest.raises(UsageError, match="asked to share 32 tokens, 'z' has 16"):
         a.share("y", "z", 32)
     with pytest.raises(UsageError, match="'x' holds pages already"):
         a.share("x", "z", 16)
@@ -133,6 +138,33 @@ def test_errors_name_the_key():
     assert a.pages("y") == []
     with pytest.raises(UsageError, match="page_size 0"):
         PageAllocator(3, 0)
+
+
+def test_a_page_that_is_still_filled_is_not_shared():
+    a = PageAllocator(20, 16)
+    a.grow("a", 50)  # the fourth page holds two tokens
+    with pytest.raises(UsageError, match="'b' asked to share 64 tokens, 'a' has 50"):
+        a.share("b", "a", 64)
+    assert a.share("b", "a", 50) == 48
+    assert not set(a.pages("b")) & set(a.pages("a")[3:])
+    with pytest.raises(UsageError, match="'c' asked to share 49 tokens, 'b' has 48"):
+        a.share("c", "b", 49)
+    a.grow("a", 64)  # four drafts, of which one is taken
+    a.grow("a", 61)
+    with pytest.raises(UsageError, match="'a' has 61"):
+        a.share("c", "a", 64)
+    assert len(a.pages("a")) == 4  # pages stay
+
+
+@pytest.mark.parametrize("tokens", [-1, -16])
+def test_negative_lengths_are_refused(tokens):
+    a = PageAllocator(20, 16)
+    a.grow("a", 64)
+    for ask in (lambda: a.share("b", "a", tokens), lambda: a.grow("b", tokens)):
+        with pytest.raises(UsageError, match=f"'b' asked for {tokens} tokens"):
+            ask()
+    assert "b" not in a
+    assert a.num_held == 4
 
 
 def test_a_shared_page_lives_until_its_last_key():

@@ -190,6 +190,28 @@ def test_capture_and_replay_go_to_the_backend_of_the_mode():
     assert not pre.calls
 
 
+@pytest.mark.parametrize(
+    ("mode", "level"),
+    [
+        (M.DECODE, "decode"),
+        (M.DRAFT_DECODE, "decode"),
+        (M.TARGET_VERIFY, "full"),
+        (M.DRAFT_EXTEND, "full"),
+    ],
+)
+@pytest.mark.parametrize("has", ["decode", "full"])
+def test_a_pass_beyond_the_graph_level_of_its_row_is_not_captured(mode, level, has):
+    dispatcher, _, dec = make("decode", decode=recorder("decoder", cuda_graph=has))
+    if level in (has, "decode"):
+        dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
+        assert len(dec.calls) == 1
+        return
+    message = f"{mode.value} passes in CUDA graphs need cuda_graph 'full', .*decoder has 'decode'"
+    with pytest.raises(UnsupportedError, match=message):
+        dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
+    assert not dec.calls
+
+
 def test_prefill_and_decode_are_required():
     with pytest.raises(UsageError, match=r"no backend for 'decode' \(routes: \['prefill'\]\)"):
         HybridDispatcher(
@@ -205,7 +227,7 @@ class Nothing(Recorder):
 
 
 def test_a_layer_costs_the_host_a_few_microseconds():
-    """About 1 µs on one core of 2025; the limit is for a machine that is busy otherwise."""
+    """About 2 µs on one core of 2025; the limit is for a machine that is busy otherwise."""
     dispatcher, _, _ = make(decode=Nothing(recorder("nothing").config))
     b, q, out = batch(M.DECODE), qkv(2)[0], torch.empty(2, HQ, DV)
 
@@ -213,4 +235,4 @@ def test_a_layer_costs_the_host_a_few_microseconds():
         dispatcher.forward(q, None, None, LAYERS[0], b, None, out=out)
 
     layer()
-    assert min(timeit.repeat(layer, number=1000, repeat=20)) / 1000 < 10e-6
+    assert min(timeit.repeat(layer, number=100, repeat=200)) / 100 < 10e-6

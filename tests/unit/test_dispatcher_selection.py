@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from attn_core.capabilities import BackendSpec, Device, Phase
+from attn_core.capabilities import BackendSpec, Device, Phase, Requirements, Speculation
 from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import BackendNotImplementedError, UsageError
 from attn_core.kv_cache import KVPool
@@ -69,6 +69,18 @@ def test_from_a_selection_each_role_gets_its_backend(registry):
     assert (config.max_bs, config.topk, config.page_size) == (7, 2, 4)
     assert (config.dtype, config.kv_cache_dtype, config.device.type) == ("fp32", "fp32", "cpu")
     assert d.routes["encode"].config.layers == vision
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_was_asked_of_the_selection_reaches_every_backend(registry, deterministic):
+    drafts = Speculation(topk=3, num_draft_tokens=6)
+    needs = Requirements(deterministic=deterministic, speculation=drafts)
+    chosen = dataclasses.replace(selection(verify="a"), requirements=needs)
+    configs = [b.config for b in from_selection(chosen, registry).routes.values()]
+    assert {c.deterministic for c in configs} == {deterministic}
+    assert {(c.topk, c.num_draft_tokens) for c in configs} == {(3, 6)}
+    given = from_selection(chosen, registry, topk=2, num_draft_tokens=4).routes["verify"].config
+    assert (given.topk, given.num_draft_tokens) == (2, 4)
 
 
 def test_roles_with_the_same_row_of_the_same_backend_share_an_instance(registry):

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from attn_core.errors import BatchError
-from attn_core.forward import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.capabilities import LayerNeeds
+from attn_core.errors import BatchError, UsageError
+from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
 
 
 def view(b=2, device="cpu", **changes):
@@ -34,6 +35,11 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def apart(t):
+    """Return the same numbers, every other place in memory."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -45,8 +51,15 @@ def int32(*values):
         ({"out_cache_loc": torch.zeros(1, 1).long()}, r"out_cache_loc has shape \(1, 1\)"),
         ({"seq_lens": int32(4, 4).to("meta")}, r"a cache view on several devices: .*cpu.*meta"),
         ({"seq_lens_host": (4,)}, "seq_lens_host has 1 lengths for 2 requests"),
-        ({"seq_lens_host": (4, -1)}, "negative length in seq_lens_host"),
+        ({"seq_lens_host": (4, -1)}, "negative length -1 in seq_lens_host"),
         ({"max_seq_len": 3}, "max_seq_len 3 is below 4"),
+        (
+            {"page_table": apart(torch.ones(2, 3).int())},
+            r"page_table has strides \(6, 2\) \(expected stride\(-1\) 1\); call .contiguous\(\)",
+        ),
+        ({"page_table": torch.ones(3, 2).int().T}, r"page_table has strides \(1, 2\)"),
+        ({"seq_lens": apart(int32(4, 4))}, r"seq_lens has strides \(2,\) \(expected contiguous"),
+        ({"out_cache_loc": apart(torch.zeros(4).long())}, r"out_cache_loc has strides \(2,\)"),
     ],
 )
 def test_a_view_refuses(changes, message):
@@ -56,7 +69,15 @@ def test_a_view_refuses(changes, message):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"seq_lens_host": None}, {"max_seq_len": 99}, {"seq_lens_host": (0, 4)}, {"b": 0}],
+    [
+        {},
+        {"seq_lens_host": None},
+        {"max_seq_len": 99},
+        {"seq_lens_host": (0, 4)},
+        {"b": 0},
+        {"page_table": torch.ones(5, 9).int()[:2, :3]},  # a slice of a static buffer
+        {"page_table": torch.ones(1, 3).int().expand(2, 3)},
+    ],
 )
 def test_a_view_takes(changes):
     assert view(**changes).max_seq_len >= 4
@@ -78,7 +99,7 @@ def test_a_view_takes(changes):
         ({"mode": ForwardMode.DECODE}, r"decode: 4 tokens for 2 requests \(one each\)"),
         ({"mode": ForwardMode.DRAFT_DECODE}, r"draft_decode: 4 tokens for 2 requests"),
         ({"query_lens_host": (4,)}, "query_lens_host has 1 lengths for 2 requests"),
-        ({"query_lens_host": (5, -1)}, "negative length in query_lens_host"),
+        ({"query_lens_host": (5, -1)}, "negative length -1 in query_lens_host"),
         ({"query_lens_host": (1, 2)}, "query lengths add up to 3, positions hold 4"),
         ({"max_q_len": 1}, "max_q_len 1 is below 2"),
         (
@@ -86,6 +107,25 @@ def test_a_view_takes(changes):
             "view 'window', request 1: length 1 < its 2 queries",
         ),
         ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify without spec"),
+        ({"cu_seqlens_q": apart(int32(0, 2, 4))}, r"cu_seqlens_q has strides \(2,\)"),
+        ({"positions": apart(torch.zeros(4).long())}, r"positions has strides \(2,\)"),
+        ({"state_slots": apart(int32(0, 1))}, r"state_slots has strides \(2,\)"),
+        (
+            {"mode": ForwardMode.DECODE, "t": 2, "query_lens_host": (2, 0)},
+            r"decode of 2 tokens \(one each\)",
+        ),
+        (
+            {"max_q_len": 1, "query_lens_host": None},
+            "4 tokens of 2 requests: more than max_q_len 1 each",
+        ),
+        (
+            {"views": {"full": view(), "window": view(seq_lens_host=(4, 3))}},
+            r"views of one batch with different lengths: .*'window': \(4, 3\)",
+        ),
+        (
+            {"views": {"full": view(seq_lens_host=(3, 1)), "window": view(seq_lens_host=None)}},
+            "view 'full', request 1: length 1 < its 2 queries",
+        ),
     ],
 )
 def test_a_batch_refuses(changes, message):
@@ -106,7 +146,9 @@ def test_a_batch_refuses(changes, message):
         {"query_lens_host": None},
         {"max_q_len": 17},
         {"views": {"full": view(), "cross": view(seq_lens_host=(4, 1))}},  # an encoder's length
+        {"views": {"full": view(), "window": view(seq_lens_host=None)}},
         {"views": {}},
+        {"mode": ForwardMode.DRAFT_EXTEND, "spec": SpecInfo(topk=4, num_draft_tokens=8)},
     ],
 )
 def test_a_batch_takes(changes):
@@ -130,6 +172,10 @@ def tree(b, n, dtype=torch.bool, device="cpu"):
             SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 2, device="meta")),
             "tree_mask on meta",
         ),
+        (
+            SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(1, 2).expand(2, 2, 2)),
+            r"tree_mask has strides \(0, 2, 1\)",
+        ),
     ],
 )
 def test_a_verify_pass_refuses(spec, message):
@@ -141,6 +187,24 @@ def test_a_verify_pass_takes_a_chain_or_a_tree():
     chain = SpecInfo(topk=1, num_draft_tokens=2)
     for spec in (chain, dataclasses.replace(chain, topk=2, tree_mask=tree(2, 2))):
         assert batch(ForwardMode.TARGET_VERIFY, spec=spec).spec is spec
+
+
+@pytest.mark.parametrize("mode", [m for m in ForwardMode if m is not ForwardMode.TARGET_VERIFY])
+def test_only_a_verify_pass_takes_a_tree(mode):
+    n = {ForwardMode.IDLE: 0, ForwardMode.DECODE: 1, ForwardMode.DRAFT_DECODE: 1}.get(mode, 2)
+    spec = SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 2))
+    message = rf"{mode.value} with a tree_mask \(only target_verify takes one\)"
+    with pytest.raises(BatchError, match=message):
+        batch(mode, t=2 * n, spec=spec)
+    with pytest.raises(BatchError, match=message):
+        ForwardBatch.build(
+            mode,
+            query_lens=[n, n],
+            seq_lens=[3, 4],
+            page_table=TABLE,
+            page_size=4,
+            spec=spec,
+        )
 
 
 TABLE = torch.tensor([[5, 2, 0], [7, 1, 3]], dtype=torch.int32)
@@ -167,11 +231,27 @@ def test_build_gives_a_tree_the_positions_of_its_depths():
         seq_lens=[8, 5],
         page_table=TABLE,
         page_size=4,
-        spec=SpecInfo(topk=2, num_draft_tokens=3, tree_mask=mask.expand(2, 3, 3)),
+        spec=SpecInfo(topk=2, num_draft_tokens=3, tree_mask=torch.stack([mask, mask])),
     )
     assert made.positions.tolist() == [5, 6, 6, 2, 3, 3]
     # every draft has a slot of its own
     assert made.views["full"].out_cache_loc.tolist() == [9, 10, 11, 30, 31, 4]
+
+
+@pytest.mark.parametrize(
+    ("order", "positions"), [((0, 1, 2), [5, 6, 7]), ((2, 1, 0), [7, 6, 5]), ((1, 0, 2), [6, 5, 7])]
+)
+def test_build_takes_the_drafts_of_a_tree_in_any_order(order, positions):
+    chain = torch.ones(3, 3).tril().bool()[list(order)][:, list(order)]
+    made = ForwardBatch.build(
+        ForwardMode.TARGET_VERIFY,
+        query_lens=[3],
+        seq_lens=[8],
+        page_table=TABLE[:1],
+        page_size=4,
+        spec=SpecInfo(topk=2, num_draft_tokens=3, tree_mask=chain[None]),
+    )
+    assert made.positions.tolist() == positions
 
 
 def test_build_of_nothing_is_idle():
@@ -209,9 +289,10 @@ def test_construction_never_syncs():
     spec = SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(2, 2, device="meta"))
     state = torch.zeros(2, dtype=torch.int32, device="meta")
     views = {"full": view(device="meta"), "window": view(device="meta")}
-    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
-        batch(mode, device="meta", spec=spec, state_slots=state, views=views)
-    for mode, s in ((ForwardMode.EXTEND, None), (ForwardMode.TARGET_VERIFY, spec)):
+    modes = ((ForwardMode.EXTEND, None), (ForwardMode.TARGET_VERIFY, spec))
+    for mode, s in modes:
+        batch(mode, device="meta", spec=s, state_slots=state, views=views)
+    for mode, s in modes:
         ForwardBatch.build(
             mode,
             query_lens=[2, 2],
@@ -221,3 +302,76 @@ def test_construction_never_syncs():
             spec=s,
             state_slots=state,
         )
+
+
+LAYER = {
+    "layer_id": 7,
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "v_head_dim": 64,
+    "scale": 0.125,
+}
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, r"sliding_window 0 \(expected 1 or more; None is off\)"),
+        ({"sliding_window": -1}, r"sliding_window -1 \(expected 1 or more; None is off\)"),
+        ({"logit_cap": 0.0}, r"logit_cap 0.0 \(expected a number above 0; None is off\)"),
+        ({"logit_cap": -30.0}, r"logit_cap -30.0"),
+        ({"logit_cap": NAN}, r"logit_cap nan"),
+        ({"logit_cap": INF}, r"logit_cap inf"),
+        ({"num_q_heads": 0}, r"num_q_heads 0 \(expected 1 or more\)"),
+        ({"num_kv_heads": 0}, r"num_kv_heads 0"),
+        ({"num_kv_heads": 3}, r"4 query heads are no multiple of 3 KV heads"),
+        ({"head_dim": 0}, r"head_dim 0"),
+        ({"v_head_dim": -64}, r"v_head_dim -64"),
+    ],
+)
+def test_off_is_none_and_nothing_else(changes, message):
+    with pytest.raises(UsageError, match=f"layer 7: {message}"):
+        AttentionLayer(**LAYER | changes)
+    shape = {k: v for k, v in LAYER.items() if k not in ("layer_id", "scale")}
+    with pytest.raises(UsageError, match=message):
+        LayerNeeds(**shape | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": NAN}, r"scale nan \(expected a finite number above 0\)"),
+        ({"scale": INF}, "scale inf"),
+        ({"scale": 0.0}, "scale 0.0"),
+        ({"scale": -0.125}, "scale -0.125"),
+        ({"sinks": torch.zeros(2)}, r"sinks torch.float32 .*2.* \(expected \[4\] floats\)"),
+        ({"sinks": torch.zeros(1, 4)}, r"sinks torch.float32 .*\[1, 4\]"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks torch.int32"),
+        ({"sinks": apart(torch.zeros(4))}, r"sinks .*strides \(2,\)"),
+        ({"sinks": torch.zeros(1).expand(4)}, r"sinks .*strides \(0,\)"),
+    ],
+)
+def test_a_layer_refuses(changes, message):
+    with pytest.raises(UsageError, match=f"layer 7: {message}"):
+        AttentionLayer(**LAYER | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sliding_window": 1, "logit_cap": 1e-3, "sinks": torch.zeros(4, dtype=torch.bfloat16)},
+        {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1},
+        {"num_q_heads": 4, "num_kv_heads": 8},  # a linear layer: value heads outnumber query heads
+    ],
+)
+def test_a_layer_takes(changes):
+    assert AttentionLayer(**LAYER | changes).layer_id == 7
+
+
+def test_query_heads_of_softmax_layers_are_a_multiple_of_their_kv_heads():
+    with pytest.raises(UsageError, match="4 query heads are no multiple of 8 KV heads"):
+        LayerNeeds(num_q_heads=4, num_kv_heads=8)
+    assert LayerNeeds(kind="gdn", num_q_heads=4, num_kv_heads=8).family == "linear"

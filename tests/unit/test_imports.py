@@ -26,7 +26,7 @@ LAYERS = (
     {"kv_cache"},
     {"page_table"},
     {"allocator"},
-    {"backend", "refusals", "roles"},
+    {"backend", "operands", "refusals", "roles"},
     {"backends", "failures"},
     {"dispatcher", "graph"},
     {"integrations", "testing", "warmup"},

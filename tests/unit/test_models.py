@@ -263,6 +263,9 @@ def test_qwen2_window_holds_from_max_window_layers_on():
 def test_a_llama_ignores_a_stray_window_and_a_null_is_not_a_default():
     config = {**config_of("llama-3.1-8b"), "sliding_window": 4096}
     assert requirements_from_config(config).layers == (mha(32, 8, 128),)
+    for off in (0, -1):
+        config = {**config_of("mistral-7b-v0.1"), "sliding_window": off}
+        assert requirements_from_config(config).layers == (mha(32, 8, 128),)
     config = {**config_of("mistral-7b-v0.1"), "sliding_window": None}
     assert requirements_from_config(config).layers == (mha(32, 8, 128),)
 

@@ -14,6 +14,7 @@ from attn_core.capabilities import (
     LayerNeeds,
     Phase,
     Requirements,
+    Speculation,
 )
 from attn_core.decision import Overrides
 from attn_core.errors import AttnError, NoBackendError, UnknownBackendError, UsageError
@@ -44,6 +45,49 @@ def test_another_plugin_never_turns_success_into_failure(a, b, needs, device, li
     before = outcome(load_plugins(a), needs, device, libs, simulated=sim)
     after = outcome(load_plugins([*a, *more]), needs, device, libs, simulated=sim)
     assert before is None or after is not None
+
+
+def _levels(prefill, decode):
+    """Two backends, one for each phase, whose rows have these levels of CUDA graphs."""
+    row = Capabilities(
+        kind="mha", device="any", dtypes={"bf16"}, kv_dtypes={"bf16"}, priority=1, max_topk=1
+    )
+    rows = {
+        name: replace(row, phases={phase}, cuda_graph=level)
+        for name, phase, level in (
+            ("pre", Phase.PREFILL, prefill),
+            ("dec", Phase.DECODE, decode),
+        )
+    }
+    specs = [
+        BackendSpec(name=n, capabilities=[r], create="nowhere:Nothing") for n, r in rows.items()
+    ]
+    return load_plugins([gen.point("levels", specs)])
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode", "refused"),
+    [
+        (None, "none", "decode", None),
+        (None, "full", "none", "dec: cuda_graph asked (not supported)"),
+        ("prefill", "full", "decode", None),
+        ("prefill", "decode", "full", "pre: cuda_graph full (supports decode)"),
+        ("prefill", "none", "full", "pre: cuda_graph full (supports none)"),
+        ("decode", "none", "full", None),
+        ("decode", "full", "decode", "dec: cuda_graph full (supports decode)"),
+    ],
+)
+def test_graphs_are_asked_of_every_role_that_is_captured(mode, prefill, decode, refused):
+    """Decode needs the level "decode"; what verifies and drafts needs "full"."""
+    registry, device = _levels(prefill, decode), Device("cpu")
+    needs = Requirements(speculation=Speculation(mode=mode) if mode else None, graphs=True)
+    assert select(replace(needs, graphs=False), device, registry, {}).decode == "dec"
+    if refused is None:
+        assert select(needs, device, registry, {}).requirements is needs
+        return
+    with pytest.raises(NoBackendError) as error:
+        select(needs, device, registry, {})
+    assert refused in str(error.value)
 
 
 def _renamed(point, name):

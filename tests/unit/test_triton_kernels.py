@@ -64,10 +64,12 @@ def hard(*shape, seed=0):
 def cache_of(store, shape, *, layout="NHD", scales=(1.0, 1.0), interleaved=False):
     heads, d, dv, page = shape
     layer = AttentionLayer(
-        layer_id=0, num_q_heads=heads, num_kv_heads=heads, head_dim=d, v_head_dim=dv, scale=1.0
+        layer_id=0, num_q_heads=heads, num_kv_heads=heads, head_dim=d, v_head_dim=dv or d, scale=1.0
     )
     more = {"kv_cache_dtype": store, "layout": layout, "kind": "mha" if dv else "mla"}
-    pool = KVPool([layer], num_pages=PAGES, page_size=page, scales={0: scales}, **more)
+    if kv_cache.STORES[store].itemsize == 1:  # other stores have no scales
+        more["scales"] = {0: scales}
+    pool = KVPool([layer], num_pages=PAGES, page_size=page, **more)
 
     def old(t):
         both = torch.zeros(PAGES, 2, *t.shape[1:], dtype=t.dtype)

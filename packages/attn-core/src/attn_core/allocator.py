@@ -14,6 +14,7 @@ class PageAllocator:
 
     Callers hold keys (a request's id), not pages: a key's pages are asked with `pages`. Several
     keys may share the whole pages of a common prefix; a page is free when its last key lets go.
+    A key is as long as `grow` or `share` last said, so a page that is still filled is never shared.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -23,6 +24,7 @@ class PageAllocator:
         self.total = num_pages - 1
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: low pages first
         self._pages: dict[Hashable, list[int]] = {}  # 0 = behind the window, given back
+        self._lengths: dict[Hashable, int] = {}  # tokens; a key may hold pages beyond them
         self._owners: Counter[int] = Counter()  # page → keys that hold it
 
     @property
@@ -52,11 +54,12 @@ class PageAllocator:
         return list(self._held(key))
 
     def grow(self, key: Hashable, length: int) -> list[int]:
-        """Give `key` room for `length` tokens in all and return its pages, in order.
+        """Make `key` `length` tokens long, give it pages for them and return its pages, in order.
 
-        A new key is taken in; room that is there stays. All or nothing: OutOfPagesError changes
-        nothing.
+        A new key is taken in; pages that are there stay, whatever the length. All or nothing:
+        OutOfPagesError changes nothing. Raises UsageError for a negative length.
         """
+        _refuse_negative(key, length)
         held = self._pages.get(key, [])
         asked = max(0, num_pages_for(length, self.page_size) - len(held))
         if asked > len(self._free):
@@ -67,7 +70,7 @@ class PageAllocator:
             )
         fresh = [self._free.pop() for _ in range(asked)]
         self._owners.update(fresh)
-        self._pages[key] = [*held, *fresh]
+        self._pages[key], self._lengths[key] = [*held, *fresh], length
         return self.pages(key)
 
     def share(self, key: Hashable, from_key: Hashable, tokens: int, *, behind: int = 0) -> int:
@@ -75,20 +78,20 @@ class PageAllocator:
 
         Whole pages only (reusable_prefix): the rest is computed anew, in pages of its own that
         `grow` adds. behind: the new key's window begins at this token, so pages that lie before it
-        may have been given back. Raises UsageError where `key` exists, or `from_key` lacks those
-        pages or gave others of them back behind its window.
+        may have been given back. Raises UsageError for a negative number, where `key` exists, and
+        where `from_key` is shorter or gave pages that are not behind back.
         """
+        _refuse_negative(key, tokens)
         if key in self._pages:
             raise UsageError(f"{key!r} holds pages already; share starts a new key")
         reused = reusable_prefix(tokens, self.page_size)
         prefix = self._held(from_key)[: reused // self.page_size]
-        lost = 0 in prefix[max(behind, 0) // self.page_size :]
-        if len(prefix) * self.page_size < reused or lost:
-            have = len(self._held(from_key)) * self.page_size
-            why = "gave some of them back" if lost else f"has room for {have}"
+        lost, have = 0 in prefix[max(behind, 0) // self.page_size :], self._lengths[from_key]
+        if tokens > have or lost:
+            why = "gave some of them back" if lost else f"has {have}"
             raise UsageError(f"{key!r} asked to share {tokens} tokens, {from_key!r} {why}")
         self._owners.update(filter(None, prefix))
-        self._pages[key] = list(prefix)
+        self._pages[key], self._lengths[key] = list(prefix), reused
         return reused
 
     def release_before(self, key: Hashable, position: int) -> None:
@@ -104,7 +107,7 @@ class PageAllocator:
     def release(self, key: Hashable) -> None:
         """Give all pages of a key back and forget the key. Raises UsageError for an unknown one."""
         self._let_go(self._held(key))
-        del self._pages[key]
+        del self._pages[key], self._lengths[key]
 
     def _held(self, key: Hashable) -> list[int]:
         try:
@@ -121,3 +124,8 @@ class PageAllocator:
             if not self._owners[page]:
                 del self._owners[page]
                 self._free.append(page)
+
+
+def _refuse_negative(key: Hashable, tokens: int) -> None:
+    if tokens < 0:
+        raise UsageError(f"{key!r} asked for {tokens} tokens (expected 0 or more)")

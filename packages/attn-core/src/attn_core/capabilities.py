@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
@@ -57,13 +58,32 @@ class Device:
         return f"{self.type}:{self.arch}" if self.arch else self.type
 
 
+def check_layer(layer: Any, name: str) -> None:
+    """Check the fields that LayerNeeds and AttentionLayer share; None passes.
+
+    Raises UsageError for a head count or dim below 1, a window below 1 and a cap that is not above
+    0. Engines spell "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
+    """
+    for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
+        value = getattr(layer, what)
+        if value is not None and not value >= 1:
+            raise UsageError(f"{name}: {what} {value!r} (expected 1 or more)")
+    window, cap = layer.sliding_window, layer.logit_cap
+    if window is not None and not window >= 1:
+        raise UsageError(f"{name}: sliding_window {window!r} (expected 1 or more; None is off)")
+    if cap is not None and not 0 < cap < math.inf:
+        raise UsageError(f"{name}: logit_cap {cap!r} (expected a number above 0; None is off)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerNeeds:
     """What one class of attention layers of a model needs; None is unknown and constrains nothing.
 
     Heads are those of one tensor-parallel rank. For "mla" and "dsa" `head_dim` is latent + rope
     (512 + 64) and `v_head_dim` the latent. For linear kinds `head_dim` is K and `v_head_dim` V.
-    `sliding_window` W: a token sees itself and the W-1 before it.
+    `sliding_window` W: a token sees itself and the W-1 before it. No window and no cap are None:
+    UsageError for 0 or -1, for heads and dims below 1, and for query heads of a softmax kind that
+    are no multiple of the KV heads.
     """
 
     kind: Kind = "mha"
@@ -76,6 +96,12 @@ class LayerNeeds:
     sinks: bool = False
     cross: bool = False
     encoder: bool = False
+
+    def __post_init__(self) -> None:
+        check_layer(self, f"layers of kind {self.kind}")
+        q, kv = self.num_q_heads, self.num_kv_heads
+        if self.family == "softmax" and q and kv and q % kv:
+            raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
 
     @property
     def family(self) -> Family:
@@ -110,7 +136,8 @@ class Requirements:
     layers: distinct layer classes, softmax and linear. vision: the vision tower, if any.
     dtype: "bf16", "fp16" or "fp32"; kv_cache_dtype: "auto" (the model's) or a store.
     page_size: tokens a page, None lets the selection choose.
-    lse / deterministic / graphs: True asks every serving backend for it.
+    lse / deterministic: True asks every serving backend for it. graphs: True asks the roles that
+    are captured in CUDA graphs, decode at level "decode" and verify and draft at level "full".
     assumptions: sentences about what was not known and how it was taken.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_core.capabilities import BackendSpec, Capabilities, Device, Family, Phase
+from attn_core.capabilities import BackendSpec, Capabilities, Device, Family, Phase, Requirements
 from attn_core.unmet import Unmet
 
 
@@ -73,12 +73,13 @@ class LinearSelection:
 class Selection:
     """The decision: names per role, what the pool must be, and why.
 
-    verify and draft are None without speculation; multimodal without a vision tower; linear
-    without linear layers, or where the model keeps its own. rows: the chosen row per role.
-    conflicts: pairs that were refused, each in one sentence. Nothing is applied: the caller
-    creates the pool with page_size, kv_cache_dtype and layout.
+    requirements: what was asked for. verify and draft are None without speculation; multimodal
+    without a vision tower; linear without linear layers, or where the model keeps its own. rows:
+    the chosen row per role. conflicts: pairs that were refused, each in one sentence. Nothing is
+    applied: the caller creates the pool with page_size, kv_cache_dtype and layout.
     """
 
+    requirements: Requirements = field(default_factory=Requirements)
     prefill: str | None = None
     decode: str | None = None
     verify: str | None = None

@@ -12,12 +12,20 @@ from torch import Tensor
 from attn_core.backend import AttentionBackend, BackendConfig, Metadata, Output, create_backend
 from attn_core.capabilities import Capabilities
 from attn_core.decision import Selection
-from attn_core.errors import AttnError, BatchError, UnsupportedError, UsageError
+from attn_core.errors import AttnError, UnsupportedError, UsageError
 from attn_core.failures import named, run_error
 from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.kv_cache import KVPool, write_kv
+from attn_core.operands import check_pass, check_ragged, fillable, filled, readable
 from attn_core.plugins import Registry
-from attn_core.refusals import refuse_call, refuse_drafts, refuse_layer, refuse_mode, refuse_output
+from attn_core.refusals import (
+    refuse_call,
+    refuse_capture,
+    refuse_drafts,
+    refuse_layer,
+    refuse_mode,
+    refuse_output,
+)
 from attn_core.roles import MISSING, ROLE_OF_MODE, selected
 from attn_core.roles import Role as Role
 
@@ -74,13 +82,14 @@ class HybridDispatcher:
         max_seq_len: int = 0,
         topk: int = 0,
         num_draft_tokens: int = 0,
-        deterministic: bool = False,
     ) -> HybridDispatcher:
         """Create the selected backends, one instance where roles name the same row of the same one.
 
-        dtype: the model's. The limits are BackendConfig's. Page size, store and device are the
+        dtype: the model's. The limits are BackendConfig's; those of speculation, and determinism,
+        are what the selection was asked for unless given. Page size, store and device are the
         pool's; UsageError where they are not the selection's. Raises what create_backend raises.
         """
+        needs, drafts = selection.requirements, selection.requirements.speculation
         pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
         chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
         if pool != chosen:
@@ -108,9 +117,9 @@ class HybridDispatcher:
                     max_bs=max_bs,
                     max_num_tokens=max_num_tokens,
                     max_seq_len=max_seq_len,
-                    topk=topk,
-                    num_draft_tokens=num_draft_tokens,
-                    deterministic=deterministic,
+                    topk=topk or (drafts.topk if drafts else 0),
+                    num_draft_tokens=num_draft_tokens or (drafts.num_draft_tokens if drafts else 0),
+                    deterministic=needs.deterministic,
                 )
                 spec = registry.get(name, "softmax")
                 made[name, row, encodes] = create_backend(spec, config)
@@ -164,8 +173,9 @@ class HybridDispatcher:
 
         q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] go to the N slots of the layer's view, None is
         nothing to write. Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32
-        [T, Hq]. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view,
-        BackendError where the backend's first output for a layer breaks the contract.
+        [T, Hq]. Any strides will do. IDLE gives empty tensors. Raises UnsupportedError, BatchError
+        for a missing view and for shapes that are not this pass's, BackendError where the
+        backend's first output for a layer breaks the contract.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
@@ -176,18 +186,16 @@ class HybridDispatcher:
             refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
-        if k is not None and route.writes:
-            view = batch.views.get(layer.view)
-            if view is None:
-                raise BatchError(
-                    f"layer {layer_id} needs view {layer.view!r}, the batch has "
-                    f"{sorted(batch.views)}"
-                )
-            write_kv(cache, k, v, view.out_cache_loc)
+        check_pass(q, k, v, layer, batch, out)
+        q, dense = readable(q), fillable(out)
+        if k is not None:
+            k, v = readable(k), None if v is None else readable(v)
+            if route.writes:
+                write_kv(cache, k, v, batch.views[layer.view].out_cache_loc)
         try:
             result = route.run(
                 q, k, v, layer, cache, batch, metadata,
-                out=out, return_lse=return_lse, topk_indices=topk_indices,
+                out=dense, return_lse=return_lse, topk_indices=topk_indices,
             )  # fmt: skip
         except AttnError:
             raise
@@ -195,9 +203,9 @@ class HybridDispatcher:
             doing = "forward_decode" if mode in DECODE_MODES else "forward_extend"
             raise run_error(config, doing, error, batch, layer) from error
         if (layer_id, return_lse) not in route.checked:
-            refuse_output(config, result, q, layer, out, return_lse)
+            refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
-        return result
+        return result if out is None or out is dense else filled(out, result)
 
     def forward_ragged(
         self,
@@ -218,24 +226,17 @@ class HybridDispatcher:
         """Attend without a cache, as AttentionBackend.forward_ragged; role "encode" for vision."""
         backend = self.backend(role)
         refuse_call(backend.config, return_lse=return_lse)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+        check_ragged(q, k, v, layer, *lengths, out)
+        q, k, v, dense = readable(q), readable(k), readable(v), fillable(out)
         with named(backend.config, "forward_ragged", layer=layer):
             result = backend.forward_ragged(
-                q,
-                k,
-                v,
-                layer,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                max_q,
-                max_k,
-                causal=causal,
-                out=out,
-                return_lse=return_lse,
+                q, k, v, layer, *lengths, causal=causal, out=dense, return_lse=return_lse
             )
         if (role, layer.layer_id, return_lse) not in self._ragged:
-            refuse_output(backend.config, result, q, layer, out, return_lse)
+            refuse_output(backend.config, result, q, layer, dense, return_lse)
             self._ragged.add((role, layer.layer_id, return_lse))
-        return result
+        return result if out is None or out is dense else filled(out, result)
 
     @property
     def captured(self) -> tuple[AttentionBackend, ...]:
@@ -259,7 +260,7 @@ class HybridDispatcher:
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
         """Plan a pass into static buffers; None when idle.
 
-        Raises UnsupportedError where the backend of this pass is not captured.
+        Raises UnsupportedError where the backend of this pass is not captured, or not in this mode.
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
@@ -270,6 +271,7 @@ class HybridDispatcher:
                 f"{batch.forward_mode.value} passes run on {backend.config.name}, which is not "
                 f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
             )
+        refuse_capture(backend.config, batch.forward_mode)
         refuse_drafts(backend.config, batch)
         with named(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
             return backend.init_forward_metadata_capture_cuda_graph(batch)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attn_core.errors import BatchError
+from attn_core.capabilities import check_layer
+from attn_core.errors import BatchError, UsageError
 
 
 class ForwardMode(enum.Enum):
@@ -34,12 +37,18 @@ def _check(ok: bool, message: str) -> None:
         raise BatchError(message)
 
 
-def _check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+def _check_tensor(
+    name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], *, rows: bool = False
+) -> None:
     _check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
     fits = t.dim() == len(shape) and all(
         want is None or have == want for have, want in zip(t.shape, shape, strict=True)
     )
     _check(fits, f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
+    # Refused, not copied: graphs overwrite these tensors in place. rows: they may lie apart.
+    dense = t.stride(-1) == 1 if rows else t.is_contiguous()
+    wanted = "stride(-1) 1" if rows else "contiguous"
+    _check(dense, f"{name} has strides {t.stride()} (expected {wanted}); call .contiguous()")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +56,8 @@ class SpecInfo:
     """Speculation of one TARGET_VERIFY pass.
 
     tree_mask: bool [B, n, n], n = num_draft_tokens; mask[b, i, j] = query i sees draft j. The
-    prefix is visible to all. None is a chain: query i sees drafts 0..i.
+    prefix is visible to all. None is a chain: query i sees drafts 0..i. Drafts may be named in any
+    order: a draft's position is the prefix plus the number of drafts it sees, itself not counted.
     """
 
     topk: int
@@ -59,8 +69,9 @@ class SpecInfo:
 class CacheView:
     """Where the requests of a batch lie in one pool.
 
-    page_table: int32 [B, max_pages], page ids; entries past a request's pages, and those that lie
-    behind the window of every layer of this view, hold a valid page with any content.
+    page_table: int32 [B, max_pages], page ids, columns adjacent, rows at any stride; entries past
+    a request's pages, and those that lie behind the window of every layer of this view, hold a
+    valid page with any content. The other tensors are contiguous.
     seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
     out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to.
     max_seq_len: the largest of seq_lens, or a bound of it. seq_lens_host: the same on the host.
@@ -74,7 +85,7 @@ class CacheView:
 
     def __post_init__(self) -> None:
         b = self.page_table.shape[0]
-        _check_tensor("page_table", self.page_table, torch.int32, (b, None))
+        _check_tensor("page_table", self.page_table, torch.int32, (b, None), rows=True)
         _check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
         _check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
         devices = {str(t.device) for t in (self.page_table, self.seq_lens, self.out_cache_loc)}
@@ -82,8 +93,8 @@ class CacheView:
         host = self.seq_lens_host
         if host is not None:
             _check(len(host) == b, f"seq_lens_host has {len(host)} lengths for {b} requests")
-            _check(min(host, default=0) >= 0, f"negative length in seq_lens_host {host}")
-            top = max(host, default=0)
+            low, top = min(host, default=0), max(host, default=0)
+            _check(low >= 0, f"negative length {low} in seq_lens_host")
             _check(top <= self.max_seq_len, f"max_seq_len {self.max_seq_len} is below {top}")
 
     @classmethod
@@ -132,7 +143,8 @@ class ForwardBatch:
     cu_seqlens_q: int32 [B + 1]. positions: int64 [T]. max_q_len: the longest query.
     views: "full", "window", "cross" … → CacheView; a layer names its view.
     state_slots: int32 [B] for linear layers, -1 = padding. query_lens_host: [B] on the host.
-    Values are checked against the host copies only: construction never syncs with a device.
+    All tensors are contiguous. spec belongs to TARGET_VERIFY; no other mode takes a tree_mask.
+    Values are checked against the host copies only, so construction never syncs with a device.
     """
 
     forward_mode: ForwardMode
@@ -148,7 +160,7 @@ class ForwardBatch:
     def batch_size(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
@@ -166,34 +178,44 @@ class ForwardBatch:
             _check_tensor("state_slots", self.state_slots, torch.int32, (b,))
             devices.add(str(self.state_slots.device))
         _check(len(devices) == 1, f"a batch on several devices: {sorted(devices)}")
-        if mode is ForwardMode.IDLE:
-            _check(t == 0, f"an idle pass with {t} tokens")
-        if mode in DECODE_MODES:
-            _check(t == b, f"{mode.value}: {t} tokens for {b} requests (one each)")
+        _check(mode is not ForwardMode.IDLE or t == 0, f"an idle pass with {t} tokens")
+        one_each = mode not in DECODE_MODES or t == b
+        _check(one_each, f"{mode.value}: {t} tokens for {b} requests (one each)")
         self._check_spec(b)
-        lens = self.query_lens_host
-        if lens is not None:
+        self._check_host_lengths(b, t)
+
+    def _check_host_lengths(self, b: int, t: int) -> None:
+        lens, mode, most = self.query_lens_host, self.forward_mode, self.max_q_len
+        if lens is None:
+            _check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
+        else:
             _check(len(lens) == b, f"query_lens_host has {len(lens)} lengths for {b} requests")
-            _check(min(lens, default=0) >= 0, f"negative length in query_lens_host {lens}")
             _check(sum(lens) == t, f"query lengths add up to {sum(lens)}, positions hold {t}")
-            top = max(lens, default=0)
-            _check(top <= self.max_q_len, f"max_q_len {self.max_q_len} is below {top}")
-            for name, view in self.views.items():
-                if name == "cross" or view.seq_lens_host is None:
-                    continue
-                for i, (q, s) in enumerate(zip(lens, view.seq_lens_host, strict=True)):
-                    _check(s >= q, f"view {name!r}, request {i}: length {s} < its {q} queries")
+            low, top = min(lens, default=0), max(lens, default=0)
+            _check(low >= 0, f"negative length {low} in query_lens_host")
+            _check(top <= most, f"max_q_len {most} is below {top}")
+            _check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
+        known = {n: v.seq_lens_host for n, v in self.views.items() if v.seq_lens_host}
+        known.pop("cross", None)  # an encoder's lengths
+        for name, keys in known.items():
+            short = [i for i, (q, s) in enumerate(zip(lens or (), keys, strict=False)) if s < q]
+            if lens and short:
+                q, s = lens[short[0]], keys[short[0]]
+                raise BatchError(f"view {name!r}, request {short[0]}: length {s} < its {q} queries")
+        if len(set(map(tuple, known.values()))) > 1:
+            raise BatchError(f"views of one batch with different lengths: {known}")
 
     def _check_spec(self, b: int) -> None:
         mode, spec = self.forward_mode, self.spec
         if mode is not ForwardMode.TARGET_VERIFY:
-            return
-        _check(spec is not None, "target_verify without spec (SpecInfo)")
-        assert spec is not None
+            plain = spec is None or spec.tree_mask is None
+            return _check(plain, f"{mode.value} with a tree_mask (only target_verify takes one)")
+        if spec is None:
+            raise BatchError("target_verify without spec (SpecInfo)")
         n, mask = spec.num_draft_tokens, spec.tree_mask
         _check(self.num_tokens == b * n, f"{self.num_tokens} tokens for {b} requests of {n} drafts")
         even = all(q == n for q in self.query_lens_host or ())
-        _check(even, f"query lengths {self.query_lens_host} of {n} drafts each")
+        _check(even, f"query_lens_host has other lengths than {n}, the drafts of each request")
         _check(spec.topk == 1 or mask is not None, f"topk {spec.topk} without a tree_mask")
         if mask is not None:
             _check_tensor("tree_mask", mask, torch.bool, (b, n, n))
@@ -222,16 +244,16 @@ class ForwardBatch:
         full = CacheView.build(
             page_table=page_table, page_size=page_size, seq_lens=seq_lens, new_lens=query_lens
         )
-        if spec is not None and spec.tree_mask is not None:
-            depth = spec.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself
-            prefix = torch.tensor([s - spec.num_draft_tokens for s in seq_lens], device=device)
+        verified = spec if forward_mode is ForwardMode.TARGET_VERIFY else None
+        if verified is not None and verified.tree_mask is not None:
+            depth = verified.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself
+            prefix = torch.tensor([s - verified.num_draft_tokens for s in seq_lens], device=device)
             positions = (prefix[:, None] + depth).reshape(-1)
         else:
             positions = _positions(seq_lens, query_lens).to(device)
-        lens = torch.tensor([0, *query_lens], dtype=torch.int32)
         return cls(
             forward_mode=forward_mode,
-            cu_seqlens_q=lens.cumsum(0, dtype=torch.int32).to(device),
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
             positions=positions,
             max_q_len=max(query_lens, default=0),
             views={"full": full, **(views or {})},
@@ -247,8 +269,8 @@ class AttentionLayer:
 
     scale multiplies q·k. logit_cap c: c · tanh(s / c), before the mask. sliding_window W: a token
     sees itself and the W-1 before it. sinks: float [num_q_heads], one more logit per head that
-    takes probability and adds no value. view: the CacheView that holds its K/V. MLA, absorbed:
-    head_dim 576, v_head_dim 512, one KV head.
+    takes probability and adds no value; contiguous. view: the CacheView that holds its K/V. MLA,
+    absorbed: head_dim 576, v_head_dim 512, one KV head. Off is None: UsageError for a window of 0.
     """
 
     layer_id: int
@@ -263,3 +285,16 @@ class AttentionLayer:
     sinks: Tensor | None = None
     is_causal: bool = True
     is_cross: bool = False
+
+    def __post_init__(self) -> None:
+        name, q, kv = f"layer {self.layer_id}", self.num_q_heads, self.num_kv_heads
+        check_layer(self, name)
+        if q % kv and kv % q:  # linear layers have more value heads than query heads
+            raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
+        if not 0 < self.scale < math.inf:
+            raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
+        x = self.sinks
+        if x is not None and (x.shape != (q,) or not x.is_floating_point() or x.stride() != (1,)):
+            raise UsageError(
+                f"{name}: sinks {x.dtype} {x.shape}, strides {x.stride()} (expected [{q}] floats)"
+            )

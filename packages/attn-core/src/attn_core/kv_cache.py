@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_core.errors import UnsupportedError, UsageError, near
 from attn_core.forward import AttentionLayer
-from attn_core.quant import FP4_BLOCK, from_fp4, from_fp8, to_fp4, to_fp8
+from attn_core.quant import FP4_BLOCK, check_scales, from_fp4, from_fp8, to_fp4, to_fp8
 from attn_core.slots import put, take, take_pages
 
 STORES: Mapping[str, torch.dtype] = {
@@ -22,6 +22,7 @@ STORES: Mapping[str, torch.dtype] = {
     "fp8_e5m2": torch.float8_e5m2,
     "fp4_e2m1": torch.uint8,  # two codes a byte
 }
+_Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, where → tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,9 +31,9 @@ class LayerCache:
 
     MHA: k [pages, page_size, Hkv, D], v [pages, page_size, Hkv, Dv] (layout "NHD"; "HND" is
     [pages, Hkv, page_size, D]). MLA: k is the latent [pages, page_size, 1, 576], v is None (V is
-    the first v_head_dim of k). FP8: float8 with per-tensor scales, value = stored · scale. FP4
-    (e2m1): uint8 [..., D / 2], low nibble first, block_scales = (k, v) float8_e4m3fn [..., D / 16],
-    value = e2m1 · block · scale. index: index keys of sparse MLA, bf16 [pages, page_size, dim].
+    the first v_head_dim of k). FP8: float8, value = stored · scale, per tensor. FP4 (e2m1): uint8
+    [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales = (k, v) e4m3
+    [..., D / 16]. Others have no scales. index: keys of sparse MLA, bf16 [pages, page_size, dim].
     """
 
     k: Tensor
@@ -42,6 +43,9 @@ class LayerCache:
     block_scales: tuple[Tensor, Tensor | None] | None = None
     index: Tensor | None = None
     layout: str = "NHD"
+
+    def __post_init__(self) -> None:
+        check_scales(self.k.dtype, self.k_scale, self.v_scale)
 
     @property
     def num_pages(self) -> int:
@@ -111,10 +115,7 @@ def read_pages(
 
 
 def _read(
-    cache: LayerCache,
-    where: Tensor,
-    dtype: torch.dtype,
-    gather: Callable[[Tensor, str, Tensor], Tensor],
+    cache: LayerCache, where: Tensor, dtype: torch.dtype, gather: _Gather
 ) -> tuple[Tensor, Tensor | None]:
     def side(pool: Tensor, block_pool: Tensor | None, scale: float) -> Tensor:
         stored = gather(pool, cache.layout, where)
@@ -146,10 +147,10 @@ def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:
 class KVPool:
     """The KV cache of a model: one LayerCache per softmax layer, zeros at first.
 
-    num_pages: with page 0, the dummy; a mapping gives each view ("full", "window", "cross") its
-    own number. kv_cache_dtype: a key of STORES. kind "mla" and "dsa" store the latent once and no
-    V; index_dim > 0 adds index keys. scales: layer_id → (k_scale, v_scale), 1.0 where absent.
-    Raises UsageError for a bad value, UnsupportedError where FP4 does not fit a head dim.
+    num_pages: with page 0, the dummy; a mapping gives each view its own number. kv_cache_dtype: a
+    key of STORES. kind "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index
+    keys. scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent. Raises
+    UsageError, and UnsupportedError where FP4 does not fit a head dim.
     """
 
     def __init__(
@@ -211,9 +212,8 @@ class KVPool:
         try:
             return self._layers[layer_id]
         except KeyError:
-            raise UsageError(
-                f"layer {layer_id} has no KV cache (layers: {sorted(self._layers)})"
-            ) from None
+            known = sorted(self._layers)
+            raise UsageError(f"layer {layer_id} has no KV cache (layers: {known})") from None
 
     @property
     def nbytes(self) -> int:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from attn_core.errors import UsageError
 
 FP4_BLOCK = 16  # values that share one e4m3 scale
 _FP4_MAX = 6.0
 _E4M3_MAX = 448.0
+
+
+def check_scales(store: torch.dtype, k_scale: float, v_scale: float) -> None:
+    """Raise UsageError for a scale that is not finite and above 0, or that the store has not.
+
+    store: the dtype of the pool. Only FP8 and FP4 are scaled; other stores hold the numbers as
+    they are, and backends read them without a scale.
+    """
+    if k_scale == v_scale == 1.0:
+        return
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not 0 < scale < math.inf:
+            raise UsageError(f"{name} {scale} (expected a finite number above 0)")
+    if store.itemsize > 1:
+        raise UsageError(
+            f"k_scale {k_scale} and v_scale {v_scale} for a cache in {store}: only FP8 and FP4 "
+            "have scales; leave them out, or store fp8_e4m3, fp8_e5m2 or fp4_e2m1"
+        )
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

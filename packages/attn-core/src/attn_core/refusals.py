@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_core.backend import BackendConfig, Output
 from attn_core.capabilities import LayerNeeds
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
+from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch, ForwardMode
 from attn_core.unmet import layer_gaps
 
 
@@ -83,6 +83,17 @@ def refuse_mode(config: BackendConfig, mode: ForwardMode) -> None:
         "heads before absorption (192/128), for a prefix chunk by chunk, merged by log-sum-exp; "
         "or select another prefill backend"
     )
+
+
+def refuse_capture(config: BackendConfig, mode: ForwardMode) -> None:
+    """Raise UnsupportedError for a pass that the row's graph level does not reach."""
+    level, needed = config.row.cuda_graph, "decode" if mode in DECODE_MODES else "full"
+    if level not in (needed, "full"):
+        raise UnsupportedError(
+            f"{mode.value} passes in CUDA graphs need cuda_graph {needed!r}, the chosen row of "
+            f"{config.name} has {level!r}; run the pass eagerly, or select with "
+            "Requirements(graphs=True)"
+        )
 
 
 def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:

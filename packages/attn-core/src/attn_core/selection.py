@@ -38,6 +38,7 @@ def select(
     s = Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
     _check(s)
     base = Selection(
+        requirements=requirements,
         kv_cache_dtype=requirements.store_dtype,
         device=device,
         assumptions=requirements.assumptions,

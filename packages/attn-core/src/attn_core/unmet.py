@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
@@ -17,6 +17,8 @@ from attn_core.capabilities import (
     LayerNeeds,
     Phase,
     Requirements,
+    Speculation,
+    VerifyMode,
 )
 from attn_core.libraries import Libraries, alternatives, shortfall
 from attn_core.listing import listing, places
@@ -82,7 +84,7 @@ def unmet(
         found.append(Unmet("linear", "linear attention", "the model has no linear layers"))
     if row.family == "softmax" and phase is not Phase.ENCODE:
         found.extend(_store(row, needs))
-        found.extend(_flags(row, needs, phase))
+        found.extend(_flags(row, needs, phase, speculates))
     found.extend(_speculation(row, needs, speculates))
     return tuple(found)
 
@@ -126,12 +128,7 @@ def _libraries(row: Capabilities, libraries: Libraries) -> Iterator[Unmet]:
         there = shortfall(group, libraries)
         if there is not None:
             installs = [
-                Change(
-                    "libraries",
-                    ((str(canonicalize_name(w.name)), None),),
-                    INSTALL,
-                    f"install {w}",
-                )
+                Change("libraries", ((canonicalize_name(w.name), None),), INSTALL, f"install {w}")
                 for w in alternatives(group)
             ]
             yield Unmet("library", there, f"needs {group}", tuple(installs))
@@ -260,14 +257,30 @@ def _store(row: Capabilities, needs: Requirements) -> Iterator[Unmet]:
         )
 
 
-def _flags(row: Capabilities, needs: Requirements, phase: Phase) -> Iterator[Unmet]:
+def _flags(
+    row: Capabilities, needs: Requirements, phase: Phase, speculates: bool
+) -> Iterator[Unmet]:
     if needs.lse and not row.lse:
         yield _no("lse", "asked", "", [_set("no log-sum-exp output", FEATURE, lse=False)])
     if needs.deterministic and not row.deterministic:
         change = _set("no determinism", FEATURE, deterministic=False)
         yield _no("deterministic", "asked", "", [change])
-    if needs.graphs and phase is Phase.DECODE and row.cuda_graph == "none":
-        yield _no("cuda_graph", "asked", "", [_set("no CUDA graphs", FEATURE, graphs=False)])
+    # verify and draft extend are captured as a whole, prefill never
+    short = row.cuda_graph != "full" if speculates else row.cuda_graph == "none"
+    if needs.graphs and short and (speculates or phase is Phase.DECODE):
+        asked, possible = ("full", row.cuda_graph) if speculates else ("asked", "")
+        spec = needs.speculation if speculates else None
+        options = [] if spec is None else _verified_elsewhere(spec)
+        without = _set("no CUDA graphs", FEATURE, graphs=False)
+        yield _no("cuda_graph", asked, possible, [without, *options])
+
+
+def _verified_elsewhere(spec: Speculation) -> list[Change]:
+    """List the changes after which the backend of this phase verifies no drafts."""
+    mode: VerifyMode = "decode" if spec.mode == "prefill" else "prefill"
+    text, other = f"--speculative-attention-mode {mode}", replace(spec, mode=mode)
+    none = _set("no speculation", FEATURE + 1, speculation=None)
+    return [none, _set(text, FLAG + 1, speculation=other)]
 
 
 def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> Iterator[Unmet]:
@@ -279,15 +292,9 @@ def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> It
         limit = min(limit, row.max_topk)
     if spec.topk <= limit:
         return
-    options = [_set("no speculation", FEATURE + 1, speculation=None)]
+    options = _verified_elsewhere(spec)[: 2 if speculates and row.family == "softmax" else 1]
     if limit >= 1:
-        fewer = type(spec)(topk=limit, num_draft_tokens=spec.num_draft_tokens, mode=spec.mode)
         text = f"--speculative-eagle-topk {limit}"
-        options.insert(0, _set(text, FEATURE, speculation=fewer))
-    if speculates and row.family == "softmax":
-        mode: Literal["prefill", "decode"] = "decode" if spec.mode == "prefill" else "prefill"
-        other = type(spec)(topk=spec.topk, num_draft_tokens=spec.num_draft_tokens, mode=mode)
-        text = f"--speculative-attention-mode {mode}"
-        options.append(_set(text, FLAG + 1, speculation=other))
+        options.insert(0, _set(text, FEATURE, speculation=replace(spec, topk=limit)))
     possible = f"topk up to {limit}" if limit else "no speculation"
     yield _no("speculative topk", spec.topk, possible, options)

@@ -96,7 +96,6 @@ def create(
         kind=kind,
         layout="HND" if selection.layout == "HND" else "NHD",
     )
-    drafts = requirements.speculation
     return HybridDispatcher.from_selection(
         selection,
         registry,
@@ -105,9 +104,6 @@ def create(
         dtype=requirements.dtype,
         vision_layers=vision,
         max_bs=max_bs,
-        topk=0 if drafts is None else drafts.topk,
-        num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
-        deterministic=requirements.deterministic,
     )
 
 

@@ -139,10 +139,10 @@ def _named_roles(keys: Keys, layer_types: object) -> list[Role]:
 
 def _window(keys: Keys) -> int | None:
     """Return the window of sliding layers; None where it is off or no shorter than the context."""
-    if keys.get("sliding_window") in (0, -1):  # how some configs spell "off"
-        return None
+    if keys.get("use_sliding_window") is False or keys.get("sliding_window") in (0, -1):
+        return None  # off, as engines spell it
     window = keys.count("sliding_window")
-    if window is None or keys.get("use_sliding_window") is False:
+    if window is None:
         return None
     context = keys.count("max_position_embeddings")
     if context is not None and window >= context:

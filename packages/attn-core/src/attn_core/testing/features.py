@@ -14,6 +14,7 @@ CHAIN: Parents = (-1, 0, 1, 2)
 TREE_A: Parents = (-1, 0, 0, 1, 1, 2, 5)
 TREE_B: Parents = (-1, 0, 1, 1, 0, 4, 4)
 FOREST: Parents = (-1, -1, 0, 1, 1, 2, 4)
+ANY_ORDER: Parents = (1, -1, 1, 0, 2, 6, 2)  # children are named before their parents
 EDGES = (1, 15, 16, 17, 63, 64, 65)
 
 
@@ -83,6 +84,7 @@ PAGED: tuple[Case, ...] = (
     _verify("verify-tree", (70, 7, 70, 150), TREE_A, TREE_B, FOREST, TREE_A),
     _verify("verify-tree-padded", (70, 9), TREE_A, TREE_B, padding=2),
     _verify("verify-tree-window", (70, 9, 70), TREE_A, TREE_B, TREE_B, window=3, padding=1),
+    _verify("verify-tree-any-order", (70, 9), ANY_ORDER, ANY_ORDER, window=3, padding=1),
     _verify("verify-tree-sinks-window", (90, 200), TREE_A, TREE_B, window=66, sinks=True),
     *(
         _verify(

@@ -72,7 +72,6 @@ class TorchNative(AttentionBackend):
             self._dtype,
             device,
             batch.spec if verify else None,
-            batch.positions,
         )
         key_lens: dict[str, Sequence[int]] = {}
         for name, view in batch.views.items():

@@ -82,7 +82,6 @@ class Planner:
         dtype: torch.dtype,
         device: torch.device,
         spec: SpecInfo | None = None,
-        positions: Tensor | None = None,
     ) -> None:
         self._query_lens = query_lens
         self._starts = [0]
@@ -91,10 +90,8 @@ class Planner:
         self._dtype, self._device = dtype, device
         self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
         self._tree = None if spec is None else spec.tree_mask
-        self._depth: Tensor | None = None
-        if self._tree is not None and positions is not None:
-            p = positions.view(self._tree.shape[0], -1)
-            self._depth = p - p[:, :1]  # the root of a tree is its first draft
+        # a draft's position behind the prefix: the drafts it sees, itself not counted
+        self._depth = None if self._tree is None else self._tree.sum(-1) - 1
 
     def plan(
         self, layer: LayerClass, key_lens: Sequence[int], blocks_of: BlocksOf, limits: Limits
@@ -169,7 +166,9 @@ class Planner:
                     causal=causal,
                     mask=mask,
                     dead=dead,
-                    splits=self._splits(c1 - c0, few and mask is None, members, limits),
+                    splits=self._splits(
+                        c1 - c0, few and mask is None and not causal, members, limits
+                    ),
                 )
             )
         return Piece(

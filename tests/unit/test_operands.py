@@ -1,0 +1,167 @@
+"""Tensors that do not fit a pass are refused; those at odd strides are handed on readable."""
+
+import dataclasses
+
+import pytest
+import torch
+from attn_core.errors import BatchError
+from attn_core.forward import CacheView
+from recording import DV, HQ, LAYERS, TABLE, M, batch, make, qkv
+
+
+def apart(t):
+    """Return the same numbers with a stride of 2 in the last dimension."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def fused(*parts):
+    """Return the same numbers as slices of one projection."""
+    sizes = [x[0].numel() for x in parts]
+    wide = torch.cat([x.flatten(1) for x in parts], 1)
+    return [y.view(x.shape) for x, y in zip(parts, wide.split(sizes, 1), strict=True)]
+
+
+def cu(*ends):
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def filling(backend):
+    """Let a recorder fill what it returns with 7."""
+    attend = backend._attend
+
+    def filled(q, layer, out, return_lse):
+        got = attend(q, layer, out, return_lse)
+        (got[0] if return_lse else got).fill_(7)
+        return got
+
+    backend._attend = filled
+
+
+def call(dispatcher, q, k, v, *, ragged=False, mode=M.EXTEND, **more):
+    if ragged:
+        ends = cu(0, len(q))
+        return dispatcher.forward_ragged(
+            q, k, v, LAYERS[0], ends, ends, len(q), len(q), causal=True, **more
+        )
+    return dispatcher.forward(q, k, v, LAYERS[0], batch(mode), None, **more)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_backend_reads_dense_last_dimensions(ragged):
+    dispatcher, pre, _ = make()
+    q, k, v = qkv(4)
+    call(dispatcher, *map(apart, (q, k, v)), ragged=ragged)
+    seen = pre.calls[-1][1][:3]
+    assert all(x.stride(-1) == 1 for x in seen)
+    assert all(torch.equal(x, y) for x, y in zip(seen, (q, k, v), strict=True))
+    if not ragged:
+        assert torch.equal(pre.calls[-1][1][4][0], k)  # what the cache holds
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_slices_of_a_fused_projection_are_not_copied(ragged):
+    dispatcher, pre, _ = make()
+    parts = fused(*qkv(4))
+    assert not any(x.is_contiguous() for x in parts)
+    call(dispatcher, *parts, ragged=ragged)
+    assert all(x is y for x, y in zip(pre.calls[-1][1][:3], parts, strict=True))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_strided_out_is_filled_through_a_dense_one(ragged, return_lse):
+    dispatcher, pre, _ = make()
+    filling(pre)
+    wide = torch.zeros(4, 2 * HQ, DV)
+    out = wide[:, ::2]
+    got = call(dispatcher, *qkv(4), ragged=ragged, out=out, return_lse=return_lse)
+    assert pre.calls[-1][2]["out"].is_contiguous()
+    assert (got[0] if return_lse else got) is out
+    if return_lse:
+        assert got[1] is pre.returned[1]
+    assert (out == 7).all()
+    assert not wide[:, 1::2].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {"q": a["q"][:, :2]}, r"layer 0: q is \[4, 2, 8\] \(expected \[4, 4, 8\]"),
+        (lambda a: {"k": a["k"][..., :4]}, r"k is \[4, 2, 4\] \(expected \[4, 2, 8\]"),
+        (lambda a: {"v": a["v"][:, :1]}, r"v is \[4, 1, 4\]"),
+        (lambda a: {"v": torch.cat([a["v"]] * 2)}, r"v is \[8, 2, 4\]"),
+        (lambda a: {"out": torch.zeros(5, HQ, DV)}, r"out is \[5, 4, 4\] \(expected \[4, 4, 4\]"),
+        (lambda a: {"out": torch.zeros(4, HQ * DV)}, r"out is \[4, 16\]"),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_shapes_that_are_not_this_pass_s_are_refused(change, message, ragged):
+    dispatcher, pre, _ = make()
+    args = dict(zip("qkv", qkv(4), strict=True))
+    with pytest.raises(BatchError, match=message):
+        call(dispatcher, ragged=ragged, **args | change(args))
+    assert not pre.calls
+    assert not dispatcher.caches.layer(0).k.any()
+
+
+@pytest.mark.parametrize(("name", "n"), [("q", 3), ("q", 5), ("k", 3), ("k", 1)])
+def test_tokens_are_those_of_the_pass(name, n):
+    """One key would be broadcast to every slot."""
+    dispatcher, pre, _ = make()
+    args = dict(zip("qkv", qkv(4), strict=True))
+    args[name] = dict(zip("qkv", qkv(n), strict=True))[name]
+    with pytest.raises(BatchError, match=rf"{name} is \[{n}, .* \(expected \[4, "):
+        call(dispatcher, **args)
+    assert not pre.calls
+
+
+def test_new_keys_need_a_slot_each():
+    dispatcher, pre, _ = make()
+    q, k, v = qkv(4)
+    b = batch(M.EXTEND)
+    full = b.views["full"]
+    for n in (3, 0, 5):
+        loc = torch.arange(n) + 4
+        views = {"full": dataclasses.replace(full, out_cache_loc=loc)}
+        wrong = dataclasses.replace(b, views=views)
+        with pytest.raises(
+            BatchError, match=rf"out_cache_loc of view 'full' has {n} slots for .* 4"
+        ):
+            dispatcher.forward(q, k, v, LAYERS[0], wrong, None)
+        dispatcher.forward(q, None, None, LAYERS[0], wrong, None)  # nothing to write
+    with pytest.raises(BatchError, match="v without k"):
+        dispatcher.forward(q, None, v, LAYERS[0], b, None)
+    assert len(pre.calls) == 3
+
+
+def test_cross_attention_writes_the_tokens_of_the_encoder():
+    dispatcher, pre, _ = make()
+    cross = dataclasses.replace(LAYERS[0], view="cross", is_cross=True)
+    view = CacheView.build(page_table=TABLE, page_size=4, seq_lens=[5, 3], new_lens=[5, 3])
+    b = batch(M.EXTEND, views={"cross": view})
+    q, (_, k, v) = qkv(4)[0], qkv(8)
+    dispatcher.forward(q, k, v, cross, b, None)
+    assert torch.equal(pre.calls[-1][1][4][0], k)
+    with pytest.raises(BatchError, match=r"k is \[7, 2, 8\] \(expected \[8, 2, 8\]"):
+        dispatcher.forward(q, k[:7], v[:7], cross, b, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_q": cu(0, 2, 4).long()}, r"cu_seqlens_q is torch.int64 \[3\].*contiguous int32"),
+        ({"cu_k": cu(0, 0, 2, 2, 4, 4)[::2]}, r"cu_seqlens_k is torch.int32 \[3\] of strides \(2,"),
+        ({"cu_k": cu(0, 4)}, r"cu_seqlens_k is \[2\] on cpu \(expected \[3\], as cu_seqlens_q"),
+        ({"cu_q": cu(0, 2, 4)[None]}, r"cu_seqlens_q is torch.int32 \[1, 3\]"),
+        ({"cu_q": cu(0, 2, 4).to("meta")}, "cu_seqlens_q is .* on meta"),
+        ({"max_q": 1}, "4 tokens of q in 2 requests: more than max_q 1 each"),
+        ({"max_k": 0}, "4 tokens of k in 2 requests: more than max_k 0 each"),
+    ],
+)
+def test_ragged_lengths_are_checked(change, message):
+    dispatcher, pre, _ = make()
+    lengths = {"cu_q": cu(0, 2, 4), "cu_k": cu(0, 1, 4), "max_q": 2, "max_k": 3}
+    with pytest.raises(BatchError, match=message):
+        dispatcher.forward_ragged(*qkv(4), LAYERS[0], *(lengths | change).values(), causal=True)
+    assert not pre.calls
+    dispatcher.forward_ragged(*qkv(4), LAYERS[0], *lengths.values(), causal=True)
