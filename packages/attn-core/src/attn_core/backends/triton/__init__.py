@@ -24,6 +24,7 @@ from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, pos
 from attn_core.backends.triton.order import TILE, Order, fill_order
 from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
+from attn_core.errors import UsageError
 from attn_core.forward import (
     EVEN_MODES,
     AttentionLayer,
@@ -227,8 +228,8 @@ class Triton(AttentionBackend):
         q, layer = positive(q, layer)
         if q.shape[0]:
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-            tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
-            lengths = (cu_seqlens_q, cu_seqlens_k)
+            tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
+            lengths = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
             order = self._order(LayerClass.of(layer), cu_seqlens_q.shape[0] - 1, max_k, None)
             where = (*lengths, None, q, None, order)
             self._extend(q, layer, tokens, *where, out, lse, causal=causal)
@@ -277,4 +278,9 @@ def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tens
     q = q if q.stride(-1) == 1 else q.contiguous()
     if out is None:
         out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+    elif out.stride(-1) != 1:
+        raise UsageError(
+            f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
+            "contiguous tensor"
+        )
     return q, out, q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
