@@ -7,6 +7,7 @@ import attn_core.backends.triton as backend
 import pytest
 import torch
 from attn_core.backend import BackendConfig
+from attn_core.backends.triton.heuristics import Launch
 from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.kv_cache import KVPool, write_kv
 from attn_core.page_table import slot_table
@@ -159,7 +160,7 @@ def test_equals_float64(case, monkeypatch):
         deterministic=fixed,
     )
     if kind in ("decode", "chain", "tree"):  # whatever the heuristics prefer
-        launch = backend.Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
+        launch = Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
         monkeypatch.setattr(backend, "decode_launch", lambda *a, **k: launch)
     made = backend.Triton(config)
     assert made._hopper is not None

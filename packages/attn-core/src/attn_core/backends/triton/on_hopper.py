@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_core.backends.triton.heuristics import Launch, heads_at_once, hopper_block
+from attn_core.backends.triton.heuristics import heads_at_once, hopper_block
 from attn_core.backends.triton.hopper_decode import decode_hopper
 from attn_core.backends.triton.hopper_extend import extend_hopper
 from attn_core.backends.triton.hopper_mla import decode_mla_hopper
@@ -41,7 +41,6 @@ def extend_on_hopper(
     cu_seqlens_q: Tensor,
     lengths: Tensor,
     page_table: Tensor | None,
-    launch: Launch,
     order: Order,
     programs: int,
     counter: Tensor,
@@ -51,7 +50,7 @@ def extend_on_hopper(
 ) -> None:
     """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-    batch = cu_seqlens_q.shape[0] - 1
+    batch, launch = cu_seqlens_q.shape[0] - 1, order.launch
     page = 0 if page_table is None else cache.page_size
     rows = min(max(page, _LEAST), launch.block_n) if page else launch.block_n
     assert cache.v is not None  # extend_fits
