@@ -10,6 +10,7 @@ import fa4
 import record
 import sites
 from attn_core.capabilities import SERVING
+from attn_core.errors import UnsupportedError
 from attn_core.matrix import CELLS
 from attn_core.testing.plan import usable_rows
 from attn_core.testing.runner import OF_TOWERS
@@ -40,7 +41,10 @@ def cells(chip, launches, kind):
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize(("chip", "launches"), CHIPS)
 def test_every_declared_cell_has_a_site(chip, launches, kind):
-    rows = usable_rows(chip.spec, kind, chip.device, chip.libraries)
+    try:
+        rows = usable_rows(chip.spec, kind, chip.device, chip.libraries)
+    except UnsupportedError:  # of this kind nothing is declared for the chip
+        rows = []
     serving = [row for row in rows if row.phases & SERVING]
     declared = {
         name

@@ -1,7 +1,8 @@
 """Run a short part of the device tests under NVIDIA's memory checker.
 
 `python tests/device/sanitize.py [BACKEND ...] [-- PYTEST OPTIONS]`: reads and writes out of bounds
-end the run with exit code 1, each with the kernel that made it.
+end the run with exit code 1, each with the kernel that made it. `kernels`, beside the backends, is
+every kernel of the Triton backend once (test_kernels.py), in a few minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CLASSES = {  # backend → its class in test_nvidia.py or test_triton.py
 FEATURES = "page-edges or page-window or verify-tree or verify-chain or padded"
 ONCE = "consecutive or interleaved or descending or HND"  # the same again
 FOUND = 1  # the checker's exit code for an error of memory
+KERNELS = "kernels"
 MISSING = (
     "compute-sanitizer is not here: it comes with the CUDA toolkit (bin/ of it belongs on PATH, or "
     "CUDA_HOME names it)"
@@ -45,14 +47,20 @@ def tool() -> str | None:
 
 
 def command(sanitizer: str, backends: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Return the command line for some backends, all where none is named."""
-    unknown = sorted(set(backends) - CLASSES.keys())
+    """Return the command line for some backends or the kernels, all where none is named."""
+    known = (*CLASSES, KERNELS)
+    unknown = sorted(set(backends) - {*known})
     if unknown:
-        raise SystemExit(f"{', '.join(unknown)}: no such backend (known: {', '.join(CLASSES)})")
-    classes = " or ".join(CLASSES[name] for name in backends or CLASSES)
+        raise SystemExit(f"{', '.join(unknown)}: no such backend (known: {', '.join(known)})")
+    asked = backends or known
+    classes = " or ".join(CLASSES[name] for name in asked if name != KERNELS)
+    parts = [f"({classes}) and ({FEATURES}) and not ({ONCE})"] * bool(classes)
+    parts += ["test_kernels"] * (KERNELS in asked)
     checker = ["--tool", "memcheck", "--error-exitcode", str(FOUND), "--target-processes", "all"]
-    tests = [str(HERE / name) for name in ("test_nvidia.py", "test_triton.py")]
-    chosen = f"({classes}) and ({FEATURES}) and not ({ONCE})"
+    names = ["test_nvidia.py", "test_triton.py"] * bool(classes)
+    names += ["test_kernels.py"] * (KERNELS in asked)
+    tests = [str(HERE / name) for name in names]
+    chosen = " or ".join(parts)
     return [sanitizer, *checker, sys.executable, "-m", "pytest", "-x", *tests, "-k", chosen, *more]
 
 

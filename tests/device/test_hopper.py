@@ -7,10 +7,12 @@ import attn_core.backends.triton as backend
 import pytest
 import torch
 from attn_core.backend import BackendConfig
+from attn_core.backends.triton.heuristics import Launch
 from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.kv_cache import KVPool, write_kv
 from attn_core.page_table import slot_table
 from attn_core.plugins import load_plugins
+from triton_passes import oracle
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU", allow_module_level=True)
@@ -41,24 +43,6 @@ def case_list():
             rng.choice(("NHD", "HND")),
             rng.random() < 0.3,
         )
-
-
-def scores_of(layer, q, k, group):
-    s = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * layer.scale
-    return s if layer.logit_cap is None else layer.logit_cap * (s / layer.logit_cap).tanh()
-
-
-def oracle(layer, q, k, v, seen):
-    """Attend in float64: q [n, Hq, D], k and v [L, Hkv, D], seen [n, L] → out, lse."""
-    group = layer.num_q_heads // layer.num_kv_heads
-    s = scores_of(layer, q.double(), k.double(), group).masked_fill(~seen, -torch.inf)
-    if layer.sinks is not None:
-        sink = layer.sinks.double()[:, None, None].expand(-1, s.shape[1], 1)
-        s = torch.cat((s, sink), -1)
-    lse = s.logsumexp(-1)
-    p = (s - lse[..., None]).exp()[..., : k.shape[0]]
-    out = torch.einsum("hqk,khd->qhd", p, v.double().repeat_interleave(group, 1))
-    return out, lse.T
 
 
 @pytest.mark.parametrize("case", case_list(), ids=lambda c: "-".join(map(str, c)))
@@ -159,7 +143,7 @@ def test_equals_float64(case, monkeypatch):
         deterministic=fixed,
     )
     if kind in ("decode", "chain", "tree"):  # whatever the heuristics prefer
-        launch = backend.Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
+        launch = Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
         monkeypatch.setattr(backend, "decode_launch", lambda *a, **k: launch)
     made = backend.Triton(config)
     assert made._hopper is not None

@@ -2,8 +2,12 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 SCRIPT = pathlib.Path(__file__).parent / "sanitize.py"
 
@@ -28,6 +32,28 @@ def test_the_tests_run_under_the_checker(tmp_path):
     assert done.stdout.startswith("--tool memcheck --error-exitcode 1 --target-processes all")
     assert "(TestFA3 or TestFlashMLA) and (" in done.stdout
     assert done.stdout.rstrip().endswith("--maxfail=3 1")
+
+
+def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
+    fake(tmp_path, 0)
+    alone, all_of_them = (run(tmp_path, *names).stdout for names in (["kernels"], []))
+    assert "test_kernels.py -k test_kernels" in alone
+    assert "test_triton.py" not in alone
+    assert "test_triton.py" in all_of_them
+    assert "or test_kernels" in all_of_them
+
+
+def test_every_kernel_is_run_under_the_checker():
+    """What a module of the backend launches, `name[grid](…)`, a pass of test_kernels.py names."""
+    pytest.importorskip("triton")
+    folder = pathlib.Path(find_spec("attn_core.backends.triton").origin).parent
+    sources = [path.read_text() for path in folder.glob("*.py")]
+    launched = {
+        n for s in sources for n in re.findall(r"^    +(\w+)\[(?:\(.*\)|grid)\]\($", s, re.M)
+    }
+    named = {*re.findall(r'"(\w+)"', (SCRIPT.parent / "test_kernels.py").read_text())}
+    assert {"extend_hopper", "order_requests", "_write", "merge_splits"} <= launched
+    assert launched <= named
 
 
 def test_a_missing_checker_is_said(tmp_path):

@@ -192,6 +192,15 @@ def test_triton_reads_no_e4m3_below_sm89(arch):
     assert not {"fp8_e4m3", "fp4_e2m1"} & stores
 
 
+def test_triton_has_no_latent_attention_on_turing():
+    needs = Requirements(layers=(LayerNeeds(kind="mla"),))
+    named, libraries = Overrides(attention_backend="triton"), {"triton": None}
+    with pytest.raises(NoBackendError, match=r"device cuda:sm75 \(supports cuda:sm80"):
+        select(needs, parse_device("cuda:sm75"), REGISTRY, libraries, named, simulated=True)
+    chosen = select(needs, parse_device("cuda:sm80"), REGISTRY, libraries, named, simulated=True)
+    assert chosen.decode == "triton"
+
+
 def test_creating_a_declared_backend_says_so():
     from attn_core.backend import BackendConfig, create_backend
 

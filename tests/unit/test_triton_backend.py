@@ -109,15 +109,47 @@ def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbou
     assert isinstance(plan(fixed, one, M.DECODE), Splits)
 
 
+@pytest.mark.parametrize(
+    ("is_read", "config"),
+    [
+        (True, {"kv_cache_dtype": "bf16"}),
+        (True, {"kv_cache_dtype": "bf16", "deterministic": True}),
+        (False, {"kv_cache_dtype": "fp16"}),
+        (False, {"kv_cache_dtype": "fp8_e4m3"}),
+        (False, {"kv_cache_dtype": "fp4_e2m1"}),
+        (False, {"kv_cache_dtype": "fp32", "dtype": "fp32"}),
+        (False, {"kv_cache_dtype": "bf16", "page_size": 48}),
+    ],
+)
+def test_an_order_is_planned_only_where_a_kernel_reads_it(is_read, config, monkeypatch):
+    """That of Hopper takes 16-bit stores of the dtype of the queries, and pages that divide."""
+    filled = []
+    monkeypatch.setattr(module, "fill_order", lambda order, *a, **k: filled.append(order))
+    layer = replace(make_layer(), head_dim=64, v_head_dim=64)
+    backend = make_backend(layer, **({"dtype": "bf16"} | config))
+    backend._hopper = SimpleNamespace()
+    # trees among so many queries run the portable kernel, and so do short prompts
+    trees = torch.eye(90).bool().repeat(2, 1, 1).to(DEVICE)
+    passes = [
+        (Server((200, 90), (180, 90)).batch(M.EXTEND), is_read),
+        (Server((200, 90), (180, 90)).batch(M.TARGET_VERIFY, trees=trees), False),
+        (Server((120, 90), (110, 90)).batch(M.EXTEND), is_read and "deterministic" in config),
+    ]
+    for (batch, _), expected in passes:
+        filled.clear()
+        backend.init_forward_metadata(batch)
+        assert bool(filled) == expected
+
+
 @pytest.mark.parametrize("size", range(1, 9))
 def test_plans_of_any_batch_are_aligned_alike(size):
     """A kernel is compiled for pointers at 16 bytes, and again for others."""
-    backend = make_backend()
+    backend = make_backend(dtype="bf16", kv_cache_dtype="bf16")
     backend._hopper = SimpleNamespace()
     which = LayerClass.of(make_layer(), causal=True)._replace(head_dim=128, v_head_dim=128)
     backend.init_cuda_graph_state(size, size)
     for room in (None, *backend._lines.values()):
-        order = backend._order(which, size, 1000, room)
+        order = backend._order(which, size, 1000, 1000, PAGE, room)
         assert order.who.data_ptr() % 16 == order.begins.data_ptr() % 16
         assert (order.begins.shape[0], order.who.shape[0]) == (size + 1, size)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from attn_core.backends.triton.heuristics import Launch
 from attn_core.backends.triton.order import TILE, Order, fill_order
 from triton_server import DEVICE
 
@@ -26,10 +27,10 @@ def test_the_longest_request_comes_first(requests, group, paged):
     begins, who = (
         torch.full((len(requests) + n,), -1, dtype=torch.int32, device=DEVICE) for n in (1, 0)
     )
-    fill_order(
-        Order(begins=begins, who=who, longest=0), starts(queries), lengths, group, paged=paged
-    )
-    order = sorted(range(len(requests)), key=lambda b: -keys[b])
-    assert who.tolist() == order, "equal ones keep their order"
-    tiles = [-(-queries[b] * group // TILE) for b in order]
+    launch = Launch(block_m=TILE, block_n=64, warps=4, stages=2)
+    order = Order(begins=begins, who=who, longest=0, launch=launch, tiles=0)
+    fill_order(order, starts(queries), lengths, group, paged=paged)
+    places = sorted(range(len(requests)), key=lambda b: -keys[b])
+    assert who.tolist() == places, "equal ones keep their order"
+    tiles = [-(-queries[b] * group // TILE) for b in places]
     assert begins.tolist() == starts(tiles).tolist()

@@ -155,9 +155,10 @@ def _tree(row: Capabilities) -> Capabilities:
 
 
 def _triton_mla() -> Sequence[Capabilities]:
-    cuda = Capabilities(
+    cuda = Capabilities(  # a latent of 576 columns does not fit the shared memory of sm75
         kind="mla",
         device="cuda",
+        archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
         requires=["triton>=3.4"],
         dtypes=PLAIN_DTYPES,
         kv_dtypes=PLAIN_DTYPES,
@@ -171,7 +172,8 @@ def _triton_mla() -> Sequence[Capabilities]:
         cuda_graph="full",
         fused_kv_write=True,
     )
-    rocm = replace(cuda, device="rocm", requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",))
+    needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
+    rocm = replace(cuda, device="rocm", archs=frozenset(), requires=needs)
     return [cuda, rocm, _tree(cuda), _tree(rocm)]
 
 
@@ -184,8 +186,10 @@ def _triton() -> BackendSpec:
         departures={
             "mha.fp8_kv": "our kernels read FP8, its scales are part of the softmax scale and of "
             "the last division; later revisions of the documented matrix say yes too",
-            "mha.devices": "for CUDA and ROCm, which Triton compiles for; the documented system "
-            "lets any platform name it",
+            "mha.devices": "for CUDA and ROCm, which Triton itself compiles for; the documented "
+            "system lets any platform name it. Intel GPUs and Ascend have compilers of their own "
+            "(triton-xpu, triton-ascend), by which these kernels were neither compiled nor run; on "
+            "a CPU Triton has an interpreter only, for tests",
             "mla.chunked_prefix_cache": "this implementation does more than the documented one: "
             "forward_ragged returns the log-sum-exp of a chunk, by which merge_states joins them",
         },

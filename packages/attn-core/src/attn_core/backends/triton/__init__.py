@@ -12,7 +12,6 @@ from attn_core.backends.layer_class import LayerClass
 from attn_core.backends.triton.device import arch_of, hopper_on, short_on
 from attn_core.backends.triton.heuristics import (
     LONG,
-    Launch,
     decode_launch,
     extend_launch,
     few,
@@ -20,17 +19,12 @@ from attn_core.backends.triton.heuristics import (
     hopper_launch,
     power_of_two,
 )
-from attn_core.backends.triton.launch import SEE_TREE, decode, extend, plan, positive, sees
+from attn_core.backends.triton.launch import decode, extend, plan, positive, sees
 from attn_core.backends.triton.order import TILE, Order, fill_order
 from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
-from attn_core.forward import (
-    EVEN_MODES,
-    AttentionLayer,
-    ForwardBatch,
-    ForwardMode,
-    SpecInfo,
-)
+from attn_core.errors import UsageError
+from attn_core.forward import EVEN_MODES, AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.kv_cache import STORES, LayerCache
 from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
 
@@ -78,7 +72,8 @@ class Triton(AttentionBackend):
 
     def _plan(self, batch: ForwardBatch, lines: Mapping[LayerClass, Tensor]) -> Plans:
         plans: dict[LayerClass, Splits | Order | None] = {}
-        even = batch.forward_mode in EVEN_MODES
+        even, spec = batch.forward_mode in EVEN_MODES, _spec(batch)
+        latent = self.config.row.kind != "mha"
         for which in self._classes:
             if which.view not in batch.views or not batch.num_tokens:
                 continue
@@ -87,26 +82,33 @@ class Triton(AttentionBackend):
             if room is not None:  # of a graph's replays: what the table has room for
                 longest = batch.views[which.view].page_table.shape[1] * self.config.page_size
             whole = self._hopper is not None and not even and longest <= self._short
-            few_queries = few(batch.max_q_len, which.group, latent=self._latent, whole=whole)
-            if not few_queries or (self.config.deterministic and not even):
-                plans[which] = self._order(which, batch.batch_size, longest, room)
+            few_queries = few(batch.max_q_len, which.group, latent=latent, whole=whole)
+            tree = which.causal and spec is not None and spec.tree_mask is not None
+            if few_queries and (even or not self.config.deterministic):
+                plans[which] = self._splits(which, batch, longest, room, tree)
             else:
-                plans[which] = self._splits(which, batch, longest, room)
+                shape = (batch.batch_size, batch.num_tokens, longest, self.config.page_size)
+                plans[which] = None if tree else self._order(which, *shape, room)
             self._fill(plans[which], which, batch)
         return plans
 
-    @property
-    def _latent(self) -> bool:
-        return self.config.row.kind != "mha"
-
     def _splits(
-        self, which: LayerClass, batch: ForwardBatch, longest: int, room: Tensor | None
+        self, which: LayerClass, batch: ForwardBatch, longest: int, room: Tensor | None, tree: bool
     ) -> Splits:
         size = batch.batch_size
         queries, fixed = batch.max_q_len * which.group, self.config.deterministic
         short = not fixed and longest <= self._short
-        tree = batch.spec is not None and batch.spec.tree_mask is not None
-        launch = self._decode_launch(which, queries, short=short, tree=tree)
+        launch = decode_launch(
+            self._arch,
+            queries,
+            which.head_dim,
+            which.v_head_dim,
+            STORES[self.config.kv_cache_dtype].itemsize,
+            page_size=self.config.page_size,
+            short=short,
+            tree=tree,
+            fp4=self.config.kv_cache_dtype == "fp4_e2m1",
+        )
         unit = max(1, (UNIT if fixed else self._short if short else 0) // launch.block_n)
         row_blocks = -(-queries // launch.block_m)
         programs = self._processors * launch.programs
@@ -137,12 +139,34 @@ class Triton(AttentionBackend):
         return held
 
     def _order(
-        self, which: LayerClass, size: int, longest: int, room: Tensor | None
+        self,
+        which: LayerClass,
+        size: int,
+        tokens: int,
+        longest: int,
+        page: int,
+        room: Tensor | None,
     ) -> Order | None:
-        if not self._hopper or hopper_block(which.head_dim, which.v_head_dim) is None:
+        """Return the order of `size` requests; None where the kernel that reads it does not run.
+
+        page: 0 for plain K and V.
+        """
+        config, block = self.config, hopper_block(which.head_dim, which.v_head_dim)
+        if not self._hopper or block is None or config.dtype not in ("bf16", "fp16"):
+            return None
+        if page and (config.kv_cache_dtype != config.dtype or (page % block and block % page)):
             return None
         room = self._room(size) if room is None else room
-        return Order(begins=room[0, : size + 1], who=room[1, :size], longest=longest)
+        tiles = (tokens * which.group // TILE + size) * which.num_kv_heads
+        # in deterministic mode the tile must not depend on the neighbours of a request
+        keys = LONG if self.config.deterministic else longest
+        return Order(
+            begins=room[0, : size + 1],
+            who=room[1, :size],
+            longest=longest,
+            launch=hopper_launch(which.head_dim, keys, tiles, self._processors),
+            tiles=tiles,
+        )
 
     def _room(self, size: int) -> Tensor:
         """Return two rows for the plan of a batch, as aligned for any batch size as for another."""
@@ -153,21 +177,8 @@ class Triton(AttentionBackend):
         lengths = batch.views[which.view].seq_lens
         if isinstance(made, Splits):
             plan(made, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
-        elif made is not None:
+        elif made is not None and made.is_read:
             fill_order(made, batch.cu_seqlens_q, lengths, which.group, paged=True)
-
-    def _decode_launch(self, which: LayerClass, queries: int, *, short: bool, tree: bool) -> Launch:
-        return decode_launch(
-            self._arch,
-            queries,
-            which.head_dim,
-            which.v_head_dim,
-            STORES[self.config.kv_cache_dtype].itemsize,
-            page_size=self.config.page_size,
-            short=short,
-            tree=tree,
-            fp4=self.config.kv_cache_dtype == "fp4_e2m1",
-        )
 
     def forward_extend(
         self,
@@ -193,9 +204,7 @@ class Triton(AttentionBackend):
         if batch.num_tokens:
             view = batch.views[layer.view]
             write_kv(cache, k, v, view.out_cache_loc)
-            verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
-            spec = batch.spec if verify else None
-            made = metadata[which]
+            spec, made = _spec(batch), metadata[which]
             where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
             if isinstance(made, Splits):
                 decode(q, layer, cache, *where, made, out, lse, self._hopper)
@@ -227,9 +236,10 @@ class Triton(AttentionBackend):
         q, layer = positive(q, layer)
         if q.shape[0]:
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-            tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # pages of one token
-            lengths = (cu_seqlens_q, cu_seqlens_k)
-            order = self._order(LayerClass.of(layer), cu_seqlens_q.shape[0] - 1, max_k, None)
+            tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
+            lengths = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+            size = cu_seqlens_q.shape[0] - 1
+            order = self._order(LayerClass.of(layer), size, q.shape[0], max_k, 0, None)
             where = (*lengths, None, q, None, order)
             self._extend(q, layer, tokens, *where, out, lse, causal=causal)
         return (out, lse) if return_lse else out
@@ -252,24 +262,24 @@ class Triton(AttentionBackend):
     ) -> None:
         where = (cu_seqlens_q, lengths, page_table)
         which = sees(layer, spec) if causal is None else int(causal)
-        hopper, paged, launch = self._hopper, page_table is not None, None
-        fits = hopper and hopper.extend_fits(q, layer, cache, paged=paged)
-        if hopper and fits and order and which != SEE_TREE:
-            heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-            tiles = (q.shape[0] * group // TILE + order.who.shape[0]) * heads
-            # in deterministic mode the tile must not depend on the neighbours of a request
-            longest = LONG if self.config.deterministic else order.longest
-            launch = hopper_launch(layer.head_dim, longest, tiles, self._processors)
-            if launch.block_m == TILE:
+        hopper, paged = self._hopper, page_table is not None
+        dims = (layer.head_dim, layer.v_head_dim)
+        launch = extend_launch(self._arch, *dims, cache.k.element_size())
+        if hopper and order and hopper.extend_fits(q, layer, cache, paged=paged):
+            launch = order.launch
+            if order.is_read:
                 if not paged:  # a call of its own, which nobody planned
+                    group = layer.num_q_heads // layer.num_kv_heads
                     fill_order(order, cu_seqlens_q, lengths, group, paged=False)
-                run = (launch, order, min(tiles, self._processors), self._counter, out, lse)
+                run = (order, min(order.tiles, self._processors), self._counter, out, lse)
                 hopper.extend_on_hopper(q, layer, cache, *where, *run, which)
                 return
-        if launch is None:
-            dims = (layer.head_dim, layer.v_head_dim)
-            launch = extend_launch(self._arch, *dims, cache.k.element_size())
         extend(q, layer, cache, *where, positions, spec, launch, out, lse, which)
+
+
+def _spec(batch: ForwardBatch) -> SpecInfo | None:
+    """Return the drafts that a pass verifies."""
+    return batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
 
 
 def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,4 +287,9 @@ def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tens
     q = q if q.stride(-1) == 1 else q.contiguous()
     if out is None:
         out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+    elif out.stride(-1) != 1:
+        raise UsageError(
+            f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
+            "contiguous tensor"
+        )
     return q, out, q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)

@@ -170,7 +170,9 @@ def decode_splits(
             line = (row % ROW_BLOCKS) * BM + tl.arange(0, BM)
             qi = line // GROUP
             live = qi < queries
-            q_at = (query + qi).to(tl.int64) * q_token + (head * GROUP + line % GROUP) * q_head
+            token = (query + qi).to(tl.int64)
+            own_head = (head * GROUP + line % GROUP).to(tl.int64)
+            q_at = token * q_token + own_head * q_head
             d1 = tl.arange(0, D1)
             in_q1 = live[:, None] & (d1 < D)[None, :]
             q1 = tl.load(q + q_at[:, None] + d1[None, :], mask=in_q1, other=0.0)
@@ -245,16 +247,14 @@ def decode_splits(
             if stop - unit == units:
                 sink = m
                 if SINKS:
-                    sink = tl.load(sinks + head * GROUP + line % GROUP).to(tl.float32)
+                    sink = tl.load(sinks + own_head).to(tl.float32)
                 done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
-                o_at = (query + qi).to(tl.int64) * out_token
-                o_at += (head * GROUP + line % GROUP) * out_head
+                o_at = token * out_token + own_head * out_head
                 in_out = live[:, None] & (dv < DV)[None, :]
                 tl.store(
                     out + o_at[:, None] + dv[None, :], done.to(out.dtype.element_ty), mask=in_out
                 )
-                lse_at = (query + qi) * (HEADS * GROUP) + head * GROUP + line % GROUP
-                tl.store(lse + lse_at, total_lse, mask=live)
+                tl.store(lse + token * (HEADS * GROUP) + own_head, total_lse, mask=live)
             else:
                 slot = at
                 if not FIXED:
@@ -350,8 +350,8 @@ def merge_splits(
             if SINKS:
                 sink = tl.load(sinks + head + one, mask=live, other=0.0).to(tl.float32)
             done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
-            token = query + line // GROUP
-            o_at = out + token.to(tl.int64) * out_token + head * out_head
+            token = (query + line // GROUP).to(tl.int64)
+            o_at = out + token * out_token + head.to(tl.int64) * out_head
             inside = live & (d < DV)[None, :]
             tl.store(o_at + one[:, None] + d[None, :], done.to(out.dtype.element_ty), mask=inside)
             tl.store(lse + token * (HEADS * GROUP) + head + one, total_lse, mask=live)

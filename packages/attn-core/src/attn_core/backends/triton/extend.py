@@ -105,7 +105,9 @@ def extend_tiles(
             length = tl.load(lengths + b)
         prefix = length - queries
 
-        q_at = (query + qi).to(tl.int64) * q_token + (head * GROUP + line % GROUP) * q_head
+        token = (query + qi).to(tl.int64)
+        own_head = (head * GROUP + line % GROUP).to(tl.int64)
+        q_at = token * q_token + own_head * q_head
         d1 = tl.arange(0, D1)
         in_q1 = live[:, None] & (d1 < D)[None, :]
         q1 = tl.load(q + q_at[:, None] + d1[None, :], mask=in_q1, other=0.0)
@@ -214,11 +216,10 @@ def extend_tiles(
         acc = joined(acc, acc2, BM, BDV, HALVES)
         sink = m
         if SINKS:
-            sink = tl.load(sinks + head * GROUP + line % GROUP).to(tl.float32)
+            sink = tl.load(sinks + own_head).to(tl.float32)
         done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
         dv = tl.arange(0, BDV)
-        o_at = (query + qi).to(tl.int64) * out_token + (head * GROUP + line % GROUP) * out_head
+        o_at = token * out_token + own_head * out_head
         in_out = live[:, None] & (dv < DV)[None, :]
         tl.store(out + o_at[:, None] + dv[None, :], done.to(out.dtype.element_ty), mask=in_out)
-        lse_at = (query + qi) * (HEADS * GROUP) + head * GROUP + line % GROUP
-        tl.store(lse + lse_at, total_lse, mask=live)
+        tl.store(lse + token * (HEADS * GROUP) + own_head, total_lse, mask=live)

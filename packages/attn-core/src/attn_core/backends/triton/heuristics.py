@@ -94,6 +94,9 @@ def decode_launch(
             if head_dim == 64:
                 return Launch(block_m=16, block_n=128, warps=4, stages=5, programs=2)
             return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2, least=2)
+    if arch == "sm75":
+        launch = replace(_turing(lines, head_dim, v_dim), programs=2)
+        return _fitting(launch, arch, head_dim, v_dim, store_bytes)
     launch = _decode(lines, head_dim, v_dim, store_bytes)
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, programs=4, registers=128)
@@ -120,6 +123,8 @@ def merge_tile(rows: int, row_lines: int, programs: int, width: int) -> tuple[in
 
 def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     """Choose for `extend_tiles`."""
+    if arch == "sm75":
+        return _fitting(_turing(32, head_dim, v_dim), arch, head_dim, v_dim, store_bytes)
     launch = _extend(head_dim, v_dim)
     if v_dim > 256 and arch in ("sm86", "sm89", "sm120"):
         launch = replace(launch, block_m=16)  # beside 32 lines the last kilobyte lacks
@@ -167,6 +172,12 @@ def _decode(lines: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if store_bytes == 1:
         return Launch(block_m=block_m, block_n=128, warps=4, stages=2, programs=3)
     return Launch(block_m=block_m, block_n=64, warps=4, stages=3, programs=2)
+
+
+def _turing(lines: int, head_dim: int, v_dim: int) -> Launch:
+    """Choose for sm75, where Triton has no matrix instructions: operands fill the registers."""
+    keys = 32 if max(head_dim, v_dim) <= 128 else 16
+    return Launch(block_m=min(32, power_of_two(lines)), block_n=keys, warps=8, stages=1)
 
 
 def _extend(head_dim: int, v_dim: int) -> Launch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -13,6 +13,7 @@ from attn_core.backends.triton.decode import decode_splits, merge_splits, plan_s
 from attn_core.backends.triton.extend import extend_tiles
 from attn_core.backends.triton.heuristics import Launch, head_parts, merge_tile, power_of_two
 from attn_core.backends.triton.splits import Splits
+from attn_core.errors import UsageError
 from attn_core.forward import AttentionLayer, SpecInfo
 from attn_core.kv_cache import LayerCache
 
@@ -70,7 +71,7 @@ def decode(
     sinks = q if layer.sinks is None else layer.sinks
     latent, launch = cache.v is None, splits.launch
     v_scale = cache.k_scale if latent else cache.v_scale
-    shape, which = _shape(layer, cache, launch.block_m), sees(layer, spec)
+    shape, which = _shape(layer, pools, strides, cache, launch.block_m), sees(layer, spec)
     where = (cu_seqlens_q, seq_lens, page_table)
     if hopper and hopper.mla_fits(q, layer, cache, splits, which):
         hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, which)
@@ -114,7 +115,7 @@ def decode(
             **shape,
             PTX=launch.ptx,
             TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-            WIDE=max(t.numel() for t in pools) >= 1 << 31,
+            WIDE=wide(cache, heads, strides),
             CAP=layer.logit_cap is not None,
             SINKS=layer.sinks is not None,
             SEES=which,
@@ -175,8 +176,7 @@ def extend(
 ) -> None:
     """Attend with many queries, which see SEE_…; fill out [T, Hq, Dv] and lse float32 [T, Hq].
 
-    Without a page_table `cache` holds plain K and V as pages of one token, and `lengths` is their
-    cu_seqlens.
+    Without a page_table `cache` holds plain K and V as one page, and `lengths` is their cu_seqlens.
     """
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
     batch = cu_seqlens_q.shape[0] - 1
@@ -212,10 +212,10 @@ def extend(
         PAGE=0 if page_table is None else cache.page_size,
         BM=launch.block_m,
         BN=launch.block_n,
-        **_shape(layer, cache, launch.block_m),
+        **_shape(layer, pools, strides, cache, launch.block_m),
         PTX=launch.ptx,
         TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-        WIDE=max(t.numel() for t in pools) >= 1 << 31,
+        WIDE=wide(cache, heads, strides),
         CAP=layer.logit_cap is not None,
         SINKS=layer.sinks is not None,
         SEES=which,
@@ -244,10 +244,29 @@ def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
     return SEE_TREE if spec is not None and spec.tree_mask is not None else SEE_CAUSAL
 
 
-def _shape(layer: AttentionLayer, cache: LayerCache, lines: int) -> Mapping[str, int | bool]:
+def wide(cache: LayerCache, heads: int, strides: Sequence[int]) -> bool:
+    """Say whether offsets into a cache need 64 bits; strides: (page, token, head) of each store.
+
+    The strides decide, not the sizes: a store that is a part of a larger tensor has gaps.
+    """
+    pages, tokens = cache.num_pages, cache.page_size
+    each = zip(strides[::3], strides[1::3], strides[2::3], strict=True)
+    return any(
+        pages * page + tokens * token + heads * head >= 1 << 31 for page, token, head in each
+    )
+
+
+def _shape(
+    layer: AttentionLayer,
+    pools: Sequence[Tensor],
+    strides: Sequence[int],
+    cache: LayerCache,
+    lines: int,
+) -> Mapping[str, int | bool]:
     first, rest = head_parts(layer.head_dim)
     width, fp4 = power_of_two(layer.v_head_dim), cache.block_scales is not None
     fp8 = cache.v is not None and cache.v.dtype.itemsize == 1 and not fp4
+    pairs = not any(x % 2 for x in (pools[1].data_ptr(), *strides[3:6])) if fp8 else False
     return {
         "D": layer.head_dim,
         "D1": first,
@@ -256,8 +275,9 @@ def _shape(layer: AttentionLayer, cache: LayerCache, lines: int) -> Mapping[str,
         "BDV": width,
         "LATENT": cache.v is None,
         "FP4": fp4,
-        # compiled for wgmma, which takes 64 lines, Triton 3.6 gives wrong products of halves
-        "HALVES": fp8 and width == layer.v_head_dim and lines < 64,
+        # two bytes are read as one number, which begins at an even address; and compiled for
+        # wgmma, which takes 64 lines, Triton 3.6 gives wrong products of halves
+        "HALVES": pairs and width == layer.v_head_dim and lines < 64,
     }
 
 
@@ -273,5 +293,10 @@ def _stores(cache: LayerCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     k = cache.k
     v = k if cache.v is None else cache.v
     pools = (k, v, k if blocks[0] is None else blocks[0], v if blocks[1] is None else blocks[1])
-    token, head = (2, 1) if cache.layout == "HND" else (1, 2)
-    return pools, tuple(t.stride(i) for t in pools for i in (0, token, head))
+    strides: list[int] = []
+    for pool in pools:
+        page, first, second, column = pool.stride()
+        if column != 1:
+            raise UsageError(f"a cache with stride {column} in its last dimension (supports 1)")
+        strides += (page, second, first) if cache.layout == "HND" else (page, first, second)
+    return pools, tuple(strides)

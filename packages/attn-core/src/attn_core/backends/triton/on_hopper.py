@@ -7,11 +7,11 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_core.backends.triton.heuristics import Launch, heads_at_once, hopper_block
+from attn_core.backends.triton.heuristics import heads_at_once, hopper_block
 from attn_core.backends.triton.hopper_decode import decode_hopper
 from attn_core.backends.triton.hopper_extend import extend_hopper
 from attn_core.backends.triton.hopper_mla import decode_mla_hopper
-from attn_core.backends.triton.launch import SEE_TREE
+from attn_core.backends.triton.launch import SEE_TREE, wide
 from attn_core.backends.triton.order import Order
 from attn_core.backends.triton.splits import Splits
 from attn_core.forward import AttentionLayer, SpecInfo
@@ -41,7 +41,6 @@ def extend_on_hopper(
     cu_seqlens_q: Tensor,
     lengths: Tensor,
     page_table: Tensor | None,
-    launch: Launch,
     order: Order,
     programs: int,
     counter: Tensor,
@@ -51,13 +50,12 @@ def extend_on_hopper(
 ) -> None:
     """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-    batch = cu_seqlens_q.shape[0] - 1
+    batch, launch = cu_seqlens_q.shape[0] - 1, order.launch
     page = 0 if page_table is None else cache.page_size
     rows = min(max(page, _LEAST), launch.block_n) if page else launch.block_n
     assert cache.v is not None  # extend_fits
     q = _aligned(q)
-    k_page, k_token, k_head = _strides(cache.k, cache.layout)
-    v_page, v_token, v_head = _strides(cache.v, cache.layout)
+    k_strides, v_strides = _strides(cache.k, cache.layout), _strides(cache.v, cache.layout)
     extend_hopper[(programs,)](
         q,
         _rows(cache.k, cache.layout, rows),
@@ -84,12 +82,8 @@ def extend_on_hopper(
         out.stride(0),
         out.stride(1),
         0 if page_table is None else page_table.stride(0),
-        k_page,
-        k_token,
-        k_head,
-        v_page,
-        v_token,
-        v_head,
+        *k_strides,
+        *v_strides,
         HEADS=heads,
         GROUP=group,
         PAGE=page,
@@ -101,7 +95,7 @@ def extend_on_hopper(
         SEES=which,
         WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
-        WIDE=max(cache.k.numel(), cache.v.numel()) >= 1 << 31,
+        WIDE=wide(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
         num_warps=4,
     )
 
@@ -132,10 +126,10 @@ def decode_on_hopper(
     """Do the first launch of launch.decode, for what decode_fits."""
     launch, page = splits.launch, cache.page_size
     assert cache.v is not None  # decode_fits
+    q = q if _near(q) else q.contiguous()
     rows = min(max(page, _LEAST), launch.block_n)
     tree = None if spec is None else spec.tree_mask
-    k_page, k_token, k_head = _strides(cache.k, cache.layout)
-    v_page, v_token, v_head = _strides(cache.v, cache.layout)
+    k_strides, v_strides = _strides(cache.k, cache.layout), _strides(cache.v, cache.layout)
     decode_hopper[(splits.programs,)](
         q,
         _rows(cache.k, cache.layout, rows),
@@ -163,12 +157,8 @@ def decode_on_hopper(
         out.stride(0),
         out.stride(1),
         page_table.stride(0),
-        k_page,
-        k_token,
-        k_head,
-        v_page,
-        v_token,
-        v_head,
+        *k_strides,
+        *v_strides,
         HEADS=layer.num_kv_heads,
         GROUP=layer.num_q_heads // layer.num_kv_heads,
         ROW_BLOCKS=splits.row_blocks,
@@ -184,7 +174,7 @@ def decode_on_hopper(
         SEES=which,
         WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
-        WIDE=max(cache.k.numel(), cache.v.numel()) >= 1 << 31,
+        WIDE=wide(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
         num_warps=4,
         maxnreg=128 if launch.programs > 1 else 232,  # two programs share a multiprocessor
     )
@@ -253,15 +243,25 @@ def decode_mla_on_hopper(
 def _aligned(q: Tensor) -> Tensor:
     """Return q as 16-byte copies can read it: every head of every token begins at 16 bytes."""
     even = q.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in q.stride()[:2])
-    return q if even else q.clone(memory_format=torch.contiguous_format)
+    return q if even and _near(q) else q.clone(memory_format=torch.contiguous_format)
+
+
+def _near(q: Tensor) -> bool:
+    """Say whether the heads of a token lie so near that 32 bits count from one to the other."""
+    return q.shape[1] * q.stride(1) < 1 << 31
 
 
 def _rows_fit(store: Tensor, layout: str) -> bool:
-    """Say whether a store is rows of adjacent columns, evenly spaced and 16-byte aligned."""
+    """Say whether a store is rows of adjacent columns, evenly spaced and 16-byte aligned.
+
+    Rows that lie one in the other, as those of an expanded tensor, are none of TMA's, nor is an
+    empty store.
+    """
     _, size, heads, dim = store.shape if layout == "NHD" else _swapped(store.shape)
     page, token, head, last = store.stride() if layout == "NHD" else _swapped(store.stride())
     token = page if layout == "NHD" and size == 1 else token
     even = last == 1 and store.data_ptr() % 16 == 0 and token * store.element_size() % 16 == 0
+    even = even and token >= (heads * dim if layout == "NHD" else dim) and store.numel() > 0
     if layout == "NHD":
         return even and (heads == 1 or head == dim) and (size == 1 or page == size * token)
     return even and head == size * token and page == heads * head

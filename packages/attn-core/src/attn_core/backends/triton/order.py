@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_core.backends.triton.heuristics import Launch
+
 TILE = 128  # lines of a tile: (query, head of the group) pairs
 
 
@@ -20,12 +22,20 @@ class Order:
 
     who: int32 [batch], the requests. begins: int32 [batch + 1], how many tiles come before each of
     them, and at its end how many there are. longest: keys of the longest request at most, as far
-    as the host knows.
+    as the host knows. launch: what runs; only extend_hopper, in tiles of TILE lines, reads the
+    order. tiles: of all requests and KV heads at most.
     """
 
     begins: Tensor
     who: Tensor
     longest: int
+    launch: Launch
+    tiles: int
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the launch takes requests in this order."""
+        return self.launch.block_m == TILE
 
 
 def fill_order(

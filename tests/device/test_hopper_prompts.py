@@ -1,0 +1,98 @@
+"""Prompts on Hopper: many requests, heads that take turns, and captured passes; against float64."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_core.backends.triton.heuristics import heads_at_once
+from attn_core.testing.inputs import mapped, without_host_lengths
+from triton_passes import DEVICE, Requests, launches, make_layer
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("no Hopper GPU", allow_module_level=True)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("dim", "page"), [(64, 16), (128, 1), (256, 64)])
+def test_many_requests_some_of_them_without_queries(dim, page, fixed):
+    """More than the 64 that one program puts in order."""
+    rng = random.Random(dim)
+    queries = [rng.choice((0, 1, 5, 129, 200)) for _ in range(150)]
+    queries[0] = queries[64] = queries[149] = 0
+    queries[7] = 200
+    lengths = [n + rng.choice((0, 3, 100)) for n in queries]
+    lengths[64] = 0
+    requests = Requests(make_layer(dim=dim), lengths, page=page)
+    q = requests.draw(sum(queries))
+    with launches() as names:
+        got = requests.attend(requests.batch(queries), q, deterministic=fixed)
+    assert {"order_requests", "extend_hopper"} <= {*names}
+    requests.check(got, q, queries)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_heads_take_turns_in_twos_of_four(page):
+    lengths, queries = [12_000, 700, 9_000], [512, 300, 0]
+    requests = Requests(make_layer(heads=4, group=2), lengths, page=page)
+    assert heads_at_once(4, 12_000, 2 * 128 * 2) == 2
+    q = requests.draw(sum(queries))
+    with launches() as names:
+        got = requests.attend(requests.batch(queries), q)
+    assert "extend_hopper" in names
+    requests.check(got, q, queries)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_captured_pass_of_many_queries_serves_other_lengths(page):
+    """One graph, whose requests have other queries and other keys at each replay."""
+    requests = Requests(make_layer(), [700, 1500, 900], page=page)
+    layer, total = requests.layer, 600
+    backend = requests.backend()
+    room = requests.table.shape[1] * page
+    batch = without_host_lengths(requests.batch([200, 200, 200], [200, 200, 200]))
+    view = replace(batch.views["full"], max_seq_len=room)
+    static = mapped(replace(batch, views={"full": view}), torch.Tensor.clone)
+    backend.init_cuda_graph_state(3, total)
+    plan = backend.init_forward_metadata_capture_cuda_graph(static)
+    q, out = requests.draw(total), requests.draw(total)
+
+    def run():
+        tokens = (q, None, None, layer, requests.cache, static, plan)
+        return backend.forward_extend(*tokens, out=out, return_lse=True)
+
+    with launches() as names:
+        replay, lse = captured(run)
+    assert "extend_hopper" in names or DEVICE.type == "cpu"
+    for seed, queries, lengths in (
+        (2, [200, 200, 200], [700, 200, 201]),
+        (3, [1, 399, 200], [1, 1500, 900]),
+        (4, [0, 600, 0], [5, 600, 0]),
+        (5, [598, 1, 1], [700, 1, 900]),
+    ):
+        fresh = requests.batch(queries, lengths)
+        static.cu_seqlens_q.copy_(fresh.cu_seqlens_q)
+        static.positions.copy_(fresh.positions)
+        static.views["full"].seq_lens.copy_(fresh.views["full"].seq_lens)
+        q.copy_(requests.draw(total, seed))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        backend.init_forward_metadata_replay_cuda_graph(static, plan)
+        replay()
+        requests.check((out, lse), q, queries, lengths)
+
+
+def captured(run):
+    """Capture `run` in a graph; return what replays it, and the LSE that it fills."""
+    if DEVICE.type == "cpu":
+        lse = run()[1]
+        return lambda: lse.copy_(run()[1]), lse
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = run()
+    return graph.replay, lse

@@ -1,0 +1,97 @@
+"""Every kernel of the Triton backend once, over little memory: short under a memory checker."""
+
+import pytest
+import torch
+from attn_core.forward import ForwardMode, SpecInfo
+from triton_passes import DEVICE, Requests, launches, make_layer
+
+if not torch.cuda.is_available() or torch.version.hip:
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# Keys of the longest request: more than 256, so that it is cut; of the shortest: one page ends.
+LENGTHS, PROMPTS = (300, 17, 64, 5), (200, 17, 0, 1)
+DRAFTS = 5
+PORTABLE = {"extend_hopper": "extend_tiles", "decode_hopper": "decode_splits"}
+PORTABLE |= {"decode_mla_hopper": "decode_splits", "order_requests": "_write"}
+ORDERED, CUT = ("_write", "order_requests"), ("_write", "plan_splits", "merge_splits")
+LATENT = {"layer": {"heads": 1, "group": 64, "dim": 576, "v_dim": 512}}
+# name → what runs on Hopper, and the pass: prompts, drafts or, by default, one query a request
+PASSES = {
+    "prompts": ((*ORDERED, "extend_hopper"), {"prompts": True}),
+    "prompts-page-1": ((*ORDERED, "extend_hopper"), {"prompts": True, "page": 1}),
+    "prompts-page-64-hnd": (
+        (*ORDERED, "extend_hopper"),
+        {"prompts": True, "page": 64, "layout": "HND", "layer": {"dim": 64, "sliding_window": 50}},
+    ),
+    "prompts-256": ((*ORDERED, "extend_hopper"), {"prompts": True, "layer": {"dim": 256}}),
+    "prompts-80": (("_write", "extend_tiles"), {"prompts": True, "layer": {"dim": 80}}),
+    "prompts-fp8": (("_write", "extend_tiles"), {"prompts": True, "store": "fp8_e4m3"}),
+    "prompts-fp4": (("_write", "extend_tiles"), {"prompts": True, "store": "fp4_e2m1"}),
+    "prompts-latent": (("_write", "extend_tiles"), {"prompts": True, **LATENT}),
+    "decode-page-64": ((*CUT, "decode_hopper"), {"page": 64}),
+    "decode-page-1": ((*CUT, "decode_splits"), {"page": 1}),
+    "decode-fp8": ((*CUT, "decode_splits"), {"store": "fp8_e4m3"}),
+    "decode-fp4": ((*CUT, "decode_splits"), {"store": "fp4_e2m1"}),
+    "decode-fp32": ((*CUT, "decode_splits"), {"dtype": "fp32"}),
+    "decode-latent": ((*CUT, "decode_mla_hopper"), {"page": 64, **LATENT}),
+    "decode-latent-page-1": ((*CUT, "decode_splits"), {"page": 1, **LATENT}),
+    "tree": ((*CUT, "decode_hopper"), {"drafts": True}),
+    "tree-page-1": ((*CUT, "decode_hopper"), {"drafts": True, "page": 1}),
+    "tree-window": ((*CUT, "decode_splits"), {"drafts": True, "layer": {"sliding_window": 50}}),
+}
+OTHERS = ("_merge", "_fill")  # what stands beside attention
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_stays_in_its_memory(name):
+    kernels, made = PASSES[name]
+    made = {"page": 16, **made}
+    prompts, drafts = made.pop("prompts", False), made.pop("drafts", False)
+    layer = make_layer(**made.pop("layer", {}))
+    with launches() as names:
+        requests = Requests(layer, LENGTHS, **made)
+        queries = [*PROMPTS] if prompts else [DRAFTS if drafts else 1] * len(LENGTHS)
+        mode, spec, trees = ForwardMode.EXTEND, None, None
+        if drafts:
+            mode = ForwardMode.TARGET_VERIFY
+            parts = torch.rand(len(LENGTHS), DRAFTS, DRAFTS) < 0.5
+            trees = (parts | torch.eye(DRAFTS, dtype=torch.bool)).tril().to(DEVICE)
+            spec = SpecInfo(topk=2, num_draft_tokens=DRAFTS, tree_mask=trees)
+        elif not prompts:
+            mode = ForwardMode.DECODE
+        q = requests.draw(sum(queries))
+        got = requests.attend(requests.batch(queries, mode=mode, spec=spec), q)
+    assert {kernel if HOPPER else PORTABLE.get(kernel, kernel) for kernel in kernels} <= {*names}
+    requests.check(got, q, queries, trees=trees)
+
+
+def test_plain_keys_and_values_stay_in_their_memory():
+    """The parts of one projection, the last token at the end of its memory."""
+    layer = make_layer(heads=4, group=1)
+    cu = torch.tensor([0, 200, 200, 301], dtype=torch.int32, device=DEVICE)
+    q, k, v = torch.randn(301, 3, 4, 128, device=DEVICE, dtype=torch.bfloat16).unbind(1)
+    backend = Requests(layer, (1,), page=16).backend()
+    with launches() as names:
+        got = backend.forward_ragged(q, k, v, layer, cu, cu, 200, 200, causal=False)
+        plain = (x.contiguous() for x in (q, k, v))
+        want = backend.forward_ragged(*plain, layer, cu, cu, 200, 200, causal=False)
+    assert ("extend_hopper" if HOPPER else "extend_tiles") in names
+    assert torch.equal(got, want)
+
+
+def test_what_stands_beside_attention_stays_in_its_memory():
+    from attn_core.backends.triton.csr import fill_csr
+    from attn_core.backends.triton.merge import merge_states
+    from attn_core.page_table import to_csr
+
+    out, lse = torch.ones(2, 7, 3, 80, device=DEVICE), torch.zeros(2, 7, 3, device=DEVICE)
+    table = torch.ones(3, 5, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([70, 0, 33], dtype=torch.int32, device=DEVICE)
+    with launches() as names:
+        merged, _ = merge_states(out, lse)
+        csr = to_csr(table, lengths, 16, num_pages=15)
+        fill_csr(csr, table, lengths, 16)
+    assert {*OTHERS} <= {*names} or DEVICE.type == "cpu"
+    assert torch.allclose(merged, torch.ones_like(merged))
+    assert csr.indptr.tolist() == [0, 5, 5, 8]
