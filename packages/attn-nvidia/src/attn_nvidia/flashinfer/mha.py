@@ -100,14 +100,14 @@ class FlashInfer(AttentionBackend):
             self._fill(plan.planned, plan.table, batch)
 
     def _plan(self, batch: ForwardBatch, *, captured: bool) -> Plans:
-        plans, tables = Plans(), dict[tuple[str, int | None], Table]()
+        plans, tables = Plans(), dict[tuple[str, int | None, bool], Table]()
         if not batch.num_tokens:
             return plans
         queries, room = query_lengths(batch), self._workspace()
         for which, cap in self._classes:
             if which.view not in batch.views:
                 continue
-            at = which.view, which.window
+            at = which.view, which.window, which.causal
             if at not in tables:
                 page_size = self.config.page_size
                 tables[at] = Table(*at, batch, page_size=page_size, static=captured)
