@@ -130,6 +130,7 @@ def fwd(
         _check(t.stride(-1) == 1, "Input tensor must have contiguous last dimension")
         steps = [s * t.element_size() for s in t.stride()[:-1]]
         assert all(s % 16 == 0 for s in steps), f"TMA takes strides of 16 bytes, not {steps}"
+        assert t.data_ptr() % 16 == 0, "TMA takes addresses of 16 bytes"
     paged = page_table is not None
     batch = cu_seqlens_q.shape[0] - 1
     (total, heads, d), kv_heads, dv = q.shape, k.shape[-2], v.shape[-1]
