@@ -445,3 +445,32 @@ def test_sinks_of_a_tree_are_counted_once(monkeypatch):
     assert torch.allclose(with_sinks, right, atol=1e-5)
     _sinks_twice(monkeypatch)
     assert not torch.allclose(run(asked[0])[1], right, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("parents", [None, (-1,), (-1, 0, 0, 1)])
+def test_a_replay_of_one_request(parents, window):
+    """Tensors of size 1: lengths, a page table of one column, a tree of one draft."""
+    layer, page_size, long, short = replace(LAYER, sliding_window=window), 64, 40, 23
+    serving = Serving(layer, seq_lens=(long,), page_size=page_size)
+    tree = None
+    if parents is not None:
+        mask = tree_mask(parents)[None]
+        tree = SpecInfo(topk=2, num_draft_tokens=len(parents), tree_mask=mask)
+    mode = ForwardMode.DECODE if tree is None else ForwardMode.TARGET_VERIFY
+    n = len(parents or (0,))
+    backend, cache, q = serving.backend, serving.pool.layer(0), serving.q[:n]
+
+    def run(batch, metadata):
+        return backend.forward_extend(q, None, None, layer, cache, batch, metadata, return_lse=True)
+
+    static = serving.batch(mode, [n], tree)
+    metadata = backend.init_forward_metadata_capture_cuda_graph(static)
+    serving.lens = (short,)
+    fresh = serving.batch(mode, [n], tree)
+    static.views["full"].seq_lens.copy_(fresh.views["full"].seq_lens)
+    static.positions.copy_(fresh.positions)
+    backend.init_forward_metadata_replay_cuda_graph(static, metadata)
+    right = run(fresh, backend.init_forward_metadata(fresh))
+    for got, expected in zip(run(static, metadata), right, strict=True):
+        assert torch.equal(got, expected)
