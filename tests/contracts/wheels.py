@@ -10,7 +10,7 @@ from signatures import Sources
 HERE = pathlib.Path(__file__).parent
 RECORDED = HERE / "recorded"  # signatures of what is on no index
 VENDOR = HERE.parent / "emulators" / "vendor"
-HELPERS = frozenset({"attn_reference", "fa3_leaf", "flash_mla_leaf"})  # theirs alone
+HELPERS = frozenset({"attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf"})  # theirs alone
 MISSING = (
     "the vendors' wheels are not here: `nox -s contracts` downloads and unpacks them, "
     "ATTN_WHEELS names a folder that holds them"

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from attn_core.errors import UnsupportedError
+from attn_core.errors import BackendError, UnsupportedError
+from attn_core.forward import ForwardMode
 from attn_core.testing import BackendSuite
+from without_keys import RAGGED, check_cross, check_ragged
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -49,3 +51,32 @@ class TestFA4(OnDevice):
 
     name = "fa4"
     reduced = True
+
+
+ASKED = [("fa3", True), ("fa3", False), ("fa4", True), ("fa4", False), ("flashinfer", False)]
+
+
+@pytest.fixture
+def arch():
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
+
+
+def asked(check, *what, **more):
+    """Ask a backend, or skip with its own reason."""
+    try:
+        check(*what, **more, device="cuda")
+    except (BackendError, ImportError, UnsupportedError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("case", RAGGED)
+@pytest.mark.parametrize(("name", "sinks"), ASKED)
+def test_a_ragged_query_without_keys(name, sinks, case, arch):
+    asked(check_ragged, name, case, sinks=sinks, arch=arch)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+@pytest.mark.parametrize(("name", "sinks"), ASKED)
+def test_a_request_without_encoder_tokens(name, sinks, mode, arch):
+    asked(check_cross, name, mode, sinks=sinks, arch=arch)

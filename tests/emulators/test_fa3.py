@@ -235,6 +235,13 @@ def test_a_tree_is_two_calls_and_one_with_a_window(calls):
     assert not prefix["causal"]
 
 
+def shuffled(parents, rng):
+    """Return a tree whose drafts are named in any order, a child before its parent too."""
+    order = torch.randperm(len(parents), generator=rng).tolist()
+    place = {draft: i for i, draft in enumerate(order)} | {-1: -1}
+    return tuple(place[parents[draft]] for draft in order)
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 20, 300])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_draft_sees(window, seed):
@@ -242,7 +249,7 @@ def test_what_a_draft_sees(window, seed):
 
     rng, n, lens, page_size = torch.Generator().manual_seed(seed), 7, (60, 7, 33, 8), 8
     table = torch.randperm(40, generator=rng)[: 4 * 9].view(4, 9).int()
-    trees = [random_tree(n, 10 * seed + b) for b in range(4)]
+    trees = [shuffled(random_tree(n, 10 * seed + b), rng) for b in range(4)]
     width = n if window is None else max(n, min(window, 60))
     slots, counts = seen_slots(
         table,
@@ -438,3 +445,32 @@ def test_sinks_of_a_tree_are_counted_once(monkeypatch):
     assert torch.allclose(with_sinks, right, atol=1e-5)
     _sinks_twice(monkeypatch)
     assert not torch.allclose(run(asked[0])[1], right, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("parents", [None, (-1,), (-1, 0, 0, 1)])
+def test_a_replay_of_one_request(parents, window):
+    """Tensors of size 1: lengths, a page table of one column, a tree of one draft."""
+    layer, page_size, long, short = replace(LAYER, sliding_window=window), 64, 40, 23
+    serving = Serving(layer, seq_lens=(long,), page_size=page_size)
+    tree = None
+    if parents is not None:
+        mask = tree_mask(parents)[None]
+        tree = SpecInfo(topk=2, num_draft_tokens=len(parents), tree_mask=mask)
+    mode = ForwardMode.DECODE if tree is None else ForwardMode.TARGET_VERIFY
+    n = len(parents or (0,))
+    backend, cache, q = serving.backend, serving.pool.layer(0), serving.q[:n]
+
+    def run(batch, metadata):
+        return backend.forward_extend(q, None, None, layer, cache, batch, metadata, return_lse=True)
+
+    static = serving.batch(mode, [n], tree)
+    metadata = backend.init_forward_metadata_capture_cuda_graph(static)
+    serving.lens = (short,)
+    fresh = serving.batch(mode, [n], tree)
+    static.views["full"].seq_lens.copy_(fresh.views["full"].seq_lens)
+    static.positions.copy_(fresh.positions)
+    backend.init_forward_metadata_replay_cuda_graph(static, metadata)
+    right = run(fresh, backend.init_forward_metadata(fresh))
+    for got, expected in zip(run(static, metadata), right, strict=True):
+        assert torch.equal(got, expected)

@@ -220,6 +220,63 @@ def test_a_wrapper_takes_the_tree_of_its_pass(window):
     assert sum(map(len, backend._pool._held.values())) == 1
 
 
+def verify(trees, seq_lens, **more):
+    """Return a batch that verifies one tree of as many drafts per request."""
+    masks = torch.stack([tree_mask(t) for t in trees])
+    n = masks.shape[1]
+    spec = SpecInfo(topk=2, num_draft_tokens=n, tree_mask=masks)
+    return make_batch(M.TARGET_VERIFY, [n] * len(trees), seq_lens, spec=spec, **more)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9, 30])
+def test_a_window_counts_positions_in_whatever_order_drafts_are_named(window, seed):
+    layer, lens = make_layer(sliding_window=window), [40, 9]
+    n = len(TREE_A)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+    one = verify([TREE_A, TREE_B], lens)
+    other = verify([renamed(t, order) for t in (TREE_A, TREE_B)], lens)
+    cache, q, tokens = make_cache(layer, one), make_q(layer, one), torch.tensor(order)
+    cache_of = {}
+    for name in ("k", "v"):
+        pool = getattr(cache, name).clone().flatten(0, 1)
+        slots = one.views["full"].out_cache_loc.view(2, n)
+        pool[slots] = pool[slots[:, tokens]]
+        cache_of[name] = pool.view_as(cache.k)
+    backend = make_backend(layer)
+
+    def run(batch, q, cache):
+        metadata = backend.init_forward_metadata(batch)
+        return backend.forward_extend(q, None, None, layer, cache, batch, metadata)
+
+    right = run(one, q, cache).unflatten(0, (2, n))[:, tokens].flatten(0, 1)
+    got = run(other, q.unflatten(0, (2, n))[:, tokens].flatten(0, 1), LayerCache(**cache_of))
+    torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("mode", [M.EXTEND, M.DRAFT_EXTEND, M.MIXED])
+def test_a_tree_that_is_left_over_masks_nothing(mode):
+    layer = make_layer()
+    batch = make_batch(mode, [7, 7], [40, 9])
+    right = attend(make_backend(layer), layer, batch)
+    spec = verify([TREE_A, TREE_B], [40, 9]).spec
+    object.__setattr__(batch, "spec", spec)  # a batch does not take it
+    torch.testing.assert_close(attend(make_backend(layer), layer, batch), right, rtol=0, atol=0)
+
+
+def test_a_tree_masks_no_encoder_tokens():
+    layer = make_layer()
+    cross = dataclasses.replace(layer, layer_id=1, view="cross", is_cross=True)
+    own = verify([TREE_A, TREE_B], [40, 9])
+    table = own.views["full"].page_table
+    view = CacheView.build(page_table=table, page_size=16, seq_lens=[20, 11], new_lens=[0, 0])
+    batch = dataclasses.replace(own, views={**own.views, "cross": view})
+    chain = SpecInfo(topk=1, num_draft_tokens=own.spec.num_draft_tokens)
+    right = attend(make_backend(cross), cross, dataclasses.replace(batch, spec=chain))
+    got = attend(make_backend(layer, cross), cross, batch)
+    torch.testing.assert_close(got, right, rtol=0, atol=0)
+
+
 def test_layers_that_differ_in_scale_and_cap():
     layers = [make_layer(), make_layer(logit_cap=5.0), make_layer()]
     layers = [dataclasses.replace(x, layer_id=i) for i, x in enumerate(layers)]
@@ -334,11 +391,21 @@ def test_captured_schedules_are_small():
 # conventions
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 30])
+def renamed(parents, order):
+    """Return a tree with its drafts named in another order: draft order[i] is now draft i."""
+    place = {draft: i for i, draft in enumerate(order)} | {-1: -1}
+    return tuple(place[parents[draft]] for draft in order)
+
+
+BACKWARDS = tuple(reversed(range(len(TREE_A))))
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 30])
 def test_bits_of_trees(window):
     from attn_nvidia.flashinfer.tree import loose_window, mask_bits
 
-    trees, keys = [TREE_A, TREE_B, TREE_A, TREE_B], [7, 8, 23, 61]
+    last_first = [renamed(x, BACKWARDS) for x in (TREE_A, TREE_B)]
+    trees, keys = [TREE_A, TREE_B, *last_first] * 2, [7, 8, 7, 9, 23, 61, 23, 61]
     n = len(TREE_A)
     tree = torch.stack([tree_mask(t) for t in trees])
     depth = tree.sum(-1) - 1

@@ -92,10 +92,11 @@ def public(self, q, this, plan, out):
     self._attend(q, this, None, plan, out, False)
 
 
-def test_fp8_on_hopper_needs_the_release_whose_module_is_called():
-    rows = usable_rows(SPEC, "mha", parse_device("cuda:sm90"), {"flashinfer-python": "0.7.2"})
-    assert not any("fp8_e4m3" in row.kv_dtypes for row in rows)
-    assert any("bf16" in row.kv_dtypes for row in rows)
+@pytest.mark.parametrize("arch", ["sm90", "sm100", "sm120"])
+def test_no_row_takes_a_release_that_nobody_tried(arch):
+    device = parse_device(f"cuda:{arch}")
+    assert usable_rows(SPEC, "mha", device, {"flashinfer-python": "0.6.14"})
+    assert not usable_rows(SPEC, "mha", device, {"flashinfer-python": "0.7.2"})
 
 
 def test_drafts_in_a_window_are_rows_of_one_token(monkeypatch):

@@ -6,6 +6,7 @@ get_scheduler_metadata.
 
 import torch
 from attn_reference import attend, gather, split
+from fa3_tiles import schedule, sees, tile, without_keys
 
 ARCH = 90  # tests set 80
 HALF = (torch.float16, torch.bfloat16)
@@ -23,40 +24,6 @@ def _int32(t, name, shape, *, row=False):
     _check(tuple(t.shape) == shape, f"{name} must have shape {shape}")
     contiguous = t.stride(-1) == 1 if row else t.is_contiguous()
     _check(contiguous, f"{name} must be contiguous")
-
-
-def _sees(max_q, max_k, d, paged, causal, left, right):
-    """Return causal, left and right as the kernel understands them: -1 is no limit."""
-    left = -1 if left >= max_k - 1 else left
-    right = -1 if right >= max_q - 1 else right
-    if max_q == 1 and left == right == -1 and (d <= 64 or d > 128 or not paged):
-        causal = False
-    right = 0 if causal else right
-    return left < 0 and right == 0, left, right
-
-
-def _tile(d, dv, causal, local):
-    if d <= 64:
-        return (64, 64) if dv == 512 else (192, 128 if causal or local else 192)
-    if d <= 96:
-        return 192, 128 if local else 144
-    if d <= 128:
-        return 128, 128 if causal or local else 176
-    if d <= 192:
-        return 128, 96 if local else (128 if dv <= 128 else 112)
-    return 128, 64 if local else 80
-
-
-def _schedule(lengths, queries, causal, local, key):
-    """Return metadata of the kernel's size that says which batch it was made for."""
-    rounded = -(-len(lengths) // 4) * 4
-    vectors = 2 + (not local) + (causal or local)
-    made = torch.zeros(rounded * vectors + 1, dtype=torch.int32)
-    made[: len(lengths)] = torch.as_tensor(lengths)
-    made[rounded : rounded + len(queries)] = torch.as_tensor(queries)
-    if rounded:
-        made[2 * rounded] = hash(key) % (1 << 31)
-    return made
 
 
 def get_scheduler_metadata(
@@ -92,7 +59,7 @@ def get_scheduler_metadata(
     assert not any((max_seqlen_k_new, attention_chunk, sm_margin)), "not emulated"
     _int32(seqused_k, "seqused_k", (batch_size,))
     _int32(cu_seqlens_q, "cu_seqlens_q", (batch_size + 1,))
-    causal, left, right = _sees(
+    causal, left, right = sees(
         max_seqlen_q, max_seqlen_k, headdim, page_size is not None, is_causal,
         window_size_left, window_size_right,
     )  # fmt: skip
@@ -101,7 +68,7 @@ def get_scheduler_metadata(
         page_size, causal, left, right, bool(has_softcap), num_splits, pack_gqa,
     )  # fmt: skip
     local = (left >= 0 or right >= 0) and not causal
-    return _schedule(seqused_k.tolist(), cu_seqlens_q.diff().tolist(), causal, local, key)
+    return schedule(seqused_k.tolist(), cu_seqlens_q.diff().tolist(), causal, local, key)
 
 
 def fwd(
@@ -163,6 +130,7 @@ def fwd(
         _check(t.stride(-1) == 1, "Input tensor must have contiguous last dimension")
         steps = [s * t.element_size() for s in t.stride()[:-1]]
         assert all(s % 16 == 0 for s in steps), f"TMA takes strides of 16 bytes, not {steps}"
+        assert t.data_ptr() % 16 == 0, "TMA takes addresses of 16 bytes"
     paged = page_table is not None
     batch = cu_seqlens_q.shape[0] - 1
     (total, heads, d), kv_heads, dv = q.shape, k.shape[-2], v.shape[-1]
@@ -228,7 +196,7 @@ def fwd(
     none = torch.empty(0)
     if total and not (k.shape[0] if not paged else batch * k.shape[1]):
         return out.zero_(), torch.full((heads, total), torch.inf), none, none  # +inf, by mistake
-    causal, left, right = _sees(
+    causal, left, right = sees(
         max_seqlen_q, max_seqlen_k, d, paged, is_causal, window_size_left, window_size_right
     )
     local = (left >= 0 or right >= 0) and not causal
@@ -237,7 +205,7 @@ def fwd(
             max_seqlen_q, max_seqlen_k, heads, kv_heads, d, dv, str(q.dtype),
             size if paged else None, causal, left, right, softcap > 0, num_splits, pack_gqa,
         )  # fmt: skip
-        right_one = _schedule(lengths, queries, causal, local, key)
+        right_one = schedule(lengths, queries, causal, local, key)
         _check(scheduler_metadata.dtype == torch.int32, "scheduler_metadata must have dtype int32")
         _check(
             scheduler_metadata.shape == right_one.shape,
@@ -247,7 +215,7 @@ def fwd(
         if not torch.equal(scheduler_metadata, right_one):  # blocks would be missed, or done twice
             return out.fill_(torch.nan), torch.full((heads, total), torch.nan), none, none
     if paged:
-        tile_m, tile_n = _tile(d, dv, causal, local)
+        tile_m, tile_n = tile(d, dv, causal, local)
         tma = size % tile_n == 0 and max_seqlen_q * (heads // kv_heads) > tile_m
         keys = gather(k, page_table, lengths)
         values = gather(v, page_table, lengths, whole=tma)  # a copy of a page takes its tail along
@@ -292,8 +260,11 @@ def fwd(
         sinks=sinks,
         weights_dtype=E4M3 if fp8 else None,
     )
+    tile_m, _ = tile(d, dv, causal, local)
     for rows, n in zip(split(torch.arange(total), cu_seqlens_q), lengths, strict=True):
-        if not n:
-            lse[rows] = -torch.inf  # a request without keys: the sink is not even read
+        unread = without_keys(len(rows), n, heads // kv_heads, tile_m, right)
+        lse[rows] = (
+            lse[rows].unflatten(1, (kv_heads, -1)).masked_fill(unread, -torch.inf).flatten(1)
+        )
     out.copy_(result)
     return out, lse.T.contiguous(), none, none

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_nvidia.fa3_library import load
 from attn_nvidia.fa3_plan import Call, Kind, Plan, Planner, Plans, window_of
-from attn_nvidia.operands import rounded
+from attn_nvidia.operands import aligned, rounded
 from attn_nvidia.outputs import no_keys
 
 
@@ -115,9 +115,7 @@ class FA3(AttentionBackend):
         if len(plan) > 1:
             return self._merged(plan, mine, q, layer, cache, out, return_lse)
         result = self._run(plan[0], mine.with_sinks, q, layer, cache, out, return_lse)
-        if return_lse:
-            return (result[0] if out is None else out), result[1].T
-        return result if out is None else out
+        return _returned(result, layer, out, return_lse)
 
     forward_decode = forward_extend  # decode is the same by another plan
 
@@ -141,11 +139,10 @@ class FA3(AttentionBackend):
         refuse_window(self.config.name, layer, causal=causal)
         if not k.shape[0]:  # the library would give +inf as the log-sum-exp
             return no_keys(q, layer, out, return_lse)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         result = self._ragged(
-            q,
-            k,
-            v,
+            aligned(q),
+            aligned(k),
+            aligned(v),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_q,
@@ -156,9 +153,7 @@ class FA3(AttentionBackend):
             return_softmax_lse=return_lse,
             **mine.with_sinks,
         )
-        if return_lse:
-            return (result[0] if out is None else out), result[1].T
-        return result if out is None else out
+        return _returned(result, layer, out, return_lse)
 
     def _adopt(self, layer: AttentionLayer) -> _Layer:
         """Prepare a layer that the config does not list; one of a planned kind runs as well."""
@@ -181,7 +176,7 @@ class FA3(AttentionBackend):
         if self._fp8:
             q, arguments = self._quantised(q, arguments, call, layer, cache)
         return self._paged(
-            q, k, v, out=out, return_softmax_lse=return_lse, **arguments, **call.arguments
+            aligned(q), k, v, out=out, return_softmax_lse=return_lse, **arguments, **call.arguments
         )
 
     def _quantised(
@@ -230,3 +225,17 @@ class FA3(AttentionBackend):
             merged, total = merge_states(parts, states)
             out = merged if out is None else out.copy_(merged)
         return (out, total) if return_lse else out
+
+
+def _returned(result: Any, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
+    """Return out and LSE [T, Hq] of one call; the library leaves -inf where no key is seen.
+
+    Its kernels read no sink for a tile without keys. Any other LSE is at least the sink.
+    """
+    if not return_lse:
+        filled: Tensor = result
+        return filled if out is None else out
+    lse = result[1].T
+    if layer.sinks is not None:
+        lse = torch.maximum(lse, layer.sinks).float()
+    return result[0] if out is None else out, lse

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_nvidia.fa3 import FA3
 from attn_nvidia.fa3_plan import Call
+from attn_nvidia.operands import aligned
 
 
 class FA3MLA(FA3):
@@ -45,8 +46,7 @@ class FA3MLA(FA3):
             held = cache, tuple(pages.split_with_sizes(cut, -1))
             self._views[layer.layer_id, call.tokens] = held
         latent, rope = held[1]
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        q_latent, q_rope = q.split_with_sizes(cut, -1)
+        q_latent, q_rope = aligned(q).split_with_sizes(cut, -1)
         return self._paged(
             q_rope,
             rope,

@@ -24,6 +24,7 @@ from attn_core.refusals import (
 from torch import Tensor
 
 from attn_nvidia.building import building
+from attn_nvidia.operands import aligned, request_of_token
 from attn_nvidia.outputs import no_keys
 
 Variant = tuple[LayerClass, bool, bool, bool]  # paged, causal, with log-sum-exp
@@ -32,7 +33,7 @@ _LATENT = 512  # the layers of an MLA model that lie in its cache; others are ra
 
 
 class Plan(NamedTuple):
-    """What all layers of a class are called with; blind: bool [T], whose request has no keys.
+    """What all layers of a class are called with; blind: bool [T, 1], which query sees no key.
 
     The Hopper kernel of 4.0.0b18 gives NaN for these. None: by causal order each sees itself.
     """
@@ -102,14 +103,14 @@ class FA4(AttentionBackend):
                 tables[which.view] = split_pages(view.page_table, self.config.page_size, self._page)
             table = tables[which.view]
             arguments = {
-                "cu_seqlens_q": batch.cu_seqlens_q,
-                "seqused_k": view.seq_lens,
+                "cu_seqlens_q": _dense(batch.cu_seqlens_q),
+                "seqused_k": _dense(view.seq_lens),
                 "page_table": table,
                 "max_seqlen_q": batch.max_q_len,
                 "max_seqlen_k": table.shape[1] * self._page,
                 "causal": which.causal,
             }
-            plans[which] = Plan(arguments, None if which.causal else _blind(batch, view))
+            plans[which] = Plan(arguments, None if which.causal else _keyless(batch, view))
         return plans
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -125,7 +126,7 @@ class FA4(AttentionBackend):
                 pages = split_pages(view.page_table, self.config.page_size, self._page)
                 plan.arguments["page_table"].copy_(pages)
             if plan.blind is not None:
-                plan.blind.copy_(_blind(batch, view))
+                plan.blind.copy_(_keyless(batch, view))
 
     def forward_extend(
         self,
@@ -156,11 +157,13 @@ class FA4(AttentionBackend):
                 values = values.view(-1, self._page, *values.shape[2:])
         given = plan.arguments
         if not self._latent:
-            got = self._call(mine, True, q, keys, values, out, return_lse, given)
+            got = self._call(mine, True, aligned(q), keys, values, out, return_lse, given)
             return got if plan.blind is None else _emptied(got, plan.blind, layer)
         # K is the rope part, the latent is V and joins the logits: four views, no copy
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
-        (q_latent, q_rope), (latent, rope) = (x.split_with_sizes(cut, -1) for x in (q, keys))
+        (q_latent, q_rope), (latent, rope) = (
+            x.split_with_sizes(cut, -1) for x in (aligned(q), keys)
+        )
         return self._call(mine, True, q_rope, rope, latent, out, return_lse, given, qv=q_latent)
 
     forward_decode = forward_extend  # decode is the same by another plan
@@ -186,16 +189,17 @@ class FA4(AttentionBackend):
         if not k.shape[0]:
             return no_keys(q, layer, out, return_lse)
         plan = {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
+            "cu_seqlens_q": _dense(cu_seqlens_q),
+            "cu_seqlens_k": _dense(cu_seqlens_k),
             "max_seqlen_q": max_q,
             "max_seqlen_k": max_k,
             "causal": causal,
         }
-        got = self._call(mine, False, q, k, v, out, return_lse, plan)
-        if causal or layer.sinks is None:
+        got = self._call(mine, False, aligned(q), aligned(k), aligned(v), out, return_lse, plan)
+        if layer.sinks is None:
             return got
-        blind = _of_tokens(cu_seqlens_k.diff() == 0, cu_seqlens_q, q.shape[0])
+        keys = cu_seqlens_k.diff()
+        blind = _blind(keys, cu_seqlens_q, q.shape[0], causal=causal)
         return _emptied(got, blind, layer)  # exp(sink + inf)
 
     def _adopt(self, layer: AttentionLayer) -> _Layer:
@@ -231,21 +235,36 @@ class FA4(AttentionBackend):
         return result
 
 
-def _blind(batch: ForwardBatch, view: CacheView) -> Tensor:
-    """Return bool [T]: which queries belong to a request without keys; never syncs."""
-    return _of_tokens(view.seq_lens == 0, batch.cu_seqlens_q, batch.num_tokens)
+def _dense(lengths: Tensor) -> Tensor:
+    """View contiguous lengths with the stride 1, which the library asks for at size 1 too."""
+    return lengths.as_strided(lengths.shape, (1,))
 
 
-def _of_tokens(requests: Tensor, cu_seqlens_q: Tensor, tokens: int) -> Tensor:
-    return requests.repeat_interleave(cu_seqlens_q.diff(), output_size=tokens)
+def _keyless(batch: ForwardBatch, view: CacheView) -> Tensor:
+    return _blind(view.seq_lens, batch.cu_seqlens_q, batch.num_tokens, causal=False)
+
+
+def _blind(keys: Tensor, cu_seqlens_q: Tensor, tokens: int, *, causal: bool) -> Tensor:
+    """Return bool [T, 1]: which queries see none of their request's keys, int32 [B]; never syncs.
+
+    In causal order the last query sees the last key. Nothing is indexed: that asks for a device,
+    and kernels are compiled for devices that are not here.
+    """
+    request = request_of_token(cu_seqlens_q, tokens)
+    if not causal:
+        return (keys == 0).index_select(0, request).view(-1, 1)
+    # the first token of a request that sees a key
+    first = cu_seqlens_q.narrow(0, 1, keys.shape[0]) - keys
+    token = torch.arange(tokens, dtype=torch.int32, device=keys.device)
+    return (token < first.index_select(0, request)).view(-1, 1)
 
 
 def _emptied(got: Output, blind: Tensor, layer: AttentionLayer) -> Output:
     """Write what no keys give, zeros and the sink or -inf, where the kernel gave NaN."""
     out, lse = got if isinstance(got, tuple) else (got, None)
-    out.masked_fill_(blind[:, None, None], 0)
+    out.masked_fill_(blind.unsqueeze(-1), 0)
     if lse is None:
         return out
     if layer.sinks is None:
-        return out, lse.masked_fill_(blind[:, None], -torch.inf)
-    return out, torch.where(blind[:, None], layer.sinks.float(), lse)
+        return out, lse.masked_fill_(blind, -torch.inf)
+    return out, torch.where(blind, layer.sinks.float(), lse)

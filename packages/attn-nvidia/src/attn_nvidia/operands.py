@@ -1,4 +1,4 @@
-"""Tensors as kernels load them: 16 bytes at a time, and as FP8 beside FP8."""
+"""Tensors as kernels load them: 16 bytes at a time, as FP8 beside FP8, token by token."""
 
 from __future__ import annotations
 
@@ -9,19 +9,37 @@ _E4M3_MAX = 448.0
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x [T, H, D] itself where kernels can load 16 bytes at a time, else a copy.
+    """Return x [T, H, D] itself where kernels can load 16 bytes at a time, else a dense copy.
 
-    D is taken as a multiple of 16 bytes.
+    D is taken as a multiple of 16 bytes. A slice of fused Q, K and V is no copy. A dim of size 1
+    may have any stride, which TMA reads all the same.
     """
-    if not x.data_ptr() % 16:
-        if x.is_contiguous():
-            return x
-        unit = 16 // x.element_size()
-        if x.stride(2) == 1 and not (x.stride(0) % unit or x.stride(1) % unit):
-            return x
+    unit = 16 // x.element_size()
+    token, head, column = x.stride()
+    if column == 1 and not (token % unit or head % unit or x.data_ptr() % 16):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return x itself where a kernel that takes no strides can load it, else a dense copy."""
+    if x.is_contiguous() and not x.data_ptr() % 16:
+        return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def rounded(q: Tensor) -> Tensor:
-    """Return q as e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
-    return q.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    """Return q as dense e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
+    within = q.clamp(-_E4M3_MAX, _E4M3_MAX)
+    return within.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+
+
+def request_of_token(cu_seqlens_q: Tensor, num_tokens: int) -> Tensor:
+    """Return the request of each token, int64 [num_tokens], from int32 [B + 1]; never syncs.
+
+    Tokens past the last request, which pad a batch, count as its.
+    """
+    requests = cu_seqlens_q.shape[0] - 1
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens_q.device)
+    found = torch.searchsorted(cu_seqlens_q.narrow(0, 1, requests), tokens, right=True)
+    return found.clamp_(max=requests - 1)

@@ -43,8 +43,9 @@ def attn_register_pins() -> Sequence[Pin]:
         Pin(
             distribution="flash-attn-4",
             torch=">=2.8",
-            version=">=4.0.0b18",
+            version="==4.0.0b18",
             options="--pre",
-            why="only pre-releases are published; beside CUDA 13 it wants its extra cu13",
+            why="only pre-releases are published, and fa4 calls a private function of this one; "
+            "beside CUDA 13 it wants its extra cu13",
         ),
     ]

@@ -167,7 +167,7 @@ def fa4() -> Sequence[Capabilities]:
         kind="mla",
         device="cuda",
         archs=BLACKWELL,
-        requires=["flash-attn-4>=4.0.0b18"],
+        requires=["flash-attn-4==4.0.0b18"],
         dtypes=HALF,
         kv_dtypes=HALF,
         priority=5,

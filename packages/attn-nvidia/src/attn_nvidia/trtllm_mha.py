@@ -15,6 +15,7 @@ from attn_core.page_table import split_cache
 from attn_core.refusals import refuse_call, refuse_unplanned
 from torch import Tensor
 
+from attn_nvidia.operands import packed
 from attn_nvidia.outputs import as_asked, dense
 
 Key = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
@@ -153,8 +154,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         this = self._prepared.get(layer.layer_id)
         if this is None or this.cache is not cache or this.layer is not layer:
             this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
-        if not q.is_contiguous():
-            q = q.contiguous()
+        q = packed(q)
         mine, lse = dense(q, layer.v_head_dim, out), None
         if q.shape[0]:
             plan = metadata.get(this.key)

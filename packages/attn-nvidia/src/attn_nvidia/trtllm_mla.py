@@ -18,7 +18,7 @@ from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.flashinfer.mla_plan import OncePerPass
 from attn_nvidia.mla_decode import DecodePlan, MlaDecode
-from attn_nvidia.operands import aligned, rounded
+from attn_nvidia.operands import aligned, packed, request_of_token, rounded
 from attn_nvidia.outputs import as_asked, dense, no_keys
 from attn_nvidia.workspace import processors, workspace
 
@@ -143,7 +143,7 @@ class TrtllmMLA(MlaDecode):
 
         def call() -> Any:
             return self._ragged(
-                q.contiguous(),  # it takes strides of keys and values alone
+                packed(q),  # it takes strides of keys and values alone
                 aligned(k),
                 aligned(v),
                 self._scratch(q.shape[1], v.shape[-1], lengths.shape[0], max_q),
@@ -183,6 +183,5 @@ def _lengths(
     lengths = cu_seqlens_k.diff()
     if causal:
         return lengths, None
-    counts = cu_seqlens_q.diff()
-    blind = (lengths == 0).repeat_interleave(counts, output_size=q.shape[0])
+    blind = (lengths == 0).index_select(0, request_of_token(cu_seqlens_q, q.shape[0]))
     return lengths, blind

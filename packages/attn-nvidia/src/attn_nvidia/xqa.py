@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_nvidia import workspace_bytes
 from attn_nvidia.building import building
+from attn_nvidia.operands import request_of_token
 from attn_nvidia.rows_mha import HOPPER
 from attn_nvidia.trtllm_mha import Key, Prepared, Requests, TrtllmMha
 from attn_nvidia.workspace import processors, workspace
@@ -84,10 +85,7 @@ class Xqa(TrtllmMha[Rows]):
             q_len = spec.num_draft_tokens
             mask = self._mask(q_len, batch.batch_size)
         else:
-            last = batch.batch_size - 1
-            tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=view.seq_lens.device)
-            of_token = torch.searchsorted(batch.cu_seqlens_q[1:], tokens, right=True)
-            of_token = of_token.clamp(max=last)  # tokens that pad the batch
+            of_token = request_of_token(batch.cu_seqlens_q, batch.num_tokens)
             each = _each_token(view, batch, of_token)
             requests = Requests.of(each, self._parts, derived=True)
         self._build(key, q_len)

@@ -156,6 +156,7 @@ def _gen(
 ):  # fmt: skip
     if kv_layout == "NHD":
         k_cache, v_cache = k_cache.transpose(-3, -2), v_cache.transpose(-3, -2)
+    assert query.data_ptr() % 16 == 0, "addresses of 16 bytes"
     for t in (query, k_cache, v_cache):
         if t.stride(-1) != 1:
             raise RuntimeError("head_dim must have stride 1, TMA needs it")

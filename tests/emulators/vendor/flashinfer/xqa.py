@@ -101,6 +101,7 @@ def _attend(
     q, k_cache, v_cache, k_blocks, v_blocks, page_table, seq_lens, batch, q_len, mask, sinks,
     window, q_scale, kv_scale, in_fp8,
 ) -> torch.Tensor:  # fmt: skip
+    assert q.data_ptr() % 16 == 0, "addresses of 16 bytes"
     heads, dim = q.shape[-2:]
     query = dense(q).reshape(batch * q_len, heads, dim).float()
     if in_fp8:  # mha_sm90.cu converts the queries to the dtype of the cache, without a scale

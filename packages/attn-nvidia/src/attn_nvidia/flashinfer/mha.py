@@ -31,6 +31,7 @@ from attn_nvidia.flashinfer.ragged import Ragged
 from attn_nvidia.flashinfer.tables import Table
 from attn_nvidia.flashinfer.tree import loose_window
 from attn_nvidia.flashinfer.wrappers import Planned, Pool, Shape, Static
+from attn_nvidia.operands import aligned
 from attn_nvidia.outputs import as_asked, dense
 from attn_nvidia.workspace import processors, workspace
 
@@ -100,14 +101,14 @@ class FlashInfer(AttentionBackend):
             self._fill(plan.planned, plan.table, batch)
 
     def _plan(self, batch: ForwardBatch, *, captured: bool) -> Plans:
-        plans, tables = Plans(), dict[tuple[str, int | None], Table]()
+        plans, tables = Plans(), dict[tuple[str, int | None, bool], Table]()
         if not batch.num_tokens:
             return plans
         queries, room = query_lengths(batch), self._workspace()
         for which, cap in self._classes:
             if which.view not in batch.views:
                 continue
-            at = which.view, which.window
+            at = which.view, which.window, which.causal
             if at not in tables:
                 page_size = self.config.page_size
                 tables[at] = Table(*at, batch, page_size=page_size, static=captured)
@@ -245,8 +246,7 @@ class FlashInfer(AttentionBackend):
         if q.shape[0]:
             which = LayerClass.of(layer, causal=causal)
             run, empty = self._ragged.plan(which, layer, cu_seqlens_q, cu_seqlens_k)
-            k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-            run(q, k, v, out=mine, lse=lse, return_lse=return_lse)
+            run(q, aligned(k), aligned(v), out=mine, lse=lse, return_lse=return_lse)
             if lse is not None:
                 natural(lse, empty=empty)
         mine = as_asked(mine, out)
@@ -260,8 +260,7 @@ def _class_of(layer: AttentionLayer) -> Class:
 def _outputs(
     q: Tensor, layer: AttentionLayer, out: Tensor | None, *, return_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return q with adjacent columns, and what is to be filled: `out` where it is contiguous."""
-    if q.stride(-1) != 1:
-        q = q.contiguous()
+    """Return q as kernels load it, and what is to be filled: `out` where it is contiguous."""
+    q = aligned(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     return q, dense(q, layer.v_head_dim, out), lse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attn_core.forward import ForwardBatch
+from attn_core.forward import ForwardBatch, ForwardMode
 from torch import Tensor
 
 from attn_nvidia.flashinfer.csr import (
@@ -20,10 +20,11 @@ from attn_nvidia.flashinfer.tree import mask_bits, mask_bytes
 
 
 class Table:
-    """What the plans of all layer classes of one view and window share.
+    """What the plans of all layer classes of one view, window and order share.
 
-    Filled anew for each replay where it is static: a graph reads its buffers, and the pages where
-    the captured batch has them.
+    The tree of a pass masks causal layers alone: the others see all keys of their view. Filled
+    anew for each replay where it is static: a graph reads its buffers, and the pages where the
+    captured batch has them.
     """
 
     host: HostCsr
@@ -32,9 +33,17 @@ class Table:
     mask: tuple[Tensor, Tensor] | None
 
     def __init__(
-        self, view: str, window: int | None, batch: ForwardBatch, *, page_size: int, static: bool
+        self,
+        view: str,
+        window: int | None,
+        causal: bool,
+        batch: ForwardBatch,
+        *,
+        page_size: int,
+        static: bool,
     ) -> None:
-        self._view, self._window, self._page_size = view, window, page_size
+        self._view, self._window, self._causal = view, window, causal
+        self._page_size = page_size
         self._static, self.mask = static, None
         self._captured: int | None = None  # where the pages lie that a graph reads
         if not static:
@@ -43,7 +52,7 @@ class Table:
         device = batch.positions.device
         self._packed = torch.zeros(3 * rows + 2, dtype=torch.int32, device=device)
         self.device = Csr.of(self._packed, rows)
-        if (tree := _tree(batch)) is not None:
+        if (tree := self._tree(batch)) is not None:
             room = rows * -(-tree.shape[1] * width * page_size // 8)
             bits = torch.zeros(room, dtype=torch.uint8, device=device)
             self.mask = bits, torch.zeros(rows + 1, dtype=torch.int32, device=device)
@@ -65,7 +74,7 @@ class Table:
         self._captured = indices.data_ptr() if self._static else None
         self.indices = indices
         self.upload()
-        if (tree := _tree(batch)) is not None:
+        if (tree := self._tree(batch)) is not None:
             self._fill_mask(tree, batch)
 
     def upload(self) -> None:
@@ -89,6 +98,6 @@ class Table:
         _, indptr = mask_bits(tree, self.keys, window=self._window, depth=depth, out=out)
         self.mask[1].copy_(indptr)
 
-
-def _tree(batch: ForwardBatch) -> Tensor | None:
-    return None if batch.spec is None else batch.spec.tree_mask
+    def _tree(self, batch: ForwardBatch) -> Tensor | None:
+        verifies = batch.forward_mode is ForwardMode.TARGET_VERIFY and self._causal
+        return batch.spec.tree_mask if verifies and batch.spec is not None else None

@@ -12,8 +12,9 @@ from attn_nvidia.flashinfer.kernels import Lengths
 def loose_window(window: int, drafts: int) -> int:
     """Return the window_left that hides no key which some draft of a tree sees.
 
-    FlashInfer counts a window by the place of a draft, the model by its depth, which is never
-    larger; mask_bits hides what is too much.
+    FlashInfer counts a window by the place of a draft, the model by its depth. The place is at most
+    `drafts` - 1 larger, or smaller where a child is named before its parent; mask_bits hides what
+    is too much.
     """
     return window - 1 + drafts - 1
 
@@ -54,12 +55,15 @@ def mask_bits(
         assert depth is not None
         first = depth[:, :, None] - (window - 1)  # the first position that a query sees
         hidden |= depth[:, None, :] < first
-        early = torch.arange(n - 1, device=device) + (columns[:, None] - loose_window(window, n))
+        # from the kernel's first key to the model's, of the deepest draft that there can be
+        early = torch.arange(2 * n - 2, device=device) + (
+            columns[:, None] - loose_window(window, n)
+        )
         prefix = torch.from_numpy(length - n).to(device, non_blocking=True)[:, None, None]
         behind = (early < first) & (early < 0) & (early >= -prefix)
         hidden = torch.cat((hidden, behind), 2)
         columns = torch.cat((columns.expand(n, n), early), 1)
-    bits = (row + columns).clamp_(min=0)
+    bits = torch.where(hidden, row + columns, 0)
     # a byte of 255 less some of its bits, modulo 256
     taken = torch.where(hidden, 256 - (1 << (bits & 7)), 0).to(torch.uint8)
     mask = torch.empty(int(starts[-1]), dtype=torch.uint8, device=device) if out is None else out

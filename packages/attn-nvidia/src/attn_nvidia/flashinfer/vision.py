@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_nvidia.building import building
 from attn_nvidia.flashinfer.ragged import Recent
+from attn_nvidia.operands import aligned
 from attn_nvidia.outputs import as_asked, dense
 from attn_nvidia.workspace import workspace
 from attn_nvidia.workspace_bytes import RECOMMENDED
@@ -81,7 +82,7 @@ class Cudnn(AttentionBackend):
     ) -> Output:
         """Attend without a cache; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = aligned(q), aligned(k), aligned(v)
         mine = dense(q, layer.v_head_dim, out)
         if q.shape[0]:
             places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, mine))

@@ -203,6 +203,8 @@ def _flash_attn_fwd(
         for rows, key in zip(split(torch.arange(total_q), cu_seqlens_q), keys, strict=True):
             if not key.shape[0]:  # exp(sink + inf); without a sink seen on an H200
                 result[rows], sums[rows] = torch.nan, torch.nan
+            if learnable_sink is not None and causal:  # finalize in softmax.py: inf - inf
+                sums[rows[: max(len(rows) - key.shape[0], 0)]] = torch.nan
     out.copy_(result)
     if return_lse:
         given_lse.copy_(sums.T if qv is None else sums)

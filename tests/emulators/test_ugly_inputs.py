@@ -1,0 +1,196 @@
+"""Inputs that the contract allows and that an engine seldom hands on: strides, slices, emptiness.
+
+Every backend gives for them what it gives for the same numbers in a plain form.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from attn_core.capabilities import Phase
+from attn_core.forward import ForwardBatch, ForwardMode
+from attn_core.plugins import load_plugins
+from attn_core.testing.bench import Bench
+from attn_core.testing.cases import Case
+from attn_core.testing.inputs import Point, make_inputs
+from attn_core.testing.passes import attend, create
+from mla_passes import put_in
+
+EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+# name, kind, architecture, store of the cache
+BACKENDS = [
+    ("fa3", "mha", "sm90", "bf16"),
+    ("fa3", "mha", "sm90", "fp8_e4m3"),
+    ("fa4", "mha", "sm90", "bf16"),
+    ("flashinfer", "mha", "sm90", "bf16"),
+    ("trtllm_mha", "mha", "sm90", "bf16"),
+    ("trtllm_mha", "mha", "sm90", "fp8_e4m3"),
+    ("trtllm_mha", "mha", "sm100", "bf16"),
+    ("fa3", "mla", "sm90", "bf16"),
+    ("fa4", "mla", "sm100", "bf16"),
+    ("flashinfer", "mla", "sm90", "bf16"),
+    ("flashmla", "mla", "sm90", "bf16"),
+    ("flashmla", "mla", "sm90", "fp8_e4m3"),
+    ("cutlass_mla", "mla", "sm100", "bf16"),
+    ("trtllm_mla", "mla", "sm100", "bf16"),
+    ("trtllm_mla", "mla", "sm100", "fp8_e4m3"),
+]
+LENGTHS = {EXTEND: ((5, 3), (70, 9)), DECODE: ((1, 1), (70, 9)), VERIFY: ((4, 4), (70, 9))}
+
+
+def row_of(backend, mode):
+    """Return the row that serves a mode over the cache, one that verifies chains where it can."""
+    name, kind, arch, store = backend
+    phase = Phase.PREFILL if mode is EXTEND else Phase.DECODE
+    rows = [
+        r
+        for r in load_plugins().get(name).capabilities
+        if (r.kind == kind and arch in r.archs and store in r.kv_dtypes and r.absorbed)
+        and (phase in r.phases and not r.sinks)
+        and (r.max_topk or mode is not VERIFY)
+    ]
+    return min(rows, key=lambda r: r.max_topk != 1, default=None)
+
+
+def every(*modes):
+    """Ask each backend for the modes that it serves."""
+    asked = [(b, mode) for b in BACKENDS for mode in modes if row_of(b, mode)]
+    ids = ["-".join((*b, mode.value)) for b, mode in asked]
+    return pytest.mark.parametrize(("backend", "mode"), asked, ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def gpu(backend, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", backend[2].removeprefix("sm"))
+    put_in(backend[2])
+
+
+def made(backend, mode, lengths=None):
+    """Return a backend and the inputs of a pass."""
+    name, kind, arch, store = backend
+    row = row_of(backend, mode)
+    query_lens, seq_lens = lengths or LENGTHS[mode]
+    case = Case(
+        feature="",
+        kind=kind,
+        heads=(max(row.q_heads or {4}), 1) if kind == "mla" else (4, 2),
+        dims=(576, 512) if kind == "mla" else (64, 64),
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        mode=mode,
+        kv_dtype="auto" if store == "bf16" else store,
+    )
+    size = max((p for p in row.page_sizes if p <= 128), default=16)
+    point = Point(dtype="bf16", page_size=size)
+    inputs = make_inputs(case, point, finite_tail=row.finite_tail, fused=row.fused_kv_write)
+    spec = load_plugins().get(name)
+    bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"), arch=arch)
+    return create(bench, case, inputs, point), inputs
+
+
+def fused(x):
+    """A slice of fused Q, K and V, the same bytes between all rows."""
+    wide = torch.cat([x, x, x], 1)
+    return wide[:, x.shape[1] : 2 * x.shape[1]]
+
+
+def odd(x):
+    """A slice that begins and goes on at odd places, which no kernel loads 16 bytes at a time."""
+    tokens, heads, dim = x.shape
+    flat = torch.zeros(tokens, heads * dim + 3, dtype=x.dtype)
+    flat[:, 1:-2] = x.flatten(1)
+    return flat[:, 1:-2].view(x.shape)
+
+
+def late(x):
+    """A dense tensor that begins at an odd place."""
+    flat = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    flat[1:] = x.flatten()
+    return flat[1:].view(x.shape)
+
+
+def heads_first(x):
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("form", [fused, odd, late, heads_first])
+@every(*LENGTHS)
+def test_queries_of_any_strides(backend, mode, form):
+    that, inputs = made(backend, mode)
+    right, _ = attend(that, inputs)
+    ugly = dataclasses.replace(inputs, q=form(inputs.q))
+    assert torch.equal(ugly.q, inputs.q)
+    assert ugly.q.stride(-1) == 1
+    got, _ = attend(that, ugly)
+    assert torch.equal(got, right)
+
+
+@every(*LENGTHS)
+def test_a_page_table_that_is_a_slice(backend, mode):
+    that, inputs = made(backend, mode)
+    right, _ = attend(that, inputs)
+    view = inputs.batch.views["full"]
+    rows, width = view.page_table.shape
+    wide = torch.full((rows + 2, width + 5), 1 << 30, dtype=torch.int32)
+    wide[:rows, :width] = view.page_table
+    views = {"full": dataclasses.replace(view, page_table=wide[:rows, :width])}
+    got, _ = attend(that, inputs, batch=dataclasses.replace(inputs.batch, views=views))
+    assert torch.equal(got, right)
+
+
+@every(DECODE)
+def test_one_token_of_one_request_in_one_page(backend, mode):
+    """Sizes of 1, whose strides may be anything in a tensor that is contiguous all the same."""
+    that, inputs = made(backend, mode, ((1,), (7,)))
+    right, _ = attend(that, inputs)
+    view = inputs.batch.views["full"]
+
+    def apart(x):
+        return x.as_strided(x.shape, (7, *x.stride()[1:]))
+
+    views = {
+        "full": dataclasses.replace(
+            view, page_table=apart(view.page_table), seq_lens=apart(view.seq_lens)
+        )
+    }
+    batch = dataclasses.replace(inputs.batch, views=views)
+    got, _ = attend(that, dataclasses.replace(inputs, q=apart(inputs.q)), batch=batch)
+    assert torch.equal(got, right)
+
+
+@every(EXTEND)
+def test_a_request_without_queries(backend, mode):
+    that, inputs = made(backend, mode, ((5, 0, 3), (70, 20, 9)))
+    right, _ = attend(that, inputs)
+    assert right.isfinite().all()
+    for first, tokens, length, row in ((0, 5, 70, 0), (5, 3, 9, 2)):
+        view = inputs.batch.views["full"]
+        batch = ForwardBatch.build(
+            mode,
+            query_lens=[tokens],
+            seq_lens=[length],
+            page_table=view.page_table[row : row + 1],
+            page_size=inputs.cache.page_size,
+        )
+        part = dataclasses.replace(inputs, q=inputs.q[first : first + tokens], batch=batch)
+        got, _ = attend(that, part, cache=inputs.after)
+        torch.testing.assert_close(got, right[first : first + tokens], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+@every(EXTEND)
+def test_a_pass_without_tokens(backend, mode, requests):
+    that, inputs = made(backend, mode)
+    view = inputs.batch.views["full"]
+    batch = ForwardBatch.build(
+        mode,
+        query_lens=[0] * requests,
+        seq_lens=[9] * requests,
+        page_table=view.page_table[:requests],
+        page_size=inputs.cache.page_size,
+    )
+    nothing = dataclasses.replace(inputs, q=inputs.q[:0], k=None, v=None, batch=batch)
+    lse = that.config.row.lse
+    out, sums = attend(that, nothing, cache=inputs.after, given=True, return_lse=lse)
+    assert out.shape[0] == 0
+    assert sums is None or sums.shape == (0, inputs.q.shape[1])
