@@ -67,7 +67,7 @@ PAGED: tuple[Case, ...] = (
         "prefill-many", tuple(1 + (i % 9 == 4) for i in range(70)), tuple(range(2, 72)), sweep=False
     ),
     _decode("decode-one", 65, sweep=False),
-    _decode("decode-many", *range(1, 141, 2), sweep=False),
+    _decode("decode-many", *range(1, 132, 2), heads=(2, 1), sweep=False),
     _decode("decode-longest", 3000, heads=(2, 1), dims=(16, 16), sweep=False),
     _decode("decode-padded", 40, 1, padding=3),
     _case("shared-kv", (20, 1), (41, 30), shared_kv=True, sweep=False),
@@ -219,7 +219,7 @@ RAGGED: tuple[RaggedCase, ...] = (
     _ragged("encoder", (9, 9, 1, 33), (9, 9, 1, 33)),
     _ragged("encoder-mha", (20, 31), (20, 31), heads=(3, 3)),
     _ragged("encoder-long", (130,), (130,), heads=(2, 1), dims=(16, 16)),
-    _ragged("encoder-many", (1, 2) * 33, (1, 2) * 33),
+    _ragged("encoder-many", (1, 2) * 33, (1, 2) * 33, heads=(2, 1)),
     _ragged("encoder-no-queries", (0, 9, 0, 33, 0), (4, 9, 0, 33, 7)),
     _ragged("encoder-no-keys", (70, 9, 3), (0, 20, 0)),
     _ragged("encoder-no-keys-sinks", (70, 9, 3), (0, 20, 0), sinks=True),

@@ -26,8 +26,9 @@ def restrided(how: Strides, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _one(how: Strides, x: Tensor, before: int, width: int, *, is_v: bool) -> Tensor:
     tokens, heads, dim = x.shape
     if how == "fused":
-        rows = x.new_full((tokens, max(width, 2 * heads * dim)), torch.nan)
-        view = rows[:, before : before + heads * dim].view(x.shape)
+        own = heads * dim  # alone, it is half of a row
+        rows = x.new_full((tokens, width if width > own else 2 * own), torch.nan)
+        view = rows[:, before : before + own].view(x.shape)
     elif how == "apart" or (how == "values-apart" and is_v):
         view = x.new_full((tokens, heads, 2 * dim), torch.nan)[..., dim:]
     elif how == "heads-first":
