@@ -1,9 +1,11 @@
 """Faults: each class is the reference or the wrapper with one mistake of a kind seen in kernels."""
 
 import math
+import time
 from dataclasses import replace
 
 import torch
+from attn_core.merge import merge_states
 from attn_core.testing.inputs import mapped
 from reference import Reference
 from wrapped import Wrapper
@@ -460,6 +462,265 @@ class ScribblesIntoTheCache(Reference):
         return found
 
 
+class RaggedHeadsTakenForAdjacent(Reference):
+    """The step from token to token is taken for that of all heads."""
+
+    def forward_ragged(self, q, k, v, *args, **kwargs):
+        k, v = (x.as_strided(x.shape, (x.shape[1] * x.stride(1), x.stride(1), 1)) for x in (k, v))
+        return super().forward_ragged(q, k, v, *args, **kwargs)
+
+
+class RaggedValuesContiguousAsKeys(Reference):
+    """Where the keys are contiguous the values are taken for it too."""
+
+    def forward_ragged(self, q, k, v, *args, **kwargs):
+        if k.is_contiguous():
+            v = v.as_strided(v.shape, (v.shape[1] * v.shape[2], v.shape[2], 1))
+        return super().forward_ragged(q, k, v, *args, **kwargs)
+
+
+class RaggedNotWithoutKeys(Reference):
+    """Requests without keys are left as they were."""
+
+    def forward_ragged(self, q, k, v, layer, cq, ck, *args, out=None, **kwargs):
+        before = None if out is None else out.clone()
+        got = super().forward_ragged(q, k, v, layer, cq, ck, *args, out=out, **kwargs)
+        out = got[0] if isinstance(got, tuple) else got
+        counts, keys = cq.diff().tolist(), ck.diff().tolist()
+        at = 0
+        for n, s in zip(counts, keys, strict=True):
+            if not s:
+                out[at : at + n] = torch.nan if before is None else before[at : at + n]
+            at += n
+        return got
+
+
+class RaggedValuesOfAllRequests(Reference):
+    """The values of the whole batch are multiplied, those of other requests by zero."""
+
+    def forward_ragged(self, q, k, v, *args, **kwargs):
+        got = super().forward_ragged(q, k, v, *args, **kwargs)
+        out = got[0] if isinstance(got, tuple) else got
+        out += (0 * v).sum()
+        return got
+
+
+class QueryHeadsTakenForAdjacent(Reference):
+    def queries(self, q):
+        return q.as_strided(q.shape, (q.stride(0), q.shape[2], 1), q.storage_offset())
+
+
+class QueriesByTheLargestOfTheBatch(Reference):
+    def queries(self, q):
+        top = q.abs().amax()
+        return (q / top).nan_to_num(posinf=0.0, neginf=0.0) * top
+
+
+class LengthsOfTheSpec(Reference):
+    """Every request of a batch with a spec is taken to have as many queries as drafts."""
+
+    def rows(self, batch, view):
+        found = super().rows(batch, view)
+        if batch.spec is None:
+            return found
+        n, total = batch.spec.num_draft_tokens, batch.num_tokens
+        slices = [slice(min(r.index * n, total), min((r.index + 1) * n, total)) for r in found]
+        return [replace(r, tokens=s) for r, s in zip(found, slices, strict=True)]
+
+
+class TreeBelowTheDiagonal(Reference):
+    """A draft sees no draft that is named after it."""
+
+    def seen_drafts(self, tree, prefix):
+        return super().seen_drafts(tree.tril(), prefix)
+
+
+class DepthFromTheFirstDraft(Reference):
+    """The first draft is taken for a root."""
+
+    def depth(self, tree):
+        depth = super().depth(tree)
+        return depth - depth[0]
+
+
+class DraftsUpTo64(Reference):
+    def tree(self, mask, b):
+        mask = mask[b].clone()
+        mask[:, 64:] = False
+        return mask
+
+
+class SinkLostWithoutKeys(Reference):
+    def attend(self, q, k, v, layer, rows):
+        if not len(k):
+            layer = replace(layer, sinks=None)
+        return super().attend(q, k, v, layer, rows)
+
+
+class NoKeysNowhere(Reference):
+    """A pass in which no request has a key gives its buffer back."""
+
+    def forward_extend(self, q, k, v, layer, cache, batch, metadata, *, out=None, **kwargs):
+        if not any(r.length for r in self.rows(metadata["batch"], layer.view)):
+            lse = torch.full(q.shape[:2], -torch.inf)
+            out = torch.empty_like(q).fill_(torch.nan) if out is None else out
+            return (out, lse) if kwargs.get("return_lse") else out
+        return super().forward_extend(q, k, v, layer, cache, batch, metadata, out=out, **kwargs)
+
+
+class BatchEndsAtTheFirstEmptyRequest(Reference):
+    def rows(self, batch, view):
+        found = super().rows(batch, view)
+        ends = [r.index for r in found if not r.queries]
+        return found[: ends[0]] if ends else found
+
+
+class RequestsUpTo64(Reference):
+    def rows(self, batch, view):
+        return super().rows(batch, view)[:64]
+
+
+class WindowOfAllQueriesButOneIgnored(Reference):
+    """A block of many queries needs no window, unless it is narrower than the block less one."""
+
+    def attend(self, q, k, v, layer, rows):
+        if layer.sliding_window == rows.queries - 1 >= 64:
+            layer = replace(layer, sliding_window=None)
+        return super().attend(q, k, v, layer, rows)
+
+
+class LseHeadsFirst(Reference):
+    """The LSE is [Hq, T] in memory, and called [T, Hq]."""
+
+    def forward_extend(self, *args, **kwargs):
+        got = super().forward_extend(*args, **kwargs)
+        return (got[0], got[1].T.reshape(got[1].shape)) if isinstance(got, tuple) else got
+
+
+class InParts(Reference):
+    """Right: the keys are cut into parts, whose results are merged by their log-sum-exp."""
+
+    part = 64
+
+    def softmax(self, scores, v):
+        s = scores.shape[-1]
+        cuts = [slice(a, a + self.part) for a in range(0, s, self.part)] or [slice(0, 0)]
+        parts = [super(InParts, self).softmax(scores[..., c], v[c]) for c in self.kept(cuts)]
+        outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
+        return merge_states(outs, lses)
+
+    def kept(self, cuts):
+        return cuts
+
+
+class LastOfManyPartsDropped(InParts):
+    def kept(self, cuts):
+        return cuts[:32]
+
+
+class SinkInEveryPartOf512(InParts):
+    part = 512
+
+    def attend(self, q, k, v, layer, rows):
+        more = (-(-k.shape[0] // self.part) or 1) - 1
+        if layer.sinks is not None:
+            layer = replace(layer, sinks=layer.sinks + math.log1p(more))
+        return super().attend(q, k, v, layer, rows)
+
+
+class PartsByTheLongest(InParts):
+    """How the keys of a request are cut depends on the longest of its neighbours."""
+
+    def rows(self, batch, view):
+        found = super().rows(batch, view)
+        self.part = max(1, max(r.length for r in found) // 3)
+        return found
+
+
+class Fp4ScalesOfTheFirstCall(Reference):
+    """The scales of FP4 are made once, though every layer has its own."""
+
+    first = None
+
+    def scales(self, cache):
+        if cache.block_scales is None:
+            return super().scales(cache)
+        self.first = self.first or super().scales(cache)
+        return self.first
+
+
+class LongestOfTheFirstReplay(Reference):
+    longest = None
+
+    def init_forward_metadata_replay_cuda_graph(self, batch, metadata):
+        self.longest = self.longest or batch.views["full"].max_seq_len
+        super().init_forward_metadata_replay_cuda_graph(batch, metadata)
+
+    def rows(self, batch, view):
+        longest = self.longest or 1 << 30
+        return [replace(r, length=min(r.length, longest)) for r in super().rows(batch, view)]
+
+
+class TableTakenForContiguousInAGraph(Reference):
+    graph = False
+
+    def init_cuda_graph_state(self, *args):
+        self.graph = True
+        super().init_cuda_graph_state(*args)
+
+    def rows(self, batch, view):
+        if self.graph:
+            full = batch.views[view]
+            table = full.page_table.as_strided(full.page_table.shape, (full.page_table.shape[1], 1))
+            batch = replace(batch, views={**batch.views, view: replace(full, page_table=table)})
+        return super().rows(batch, view)
+
+
+class WindowIgnoredInAGraph(Reference):
+    graph = False
+
+    def init_cuda_graph_state(self, *args):
+        self.graph = True
+        super().init_cuda_graph_state(*args)
+
+    def in_window(self, key, query, window):
+        return key > query - (1 << 30 if self.graph else window)
+
+
+class PlanOfAllInstances(Reference):
+    """The plan is kept in the class: the last one of any instance counts."""
+
+    plans: list = []  # noqa: RUF012  # shared on purpose: that is the fault
+
+    def init_forward_metadata(self, batch):
+        self.plans[:] = [batch]
+        return self.plans
+
+    def forward_extend(self, q, k, v, layer, cache, batch, metadata, **kwargs):
+        metadata = metadata if isinstance(metadata, dict) else {"batch": metadata[0]}
+        return super().forward_extend(q, k, v, layer, cache, batch, metadata, **kwargs)
+
+
+class ScratchOfAllThreads(Reference):
+    """Queries are staged in a buffer of the class."""
+
+    scratch = torch.empty(1 << 20)
+
+    def queries(self, q):
+        staged = self.scratch[: q.numel()].view(q.shape)
+        staged.copy_(q)
+        time.sleep(1e-4)
+        return staged.to(q.dtype).clone()
+
+
+class OffsetsOf16Bits(Reference):
+    """Where a page begins is counted in numbers, and wraps."""
+
+    def slots(self, rows, page_size):
+        per_token = self.config.layers[0].num_kv_heads * self.config.layers[0].head_dim
+        return super().slots(rows, page_size) * per_token % (1 << 16) // per_token
+
+
 # Faults of a wrapper: the library that it calls is right, what it is told is not.
 
 
@@ -593,7 +854,11 @@ class WrapperOutNotFilled(Wrapper):
         return new if out is None else out
 
 
-MUTANTS = tuple(x for x in globals().values() if isinstance(x, type) and x.__module__ == __name__)
+MUTANTS = tuple(
+    x
+    for x in globals().values()
+    if isinstance(x, type) and x.__module__ == __name__ and x not in (InParts, OffsetsOf16Bits)
+)
 # These are faults of a kernel that writes new keys and values itself.
 WRITERS = tuple(x for x in MUTANTS if x.__name__.startswith("Writes"))
 WRAPPERS = tuple(x for x in MUTANTS if issubclass(x, Wrapper))

@@ -1,5 +1,6 @@
 """The suite kills every planted fault, and lets the backend without a fault pass."""
 
+import unittest
 from dataclasses import replace
 from functools import cache
 
@@ -33,6 +34,8 @@ def killer(mutant, dtypes=("fp32", "bf16")):
         if one.row is not None:
             try:
                 run_check(one, faulty, CPU)
+            except unittest.SkipTest:  # what only a device has the memory for
+                continue
             except CheckFailed as verdict:
                 return str(verdict)
     return None

@@ -12,16 +12,18 @@ from attn_core.cli.app import build_app
 from attn_core.errors import BackendNotImplementedError, UnsupportedError
 from attn_core.matrix import build_matrix, table
 from attn_core.plugins import load_plugins
+from attn_core.testing import far, session
 from attn_core.testing.bench import Bench
 from attn_core.testing.budget import CheckFailed, within_budget
 from attn_core.testing.cases import Case
-from attn_core.testing.features import PAGED
+from attn_core.testing.features import CHAIN, FOREST, PAGED, RELATED, renamed
 from attn_core.testing.inputs import Point
-from attn_core.testing.oracle import attend_one
+from attn_core.testing.oracle import attend_one, tree_mask
 from attn_core.testing.passes import run_case
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import problems, report, run_all
-from mutants import TailReadAndMasked
+from attn_core.testing.strides import restrided
+from mutants import OffsetsOf16Bits, TailReadAndMasked
 from reference import ROW, spec_of
 from typer.testing import CliRunner
 
@@ -80,7 +82,7 @@ def test_a_row_is_asked_with_its_own_shapes_and_pages():
     assert {(x.num_q_heads, x.num_kv_heads, x.head_dim) for x in layers} == {(32, 4, 128)}
     assert {p.check.needs.page_size for p in asked} - {None} == {32, 64}
     skipped = {p.check.feature for p in planned if p.row is None}
-    assert skipped == {"kv-fp32", "kv-fp16", "vision", "vision-ragged"}
+    assert {x for x in skipped if "vision" not in x} == {"kv-fp32", "kv-fp16"}
 
 
 def test_the_row_that_declares_a_condition_answers_for_it():
@@ -174,6 +176,72 @@ def test_cases_say_what_they_prove():
     case = Case(feature="x", query_lens=(1,), seq_lens=(9,), window=3, kv_dtype="fp8_e4m3")
     assert case.cells == {"page_sizes", "sliding_window", "fp8_kv"}
     assert len({c.feature for c in PAGED}) == len(PAGED)
+
+
+CPU = torch.device("cpu")
+
+
+def bench_of(create, row=ROW):
+    return Bench(spec=replace(spec_of(), create=create), row=row, torch_device=CPU)
+
+
+def test_a_renamed_tree_is_the_same_tree():
+    assert renamed(CHAIN, 1) != CHAIN
+    want, got = (tree_mask(t) for t in (FOREST, renamed(FOREST, 3)))
+    assert not torch.equal(got, got.tril()), "a child before its parent"
+    assert sorted(want.sum(1).tolist()) == sorted(got.sum(1).tolist())
+    assert sorted(want.sum(0).tolist()) == sorted(got.sum(0).tolist())
+
+
+@pytest.mark.parametrize("how", ["fused", "apart", "heads-first", "values-apart"])
+def test_strides_change_no_number(how):
+    x = [torch.randn(5, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]
+    new = restrided(how, x)
+    assert all(torch.equal(a, b) and b.stride(-1) == 1 for a, b in zip(x, new, strict=True))
+    moved = [not b.is_contiguous() for b in new]
+    assert moved == ([False, False, True] if how == "values-apart" else [True] * 3)
+    if how == "fused":  # as split() leaves them
+        q, k, v = torch.randn(5, 60).split([32, 16, 12], 1)
+        views = [q.view(5, 4, 8), k.view(5, 2, 8), v.view(5, 2, 6)]
+        assert [b.stride() for b in new] == [y.stride() for y in views]
+
+
+@pytest.mark.parametrize(("create", "wraps"), [("reference:Reference", False), ("far", True)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_pages_beyond_what_an_offset_counts_are_found(create, wraps, fused, monkeypatch):
+    """With offsets of 16 bits instead of 32, so that it fits anywhere."""
+    monkeypatch.setattr(far, "BEYOND", 1 << 16)
+    monkeypatch.setattr(far, "refuse_memory", lambda device, needed: None)
+    create = f"mutants:{OffsetsOf16Bits.__name__}" if wraps else create
+    bench = bench_of(create, replace(ROW, fused_kv_write=fused))
+    case, point = RELATED["mha"]["decode"], Point(dtype="bf16", page_size=16)
+    if wraps:
+        with pytest.raises(CheckFailed, match="not finite"):
+            far.far_pages(bench, case, point)
+    else:
+        far.far_pages(bench, case, point)
+
+
+def test_what_no_memory_is_there_for_is_skipped_with_its_reason():
+    spec = spec_of()
+    planned = plan(spec, HERE, {}, kinds=("mha",), reduced=True)
+    some = [p for p in planned if p.check.feature.startswith("far-pages")]
+    outcomes = run_all(some, spec, CPU)
+    assert {o.status for o in outcomes} == {"skipped"}
+    assert outcomes[0].detail == "a pool of 16384 MiB: asked on an accelerator alone"
+
+
+def test_a_fault_in_one_of_two_threads_ends_both(monkeypatch):
+    def broken(self, number):
+        if number:
+            raise CheckFailed("one is wrong")
+        step(self, number)
+
+    step = session._Session.step
+    monkeypatch.setattr(session._Session, "step", broken)
+    case, point = RELATED["mha"]["decode"], Point(dtype="bf16", page_size=16)
+    with pytest.raises(CheckFailed, match="one is wrong"):
+        session.run_two_sessions(bench_of("reference:Reference"), case, point, "auto", passes=5)
 
 
 def invoke(*arguments):

@@ -47,9 +47,13 @@ def factors(check):
 
 
 def interpreted():
-    """Yield every check, both ways of cutting the keys; those left out by pairs marked `long`."""
+    """Yield every check, both ways of cutting the keys; those left out by pairs marked `long`.
+
+    Not those in threads, which the interpreter does not bear: all launches share its state.
+    """
     device, libraries = parse_device("cuda:sm90"), {"triton": "3.4"}
-    rows = [p for p in plan(SPEC, device, libraries, passes=12) if p.row is not None]
+    planned = plan(SPEC, device, libraries, passes=12)
+    rows = [p for p in planned if p.row is not None and p.check.feature != "threads"]
     asked = rows + [fixed(p) for p in rows if not p.check.needs.deterministic]
     shown = [
         {*pairs(factors(p.check) | {"fixed": p.check.needs.deterministic})}
@@ -59,7 +63,8 @@ def interpreted():
     chosen = set(covering(shown))
     for i, planned in enumerate(asked):
         mode = "-fixed" if planned.check.needs.deterministic else ""
-        marks = [] if i in chosen else [pytest.mark.long]
+        short = i in chosen and not planned.check.feature.endswith("-many")  # a launch a request
+        marks = [] if short else [pytest.mark.long]
         yield pytest.param(planned, id=f"{planned.kind}-{planned.check.id}{mode}", marks=marks)
 
 

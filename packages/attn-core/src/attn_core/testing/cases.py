@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from attn_core.capabilities import Kind, LayerNeeds, Phase, Requirements, Speculation
 from attn_core.forward import DECODE_MODES, ForwardMode
+from attn_core.testing.strides import Strides
 
 DRAFT_MODES = frozenset({ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND})
 FINEST_FIRST = ("fp32", "fp16", "bf16")
@@ -21,10 +22,11 @@ class Case:
     kv_dtype "auto" is the dtype of the queries; k_scale and v_scale apply to FP8 and FP4. window,
     logit_cap, sinks, is_causal: the layer's; scale_by multiplies its scale of 1 / sqrt(D).
     encoder_lens: cross attention to as many keys. trees: parents per request. padding: rows
-    appended to the batch, on page 0. strided: q, k and v are slices of one fused projection.
-    shared_kv: nothing new to write, k and v are None. device_lengths: no lengths on the host.
-    all_dtypes: run in every dtype, not in the finest and the coarsest alone. sweep: run on every
-    page size and order of pages, not on one page size alone.
+    appended to the batch, on page 0. strides: of q, k and v. leftover_spec: a draft model's batch
+    carries the spec of the verify pass before it. shared_kv: nothing new to write, k and v are
+    None. device_lengths: no lengths on the host. all_dtypes: run in every dtype, not in the finest
+    and the coarsest alone. sweep: run on every page size and order of pages, not on one page size
+    alone.
     """
 
     feature: str
@@ -46,7 +48,8 @@ class Case:
     encoder_lens: tuple[int, ...] | None = None
     trees: tuple[Parents, ...] | None = None
     padding: int = 0
-    strided: bool = False
+    strides: Strides = "packed"
+    leftover_spec: bool = False
     shared_kv: bool = False
     device_lengths: bool = False
     all_dtypes: bool = False
@@ -138,7 +141,7 @@ class RaggedCase:
     window: int | None = None
     logit_cap: float | None = None
     sinks: bool = False
-    strided: bool = False
+    strides: Strides = "packed"
 
     @property
     def cells(self) -> frozenset[str]:
@@ -159,7 +162,7 @@ class RaggedCase:
             sliding_window=self.window,
             logit_cap=self.logit_cap,
             sinks=self.sinks,
-            encoder=not self.causal,
+            encoder=not (self.causal or latent),  # a chunk of a prefix has no causal order
         )
         if self.phase is Phase.ENCODE:
             return Requirements(layers=(), vision=layer, dtype=dtype)

@@ -8,14 +8,15 @@ from functools import partial
 
 from attn_core.capabilities import Capabilities, Kind, Phase, Requirements
 from attn_core.forward import ForwardMode
-from attn_core.testing import features, relations
+from attn_core.testing import features, neighbours, relations
 from attn_core.testing.bench import Bench
 from attn_core.testing.budget import Measure
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.far import far_pages
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import run_case, run_ragged
 from attn_core.testing.replay import replayed
-from attn_core.testing.session import run_session, session_cells
+from attn_core.testing.session import run_session, run_two_sessions, session_cells
 from attn_core.testing.shapes import (
     adapted,
     base_point,
@@ -82,9 +83,12 @@ def templates(
         yield partial(_session, kind, finest, "auto", passes)
         for store in ("auto", "fp8_e4m3"):
             yield partial(_session, kind, base, store, passes // 3)
+        yield partial(_session, kind, base, "auto", passes // 10, ask=run_two_sessions)
     for ragged_case in (c for c in features.RAGGED if c.kind == kind):
         for dtype in dict.fromkeys((dtypes(rows)[0], dtypes(rows)[-1])):
             yield partial(_ragged, ragged_case, dtype, run_ragged)
+    for ragged_case in (c for c in features.RAGGED_BESIDE_NAN if c.kind == kind):
+        yield partial(_ragged, ragged_case, dtypes(rows)[-1], neighbours.ragged_beside_nan)
     if kind == "mla":
         yield partial(_ragged, features.PREFIX, dtypes(rows)[-1], relations.prefix_in_chunks)
 
@@ -149,15 +153,22 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
     for name in ("whole", "decode"):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, relations.pages_moved)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
-    for name in ("decode", "chain", "tree"):
-        yield partial(_related, f"graph-{name}", cases[name], base, replayed)
+        yield partial(_related, f"far-pages-{name}", cases[name], base, far_pages)
+        yield partial(_related, f"beside-nan-{name}", cases[name], base, neighbours.beside_nan)
+    for name, case in features.GRAPHS[kind].items():
+        yield partial(_related, f"graph-{name}", case, base, replayed)
     for name in ("whole", "decode", "chain", "tree"):
         yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
+        yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
+    for store in ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"):
+        case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"
+        yield partial(_related, name, case, base, neighbours.layers_of_one_plan)
 
 
 Relation = Callable[[Bench, Case, Point], Measure]
 _PROVES: dict[Relation, str] = {
     relations.twice: "deterministic",
+    neighbours.same_bits: "deterministic",
     run_case: "lse",
     replayed: "cuda_graph",
 }
@@ -192,16 +203,25 @@ def _no_graph(level: str, row: Capabilities) -> str | None:
     return f"cuda_graph {level} (supports {row.cuda_graph})"
 
 
-def _session(kind: Kind, point: Point, store: str, passes: int, row: Capabilities) -> Check:
+def _session(
+    kind: Kind,
+    point: Point,
+    store: str,
+    passes: int,
+    row: Capabilities,
+    *,
+    ask: Callable[..., Measure] = run_session,
+) -> Check:
     case = adapted(features.RELATED[kind]["decode"], row)
     phases = tuple(p for p in (Phase.PREFILL, Phase.DECODE) if p in row.phases)
+    name = "session" if ask is run_session else "threads"
     return Check(
-        id=f"session-{store}-{point}" if store != "auto" else f"session-{point}",
-        feature="session",
+        id=f"{name}-{store}-{point}" if store != "auto" else f"{name}-{point}",
+        feature=name,
         cells=session_cells(row, store),
         needs=replace(case.needs(point.dtype, point.page_size), kv_cache_dtype=store),
         phases=phases or (Phase.PREFILL,),
-        run=lambda bench: run_session(bench, case, point, store, passes=passes),
+        run=lambda bench: ask(bench, case, point, store, passes=passes),
         layout=point.layout,
         flaw=_no_cache,
     )

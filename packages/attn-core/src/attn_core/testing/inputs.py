@@ -16,6 +16,7 @@ from attn_core.kv_cache import STORES, LayerCache
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.oracle import attend_request, tree_mask, yardstick
 from attn_core.testing.pools import Placement, Side, fill, place, poison, poison_blocks, raw
+from attn_core.testing.strides import restrided
 
 T = TypeVar("T")
 
@@ -60,8 +61,9 @@ Answer = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (out, lse): trut
 def make_layer(
     case: Case | RaggedCase, rng: torch.Generator, *, scale_by: float = 1.0, cross: bool = False
 ) -> AttentionLayer:
-    """Build the layer of a case."""
+    """Build the layer of a case; a chunk of a prefix is attended by a causal layer too."""
     (hq, hkv), (d, dv) = case.heads, case.dims
+    causal = case.is_causal if isinstance(case, Case) else case.causal or case.kind == "mla"
     return AttentionLayer(
         layer_id=0,
         num_q_heads=hq,
@@ -73,7 +75,7 @@ def make_layer(
         logit_cap=case.logit_cap,
         sliding_window=case.window,
         sinks=torch.randn(hq, generator=rng) * 2 if case.sinks else None,
-        is_causal=case.is_causal if isinstance(case, Case) else case.causal,
+        is_causal=causal,
         is_cross=cross,
     )
 
@@ -134,8 +136,9 @@ def make_inputs(
     if not cross and not case.shared_kv:
         k = _new_tokens(case, truth_k, batch.num_tokens, dtype)
         v = None if values is None else _new_tokens(case, truth_v, batch.num_tokens, dtype)
-    if case.strided:
-        q, k, v = _strided(q, k, v)
+    q, *rest = restrided(case.strides, [x for x in (q, k, v) if x is not None])
+    k = None if k is None else rest[0]
+    v = None if v is None else rest[1]
     return Inputs(
         layer=layer,
         cache=_before(after, stored, case, placed) if writes else after,
@@ -155,6 +158,8 @@ def _batch(case: Case, placed: Placement, page_size: int) -> ForwardBatch:
     query_lens = [*case.query_lens, *[n_pad] * case.padding]
     seq_lens = [*case.seq_lens, *[n_pad] * case.padding]
     spec, full = None, placed.table
+    if case.leftover_spec:
+        spec = SpecInfo(topk=1, num_draft_tokens=4)
     views: dict[str, CacheView] = {}
     if case.drafts:
         mask = None
@@ -193,21 +198,6 @@ def _new_tokens(case: Case, truth: Sequence[Tensor], total: int, dtype: torch.dt
     new = torch.cat([t[len(t) - n :] for t, n in zip(truth, case.query_lens, strict=True)])
     padding = new.new_zeros(total - new.shape[0], *new.shape[1:])
     return torch.cat([new, padding]).to(dtype)
-
-
-def _strided(
-    q: Tensor, k: Tensor | None, v: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the same numbers as slices of one fused projection, [T, (Hq + Hkv) · D + Hkv · Dv]."""
-    fused = torch.cat([x.flatten(1) for x in (q, k, v) if x is not None], 1)
-    at = 0
-
-    def piece(x: Tensor) -> Tensor:
-        nonlocal at
-        at += x[0].numel()
-        return fused[:, at - x[0].numel() : at].view(x.shape)
-
-    return piece(q), None if k is None else piece(k), None if v is None else piece(v)
 
 
 def _before(after: LayerCache, stored: str, case: Case, placed: Placement) -> LayerCache:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from attn_core.backend import AttentionBackend, Output
-from attn_core.forward import DECODE_MODES, ForwardBatch
+from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch
 from attn_core.kv_cache import STORES, LayerCache
 from attn_core.testing.bench import Bench
 from attn_core.testing.budget import Measure, require, within_budget, worst
@@ -24,13 +25,20 @@ from attn_core.testing.inputs import (
 )
 from attn_core.testing.oracle import attend_request, yardstick
 from attn_core.testing.pools import changed
+from attn_core.testing.strides import restrided
 
 
-def create(bench: Bench, case: Case, inputs: Inputs, point: Point) -> AttentionBackend:
-    """Create the backend that a case asks for."""
+def create(
+    bench: Bench,
+    case: Case,
+    inputs: Inputs,
+    point: Point,
+    layers: Sequence[AttentionLayer] = (),
+) -> AttentionBackend:
+    """Create the backend that a case asks for, for these layers or the case's own."""
     batch = inputs.batch
     return bench.create(
-        (inputs.layer,),
+        layers or (inputs.layer,),
         dtype=point.dtype,
         page_size=point.page_size,
         kv_dtype=case.kv_dtype,
@@ -172,10 +180,10 @@ def ragged_inputs(case: RaggedCase, dtype: str) -> tuple[tuple[Tensor, Tensor, T
             at, base = at + n, base + s
         return torch.cat(outs), torch.cat(lses)
 
-    if case.strided:  # heads apart from each other, as a fused projection leaves them
-        q, k, v = (torch.cat([x, x], -1)[..., : x.shape[-1]] for x in (q, k, v))
     truth = solve(torch.float64)
-    return (q, k, v), (truth, yardstick(solve, STORES[dtype], truth))
+    right = truth, yardstick(solve, STORES[dtype], truth)
+    q, k, v = restrided(case.strides, (q, k, v))
+    return (q, k, v), right
 
 
 def indptr(lens: tuple[int, ...], device: torch.device) -> Tensor:

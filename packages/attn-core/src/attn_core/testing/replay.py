@@ -22,15 +22,17 @@ Rows = Sequence[int | None]  # which request of the case sits in each row, None 
 
 
 def replayed(bench: Bench, case: Case, point: Point) -> Measure:
-    """Capture with padding alone, then replay all requests, in another order, and fewer of them.
+    """Capture with padding alone, then replay half of the requests, in other orders and lengths.
 
+    Also fewer of them, and the other half. The static page table is a slice of a wider one.
     On a CUDA device the call is captured in a graph; elsewhere it is made again, with the metadata
     and the tensors of the capture, which shows the same mistakes.
     """
     inputs, right = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
     fill, n = max(backend.get_cuda_graph_seq_len_fill_value(), case.drafts), case.drafts or 1
-    rows = list(range(len(case.seq_lens)))
+    everyone = list(range(len(case.seq_lens)))
+    rows, others = everyone[: len(everyone) // 2], everyone[::-1][: len(everyone) // 2]
     none: Rows = [None] * len(rows)
     static = mapped(_arranged(inputs, case, point, none, fill), torch.Tensor.clone)
     static = dataclasses.replace(static, batch=bounded(static.batch, point.page_size))
@@ -40,7 +42,7 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
     out = static.q.new_full(shape, torch.nan)
     again = captured(_one_layer(backend, static, metadata, out), out.device)
     measures = []
-    for order in (rows, rows[::-1], [*rows[1:], None], rows):
+    for order in (rows, rows[::-1], [*rows[1:], None], others, rows):
         fresh = _arranged(inputs, case, point, order, fill)
         for mine, new in ((static.q, fresh.q), (static.k, fresh.k), (static.v, fresh.v)):
             if mine is not None and new is not None:
@@ -65,7 +67,7 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
     """Return the pass with its requests in another order, padded rows at the end or alone."""
     real, n = [r for r in order if r is not None], case.drafts or 1
     old, device = inputs.batch.views["full"], inputs.q.device
-    table = torch.zeros_like(old.page_table)
+    table = old.page_table.new_zeros(len(order), old.page_table.shape[1])
     table[: len(real)] = old.page_table[real]
     spec = inputs.batch.spec
     if spec is not None and spec.tree_mask is not None:
@@ -84,21 +86,22 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
     def pick(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        new = torch.zeros_like(x)
+        new = x.new_zeros(len(order) * n, *x.shape[1:])
         new[: len(tokens)] = x[tokens]
         return new
 
-    q = inputs.q.new_zeros(inputs.q.shape)
+    q = inputs.q.new_zeros(len(order) * n, *inputs.q.shape[1:])
     q[: len(tokens)] = inputs.q[tokens]
     return dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
 
 
 def bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
     """Return the batch as it is captured: lengths are on the device and bounded by the table."""
-    views = {
-        name: dataclasses.replace(view, max_seq_len=view.page_table.shape[1] * page_size)
-        for name, view in batch.views.items()
-    }
+    views = {}
+    for name, view in batch.views.items():
+        width = view.page_table.shape[1]
+        table = torch.cat([view.page_table, torch.zeros_like(view.page_table)], 1)[:, :width]
+        views[name] = dataclasses.replace(view, page_table=table, max_seq_len=width * page_size)
     return without_host_lengths(dataclasses.replace(batch, views=views))
 
 

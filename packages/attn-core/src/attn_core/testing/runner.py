@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,7 +62,8 @@ def run_check(
 
     arch: the Device's, for backends whose kernels differ by it.
 
-    An error of the backend itself is a fault too: what a row declares, it must not refuse.
+    An error of the backend itself is a fault too: what a row declares, it must not refuse. Raises
+    unittest.SkipTest where the device lacks the memory for it.
     """
     if planned.row is None:
         raise ValueError(f"{planned.check.id} has no row: {planned.reason}")
@@ -70,6 +72,8 @@ def run_check(
     try:
         with torch.no_grad():
             return planned.check.run(bench)
+    except unittest.SkipTest:
+        raise
     except CheckFailed as failure:
         raise CheckFailed(f"{planned.check.id}: {failure}") from failure
     except Exception as error:  # foreign code: whatever it raises is the finding
@@ -94,6 +98,8 @@ def run_all(
             continue
         try:
             measure = run_check(planned, spec, on, arch=arch)
+        except unittest.SkipTest as reason:
+            outcomes.append(Outcome(planned=planned, status="skipped", detail=str(reason)))
         except CheckFailed as failure:
             outcomes.append(Outcome(planned=planned, status="failed", detail=str(failure)))
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +19,7 @@ from attn_core.kv_cache import STORES
 from attn_core.testing.bench import Bench
 from attn_core.testing.budget import CheckFailed, Measure, within_budget, worst
 from attn_core.testing.cases import Case, Parents
-from attn_core.testing.features import random_tree
+from attn_core.testing.features import random_tree, renamed
 from attn_core.testing.inputs import Point
 from attn_core.testing.oracle import attend_request
 from attn_core.testing.passes import returned
@@ -62,6 +65,33 @@ def run_session(
     return session.verdict()
 
 
+def run_two_sessions(bench: Bench, case: Case, point: Point, store: str, *, passes: int) -> Measure:
+    """Drive two sessions in two threads, each over its own dispatcher and pool.
+
+    The threads meet after each plan and each layer, so that one plans and runs between the other's
+    plan and its layers.
+    """
+    meet = threading.Barrier(2)
+
+    def pause() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # the other thread has ended
+            meet.wait()
+
+    def drive(session: _Session) -> Measure:
+        try:
+            with torch.no_grad():  # a thread has its own mode
+                for number in range(passes):
+                    session.step(number)
+        finally:
+            meet.abort()
+        return session.verdict()
+
+    rngs = [random.Random(seed) for seed in (1, 2)]
+    sessions = [_Session(bench, case, point, store, rng, pause) for rng in rngs]
+    with ThreadPoolExecutor(len(sessions)) as threads:
+        return worst(list(threads.map(drive, sessions)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
     """A pass that is about to run: per request its new tokens, and the trees of a verify pass."""
@@ -91,10 +121,16 @@ def _error(got: Tensor, truth: Tensor) -> float:
 
 class _Session:
     def __init__(
-        self, bench: Bench, case: Case, point: Point, store: str, rng: random.Random
+        self,
+        bench: Bench,
+        case: Case,
+        point: Point,
+        store: str,
+        rng: random.Random,
+        pause: Callable[[], None] = lambda: None,
     ) -> None:
         row = bench.row
-        self._row, self._rng, self._point = row, rng, point
+        self._row, self._rng, self._point, self._pause = row, rng, point, pause
         self._rounds = bench.rounds(store)
         self._server = Server(
             bench,
@@ -157,11 +193,15 @@ class _Session:
         if mode is M.TARGET_VERIFY:
             trees = None
             if _drafts(self._row) > 1 and rng.random() < 0.7:
-                trees = [random_tree(DRAFTS, rng.randrange(1 << 30)) for _ in chosen]
+                trees = [self._tree() for _ in chosen]
             return _Wish(mode=mode, requests=chosen, news=[DRAFTS] * len(chosen), trees=trees)
         longest = {M.MIXED: 20, M.DRAFT_EXTEND: 3}.get(mode, 1)
         news = [rng.randint(1, longest) if rng.random() < 0.5 else 1 for _ in chosen]
         return _Wish(mode=mode, requests=chosen, news=news)
+
+    def _tree(self) -> Parents:
+        seed = self._rng.randrange(1 << 30)
+        return renamed(random_tree(DRAFTS, seed), seed)
 
     def _run(self, wish: _Wish, where: str) -> None:
         server, rng = self._server, self._rng
@@ -174,6 +214,7 @@ class _Session:
             padding=rng.randint(1, 3) if rng.random() < 0.3 and wish.requests else 0,
         )
         metadata = server.dispatcher.init_forward_metadata(step.batch) if served else None
+        self._pause()
         for index, layer in enumerate(server.layers):
             if not served:
                 server.write(step, index)
@@ -190,6 +231,7 @@ class _Session:
                 metadata,
                 return_lse=return_lse,
             )
+            self._pause()
             shape = (step.batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
             try:
                 out, lse = returned(got, shape, q.dtype, out=None, return_lse=return_lse)

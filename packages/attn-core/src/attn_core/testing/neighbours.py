@@ -1,0 +1,196 @@
+"""What must not reach a request: its neighbours, padded rows, other layers, other batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_core.forward import ForwardBatch, SpecInfo
+from attn_core.kv_cache import STORES, LayerCache
+from attn_core.testing.bench import Bench
+from attn_core.testing.budget import Measure, require, worst
+from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.inputs import (
+    Answer,
+    Inputs,
+    Point,
+    clone_cache,
+    make_layer,
+    to_device,
+)
+from attn_core.testing.passes import (
+    attend,
+    compare,
+    create,
+    indptr,
+    prepared,
+    ragged_inputs,
+    returned,
+)
+from attn_core.testing.pools import poison, raw
+
+
+def tokens_of(case: Case | RaggedCase, requests: Sequence[int]) -> Tensor:
+    """List the query tokens of these requests, in the order of the whole batch's tokens."""
+    ends = torch.tensor([0, *case.query_lens]).cumsum(0).tolist()
+    picked = [torch.arange(ends[r], ends[r + 1]) for r in requests]
+    return torch.cat(picked) if picked else torch.zeros(0, dtype=torch.int64)
+
+
+def picked(
+    inputs: Inputs, case: Case, point: Point, requests: Sequence[int], padding: int = 0
+) -> Inputs:
+    """Return the pass of some of the requests, in this order, with padded rows behind them."""
+    device, extra = inputs.q.device, case.drafts or 1
+    table = inputs.batch.views["full"].page_table[list(requests)]
+    table = torch.cat([table, table.new_zeros(padding, table.shape[1])])
+    spec = inputs.batch.spec
+    if spec is not None and spec.tree_mask is not None:
+        masks = spec.tree_mask[[*requests, *[0] * padding]]
+        spec = SpecInfo(topk=spec.topk, num_draft_tokens=spec.num_draft_tokens, tree_mask=masks)
+    batch = ForwardBatch.build(
+        case.mode,
+        query_lens=[*(case.query_lens[r] for r in requests), *[extra] * padding],
+        seq_lens=[*(case.seq_lens[r] for r in requests), *[extra] * padding],
+        page_table=table,
+        page_size=point.page_size,
+        spec=spec,
+    )
+    tokens = tokens_of(case, requests).to(device)
+
+    def pick(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.cat([x[tokens], x.new_zeros(padding * extra, *x.shape[1:])])
+
+    q = torch.cat([inputs.q[tokens], inputs.q.new_zeros(padding * extra, *inputs.q.shape[1:])])
+    return dataclasses.replace(
+        inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v), real_tokens=len(tokens)
+    )
+
+
+def _right_of(right: Answer, tokens: Tensor) -> Answer:
+    truth, near = ((out[tokens], lse[tokens]) for out, lse in right)
+    return truth, near
+
+
+def same_bits(bench: Bench, case: Case, point: Point) -> Measure:
+    """In deterministic mode a request has the same bits alone, in any company and beside padding.
+
+    An LSE is compared too where the row returns one: it shows what the rounding of out hides.
+    """
+    inputs, right = prepared(bench, case, point)
+    backend = create(bench, case, inputs, point)
+    everyone = list(range(len(case.query_lens)))
+    lse = bench.row.lse
+    whole = attend(backend, inputs, return_lse=lse)
+    found = [compare(whole, right, inputs.real_tokens, STORES[point.dtype], "output")]
+    cache = clone_cache(inputs.after)  # with every token, whoever writes it again
+    for requests, padding in ((everyone[::-1], 0), (everyone, 2), *(([r], 0) for r in everyone)):
+        part = picked(inputs, case, point, requests, padding)
+        got = attend(backend, part, cache=cache, return_lse=lse)
+        tokens = tokens_of(case, requests)
+        for what, a, b in zip(("output", "LSE"), whole, got, strict=True):
+            same = a is None or b is None or torch.equal(a[tokens.to(a.device)], b[: len(tokens)])
+            require(
+                same, f"not deterministic: other neighbours ({requests}) gave other bits of {what}"
+            )
+    return worst(found)
+
+
+def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
+    """A request whose queries, keys and values are NaN leaves its neighbours right.
+
+    Where the row asks for finite tails its keys and values are large instead.
+    """
+    inputs, right = prepared(bench, case, point)
+    backend = create(bench, case, inputs, point)
+    everyone, found = list(range(len(case.query_lens))), []
+    for broken in everyone:
+        mine = tokens_of(case, [broken]).to(inputs.q.device)
+        k, v = (
+            None if x is None else x.index_fill(0, mine, torch.nan) for x in (inputs.k, inputs.v)
+        )
+        q = inputs.q.index_fill(0, mine, torch.nan)
+        used = -(-case.seq_lens[broken] // point.page_size)
+        pages = inputs.batch.views["full"].page_table[broken, :used].long()
+        cache = _poisoned(inputs.cache, pages, point, large=bench.row.finite_tail)
+        out, _ = attend(backend, dataclasses.replace(inputs, q=q, k=k, v=v), cache=cache)
+        others = tokens_of(case, [r for r in everyone if r != broken])
+        answer = _right_of(right, others)
+        got = out[others.to(out.device)], None
+        what = f"output beside NaN in request {broken}"
+        found.append(compare(got, answer, len(others), STORES[point.dtype], what))
+    return worst(found)
+
+
+def _poisoned(cache: LayerCache, pages: Tensor, point: Point, *, large: bool) -> LayerCache:
+    fresh = clone_cache(cache)
+    for pool, _ in fresh.parts():
+        raw(pool).index_fill_(0, pages, raw(poison(point.dtype, (1,), large=large)).item())
+    return fresh
+
+
+def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
+    """Without a cache too, a request that is NaN leaves its neighbours right.
+
+    Where the row asks for finite tails its keys and values are large instead.
+    """
+    (q, k, v), right = ragged_inputs(case, dtype)
+    layer = make_layer(case, torch.Generator().manual_seed(1))
+    q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
+    backend = bench.create((layer,), dtype=dtype)
+    keys = dataclasses.replace(case, query_lens=case.key_lens)  # the same requests, by their keys
+    everyone, found = list(range(len(case.query_lens))), []
+    shape = (q.shape[0], q.shape[1], v.shape[2])
+    for broken in everyone:
+        queries, own = (tokens_of(c, [broken]).to(q.device) for c in (case, keys))
+        large = 1e4 if bench.row.finite_tail else torch.nan
+        got = backend.forward_ragged(
+            q.index_fill(0, queries, torch.nan),
+            k.index_fill(0, own, large),
+            v.index_fill(0, own, large),
+            layer,
+            indptr(case.query_lens, q.device),
+            indptr(case.key_lens, q.device),
+            max(case.query_lens),
+            max(case.key_lens),
+            causal=case.causal,
+        )
+        out, _ = returned(got, shape, q.dtype, out=None, return_lse=False)
+        others = tokens_of(case, [r for r in everyone if r != broken])
+        answer = _right_of(right, others)
+        what = f"ragged output beside NaN in request {broken}"
+        found.append(compare((out[others.to(q.device)], None), answer, len(others), q.dtype, what))
+    return worst(found)
+
+
+# Softmax scale and, in FP8 and FP4, the scales of K and V, as multiples of the case's own.
+_SCALES = ((1.0, 1.0, 1.0), (0.7, 2.5, 0.4), (1.3, 0.6, 3.0))
+
+
+def layers_of_one_plan(bench: Bench, case: Case, point: Point) -> Measure:
+    """Layers that differ in their scales alone are right over one plan, again and in any order."""
+    quantised = case.kv_dtype.startswith(("fp8", "fp4"))
+    layers = []
+    for index, (by, k_by, v_by) in enumerate(_SCALES):
+        own = dataclasses.replace(case, scale_by=by)
+        if quantised:
+            v_scale = case.v_scale * (v_by if case.kind == "mha" else 1.0)
+            own = dataclasses.replace(own, k_scale=case.k_scale * k_by, v_scale=v_scale)
+        inputs, right = prepared(bench, own, point)
+        layer = dataclasses.replace(inputs.layer, layer_id=index)
+        layers.append((dataclasses.replace(inputs, layer=layer), right))
+    first = layers[0][0]
+    backend = create(bench, case, first, point, layers=[inputs.layer for inputs, _ in layers])
+    metadata, found = backend.init_forward_metadata(first.batch), []
+    for index in (0, 1, 2, 1, 0):
+        inputs, right = layers[index]
+        inputs = dataclasses.replace(inputs, batch=first.batch)
+        got = attend(backend, inputs, metadata=metadata)
+        what = f"output of layer {index}"
+        found.append(compare(got, right, inputs.real_tokens, STORES[point.dtype], what))
+    return worst(found)

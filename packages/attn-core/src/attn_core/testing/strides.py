@@ -1,0 +1,38 @@
+"""The same numbers in other memory: queries, keys and values as a model's projections leave them.
+
+Any strides are legal whose last one is 1. What lies between the numbers is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# fused: slices of one projection, [T, (Hq + Hkv) · D + Hkv · Dv]. apart: each head beside numbers
+# of another tensor, as [T, H, 3, D] leaves it. heads-first: [H, T, D] transposed. values-apart: V
+# alone is a slice, as in MLA, where one projection makes it beside the keys' part without RoPE.
+Strides = Literal["packed", "fused", "apart", "heads-first", "values-apart"]
+
+
+def restrided(how: Strides, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return queries, keys and values, [T, heads, dim] each, in other strides."""
+    widths = [x.shape[1] * x.shape[2] for x in tensors]
+    return [_one(how, x, sum(widths[:i]), sum(widths), is_v=i == 2) for i, x in enumerate(tensors)]
+
+
+def _one(how: Strides, x: Tensor, before: int, width: int, *, is_v: bool) -> Tensor:
+    tokens, heads, dim = x.shape
+    if how == "fused":
+        own = heads * dim  # alone, it is half of a row
+        rows = x.new_full((tokens, width if width > own else 2 * own), torch.nan)
+        view = rows[:, before : before + own].view(x.shape)
+    elif how == "apart" or (how == "values-apart" and is_v):
+        view = x.new_full((tokens, heads, 2 * dim), torch.nan)[..., dim:]
+    elif how == "heads-first":
+        view = x.new_empty(heads, tokens, dim).transpose(0, 1)
+    else:
+        return x
+    return view.copy_(x)
