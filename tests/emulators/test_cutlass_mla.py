@@ -47,7 +47,7 @@ def test_decode_has_no_lse():
 def test_prefill_is_flashinfers_and_needs_no_other_library():
     spec = load_plugins().get("cutlass_mla")
     prefill = next(r for r in spec.capabilities if r.lse)
-    assert prefill.requires == ("flashinfer-python>=0.6.14",)
+    assert prefill.requires == ("flashinfer-python>=0.6.14,<0.7",)
     that = that_pass("mla-draft-extend", phase="prefill")
     backend = that.backend()
     assert type(backend).__name__ == "FlashInferMLA"
