@@ -89,7 +89,7 @@ PAGED: tuple[Case, ...] = (
     _case("window-4", (3, 4, 5, 2, 2, 2), (3, 4, 5, 5, 6, 7), window=4),
     _case("window-prefill", (90, 17), (90, 100), window=20),
     _case("window-half", (80,), (160,), window=100),
-    _case("window-blocks", (1100,), (1200,), window=33, heads=(2, 1), dims=(16, 16)),
+    _case("window-blocks", (600,), (640,), window=33, heads=(2, 1), dims=(16, 16)),
     _decode("window-decode", 16, 17, 18, 300, window=17),
     _case("softcap", (17, 1), (40, 65), logit_cap=2.0),
     _decode("softcap-decode", 17, 65, logit_cap=2.0),
