@@ -40,7 +40,7 @@ def plan_paged(
         (
             slice(queries[b], queries[b + 1]),
             kv_indices[pages[b] : pages[b + 1]].long(),
-            (pages[b + 1] - pages[b] - 1) * page_size + last[b],
+            max(0, (pages[b + 1] - pages[b] - 1) * page_size + last[b]),  # no pages, no keys
         )
         for b in range(len(last))
     )

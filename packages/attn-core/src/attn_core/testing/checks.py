@@ -159,6 +159,7 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
         yield partial(_related, f"graph-{name}", case, base, replayed)
     for name in ("whole", "decode", "chain", "tree"):
         yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
+    for name in ("whole", "decode", "decode-equal", "chain", "tree"):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
     for store in ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"

@@ -89,7 +89,7 @@ PAGED: tuple[Case, ...] = (
     _case("window-4", (3, 4, 5, 2, 2, 2), (3, 4, 5, 5, 6, 7), window=4),
     _case("window-prefill", (90, 17), (90, 100), window=20),
     _case("window-half", (80,), (160,), window=100),
-    _case("window-blocks", (1100,), (1200,), window=33, heads=(2, 1), dims=(16, 16)),
+    _case("window-blocks", (600,), (640,), window=33, heads=(2, 1), dims=(16, 16)),
     _decode("window-decode", 16, 17, 18, 300, window=17),
     _case("softcap", (17, 1), (40, 65), logit_cap=2.0),
     _decode("softcap-decode", 17, 65, logit_cap=2.0),
@@ -253,6 +253,7 @@ PREFIX = _ragged("prefix-in-chunks", (20,), (90,), **_MLA)
 
 _WHOLE = _case("whole", (90, 33), (90, 33))
 _DECODE = _decode("decode", 70, 3, 41)
+_EQUAL = _decode("decode-equal", 256, 3, 256)  # long enough to be cut, alone or together
 _TREE = _verify("tree", (70, 9, 70), TREE_A, TREE_B, FOREST)
 _CHAIN = _verify("chain", (70, 9, 33))
 _LATENT = {"kind": "mla", "heads": (4, 1), "dims": (576, 512)}
@@ -277,7 +278,7 @@ GRAPHS["mla"] = {
 
 # The cases that are put beside each other, per kind.
 RELATED: dict[str, dict[str, Case]] = {
-    "mha": {c.feature: c for c in (_WHOLE, _DECODE, _TREE, _CHAIN)}
+    "mha": {c.feature: c for c in (_WHOLE, _DECODE, _EQUAL, _TREE, _CHAIN)}
     | {"whole-window-sinks": replace(_WHOLE, window=40, sinks=True)},
-    "mla": {c.feature: replace(c, **_LATENT) for c in (_WHOLE, _DECODE, _TREE, _CHAIN)},  # type: ignore[arg-type]  # as above
+    "mla": {c.feature: replace(c, **_LATENT) for c in (_WHOLE, _DECODE, _EQUAL, _TREE, _CHAIN)},  # type: ignore[arg-type]  # as above
 }
