@@ -37,7 +37,6 @@ def flag(name: str, text: str, *, env: bool = True, also: str = "", most: int = 
     return typer.Option(*names, help=text, envvar=known, callback=within if most else None)
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class BackendFlags:
     """Which backends: the documented flags."""
