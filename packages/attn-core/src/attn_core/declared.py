@@ -127,14 +127,18 @@ def _too_much(value: object) -> str | None:
     if isinstance(value, str):
         fits = len(value) <= MAX_TEXT and value.isprintable()
         return None if fits else f"at most {MAX_TEXT} characters, all of them printable"
+    if value is None or value is True or value is False:
+        return None  # most fields: every command checks all rows
     if isinstance(value, int):
         return None if abs(value) <= MAX_NUMBER else f"at most {MAX_NUMBER}"
     if not isinstance(value, Collection):
         return None
     if len(value) > MAX_ITEMS:
         return f"at most {MAX_ITEMS} elements"
-    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
-    return next((most for part in parts if (most := _too_much(part)) is not None), None)
+    for part in (*value, *value.values()) if isinstance(value, Mapping) else value:
+        if (most := _too_much(part)) is not None:
+            return most
+    return None
 
 
 def _is(value: object, hint: Any) -> bool:
