@@ -110,6 +110,18 @@ def test_no_backend_exits_3_with_the_same_object_and_an_error():
         (["why-not", "fa33"], "did you mean fa3"),
         (["matrix", "--format", "xml"], "--format xml: known: html, json, markdown, table"),
         (["select", "--model", "/nonexistent/model"], "/nonexistent/model"),
+        (["select", "--model", "/dev/zero"], "/dev/zero is no regular file"),
+        (["select", "--model", "/" + "a" * 5000], "cannot read /aaa"),
+        (["select", "--page-size", "1000000000000"], "at least 1, at most 65536"),
+        (["select", "--sliding-window", "9" * 400], "above 0, below 2147483648"),
+        (["select", "--logit-cap", "1e30"], "--logit-cap 1e+30: above 0, below"),
+        (["select", "--speculative-eagle-topk", "1000000000"], "at least 1, at most 1024"),
+        (["select", "--device", "cuda", "--runtime-version", "9" * 5000], "not a version"),
+        (["select", "--assume-installed", "triton==" + "9" * 5000], "not NAME or NAME==VERSION"),
+        (["warmup", "--max-bs", "1000000000"], "--max-bs 1000000000: at least 1, at most 16384"),
+        (["check", "torch_native", "--jobs", "1000000"], "--jobs 1000000: at least 1, at most 256"),
+        (["check", "torch_native", "--evidence", "/proc/evidence"], "--evidence /proc/evidence: "),
+        (["check", "torch_native", "--evidence", __file__], "give a folder that can be written"),
     ],
 )
 def test_bad_usage_exits_2_with_a_clear_message_and_no_traceback(arguments, message):
@@ -117,6 +129,79 @@ def test_bad_usage_exits_2_with_a_clear_message_and_no_traceback(arguments, mess
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_warmup_that_would_take_the_machine_down_is_refused():
+    shape = ("--head-dim", "1000000", "--num-q-heads", "1000000", "--num-kv-heads", "1000000")
+    done = attn("warmup", *shape)
+    assert done.returncode == 2, done.stderr
+    assert "a warm-up of 1000000 query heads, head_dim 1000000" in done.stderr
+    assert "--tp for one rank's share" in done.stderr
+
+
+def test_a_report_is_told_where_its_evidence_cannot_be_written(monkeypatch, capsys, tmp_path):
+    from attn_core.testing import runner
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attn_core.testing.evidence.write_evidence", full)
+    monkeypatch.setattr("attn_core.cli.check._run", lambda asked, jobs: [])
+    monkeypatch.setattr(runner, "report", lambda *args: {})
+    folder = tmp_path / "new" / "evidence"
+    monkeypatch.setattr(
+        sys, "argv", ["attn", "check", "torch_native", "--json", "--evidence", str(folder)]
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr()
+    assert end.value.code == 1
+    assert json.loads(said.out)["evidence"] == []
+    assert f"attn: --evidence {folder}: No space left on device; the evidence is not" in said.err
+    assert list(folder.iterdir()) == []  # it was tried, and nothing of that is left
+
+
+def test_what_kernels_print_is_no_part_of_a_report(monkeypatch, capfd):
+    from attn_core.testing import runner
+
+    def loud(asked, jobs):
+        os.write(1, b"compiling")
+        return []
+
+    monkeypatch.setattr("attn_core.cli.check._run", loud)
+    monkeypatch.setattr(runner, "report", lambda *args: {})
+    monkeypatch.setattr(sys, "argv", ["attn", "check", "torch_native", "--json"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = capfd.readouterr()
+    assert json.loads(said.out)["backend"] == "torch_native"
+    assert said.err == "compiling"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+@pytest.mark.parametrize("command", ["select", "backends"])
+def test_output_that_cannot_be_written_is_said(command):
+    for target, code in (("/dev/full", 1), ("&-", 0)):
+        call = f'"{sys.executable}" -c "from attn_core.cli import main; main()" {command}'
+        done = subprocess.run(
+            f"{call} --json >{target}", shell=True, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert ("attn: [Errno 28] No space left on device" in done.stderr) == bool(code)
+        assert "internal error" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
+def test_any_text_can_be_written_to_any_stream():
+    for encoding in ("ascii", "utf-8"):
+        done = attn("why-not", "triton", "--device", "cuda:sm90", "--json",
+                    PYTHONIOENCODING=encoding, ATTN_MODEL="", ATTN_PREFER="")  # fmt: skip
+        assert done.returncode in (0, 2), done.stderr
+    odd = os.fsdecode(b"odd-\xff-\xc3\xa9")
+    for arguments in (["select", "--model", odd], ["select", "--attention-backend", odd]):
+        done = attn(*arguments, PYTHONIOENCODING="ascii")
+        assert done.returncode == 2, done.stderr
+        assert "internal error" not in done.stderr
 
 
 def test_an_impossible_page_size_says_what_can():
@@ -249,6 +334,16 @@ def test_a_model_decides_its_own_shape(tmp_path):
     assert got["prefill"] == "triton"  # flashinfer has no sinks
     refused = [v for v in got["verdicts"] if v["backend"] == "flashinfer"]
     assert refused[0]["reasons"] == ["sinks (not supported)"]
+    shape = {"part": "text", "kind": "mha", "head_dim": 64, "num_q_heads": 64, "num_kv_heads": 8}
+    for layer, window in zip(got["layers_read"], (128, None), strict=True):
+        assert layer.items() >= {**shape, "sliding_window": window, "sinks": True}.items()
+    text = attn("select", "--model", str(tmp_path), "--device", "cuda:sm80").stdout.splitlines()
+    assert text[:4] == [
+        f"layers read from {tmp_path}",
+        "  mha        64 query heads, 8 KV heads, head_dim 64, window 128, sinks",
+        "  mha        64 query heads, 8 KV heads, head_dim 64, sinks",
+        "on cuda:sm80",
+    ]
     clash = attn("select", "--model-path", str(tmp_path), "--head-dim", "64")
     assert clash.returncode == 2
     assert "--head-dim beside --model" in clash.stderr

@@ -13,8 +13,9 @@ import pytest
 ROOT = pathlib.Path(attn_core.__file__).parent
 # From the data to the kernels: a module imports from its own layer or from one before it.
 LAYERS = (
-    {"errors", "capabilities", "libraries", "environment"},
-    {"declared", "hookspecs", "page_size", "listing"},
+    {"errors", "capabilities", "libraries", "environment", "streams"},
+    {"hookspecs", "page_size", "listing"},
+    {"declared"},
     {"unmet"},
     {"plugins", "proofs", "device", "decision", "models"},
     {"explain", "weigh", "matrix", "doctor"},
@@ -32,7 +33,7 @@ LAYERS = (
     {"integrations", "testing", "warmup"},
     {"cli"},
 )
-DATA = set().union(*LAYERS[:8])
+DATA = set().union(*LAYERS[:9])
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 FREE = {  # may be imported before their layer: lazily, inside the function that needs them
     ("decision", "explain"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import struct
 import subprocess
@@ -334,6 +335,168 @@ def test_a_tower_without_heads_is_left_out_and_said():
     assert "gemma3n_vision" in said(needs)
 
 
+# --- keys of single families, and keys that nobody knows
+
+MINIMAX = {
+    "model_type": "minimax_m1",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 6144,
+    "num_hidden_layers": 8,
+    "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1],
+}
+MIMO = {
+    "model_type": "mimo_v2_flash",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "swa_rope_theta": 10000,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+}
+CHATGLM = {
+    "model_type": "chatglm",
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "num_layers": 28,
+    "kv_channels": 128,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "seq_length": 32768,
+}
+
+
+@pytest.mark.parametrize("model_type", [None, "foo"])  # the keys count, whatever the family
+def test_minimax_writes_its_layers_as_numbers(model_type):
+    config = {**MINIMAX, **({"model_type": model_type} if model_type else {})}
+    needs = requirements_from_config(config)
+    assert needs.layers == (mha(64, 8, 128),)
+    assert "linear layers of an unknown recurrence" in said(needs)
+    assert "though" not in said(needs)
+    needs = requirements_from_config({**config, "attn_type_list": [1] * 8})
+    assert "linear" not in said(needs)
+    for wrong in ([0, 2], "01", [True, None], ["full"]):
+        with pytest.raises(ModelConfigError, match="attn_type_list"):
+            requirements_from_config({**config, "attn_type_list": wrong})
+
+
+@pytest.mark.parametrize("model_type", [None, "foo"])
+def test_mimo_has_other_shapes_and_sinks_in_layers_with_a_window(model_type):
+    config = {**MIMO, **({"model_type": model_type} if model_type else {})}
+    full = replace(mha(64, 4, 192), v_head_dim=128)
+    window = replace(mha(64, 8, 192), v_head_dim=128, sliding_window=128, sinks=True)
+    assert requirements_from_config(config).layers == (full, window)
+    assert "though" not in said(requirements_from_config(config))
+    flipped = {"add_swa_attention_sink_bias": False, "add_full_attention_sink_bias": True}
+    assert requirements_from_config({**config, **flipped}).layers == (
+        replace(full, sinks=True),
+        replace(window, sinks=False),
+    )
+    narrow = {"swa_num_attention_heads": 32, "swa_head_dim": 64, "swa_v_head_dim": None}
+    assert requirements_from_config({**config, **narrow}).layers == (
+        full,
+        mha(32, 8, 64, sliding_window=128, sinks=True),
+    )
+    lost = {key: value for key, value in config.items() if "sliding" not in key}
+    assert "no sliding_window that says how wide" in said(requirements_from_config(lost))
+    with pytest.raises(ModelConfigError, match="hybrid_layer_pattern of other values than 0 full"):
+        requirements_from_config({**config, "hybrid_layer_pattern": [0, 3]})
+
+
+@pytest.mark.parametrize("model_type", [None, "foo"])
+def test_chatglm_counts_its_kv_heads_as_groups(model_type):
+    config = {**CHATGLM, **({"model_type": model_type} if model_type else {})}
+    assert requirements_from_config(config).layers == (mha(32, 2, 128),)
+    assert context_length(config) == 32768
+    assert "though" not in said(requirements_from_config(config))
+    off = {**config, "multi_query_attention": False}
+    assert requirements_from_config(off).layers == (mha(32, 32, 128),)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "bloom", "n_head": 32},
+        {"model_type": "mpt", "attn_config": {"alibi": True, "attn_type": "multihead_attention"}},
+        {"model_type": "mpt"},  # the default of its config class
+        {"model_type": "falcon", "alibi": True},
+        {"model_type": "jais", "position_embedding_type": "alibi"},
+        {"model_type": "baichuan", "hidden_size": 5120, "num_attention_heads": 40},
+        {"model_type": "foo", "use_alibi": True},
+    ],
+)
+def test_alibi_is_named_as_what_no_backend_does(keys):
+    needs = requirements_from_config({"hidden_size": 4096, "num_attention_heads": 32, **keys})
+    assert "ALiBi adds a bias to the scores, and no backend does that" in said(needs)
+    assert "though" not in said(needs)
+
+
+def test_keys_about_attention_that_were_not_applied_are_named():
+    config = config_of("llama-3.1-8b")
+    plain = said(requirements_from_config(config))
+    for key, value in [
+        ("window_attn_skip_freq", 4),
+        ("add_swa_attention_sink_bias", True),
+        ("swa_num_key_value_heads", 4),
+        ("sparse_attention_config", {"block_size": 64}),
+        ("global_attn_every_n_layers", 4),
+        ("sliding_window", 4096),  # of a family that has none
+    ]:
+        notes = said(requirements_from_config({**config, key: value}))
+        assert f"not applied, though the names are about attention: {key} = " in notes
+        assert "compare the layers that were read" in notes
+    for key, value in [
+        ("window_attn_skip_freq", None),
+        ("attention_bias", True),
+        ("attention_dropout", 0.1),
+        ("qk_norm", True),
+        ("rope_theta", 1e6),
+        ("swa_rope_theta", 1e4),
+        ("moe_layer_pattern", [1]),
+    ]:
+        assert said(requirements_from_config({**config, key: value})) == plain, key
+    many = {f"attn_knob_{i}\x1b": i + 1 for i in range(1000)}
+    notes = said(requirements_from_config({**config, **many}))
+    assert "and 992 more" in notes
+    assert "\x1b" not in notes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_of_a_published_model_is_left_unread(name):
+    assert "though" not in said(requirements_from_config(config_of(name)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000 .* at most 10000"),
+        ({"layer_types": ["full_attention"] * 10**6}, "layer_types of 1000000 layers"),
+        ({"attn_type_list": [1] * 10**6}, "attn_type_list of 1000000 layers"),
+        ({"hidden_size": 10**5000}, "hidden_size = a number of 16610 bits"),
+        ({"num_attention_heads": "x" * 10**6}, "num_attention_heads = 'xxx"),
+    ],
+)
+def test_absurd_numbers_are_refused_at_once(change, text):
+    config = config_of("llama-3.1-8b")
+    with pytest.raises(ModelConfigError, match=text) as error:
+        requirements_from_config({**config, **change})
+    assert len(str(error.value)) < 500
+    gemma = {**config_of("gemma-3-1b"), "sliding_window_pattern": 2**30}
+    with pytest.raises(ModelConfigError, match="sliding_window_pattern = 1073741824"):
+        requirements_from_config(gemma)
+
+
 # --- unknown and broken
 
 
@@ -438,6 +601,48 @@ def test_errors_of_reading_say_what_is_there_and_what_to_do(tmp_path):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ModelConfigError, match=text):
             read_config(tmp_path)
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, "/dev/zero"):
+        with pytest.raises(ModelConfigError, match="is no regular file"):
+            read_config(path)
+    pipe.unlink()
+    with pipe.open("wb") as file:
+        file.truncate(10**12)  # a hole: it takes no room
+    with pytest.raises(ModelConfigError, match="longer than 16 MiB"):
+        read_config(tmp_path)
+    pipe.unlink()
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62))
+    with (tmp_path / "m.gguf").open("r+b") as file:
+        file.truncate(10**12)
+    with pytest.raises(ModelConfigError, match="broken GGUF file"):
+        read_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/" + "a" * 5000, "/tmp/" + "a/" * 5000, "a\0b", "loop", "loop/config.json"]
+)
+def test_a_path_that_cannot_be_looked_at_is_refused_in_a_sentence(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("loop").symlink_to("loop")
+    with pytest.raises(ModelConfigError, match=r"cannot read .*; give the directory") as error:
+        read_config(path)
+    assert len(str(error.value)) < 500
+
+
+def test_a_directory_that_may_not_be_entered_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", refuse)  # a superuser may enter any
+    with pytest.raises(ModelConfigError, match=r"cannot read .*: Permission denied"):
+        read_config(tmp_path)
+    monkeypatch.setattr(pathlib.Path, "stat", refuse)
+    with pytest.raises(ModelConfigError, match=r"cannot read .*: Permission denied"):
+        read_config(tmp_path / "config.json")
 
 
 def gguf(entries, version=3):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -153,6 +154,127 @@ FAULTS = {
         "the name 'torch_native' is taken by attn-core 0.1.0; rename this one",
     ),
 }
+
+
+HOOK = """
+from attn_core import BackendSpec, Capabilities, hookimpl
+import os, sys
+
+def row(**more):
+    kinds = {"kind": "mha", "device": "any", "dtypes": {"fp32"}, "kv_dtypes": {"fp32"}}
+    return Capabilities(**{**kinds, "priority": 1, **more})
+
+def spec(name="bad", rows=None, **more):
+    return BackendSpec(name=name, capabilities=rows or [row()], create="a:B", **more)
+
+@hookimpl
+def attn_register_backends():
+    BODY
+"""
+_TEXT = "class Odd(Exception):\n        def __str__(self): return TEXT\n    raise Odd()"
+# plugin's hook → the message, where the plugin is not fine
+HOSTILE = {
+    "surrogate": ("raise ValueError('lone \\udcff')", r"ValueError: lone \udcff"),
+    "escapes": ("raise ValueError('\\x1b[2J red')", r"ValueError: \x1b[2J red"),
+    "long error": ("raise ValueError('x' * 10**7)", "(10000012 characters)"),
+    "recursion": (_TEXT.replace("TEXT", "str(self)"), "Odd, whose text cannot be had: Recursion"),
+    "no text": (_TEXT.replace("TEXT", "1"), "Odd, whose text cannot be had: TypeError"),
+    "exit": ("sys.exit(0)", "SystemExit: 0"),
+    "descriptor": ("os.write(1, b'hello'); return [spec()]", ""),
+    "stdout": ("sys.__stdout__.write('hello'); return [spec()]", ""),
+    "c": ("import ctypes; ctypes.CDLL(None).printf(b'hello'); return [spec()]", ""),
+    "child": ("os.system('echo hello'); return [spec()]", ""),
+    "20000 rows": ("return [spec(rows=[row()] * 20_000)]", "registers 20000 rows (at most 96)"),
+    "20000 backends": (
+        "rows = [row()]; return [spec(name=f'b{i}', rows=rows) for i in range(20_000)]",
+        "registers 20000 backends (at most 64)",
+    ),
+    "priority": ("return [spec(rows=[row(priority=10**100)])]", "(expected at most 2147483648)"),
+    "digits": ("return [spec(rows=[row(priority=10**5000)])]", "whose repr fails: ValueError"),
+    "nan": ("return [spec(rows=[row(priority=float('nan'))])]", "priority nan (expected int)"),
+    "bool": ("return [spec(rows=[row(priority=True)])]", "priority True (expected int)"),
+    "text": ("return [spec(rows=[row(priority='9')])]", "priority '9' (expected int)"),
+    "negative": ("return [spec(rows=[row(priority=-9)])]", ""),  # below the reference, by name
+    "note": ("return [spec(rows=[row(note='x' * 10**6)])]", "at most 1000 characters"),
+    "control": ("return [spec(rows=[row(note='a\\x1b[2Jb')])]", "all of them printable"),
+    "name": ("return [spec(name='a\\x1b[2Jb')]", "all of them printable"),
+    "blank": ("return [spec(name='a b')]", "characters without blank and comma"),
+    "sizes": ("return [spec(rows=[row(head_dims=range(1, 10**5))])]", "at most 1024 elements"),
+    "row class": (
+        "class Row(Capabilities): pass\n    r = row()\n    return [spec(rows=[Row(kind='mha', "
+        "device='any', dtypes=r.dtypes, kv_dtypes=r.kv_dtypes, priority=1)])]",
+        "(expected a list of Capabilities, at least one)",
+    ),
+    "spec class": (
+        "class Spec(BackendSpec): pass\n    return [Spec(name='x', capabilities=[row()], "
+        "create='a:B')]",
+        "returned a Spec, not a BackendSpec",
+    ),
+    "repr": (
+        "class Odd(dict):\n        def __repr__(self): return repr(self)\n    r = row()\n"
+        "    object.__setattr__(r, 'priority', Odd())\n    return [spec(rows=[r])]",
+        "<Odd, whose repr fails: RecursionError>",
+    ),
+    "endless": (
+        "class Odd(list):\n        def __iter__(self):\n            while True: yield 1\n"
+        "    return Odd()",
+        "a hook returned Odd, not a list",
+    ),
+    "twice": ("return [spec(), spec()]", "the name 'bad' is taken by attn-bad 1.2"),
+    "lazy module": (  # a module that another object stands for
+        "import types\n    sys.modules[__name__] = types.SimpleNamespace()\n    return [spec()]",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_hostile_plugin_is_named_and_json_stays_one_object(user, fault):
+    body, message = HOSTILE[fault]
+    user.install(HOOK.replace("BODY", body))
+    run = user.starts if fault == "c" else user.says  # C writes at the end of its process
+    listed = run("backends", "--json")
+    assert listed.code == 0, listed.err
+    broken = listed.json["broken"]
+    assert [message in b["error"] for b in broken] == [True] * bool(message), broken
+    assert all(len(b["error"]) < 1100 and len(b["details"]) < 11_000 for b in broken)
+    assert "hello" not in listed.out
+    chosen = user.says("select", "--json", "--device", "cuda:sm90")
+    assert (chosen.code, chosen.json["prefill"]) == (0, "fa3"), chosen.err
+    for command in ("backends", "doctor"):
+        done = user.says(command)
+        assert done.code in (0, 1)
+        assert "internal error" not in done.err
+        assert "\x1b" not in done.out + done.err
+
+
+def test_a_plugin_of_many_rows_does_not_make_the_choice_slow(user):
+    bf16 = "row(dtypes={'bf16'}, kv_dtypes={'bf16'}, note=str(i))"
+    user.install(HOOK.replace("BODY", f"return [spec(rows=[{bf16} for i in range(96)])]"))
+    start = time.process_time()
+    assert user.says("select", "--json", "--device", "cuda:sm90").code == 0
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("entry_points.txt", b"[attn_core]\nbad\n", "TypeError"),  # no value
+        ("entry_points.txt", b"[attn_core]\nbad = \xff\n", "UnicodeDecodeError"),
+        ("entry_points.txt", b"[attn_core]\nbad = not a reference!\n", "AttributeError"),
+        ("METADATA", b"", None),
+        ("METADATA", b"Name: attn-bad\nVersion: 1.2\nRequires-Dist: >>>\n", "InvalidRequirement"),
+    ],
+)
+def test_a_spoilt_distribution_takes_nothing_down(user, file, content, message):
+    user.install(ROWS.replace("NAME", "bad"))
+    (user.folder / "attn_bad-1.2.dist-info" / file).write_bytes(content)
+    listed = user.says("backends", "--json")
+    assert listed.code == 0, listed.err
+    errors = [b["error"] for b in listed.json["broken"]]
+    assert [message in e for e in errors] == ([] if message is None else [True]), errors
+    assert user.says("select").code == 0
+    assert user.says("doctor").code in (0, 1)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -13,7 +13,14 @@ from packaging.version import Version
 
 from attn_core.capabilities import PLAIN_DTYPES, BackendSpec, Capabilities, Phase
 from attn_core.libraries import Pin, alternatives
+from attn_core.listing import printable
 
+# A declaration is read by every command: it stays small enough to be weighed in no time.
+MAX_BACKENDS = 64  # of one plugin
+MAX_ROWS = 96  # of all backends of one plugin
+MAX_ITEMS = 1024  # of a set, a list or a mapping in a row
+MAX_NUMBER = 1 << 31
+MAX_NAME, MAX_TEXT = 64, 1000  # characters
 STORES = PLAIN_DTYPES | {"fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}
 LAYOUTS = frozenset({"NHD", "HND"})
 
@@ -66,13 +73,26 @@ HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities
 PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
 
 
+def too_many(specs: Sequence[object], pins: Sequence[object] = ()) -> str | None:
+    """Say that a plugin registers more than can be weighed in no time, None where it does not."""
+    rows = sum(len(spec.capabilities) for spec in specs if type(spec) is BackendSpec)
+    counts = {"backends": (len(specs), MAX_BACKENDS), "rows": (rows, MAX_ROWS)}
+    for what, (count, most) in {**counts, "pins": (len(pins), MAX_ITEMS)}.items():
+        if count > most:
+            return f"registers {count} {what} (at most {most}); leave out those that differ least"
+    return None
+
+
 def problem(spec: object) -> str | None:
     """Say what is wrong with what attn_register_backends returned, None where it is sound."""
-    if not isinstance(spec, BackendSpec):
+    if type(spec) is not BackendSpec:
         return f"attn_register_backends returned a {type(spec).__name__}, not a BackendSpec"
     wrong = _fields(spec)
     if wrong is not None:
         return wrong
+    for name in (spec.name, *spec.aliases):
+        if not 0 < len(name) <= MAX_NAME or set(name) & set(" ,"):  # what flags split names at
+            return f"name {name!r} (expected 1 to {MAX_NAME} characters without blank and comma)"
     for number, row in enumerate(spec.capabilities):
         if (wrong := _fields(row)) is not None:
             return f"row {number}: {wrong}" if len(spec.capabilities) > 1 else wrong
@@ -84,7 +104,7 @@ def problem(spec: object) -> str | None:
 
 def pin_problem(pin: object) -> str | None:
     """Say what is wrong with what attn_register_pins returned, None where it is sound."""
-    if not isinstance(pin, Pin):
+    if type(pin) is not Pin:
         return f"attn_register_pins returned a {type(pin).__name__}, not a Pin"
     return _fields(pin)
 
@@ -93,6 +113,8 @@ def _fields(record: BackendSpec | Capabilities | Pin) -> str | None:
     hints = HINTS[type(record)]
     for f in fields(record):
         value, hint = getattr(record, f.name), hints[f.name]
+        if (most := _too_much(value)) is not None:
+            return f"{f.name} {_show(value)} (expected {most})"
         fits, words = VALUES.get(f.name, (None, ""))
         if not _is(value, hint) or (fits is not None and value is not None and not fits(value)):
             expected = f"{_words(hint)}, {words}" if words else _words(hint)
@@ -100,11 +122,33 @@ def _fields(record: BackendSpec | Capabilities | Pin) -> str | None:
     return None
 
 
+def _too_much(value: object) -> str | None:
+    """Say what a value exceeds that is too large, or too odd, to be weighed and printed."""
+    if isinstance(value, str):
+        fits = len(value) <= MAX_TEXT and value.isprintable()
+        return None if fits else f"at most {MAX_TEXT} characters, all of them printable"
+    if value is None or value is True or value is False:
+        return None  # most fields: every command checks all rows
+    if isinstance(value, int):
+        return None if abs(value) <= MAX_NUMBER else f"at most {MAX_NUMBER}"
+    if not isinstance(value, Collection):
+        return None
+    if len(value) > MAX_ITEMS:
+        return f"at most {MAX_ITEMS} elements"
+    for part in (*value, *value.values()) if isinstance(value, Mapping) else value:
+        if (most := _too_much(part)) is not None:
+            return most
+    return None
+
+
 def _is(value: object, hint: Any) -> bool:
-    """Say whether a value is of a type hint, its elements included; True is no int here."""
+    """Say whether a value is of a type hint, its elements included.
+
+    Classes are compared, so that True is no int, and a subclass of a row is no row.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return isinstance(value, str) and value in inner
+        return type(value) is str and value in inner
     if origin in (Union, UnionType):
         return any(_is(value, one) for one in inner)
     if origin is tuple:
@@ -115,7 +159,7 @@ def _is(value: object, hint: Any) -> bool:
         return all(_is(k, inner[0]) and _is(v, inner[1]) for k, v in value.items())
     if origin is not None:
         return isinstance(value, origin) and all(_is(v, inner[0]) for v in value)
-    return type(value) is int if hint is int else isinstance(value, hint)
+    return type(value) is hint
 
 
 def _words(hint: Any) -> str:
@@ -133,7 +177,12 @@ def _words(hint: Any) -> str:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
-    if isinstance(value, frozenset):
-        text = "{" + ", ".join(sorted(map(repr, value))) + "}"
-    return text if len(text) <= 100 else text[:97] + "..."
+    if isinstance(value, Collection) and not isinstance(value, str) and len(value) > MAX_ITEMS:
+        return f"of {len(value)} elements"
+    try:
+        text = repr(value)
+        if isinstance(value, frozenset):
+            text = "{" + ", ".join(sorted(map(repr, value))) + "}"
+    except Exception as error:  # a value's own code, or an int of thousands of digits
+        return f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
+    return printable(text if len(text) <= 100 else text[:97] + "...")

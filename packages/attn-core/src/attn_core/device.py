@@ -9,7 +9,7 @@ import platform
 import re
 from collections.abc import Iterable
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from attn_core.capabilities import Device
 from attn_core.errors import UsageError, near
@@ -34,7 +34,7 @@ def parse_device(text: str, runtime: str | None = None, extra: Iterable[str] = (
     if runtime is not None:
         try:
             Version(runtime)
-        except InvalidVersion:
+        except ValueError:  # InvalidVersion, or too long a number
             raise UsageError(f"--runtime-version {runtime}: not a version like 12.8") from None
     kind, _, arch = text.strip().lower().partition(":")
     if kind not in ARCHS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from attn_core.errors import UsageError
 
@@ -96,7 +96,7 @@ def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:
             if len(pins) != len(requirement.specifier) or len(pins) > 1:
                 raise InvalidRequirement("only == is possible")
             version = str(Version(pins[0])) if pins else None
-        except (InvalidRequirement, InvalidVersion) as error:
+        except ValueError as error:  # InvalidRequirement, InvalidVersion, too long a number
             raise UsageError(
                 f"--assume-installed {text}: not NAME or NAME==VERSION ({error}); "
                 "for example triton or flashinfer-python==0.6.14"

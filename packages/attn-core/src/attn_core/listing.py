@@ -1,4 +1,4 @@
-"""Sets of values as text for people."""
+"""Values as text for people."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def places(rows: Iterable[Capabilities]) -> str:
     found = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
     order = sorted(found, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
     return ", ".join(map(str, order))
+
+
+def printable(text: str, most: int = 10_000) -> str:
+    """Write control characters and lone surrogates as escapes; cut what is above `most` characters.
+
+    Line ends and tabs stay. A text of a plugin or a config cannot steer a terminal then.
+    """
+    cut = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+    shown = (c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in cut)
+    return cut if cut.isprintable() else "".join(shown)

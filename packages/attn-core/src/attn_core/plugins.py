@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,11 +16,14 @@ from packaging.utils import canonicalize_name
 import attn_core
 from attn_core import hookspecs
 from attn_core.capabilities import BackendSpec, Family
-from attn_core.declared import pin_problem, problem
+from attn_core.declared import pin_problem, problem, too_many
 from attn_core.errors import UnknownBackendError, near
 from attn_core.libraries import Pin, installed
+from attn_core.listing import printable
+from attn_core.streams import stdout_to_stderr
 
 BUILTIN = "attn-core"
+ERROR_LENGTH = 1000  # characters that are kept of an error
 SLOW_SECONDS = 1.0  # a plugin whose rows take longer is reported: every `attn` command waits for it
 Key = tuple[Family, str]
 
@@ -137,22 +138,19 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     """Load every entry point of the group "attn_core", one by one.
 
     A plugin that fails to import, whose hook raises or returns something else, that registers
-    nothing, takes a name or an alias that is taken, or whose distribution requires another
-    attn-core is listed in `broken` with its error. What it prints goes to stderr.
+    nothing or more than can be weighed, takes a name or an alias that is taken, or whose
+    distribution requires another attn-core is listed in `broken` with its error. What it prints
+    goes to stderr, also from C and through the file descriptor.
     Of two plugins with one name the built-in wins, else the alphabetically first distribution.
     One that takes longer than SLOW_SECONDS is taken in and listed in `slow`.
     """
-    points: Iterable[EntryPoint] = (
-        importlib.metadata.entry_points(group=hookspecs.GROUP)
-        if entry_points is None
-        else entry_points
-    )
     backends: dict[Key, BackendSpec] = {}
     origins: dict[Key, Origin] = {}
     names: dict[Key, Origin] = {}  # and aliases
     broken: list[BrokenPlugin] = []
     pins: list[Pin] = []
     slow: list[SlowPlugin] = []
+    points = _installed_points(broken) if entry_points is None else entry_points
     found = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
         found.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
@@ -160,22 +158,22 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
         start = time.perf_counter()
         try:
             _check_contract(point)
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's
+            with stdout_to_stderr():  # stdout is the command's
                 specs, more = _call(point.load(), point.name)
+                wrongs = [problem(spec) for spec in specs]
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin's code may raise anything
-            text = f"{type(error).__name__}: {error}"
-            broken.append(BrokenPlugin(point.name, origin, text, traceback.format_exc()))
+            broken.append(_broken(point.name, origin, error))
             continue
         if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
-            slow.append(SlowPlugin(point.name, origin, seconds))
+            slow.append(SlowPlugin(_shown(point.name), origin, seconds))
         pins += more
-        for spec in specs:
-            wrong = problem(spec) or _taken(spec, names)
+        for spec, wrong in zip(specs, wrongs, strict=True):
+            wrong = wrong or _taken(spec, names)
             if wrong is not None:
-                name = str(getattr(spec, "name", point.name))
-                broken.append(BrokenPlugin(name, origin, wrong))
+                name = spec.name if type(spec) is BackendSpec else point.name
+                broken.append(BrokenPlugin(_shown(name), origin, wrong))
                 continue
             key = (spec.family, spec.name)
             backends[key], origins[key] = spec, origin
@@ -185,10 +183,43 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     )
 
 
+def _installed_points(broken: list[BrokenPlugin]) -> Iterable[EntryPoint]:
+    """Return the installed entry points; a distribution with unreadable ones is broken."""
+    try:
+        return importlib.metadata.entry_points(group=hookspecs.GROUP)
+    except Exception:  # one distribution spoils the call for all: ask each
+        return list(_points_one_by_one(broken))
+
+
+def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
+    for dist in importlib.metadata.distributions():
+        try:
+            yield from dist.entry_points.select(group=hookspecs.GROUP)
+        except Exception as error:  # whatever the parser of its entry_points.txt raises
+            origin = Origin(str(dist.name), str(dist.version), "entry_points.txt")
+            broken.append(_broken(str(dist.name), origin, error))
+
+
 def _origin(point: EntryPoint) -> Origin:
-    if point.dist is None:
-        return Origin("unknown", "?", point.value)
-    return Origin(canonicalize_name(point.dist.name), point.dist.version, point.value)
+    dist, module = point.dist, printable(point.value, ERROR_LENGTH)
+    if dist is None or dist.name is None:  # a distribution whose METADATA is lost has no name
+        return Origin("unknown", "?", module)
+    return Origin(
+        printable(canonicalize_name(dist.name)), printable(str(dist.version or "?")), module
+    )
+
+
+def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException as worse:  # the error's own __str__ is a plugin's code, too
+        text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
+    details = "".join(traceback.format_exception(error))
+    return BrokenPlugin(_shown(name), origin, printable(text, ERROR_LENGTH), printable(details))
+
+
+def _shown(name: object) -> str:
+    return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
 
 
 def _check_contract(point: EntryPoint) -> None:
@@ -216,6 +247,8 @@ def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
     pins = _results(manager.hook.attn_register_pins) or []
     if not backends and not pins:
         raise ValueError("registers nothing: attn_register_backends returned an empty list")
+    if (excess := too_many(backends, pins)) is not None:
+        raise ValueError(excess)
     wrong = next((text for text in map(pin_problem, pins) if text), None)
     if wrong is not None:
         raise TypeError(f"a pin is wrong: {wrong}")
@@ -230,7 +263,7 @@ def _results(hook: pluggy.HookCaller) -> list[Any] | None:
     if len(results) < len(implementations):  # pluggy leaves None out
         raise TypeError("a hook returned None, not a list")
     for result in results:
-        if not isinstance(result, list | tuple):
+        if type(result) not in (list, tuple):
             raise TypeError(f"a hook returned {type(result).__name__}, not a list")
     return [item for result in results for item in result]
 

@@ -52,7 +52,10 @@ def faults(modules: Iterable[str]) -> list[str]:
 def _files(module: str) -> Iterator[tuple[pathlib.Path, dict[str, Any] | str]]:
     """Yield each file with its content, or with what is wrong with it."""
     package = re.match(r"\w+", module)  # of "package", "package.module:attribute"
-    root = importlib.util.find_spec(package[0]) if package else None
+    try:
+        root = importlib.util.find_spec(package[0]) if package else None
+    except (ImportError, ValueError):  # ValueError: an object without a spec stands for the module
+        root = None
     for folder in (root.submodule_search_locations or ()) if root else ():
         for path in sorted((pathlib.Path(folder) / "evidence").glob("*.json")):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -13,36 +14,59 @@ from attn_core.errors import (
     NoBackendError,
     UsageError,
 )
+from attn_core.listing import printable
 
 
 def main() -> None:
     """Run `attn`. Exit codes: 0 fine, 1 an error while running, 2 bad usage, 3 no backend fits."""
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    if sys.stdout is None:  # it was closed before the start
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # any text can be written
     try:
-        from attn_core.cli.app import COMMANDS, command, variables
-
-        run = command(asked)
-        if asked in COMMANDS:
-            for sentence in unknown_variables(os.environ, variables(run), f"`attn {asked}`"):
-                print(f"warning: {sentence}", file=sys.stderr)
-        run()
+        try:
+            _run(sys.argv[1] if len(sys.argv) > 1 else "")
+        finally:
+            sys.stdout.flush()  # at exit it would be too late to say that this fails
     except AttnError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"attn: {error}", file=sys.stderr)
-        sys.exit(exit_code(error))
+        _end(str(error), exit_code(error), debug)
     except BrokenPipeError:
         # the reader of our output has gone: nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(1)
+    except OSError as error:  # the system refuses: a full disk, a file that cannot be read
+        _discard_output()
+        _end(str(error), 1, debug)
     except Exception as error:
-        if debug:
-            traceback.print_exc()
         text = f"internal error: {type(error).__name__}: {error}"
-        print(f"attn: {text}{'' if debug else '; run again with --debug'}", file=sys.stderr)
-        sys.exit(1)
+        _end(f"{text}{'' if debug else '; run again with --debug'}", 1, debug)
+
+
+def _run(asked: str) -> None:
+    from attn_core.cli.app import COMMANDS, command, variables
+
+    run = command(asked)
+    if asked in COMMANDS:
+        for sentence in unknown_variables(os.environ, variables(run), f"`attn {asked}`"):
+            print(f"warning: {printable(sentence)}", file=sys.stderr)
+    run()
+
+
+def _end(text: str, code: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"attn: {printable(text)}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _discard_output() -> None:
+    """Drop what standard output still holds where it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: AttnError) -> int:

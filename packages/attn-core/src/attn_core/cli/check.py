@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +15,9 @@ from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag
 from attn_core.device import parse_device, probe_device
 from attn_core.errors import UsageError
+from attn_core.listing import printable
 from attn_core.plugins import load_plugins
+from attn_core.streams import stdout_to_stderr
 
 if TYPE_CHECKING:
     from attn_core.testing.parallel import Asked
@@ -36,7 +40,7 @@ def check_command(
         str | None, flag("--kind", "Attention family to check; all where left out.", env=False)
     ] = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=1, help="Processes that run checks side by side.")
+        int, flag("--jobs", "Processes that run checks side by side.", env=False, most=256)
     ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -46,6 +50,8 @@ def check_command(
     """
     registry = load_plugins()
     spec, here, libraries = registry.get(backend), _here(device), registry.installed_libraries()
+    if evidence is not None:
+        _check_folder(evidence)
     from attn_core.testing import runner  # torch, which other commands do without
     from attn_core.testing.evidence import write_evidence
     from attn_core.testing.parallel import Asked
@@ -54,11 +60,17 @@ def check_command(
     if kind not in (None, *KINDS):
         raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
     kinds = tuple(k for k in KINDS if kind in (None, k))
-    outcomes = _run(Asked(backend=spec.name, device=here, kinds=kinds, reduced=quick), jobs)
+    with stdout_to_stderr():  # compilers print
+        outcomes = _run(Asked(backend=spec.name, device=here, kinds=kinds, reduced=quick), jobs)
     cells = runner.report(outcomes, spec, here, libraries)
     failures = [o.detail for o in outcomes if o.status == "failed"]
     failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]
-    written = write_evidence(evidence, spec, here, cells) if evidence is not None else []
+    written, lost = [], ""
+    if evidence is not None:
+        try:
+            written = write_evidence(evidence, spec, here, cells)
+        except OSError as error:  # the disk is full: the report is still told
+            lost = f"--evidence {evidence}: {error.strerror or error}; the evidence is not complete"
     if json:
         data = {"backend": spec.name, "device": str(here), **runner.summary(outcomes, cells)}
         print_json({**data, "failures": failures, "evidence": [str(p) for p in written]})
@@ -68,8 +80,23 @@ def check_command(
             console().print(f"failed: {sentence}", soft_wrap=True)
         for path in written:
             console().print(f"wrote {path}", soft_wrap=True)
-    if failures:
+    if lost:
+        print(f"attn: {lost}", file=sys.stderr)
+    if failures or lost:
         raise typer.Exit(1)
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of the evidence and write into it, before checks that take minutes run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(
+            f"--evidence {printable(str(folder), 200)}: {why}; give a folder that can be written"
+        ) from error
 
 
 def _here(asked: str | None) -> Device:

@@ -10,6 +10,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, TextIO
 
+from attn_core.listing import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
@@ -39,6 +41,7 @@ def print_table(header: list[str], lines: list[list[str]], title: str = "") -> N
     from rich.table import Table
 
     out = console()
+    lines = [[printable(cell) for cell in line] for line in lines]
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     widths = _widths([header, *lines], out.width - 2 * (len(header) - 1))
     for name, width in zip(header, widths, strict=True):
@@ -72,6 +75,7 @@ def print_text(text: str) -> None:
 
     In a terminal, and where COLUMNS is set, they fold below their last column.
     """
+    text = "\n".join(printable(line) for line in text.split("\n"))
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         print(text)
         return
@@ -84,5 +88,10 @@ def print_text(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print one JSON value."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    """Print one JSON value; what the stream cannot encode is escaped as JSON does it."""
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(data, indent=2)
+    print(text)

@@ -13,19 +13,28 @@ import typer
 from attn_core.capabilities import Kind
 from attn_core.decision import Overrides
 from attn_core.environment import variable
+from attn_core.errors import UsageError
 
 DTYPES = ("bf16", "fp16", "fp32")
+Name = str | None
+Number = int | None
 KV_DTYPES = ("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "fp32")
 
 
-def flag(name: str, text: str, *, env: bool = True, also: str = "") -> Any:
-    """Declare one option; its environment variable is derived from its name."""
+def flag(name: str, text: str, *, env: bool = True, also: str = "", most: int = 0) -> Any:
+    """Declare one option; its environment variable is derived from its name.
+
+    most: the largest number that it takes, above any in use, so that a slip is refused at once.
+    """
     names = [n for n in (name, also) if n]
-    return typer.Option(*names, help=text, envvar=variable(name) if env else None)
 
+    def within(value: Number) -> Number:
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"{name} {value}: at least 1, at most {most}")
+        return value
 
-Name = str | None
-Number = int | None
+    known = variable(name) if env else None
+    return typer.Option(*names, help=text, envvar=known, callback=within if most else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,7 @@ class BackendFlags:
     linear_attn_decode_backend: Annotated[
         Name, flag("--linear-attn-decode-backend", "… in decode.")
     ] = None
-    page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.")] = None
+    page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.", most=1 << 16)] = None
     kv_cache_dtype: Annotated[str, flag("--kv-cache-dtype", f"One of {', '.join(KV_DTYPES)}.")] = (
         "auto"
     )
@@ -110,7 +119,12 @@ class SituationFlags(BackendFlags):
         flag("--speculative-attention-mode", "Who verifies and drafts: prefill or decode."),
     ] = None
     speculative_eagle_topk: Annotated[
-        Number, flag("--speculative-eagle-topk", "Draft tokens per step; turns speculation on.")
+        Number,
+        flag(
+            "--speculative-eagle-topk",
+            "Draft tokens per step; turns speculation on.",
+            most=1024,
+        ),
     ] = None
     deterministic: Annotated[bool, flag("--deterministic", "Ask for determinism.")] = False
     device: Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from attn_core.capabilities import Family
 from attn_core.cli.console import print_json, print_text
+from attn_core.cli.layers import layers_as_data, layers_as_text
 from attn_core.cli.options import SituationFlags, takes
 from attn_core.cli.situation import situation
 from attn_core.errors import NoBackendError
@@ -24,16 +25,19 @@ def select_command(flags: SituationFlags, json: Json = False) -> None:
     """Choose the backends of a model on a device, and say why. Exit code 3: none fits."""
     registry = load_plugins()
     asked = situation(flags, registry)
+    layers = {"layers_read": layers_as_data(asked.requirements)}
+    if flags.model is not None and not json:
+        print_text(layers_as_text(asked.requirements, flags.model))
     try:
         selection = asked.select(registry)
     except NoBackendError as error:
         if json:
-            print_json(to_json(error.selection, str(error)))
+            print_json(to_json(error.selection, str(error)) | layers)
             raise typer.Exit(3) from None
         print_text(explain(error.selection))
         raise
     if json:
-        print_json(to_json(selection))
+        print_json(to_json(selection) | layers)
     else:
         print_text(explain(selection))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -32,6 +31,7 @@ SHAPE = (
     "logit_cap",
     "sinks",
 )
+LIMIT = 1 << 31  # above any true size, as in a model's config
 COUNTS = ("tp", *(name for name in SHAPE if name not in ("kind", "sinks")))
 
 
@@ -82,8 +82,8 @@ def _requirements(flags: SituationFlags, assumed: list[str]) -> Requirements:
     check("--dtype", flags.dtype, DTYPES)
     for name in COUNTS:
         value = getattr(flags, name)
-        if value is not None and not 0 < value < inf:  # NaN is not above 0 either
-            raise UsageError(f"{_option(name)} {value:g}: above 0")
+        if value is not None and not 0 < value < LIMIT:  # NaN is not above 0 either
+            raise UsageError(f"{_option(name)} {value}: above 0, below {LIMIT}")
     if flags.model is not None:
         return _of_model(flags, flags.model, speculation, assumed)
     vision = LayerNeeds(encoder=True) if flags.mm_attention_backend else None
@@ -179,8 +179,6 @@ def _speculation(flags: SituationFlags, assumed: list[str]) -> Speculation | Non
                 "there is nothing to verify; add --speculative-eagle-topk 1"
             )
         return None
-    if topk < 1:
-        raise UsageError(f"--speculative-eagle-topk {topk}: at least 1")
     assumed.append(f"--speculative-eagle-topk {topk} turns speculation on")
     chosen: Literal["prefill", "decode"] = "decode" if mode == "decode" else "prefill"
     return Speculation(topk=topk, mode=chosen)

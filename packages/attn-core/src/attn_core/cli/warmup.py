@@ -9,14 +9,18 @@ from typing import Annotated
 
 import typer
 
-from attn_core.capabilities import Device
+from attn_core.capabilities import Device, Requirements
 from attn_core.cli.console import console, print_json, print_table, progress
-from attn_core.cli.options import SituationFlags, takes
+from attn_core.cli.options import SituationFlags, flag, takes
 from attn_core.cli.situation import situation
 from attn_core.device import probe_device
 from attn_core.errors import UsageError
 from attn_core.plugins import load_plugins
 from attn_core.situation import Situation
+from attn_core.streams import stdout_to_stderr
+
+MAX_BYTES = 16 << 30  # of the tensors of one pass, which serves no request
+TOKENS, KEYS = 151, 2151  # the most of one request, in attn_core.warmup
 
 
 @takes(SituationFlags)
@@ -25,7 +29,9 @@ def warmup_command(
     path: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
     ] = None,
-    max_bs: Annotated[int, typer.Option("--max-bs", help="Requests of the largest decode.")] = 1,
+    max_bs: Annotated[
+        int, flag("--max-bs", "Requests of the largest decode.", env=False, most=1 << 14)
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Select, create the backends and run every kind of pass once, so that they are compiled.
@@ -34,8 +40,6 @@ def warmup_command(
     """
     if path is not None and flags.model is not None:
         raise UsageError(f"{path} and --model {flags.model}: name one model")
-    if max_bs < 1:
-        raise UsageError(f"--max-bs {max_bs}: at least 1")
     registry = load_plugins()
     here = probe_device()
     device = None if flags.device == here.type else flags.device  # the one of that type
@@ -45,6 +49,7 @@ def warmup_command(
     if selection.prefill is None or selection.decode is None:
         raise UsageError("this model has no softmax attention: there is nothing to warm up")
 
+    _must_fit(asked.requirements, max_bs, selection.page_size or 1)
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     from attn_core.testing.runner import torch_device  # torch, which other commands do without
@@ -52,7 +57,7 @@ def warmup_command(
 
     text = TextColumn("{task.description}")
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    with progress(*columns) as bar:
+    with stdout_to_stderr(), progress(*columns) as bar:  # compilers print
         task = bar.add_task("creating the backends", total=None)
 
         def step(backend: str, what: str, passes: int) -> None:
@@ -73,6 +78,22 @@ def warmup_command(
     console().print(f"\n{len(warmed) - 1} passes in {total:.1f} s, creation included")
     if asked.requirements.linear_layers:
         console().print("linear attention layers: not warmed up, their kernels are not built here")
+
+
+def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
+    """Refuse shapes whose tensors, were they allocated, would take the machine down."""
+    for x in (*needs.softmax_layers, *((needs.vision,) if needs.vision else ())):
+        d, heads = x.head_dim or 0, x.num_q_heads or 0
+        width = d + (x.v_head_dim or d)
+        tokens = max(TOKENS, max_bs) * heads * width
+        pages = 2 * page_size * (x.num_kv_heads or heads) * width
+        size = 4 * (tokens + pages + heads * TOKENS * KEYS)  # fp32, scores included
+        if size > MAX_BYTES:
+            raise UsageError(
+                f"a warm-up of {heads} query heads, head_dim {d}, page size {page_size} and "
+                f"--max-bs {max_bs} takes about {size / 1e9:.0f} GB (at most "
+                f"{MAX_BYTES / 1e9:.0f}); give smaller ones, or --tp for one rank's share"
+            )
 
 
 def _must_be_here(asked: Situation, here: Device) -> None:

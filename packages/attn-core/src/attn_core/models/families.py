@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,6 +28,13 @@ LAYER_ROLES: Mapping[str, Role] = {
     "recurrent": "none",
     "mlp": "none",
     "moe": "none",
+}
+
+
+# Lists that write the roles of layers as numbers.
+CODED_ROLES: Mapping[str, Mapping[int, Role]] = {
+    "attn_type_list": {0: "linear", 1: "full"},  # MiniMax; linear is lightning attention
+    "hybrid_layer_pattern": {0: "full", 1: "window"},  # MiMo-V2
 }
 
 
@@ -104,6 +112,8 @@ _ROWS: tuple[tuple[str, Family], ...] = (
         ),
     ),
     ("jet_nemotron jet_vlm kimi_linear olmo_hybrid", Family()),
+    ("minimax minimax_text_01 minimax_m1 minimax_m2 chatglm", Family()),
+    ("mimo_v2_flash mimo_v2", Family(defaults={"add_swa_attention_sink_bias": True})),
     (
         "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa minicpm3 "
         "mistral3 pixtral mllama mllama_text_model cohere olmo olmo2 granite granitemoe glm4 "
@@ -130,6 +140,10 @@ VISION_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "qwen3_vl": {"vision_width": 1152, "vision_heads": 16},
 }
 
+ALIBI = (
+    "ALiBi adds a bias to the scores, and no backend does that: the choice holds for the shapes "
+    "alone, what a backend computes is not this model's attention"
+)
 # A key that changes the attention and that no backend knows, or that is not followed → a sentence.
 NOT_APPLIED: Mapping[str, str] = {
     "auto_map": "auto_map names code beside the weights: it is never run, only keys are read",
@@ -137,10 +151,10 @@ NOT_APPLIED: Mapping[str, str] = {
         "a relative position bias is added to the scores, which no backend does: the choice holds "
         "for the shapes, the model must add the bias"
     ),
-    "alibi": "ALiBi is added to the scores, which no backend does: the choice holds for the shapes",
-    "attn_config.alibi": (
-        "ALiBi is added to the scores, which no backend does: the choice holds for the shapes"
-    ),
+    "alibi": ALIBI,
+    "use_alibi": ALIBI,
+    "attn_config.alibi": ALIBI,
+    "attention_value_scale": "attention_value_scale is left to the model: it scales V",
     "dual_chunk_attention_config": (
         "dual_chunk_attention_config is not applied: plain attention is the same up to the "
         "trained length; ask for dual_chunk_flash_attn by name beyond it"
@@ -155,6 +169,27 @@ NOT_APPLIED: Mapping[str, str] = {
 
 # A model_type of the whole config → a sentence, for what no key says.
 NOTES: Mapping[str, str] = {
-    "bloom": NOT_APPLIED["alibi"],
+    "bloom": ALIBI,
     "gemma3": "the tokens of one image see each other both ways: the choice is for causal layers",
 }
+
+# Names of keys that say something of how tokens attend …
+ABOUT_ATTENTION = re.compile(
+    "attn|attention|head_dim|head_size|dim_head|d_head|_heads|n_head|_kv|kv_|window|swa|sink|alibi"
+    "|sparse|layer_type|layers_block|layer_pattern|lora_rank|softcap|query_group|group_num"
+    "|relative|position_bias|hybrid"
+)
+# … and those that the model applies on its own, or that are of another module.
+OF_THE_MODEL = re.compile(
+    "drop|prob|norm|fp32|impl|theta|rope|rotary|lm_head|classifi|mlp|moe|expert|ffn|feed_forward"
+    "|sinkhorn|mamba|vision|image|video|audio|loss|quant|conv|alpha|beta|multiplier|scal|temperature"
+    "|final_logit|sparse_step|sparsity|mtp|nextn|prune|bias_max|hash|ngram|max_window_layers|shared_layers"
+    "|^q_lora|^o_lora|^qk_nope|^qk_head|^index_head_dim|^index_n_heads|^parallel_attn"
+    "|^add_cross_attention|^(use_)?(attention|attn|qkv|q|k|v|o|out)(_proj)?_bias$"
+)
+# … and other spellings of a list of layer types, which goes before them.
+OF_THE_ORDER = re.compile(
+    "pattern|period|offset|interval|every_n|idxs|_layers$|_ids|sliding_window$"
+)
+# Values of such keys that stand for plain attention.
+PLAIN = (None, False, 0, "", "full", "mha", "multihead_attention", "default", "eager", "sdpa")

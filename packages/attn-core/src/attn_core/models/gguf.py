@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,17 +57,18 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+MAX_BYTES = 16 << 20  # of what is read of a header: the vocabulary, which is longer, is not
 
 
 def read_gguf_config(path: Path) -> dict[str, object]:
     """Read the header of a GGUF file (version 2 or 3, little-endian) as a config.
 
-    Raises ModelConfigError for a file that is none, that ends early, or whose architecture has
-    keys that are not translated.
+    Raises ModelConfigError for a file that is none, that ends early, whose header before the
+    vocabulary is longer than MAX_BYTES, or whose architecture has keys that are not translated.
     """
     try:
         with path.open("rb") as file:
-            header = _header(file, path)
+            header = _header(io.BytesIO(file.read(MAX_BYTES)), path)
     except OSError as error:
         raise ModelConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (
@@ -114,12 +116,18 @@ def _value(file: BinaryIO, kind: int) -> object:
         return _string(file)
     if kind == _ARRAY:
         item, length = _unpack(file, "IQ")
+        if length > MAX_BYTES:
+            raise struct.error(f"an array of {length} items")
+        if item in _SCALARS:
+            return list(_unpack(file, f"{length}{_SCALARS[int(item)]}"))
         return [_value(file, int(item)) for _ in range(int(length))]
     return _unpack(file, _SCALARS[kind])[0]
 
 
 def _string(file: BinaryIO) -> str:
     (length,) = _unpack(file, "Q")
+    if length > MAX_BYTES:
+        raise struct.error(f"a text of {length} bytes")
     data = file.read(int(length))
     if len(data) < length:
         raise struct.error("a text ends early")

@@ -17,12 +17,17 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "num_kv_heads",
         "n_head_kv",
         "attn_config.kv_n_heads",
+        "num_attention_groups",
     ),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "head_dim": ("head_dim", "d_kv"),
+    "head_dim": ("head_dim", "d_kv", "attention_head_dim", "kv_channels"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "layer_types": ("layer_types", "layers_block_type"),
-    "sliding_window": ("sliding_window", "efficient_attention_config.swa.window_size"),
+    "sliding_window": (
+        "sliding_window",
+        "sliding_window_size",
+        "efficient_attention_config.swa.window_size",
+    ),
     "sliding_window_pattern": ("sliding_window_pattern", "_sliding_window_pattern"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "attn_logit_softcap"),
     "max_position_embeddings": (
@@ -32,6 +37,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "max_target_positions",
         "max_seq_len",
         "n_ctx",
+        "seq_length",
     ),
     "linear_num_key_heads": (
         "linear_num_key_heads",
@@ -51,6 +57,16 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 
 LIMIT = 2**31  # above any true size: a larger number is a broken config
+MAX_LAYERS = 10_000
+MOST: Mapping[str, int] = dict.fromkeys(
+    (
+        "num_hidden_layers",
+        "sliding_window_pattern",
+        "full_attention_interval",
+        "no_rope_layer_interval",
+    ),
+    MAX_LAYERS,
+)
 
 
 def lookup(config: Mapping[str, object], path: str) -> tuple[bool, object]:
@@ -63,12 +79,21 @@ def lookup(config: Mapping[str, object], path: str) -> tuple[bool, object]:
     return True, value
 
 
+def brief(value: object) -> str:
+    """Show a value of a config in at most 40 characters."""
+    try:
+        shown = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "no text"
+    return shown if len(shown) <= 40 else shown[:37] + "..."
+
+
 @dataclass(frozen=True)
 class Keys:
     """The keys of one config or sub-config.
 
     owner names the model in messages. defaults stand for keys that are absent (a null counts as
-    present). notes collects what was assumed while reading.
+    present). notes collects what was assumed while reading, seen the paths that were looked up.
     """
 
     config: Mapping[str, object]
@@ -77,6 +102,7 @@ class Keys:
     defaults: Mapping[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     defaulted: dict[str, object] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
 
     def assume(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -84,7 +110,9 @@ class Keys:
 
     def get(self, name: str) -> object:
         """Return the value of a key, a default of the family, or None."""
-        hits = [lookup(self.config, alias) for alias in ALIASES.get(name, (name,))]
+        paths = ALIASES.get(name, (name,))
+        self.seen.update(paths)
+        hits = [lookup(self.config, path) for path in paths]
         values = [value for found, value in hits if found]
         if values:
             return next((v for v in values if v is not None), None)
@@ -97,8 +125,24 @@ class Keys:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LIMIT:
-            raise self._wrong(name, value, "a positive integer")
+        most = MOST.get(name, LIMIT - 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            limit = f", at most {most}" if name in MOST else ""
+            raise self._wrong(name, value, f"a positive integer{limit}")
+        return value
+
+    def layers(self, name: str) -> list[object] | None:
+        """Return a list with one entry per layer, or None where the key is absent or null."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise ModelConfigError(f"the config of {self.owner} has {name} that are no list")
+        if len(value) > MAX_LAYERS:
+            raise ModelConfigError(
+                f"the config of {self.owner} has {name} of {len(value)} layers (at most "
+                f"{MAX_LAYERS})"
+            )
         return value
 
     def number(self, name: str) -> float | None:
@@ -123,7 +167,7 @@ class Keys:
         return tuple(value for value in values if value is not None)
 
     def _wrong(self, name: str, value: object, expected: str) -> ModelConfigError:
-        shown = repr(value) if len(repr(value)) <= 40 else repr(value)[:37] + "..."
+        shown = brief(value)
         names = ALIASES.get(name, (name,))
         key = next((alias for alias in names if lookup(self.config, alias)[0]), name)
         return ModelConfigError(

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from attn_core.capabilities import LayerNeeds
 from attn_core.errors import ModelConfigError
-from attn_core.models.families import LAYER_ROLES, Family, Role
-from attn_core.models.keys import Keys, lookup
+from attn_core.listing import printable
+from attn_core.models.families import CODED_ROLES, LAYER_ROLES, Family, Role
+from attn_core.models.keys import Keys, brief
 
 
 def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerNeeds, ...]:
@@ -93,12 +94,12 @@ def rank_heads(keys: Keys, q: int, kv: int, tp: int) -> tuple[int, int]:
 
 def _roles(keys: Keys, family: Family) -> list[Role]:
     """Return the roles of the layers, first seen first; how many there are does not matter."""
-    layer_types = keys.get("layer_types")
+    layer_types = keys.layers("layer_types")
     crossed = keys.get("cross_attention_layers")
     if layer_types is not None:
         return _named_roles(keys, layer_types)
-    if kimi := _numbered_roles(keys):
-        return kimi
+    if found := _numbered_roles(keys) or _coded_roles(keys):
+        return found
     if isinstance(crossed, list) and crossed:
         return ["full", "cross"]
     if family.period:
@@ -119,22 +120,34 @@ def _numbered_roles(keys: Keys) -> list[Role]:
     firsts: list[tuple[int, Role]] = []
     roles: tuple[tuple[str, Role], ...] = (("kda_layers", "linear"), ("full_attn_layers", "full"))
     for key, role in roles:
-        _, numbers = lookup(keys.config, f"linear_attn_config.{key}")
+        numbers = keys.get(f"linear_attn_config.{key}")
         if isinstance(numbers, list):
             firsts += [(number, role) for number in numbers if isinstance(number, int)]
     return [role for _, role in sorted(firsts)]
 
 
-def _named_roles(keys: Keys, layer_types: object) -> list[Role]:
-    if not isinstance(layer_types, list):
-        raise ModelConfigError(f"the config of {keys.owner} has layer_types that are no list")
-    unknown = sorted({name for name in map(str, layer_types) if name not in LAYER_ROLES})
+def _coded_roles(keys: Keys) -> list[Role]:
+    """Return the roles that MiniMax and MiMo-V2 write as a list of numbers."""
+    for key, roles in CODED_ROLES.items():
+        codes = keys.layers(key)
+        if codes and not all(isinstance(code, int) and code in roles for code in codes):
+            known = ", ".join(f"{code} {role}" for code, role in roles.items())
+            raise ModelConfigError(f"{keys.owner} has {key} of other values than {known}")
+        if codes:
+            return [roles[code] for code in codes if isinstance(code, int)]
+    return []
+
+
+def _named_roles(keys: Keys, layer_types: list[object]) -> list[Role]:
+    names = [name if isinstance(name, str) else brief(name) for name in layer_types]
+    unknown = sorted({name for name in names if name not in LAYER_ROLES})
     if unknown:
+        shown = ", ".join(printable(name, 40) for name in unknown[:5])
         raise ModelConfigError(
-            f"{keys.owner} has layers of type {', '.join(unknown)} (known: "
+            f"{keys.owner} has layers of type {shown} (known: "
             f"{', '.join(LAYER_ROLES)}); give the shapes yourself (--kind, --head-dim, …)"
         )
-    return [LAYER_ROLES[name] for name in layer_types]
+    return [LAYER_ROLES[name] for name in names]
 
 
 def _window(keys: Keys) -> int | None:
@@ -166,6 +179,7 @@ def _head_dim(keys: Keys, heads: int) -> int:
 
 def _softmax(keys: Keys, family: Family, role: Role, tp: int) -> LayerNeeds:
     if keys.get("kv_lora_rank") is not None and keys.get("use_mla") is not False:
+        keys.seen.update(("head_dim", "v_head_dim", "num_key_value_heads"))  # before absorption
         heads, latent, rope = keys.need("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
         return LayerNeeds(
             kind="mla" if keys.get("index_topk") is None else "dsa",
@@ -177,12 +191,24 @@ def _softmax(keys: Keys, family: Family, role: Role, tp: int) -> LayerNeeds:
     (heads, *_) = keys.need(
         "num_attention_heads", "hidden_size" if keys.count("head_dim") is None else "head_dim"
     )
-    one_kv = keys.get("multi_query") is True and keys.get("new_decoder_architecture") is not True
-    kv = 1 if one_kv else keys.count("num_key_value_heads") or heads
+    kv = _kv_heads(keys, heads)
     head_dim = _head_dim(keys, heads)
+    v_head_dim = int(keys.number("v_head_dim") or head_dim)  # 0 stands for none
+    sinks = family.sinks
     if role == "full":  # Gemma 4: other shapes in the layers that see everything
-        head_dim = keys.count("global_head_dim") or head_dim
+        wide = keys.count("global_head_dim")
+        head_dim, v_head_dim = (wide, wide) if wide else (head_dim, v_head_dim)
         kv = keys.count("num_global_key_value_heads") or kv
+        sinks = sinks or keys.get("add_full_attention_sink_bias") is True
+    if role == "window" and keys.get("sliding_window") is None:
+        keys.assume("layers with a window, and no sliding_window that says how wide: taken as full")
+    if role == "window":  # MiMo-V2: other shapes in the layers with a window
+        own = keys.count("swa_head_dim")
+        head_dim, v_head_dim = (own, own) if own else (head_dim, v_head_dim)
+        v_head_dim = keys.count("swa_v_head_dim") or v_head_dim
+        heads = keys.count("swa_num_attention_heads") or heads
+        kv = keys.count("swa_num_key_value_heads") or min(kv, heads)
+        sinks = sinks or keys.get("add_swa_attention_sink_bias") is True
     if role == "chunk":
         _note_chunk(keys)
     both_ways = keys.get("use_bidirectional_attention") is True
@@ -192,15 +218,25 @@ def _softmax(keys: Keys, family: Family, role: Role, tp: int) -> LayerNeeds:
     q, kv = rank_heads(keys, heads, kv, tp)
     return LayerNeeds(
         head_dim=head_dim,
-        v_head_dim=int(keys.number("v_head_dim") or head_dim),  # 0 stands for none
+        v_head_dim=v_head_dim,
         num_q_heads=q,
         num_kv_heads=kv,
         sliding_window=_window(keys) if role == "window" and not encoder else None,
         logit_cap=keys.number("attn_logit_softcapping"),
-        sinks=family.sinks,
+        sinks=sinks,
         cross=role == "cross",
         encoder=encoder,
     )
+
+
+def _kv_heads(keys: Keys, heads: int) -> int:
+    named = keys.count("num_key_value_heads")
+    if keys.get("multi_query") is True and keys.get("new_decoder_architecture") is not True:
+        return 1  # Falcon 7B, GPT-BigCode
+    groups = keys.count("multi_query_group_num")  # ChatGLM, which may turn it off
+    if keys.get("multi_query_attention") is False:
+        groups = None
+    return named or groups or heads
 
 
 def _note_chunk(keys: Keys) -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from attn_core.capabilities import PLAIN_DTYPES, Requirements, Speculation
 from attn_core.errors import ModelConfigError, UsageError, near
-from attn_core.models.families import FAMILIES, NOT_APPLIED, NOTES, UNKNOWN, VISION_DEFAULTS, Family
-from attn_core.models.keys import Keys, lookup
+from attn_core.listing import printable
+from attn_core.models.families import (
+    ABOUT_ATTENTION,
+    ALIBI,
+    FAMILIES,
+    NOT_APPLIED,
+    NOTES,
+    OF_THE_MODEL,
+    OF_THE_ORDER,
+    PLAIN,
+    UNKNOWN,
+    VISION_DEFAULTS,
+    Family,
+)
+from attn_core.models.keys import Keys, brief, lookup
 from attn_core.models.layers import decoder_layers, encoder_decoder_layers, vision_layer
 
 DTYPES: Mapping[str, str] = {
@@ -42,6 +55,7 @@ def requirements_from_config(
     if tp < 1:
         raise UsageError(f"tp {tp} (expected 1 or more)")
     keys, family = _text(config)
+    keys.count("num_hidden_layers")  # refused where it cannot be, whether it is used or not
     if is_encoder_decoder(config):
         layers = encoder_decoder_layers(keys, tp)
     else:
@@ -61,6 +75,13 @@ def requirements_from_config(
             keys.assume(sentence)
     if model_type in NOTES:
         keys.assume(NOTES[model_type])
+    _alibi(keys)
+    if left := _not_read(keys):
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        keys.assume(
+            f"not applied, though the names are about attention: {', '.join(left[:8])}{more}; "
+            "compare the layers that were read with the model's own code"
+        )
     for part in (keys, tower):
         if part is not None and part.defaulted:
             taken = ", ".join(f"{name} {value}" for name, value in part.defaulted.items())
@@ -105,6 +126,43 @@ def _text(config: Mapping[str, object]) -> tuple[Keys, Family]:
     first = architectures[0] if isinstance(architectures, list) and architectures else None
     owner = str(first or model_type or "a model without model_type")
     return Keys(text, owner, model_type, family.defaults), family
+
+
+def _alibi(keys: Keys) -> None:
+    """Say that ALiBi is not applied where something else than a key of that name asks for it."""
+    position = str(keys.get("position_embedding_type") or keys.get("position_embedding"))
+    baichuan = keys.model_type == "baichuan" and keys.get("hidden_size") == 5120  # its 13B
+    # a missing value of MPT is the one of its config class, which is True
+    mpt = keys.model_type == "mpt" and keys.get("attn_config.alibi") is None
+    if position.lower() == "alibi" or baichuan or mpt:
+        keys.assume(ALIBI)
+    elif position.startswith("relative"):
+        keys.assume(NOT_APPLIED["relative_attention_num_buckets"])
+
+
+def _not_read(keys: Keys) -> list[str]:
+    """List the keys about attention, with values, that nothing has looked up."""
+    left, ordered = [], keys.get("layer_types") is not None
+    outer = {path.partition(".")[0] for path in (*keys.seen, *NOT_APPLIED) if "." in path}
+    known = {*keys.seen, *NOT_APPLIED, *(path.rpartition(".")[0] for path in keys.seen)}
+    for path, value in _paths(keys.config, outer):
+        name = path.rpartition(".")[2]
+        if not ABOUT_ATTENTION.search(name) or OF_THE_MODEL.search(name) or path in known:
+            continue
+        if ordered and OF_THE_ORDER.search(name):
+            continue
+        if value not in PLAIN and value != [] and value != {}:
+            left.append(printable(f"{path} = {brief(value)}"))
+    return left
+
+
+def _paths(config: Mapping[str, object], outer: set[str]) -> Iterator[tuple[str, object]]:
+    """Yield paths and values; an object of which some keys are known, key by key."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key in outer:
+            yield from ((f"{key}.{inner}", part) for inner, part in value.items())
+        else:
+            yield str(key), value
 
 
 def _vision(config: Mapping[str, object], keys: Keys) -> Keys | None:

@@ -1,0 +1,36 @@
+"""The attention layers that were read of a model, as text and as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from attn_core.capabilities import LayerNeeds, Requirements
+
+
+def layers_as_data(needs: Requirements) -> list[dict[str, Any]]:
+    """Return the distinct layers, one rank's heads each; part is "text" or "vision"."""
+    return [{"part": part, **asdict(layer)} for part, layer in _parts(needs)]
+
+
+def layers_as_text(needs: Requirements, model: Path) -> str:
+    """Write a line for each distinct layer."""
+    lines = [f"layers read from {model}"]
+    for part, x in _parts(needs):
+        names = ("query", "KV") if x.family == "softmax" else ("key", "value")
+        counts = (x.num_q_heads, x.num_kv_heads)
+        named = {f"{name} heads": n for name, n in zip(names, counts, strict=True)}
+        words = [f"{value} {name}" for name, value in named.items() if value is not None]
+        dims = dict.fromkeys((x.head_dim, x.v_head_dim))
+        words.append(f"head_dim {'/'.join(str(dim) for dim in dims)}")
+        words += [f"window {x.sliding_window}"] if x.sliding_window else []
+        words += [f"logit cap {x.logit_cap:g}"] if x.logit_cap else []
+        words += [name for name in ("sinks", "cross", "encoder") if getattr(x, name)]
+        lines.append(f"  {part if part == 'vision' else x.kind:<11}{', '.join(words)}")
+    return "\n".join(lines)
+
+
+def _parts(needs: Requirements) -> list[tuple[str, LayerNeeds]]:
+    vision = [] if needs.vision is None else [("vision", needs.vision)]
+    return [*(("text", layer) for layer in needs.layers), *vision]
