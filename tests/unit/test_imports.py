@@ -18,6 +18,7 @@ LAYERS = (
     {"unmet"},
     {"plugins", "proofs", "device", "decision", "models"},
     {"explain", "weigh", "matrix", "doctor"},
+    {"advice"},
     {"selection"},
     {"situation"},
     {"why_not"},
@@ -32,7 +33,7 @@ LAYERS = (
     {"integrations", "testing", "warmup"},
     {"cli"},
 )
-DATA = set().union(*LAYERS[:8])
+DATA = set().union(*LAYERS[:9])
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 FREE = {  # may be imported before their layer: lazily, inside the function that needs them
     ("decision", "explain"),

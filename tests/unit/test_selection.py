@@ -334,3 +334,68 @@ def test_speculation_asks_the_backend_that_verifies():
         chosen = select(needs, HERE, registry, {})
         assert (chosen.prefill, chosen.decode, chosen.verify) == expected
         assert chosen.draft == chosen.verify
+
+
+def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
+    registry = load_plugins(
+        [
+            gen.point(
+                "dist",
+                [
+                    BackendSpec(
+                        name="soon",
+                        capabilities=[row(priority=30)],
+                        create="a:B",
+                        implemented=False,
+                    ),
+                    BackendSpec(name="now", capabilities=[row(priority=20)], create="a:B"),
+                ],
+            )
+        ]
+    )
+    asked = (Requirements(), HERE, registry, {})
+    chosen = select(*asked, simulated=True)
+    assert (chosen.prefill, chosen.runs_today) == ("soon", {"prefill": "now", "decode": "now"})
+    assert "runs today: now" in chosen.explain()
+    assert chosen.to_json()["runs_today"] == {"prefill": "now", "decode": "now"}
+    named = select(*asked, Overrides(prefill_attention_backend="soon"), simulated=True)
+    assert named.runs_today == {"prefill": "now", "decode": "now"}
+    denied = select(*asked, Overrides(deny=("now",)), simulated=True)
+    assert denied.runs_today == {"prefill": None, "decode": None}
+    assert select(*asked).runs_today == {}  # here nothing else is chosen
+
+
+def test_a_reference_backend_on_an_accelerator_is_said_to_be_slow_and_how_to_avoid_it():
+    from attn_core.capabilities import Speculation
+
+    registry = registry_of(
+        ref=row(priority=0, max_topk=8),
+        fast=row(priority=30, phases={Phase.PREFILL}),
+        fast_decode=row(priority=30, phases={Phase.DECODE}, max_topk=8),
+    )
+    needs = Requirements(speculation=Speculation(topk=4))
+    chosen = select(needs, HERE, registry, {})
+    assert (chosen.prefill, chosen.decode) == ("ref", "fast_decode")
+    (said,) = chosen.advice
+    assert "prefill runs on ref, a reference" in said
+    assert "; --speculative-attention-mode decode avoids it" in said
+    assert said in chosen.explain()
+    assert chosen.to_json()["advice"] == [said]
+    avoided = replace(needs, speculation=Speculation(topk=4, mode="decode"))
+    assert select(avoided, HERE, registry, {}).advice == ()
+    assert select(needs, Device("cpu", "amx"), registry, {}).advice == ()
+    named = Overrides(prefill_attention_backend="ref")
+    assert select(needs, HERE, registry, {}, named).advice == ()
+    alone = select(Requirements(), HERE, registry_of(ref=row(priority=0)), {})
+    assert all("no single flag avoids it" in text for text in alone.advice)
+    assert len(alone.advice) == 2
+
+
+def test_a_float32_model_on_an_accelerator_is_advised_to_take_bf16():
+    registry = registry_of(
+        slow=row(dtypes={"fp32", "bf16"}, kv_dtypes={"fp32", "bf16"}), fast=row(priority=30)
+    )
+    (said,) = select(Requirements(dtype="fp32"), HERE, registry, {}).advice
+    assert "--dtype bf16 halves the cache and runs prefill on fast and decode on fast" in said
+    assert select(Requirements(), HERE, registry, {}).advice == ()
+    assert select(Requirements(dtype="fp32"), Device("cpu", "amx"), registry, {}).advice == ()

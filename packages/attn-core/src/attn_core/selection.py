@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
+from attn_core.advice import advice, runs_today
 from attn_core.capabilities import Device, Phase, Requirements
 from attn_core.decision import LinearSelection, Overrides, Selection, Verdict
 from attn_core.errors import NoBackendError, UsageError
@@ -37,14 +38,19 @@ def select(
     overrides = _canonical(overrides or Overrides(), registry)
     s = Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
     _check(s)
-    base = Selection(
-        kv_cache_dtype=requirements.store_dtype,
-        device=device,
-        assumptions=requirements.assumptions,
+    chosen = _solve(s)
+    return replace(
+        chosen, runs_today=runs_today(s, chosen, _solve), advice=advice(s, chosen, _solve)
     )
-    chosen = _solve_softmax(s, base)
-    chosen = _solve_vision(s, chosen)
-    return _solve_linear(s, chosen)
+
+
+def _solve(s: Solver) -> Selection:
+    base = Selection(
+        kv_cache_dtype=s.needs.store_dtype,
+        device=s.device,
+        assumptions=s.needs.assumptions,
+    )
+    return _solve_linear(s, _solve_vision(s, _solve_softmax(s, base)))
 
 
 def _canonical(overrides: Overrides, registry: Registry) -> Overrides:

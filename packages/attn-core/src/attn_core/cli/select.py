@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from attn_core.capabilities import Family
 from attn_core.cli.console import print_json, print_text
-from attn_core.cli.options import SituationFlags, takes
+from attn_core.cli.options import SituationFlags, flag, takes
 from attn_core.cli.situation import situation
 from attn_core.errors import NoBackendError
 from attn_core.explain import explain, to_json
@@ -20,10 +21,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @takes(SituationFlags)
-def select_command(flags: SituationFlags, json: Json = False) -> None:
+def select_command(
+    flags: SituationFlags,
+    json: Json = False,
+    implemented_only: Annotated[
+        bool,
+        flag("--implemented-only", "Choose none that this version only declares.", env=False),
+    ] = False,
+) -> None:
     """Choose the backends of a model on a device, and say why. Exit code 3: none fits."""
     registry = load_plugins()
     asked = situation(flags, registry)
+    if implemented_only:  # as on this machine, where nothing else can be created
+        asked = replace(asked, simulated=False)
     try:
         selection = asked.select(registry)
     except NoBackendError as error:
