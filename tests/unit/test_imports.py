@@ -15,12 +15,14 @@ ROOT = pathlib.Path(attn_core.__file__).parent
 LAYERS = (
     {"errors", "capabilities", "libraries", "environment"},
     {"declared", "hookspecs", "page_size", "listing"},
+    {"changes"},
     {"unmet"},
     {"plugins", "proofs", "device", "decision", "models"},
     {"explain", "weigh", "matrix", "doctor"},
     {"advice"},
     {"selection"},
     {"situation"},
+    {"change_search"},
     {"why_not"},
     # here torch begins
     {"forward", "quant", "slots", "merge"},
@@ -33,7 +35,7 @@ LAYERS = (
     {"integrations", "testing", "warmup"},
     {"cli"},
 )
-DATA = set().union(*LAYERS[:9])
+DATA = set().union(*LAYERS[:11])
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 FREE = {  # may be imported before their layer: lazily, inside the function that needs them
     ("decision", "explain"),

@@ -147,17 +147,34 @@ def flags_of(names: list[str]) -> st.SearchStrategy[Overrides]:
 
 def serving(selection, family):
     if family == "linear":
-        return [selection.linear.prefill, selection.linear.decode]
+        return [getattr(selection.linear, role, None) for role in ("prefill", "decode")]
     return [selection.prefill, selection.decode, selection.multimodal]
+
+
+def gained(selection, spec, answer):
+    """The roles of the backend that it has not had before."""
+    every = serving(selection, spec.family)
+    roles = ("prefill", "decode", "multimodal")
+    return {r for r, name in zip(roles, every, strict=False) if name == spec.name} - set(
+        answer.chosen
+    )
 
 
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated, st.data())
 def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data):
-    """The changes and the flag, applied to what was asked, give the backend a role."""
+    """The changes and the flag, applied to what was asked, give the backend a role; all of them.
+
+    Leaving out any one, the flag too, takes it away again.
+    """
     registry = load_plugins(points)
     spec = data.draw(st.sampled_from(sorted(registry.backends.values(), key=lambda s: s.name)))
     softmax = [s.name for s in registry.family("softmax")]
     flags = data.draw(flags_of(softmax)) if softmax else Overrides()
+    check_answer(registry, spec, needs, device, libs, flags, sim)
+
+
+def check_answer(registry, spec, needs, device, libs, flags, sim):
+    asked = Situation(needs, device, libs, flags, sim)
     try:
         answer = why_not(
             spec.name,
@@ -172,34 +189,31 @@ def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data
     except UsageError:  # a flag that has nothing to decide
         return
     assert spec.name in describe(answer)
+    assert answer.fits == (answer.changes == ())
     if answer.changes is None:
-        assert not answer.fits
         assert answer.reasons or not spec.implemented
         return
-    if not answer.naming:
+    changes = (*answer.changes, *answer.named)
+    if not changes:
         assert answer.chosen
         return
-    situation = Situation(needs, device, libs, flags, sim).apply(answer.changes)
-    option, name = answer.naming.removeprefix("--").split()
-    named = replace(situation.overrides, **{option.replace("-", "_"): name})
-    assert name in serving(replace(situation, overrides=named).select(registry), spec.family)
-    assert name in serving(answer.after.select(registry), spec.family)
-    assert answer.fits == (answer.changes == ())
+    roles = gained(asked.apply(changes).select(registry), spec, answer)
+    assert roles
+    for left_out in changes:
+        rest = asked.apply(tuple(c for c in changes if c is not left_out))
+        try:
+            still = gained(rest.select(registry), spec, answer)
+        except AttnError:
+            continue
+        assert not roles <= still, left_out
 
 
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated)
 def test_every_single_change_was_needed(points, needs, device, libs, sim):
-    """Leaving out any one of the suggested changes makes the backend unfit again."""
+    """The same of every backend, without a flag of the caller."""
     registry = load_plugins(points)
-    for spec in registry.family("softmax"):
-        answer = why_not(spec.name, needs, device, registry, libs, simulated=sim)
-        if not answer.changes or answer.chosen:
-            continue
-        for left_out in answer.changes:
-            rest = tuple(c for c in answer.changes if c is not left_out)
-            cheaper = Situation(needs, device, libs, answer.after.overrides, sim).apply(rest)
-            with pytest.raises(AttnError):
-                cheaper.select(registry)
+    for spec in registry.backends.values():
+        check_answer(registry, spec, needs, device, libs, Overrides(), sim)
 
 
 # Examples, each a rule of its own.

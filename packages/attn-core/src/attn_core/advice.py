@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from attn_core.capabilities import Family, Phase
+from attn_core.changes import MACHINE, Change, changed
 from attn_core.decision import Overrides, Selection
 from attn_core.errors import AttnError, NoBackendError
-from attn_core.unmet import MACHINE, Change
 from attn_core.weigh import Solver
 
 Solve = Callable[[Solver], Selection]
@@ -85,7 +85,7 @@ def _reference(s: Solver, chosen: Selection, solve: Solve, phase: Phase) -> str:
         for verdict in s.weigh("softmax", phase)
         for reason in verdict.reasons
         for change in reason.changes
-        if change.target == "requirements" and change.cost < MACHINE
+        if change.target in ("requirements", "speculation") and change.cost < MACHINE
     }
     helping = []
     for change in sorted(changes, key=lambda c: (c.cost, c.text))[:TRIES]:
@@ -122,8 +122,7 @@ def _float32(s: Solver, chosen: Selection, solve: Solve) -> str:
 
 
 def _solved(s: Solver, change: Change, solve: Solve) -> Selection | None:
-    values: Mapping[str, Any] = dict(change.values)
     try:
-        return solve(replace(s, needs=replace(s.needs, **values)))
+        return solve(replace(s, needs=changed(s.needs, change)))
     except NoBackendError:
         return None

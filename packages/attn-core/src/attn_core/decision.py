@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_core.capabilities import BackendSpec, Capabilities, Device, Family, Phase
-from attn_core.unmet import Unmet
+from attn_core.changes import Unmet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,8 +178,8 @@ def _group(
     Findings with one key say the same: ("pinned" | "free" | "installed", distribution, …).
     """
     names = alternatives(group)
-    known = [p for p in pins if any(_accepts(p, n) for n in names)]
-    fitting = {p.distribution: p for p in known if _loads(p, torch)}
+    known = [p for p in pins if any(p.accepts(n) for n in names)]
+    fitting = {p.distribution: p for p in known if p.loads(torch)}
     tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
     lacking = shortfall(group, libraries)
     key: tuple[str, ...]
@@ -197,7 +197,7 @@ def _group(
             texts = [f"{p.distribution}: {p.why}" for p in fitting.values()]
             others: dict[str, list[str]] = {}
             for p in known:
-                if not _loads(p, torch):
+                if not p.loads(torch):
                     others.setdefault(p.distribution, []).append(p.torch)
             if others:
                 has = ", ".join(f"{d} for torch{' or '.join(t)}" for d, t in others.items())
@@ -234,19 +234,3 @@ def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
     after = [n.name for n in names[names.index(first) + 1 :]]
     lacking = f", for lack of {' and '.join(before)}" if before else ""
     return f"used{lacking}" + (f", before {' and '.join(after)}" if after else "")
-
-
-def _accepts(pin: Pin, wanted: Requirement) -> bool:
-    """Say whether a pin is of the distribution that is wanted, in a version that is."""
-    versions = SpecifierSet(pin.version)
-    exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
-    return pin.distribution == wanted.name and all(
-        wanted.specifier.contains(v, prereleases=True) for v in exact
-    )
-
-
-def _loads(pin: Pin, torch: str | None) -> bool:
-    """Say whether a pin is for this torch."""
-    if torch is None:
-        return False
-    return SpecifierSet(pin.torch).contains(Version(torch).public, prereleases=True)
