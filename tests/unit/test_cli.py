@@ -293,7 +293,8 @@ def test_why_not_names_the_smallest_change():
     assert "--page-size 64" in done.stdout
     got = data("why-not", "flashinfer", "--device", "cuda:sm80", "--sinks", "--json")
     assert got["changes"] == ["a model without sinks"]
-    assert got["naming"] == "--attention-backend flashinfer"
+    assert got["naming"] == ""  # it is then chosen by itself
+    assert got["command"] == "attn select --device cuda:sm80"
     fits = attn("why-not", "triton", "--device", "cuda:sm90")
     assert "triton fits, but is not chosen" in fits.stdout
     both = data("why-not", "triton", "--device", "cuda:sm90", "--kind", "gdn", "--json")

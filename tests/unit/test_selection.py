@@ -14,6 +14,7 @@ from attn_core.capabilities import (
     LayerNeeds,
     Phase,
     Requirements,
+    Speculation,
 )
 from attn_core.decision import Overrides
 from attn_core.errors import AttnError, NoBackendError, UnknownBackendError, UsageError
@@ -21,10 +22,11 @@ from attn_core.plugins import load_plugins
 from attn_core.selection import select
 from attn_core.situation import Situation
 from attn_core.why_not import describe, why_not
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 simulated = st.booleans()
+few = settings(max_examples=settings.default.max_examples // 4)  # a search tries many selections
 
 
 def outcome(registry, needs, device, libraries, overrides=None, simulated=False):
@@ -160,6 +162,7 @@ def gained(selection, spec, answer):
     )
 
 
+@few
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated, st.data())
 def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data):
     """The changes and the flag, applied to what was asked, give the backend a role; all of them.
@@ -208,7 +211,40 @@ def check_answer(registry, spec, needs, device, libs, flags, sim):
         assert not roles <= still, left_out
 
 
+def drafts_that_no_linear_backend_verifies():
+    """One row fits; the other wants a library and a model without linear layers.
+
+    The selection fails over the linear layers. Without them the first row serves, so that the
+    library of the second is superfluous.
+    """
+    able = Capabilities(
+        kind="mha",
+        device="any",
+        dtypes={"bf16"},
+        kv_dtypes={"bf16"},
+        priority=10,
+        max_topk=1,
+    )
+    other = replace(able, beside_linear=False, requires=("liba>=2",))
+    better = replace(able, priority=30)
+    return [
+        gen.point(name, [BackendSpec(name=name, capabilities=rows, create="a:B")])
+        for name, rows in (("b0", [able, other]), ("b1", [better]))
+    ]
+
+
+@few
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated)
+@example(
+    drafts_that_no_linear_backend_verifies(),
+    Requirements(
+        layers=(LayerNeeds(), LayerNeeds(kind="gdn", head_dim=128)),
+        speculation=Speculation(mode="decode"),
+    ),
+    Device("cuda", "x1"),
+    {},
+    False,
+)
 def test_every_single_change_was_needed(points, needs, device, libs, sim):
     """The same of every backend, without a flag of the caller."""
     registry = load_plugins(points)
@@ -334,8 +370,6 @@ def test_linear_layers_without_a_backend_stay_the_models_own():
 
 
 def test_speculation_asks_the_backend_that_verifies():
-    from attn_core.capabilities import Speculation
-
     registry = registry_of(
         a=row(priority=30, max_topk=0), b=row(priority=20, max_topk=1), c=row(max_topk=8)
     )
@@ -380,8 +414,6 @@ def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
 
 
 def test_a_reference_backend_on_an_accelerator_is_said_to_be_slow_and_how_to_avoid_it():
-    from attn_core.capabilities import Speculation
-
     registry = registry_of(
         ref=row(priority=0, max_topk=8),
         fast=row(priority=30, phases={Phase.PREFILL}),

@@ -16,6 +16,7 @@ from attn_core.changes import Change
 from attn_core.cli.command_line import applier, changed_flags, written
 from attn_core.cli.options import SituationFlags
 from attn_core.cli.situation import situation
+from attn_core.errors import AttnError
 from attn_core.plugins import Registry, load_plugins
 from attn_core.why_not import why_not
 from hypothesis import example, given, settings
@@ -33,6 +34,7 @@ def run(*arguments: str, installed: tuple[str, ...] = ()) -> tuple[int, str]:
             patch.delenv(name)
         found = {**HERE(REGISTRY), **dict.fromkeys(installed)}
         patch.setattr(Registry, "installed_libraries", lambda self: found)
+        patch.setattr("attn_core.cli.select.load_plugins", lambda: REGISTRY)
         patch.setattr(sys, "argv", ["attn", *arguments])
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()):
             try:
@@ -42,12 +44,13 @@ def run(*arguments: str, installed: tuple[str, ...] = ()) -> tuple[int, str]:
     return code, text.getvalue()
 
 
-def roles(arguments: list[str], name: str, installed: tuple[str, ...] = ()) -> set[str]:
+def roles(command: str, name: str, installed: tuple[str, ...] = ()) -> set[str]:
     """Return the roles of a backend in what a command line selects."""
-    code, text = run(*arguments, "--json", installed=installed)
-    if code:
-        return set()
-    got = json.loads(text)
+    code, text = run(*shlex.split(command)[1:], "--json", installed=installed)
+    return set() if code else served(json.loads(text), name)
+
+
+def served(got: dict, name: str) -> set[str]:
     linear = {f"linear {r}": n for r, n in (got["linear"] or {}).items()}
     return {r for r in ("prefill", "decode", "multimodal") if got[r] == name} | {
         r for r, n in linear.items() if n == name
@@ -85,26 +88,32 @@ NAMES = sorted({spec.name for spec in REGISTRY.backends.values()})
 @example({"device": "npu:910b", "runtime_version": "8.0"}, "trtllm_mha")
 @example({"device": "cuda:sm90", "assume_installed": ["triton"]}, "fa3")
 @example({}, "fa3")
-@settings(max_examples=max(10, settings.default.max_examples // 5))
+@settings(max_examples=max(10, settings.default.max_examples // 6))
 def test_the_printed_command_works_and_is_minimal(flags, name):
     asked = SituationFlags(**flags)
-    words = shlex.split(written("select", asked))[1:]
-    code, text = run("why-not", name, *words[1:], "--json")
+    code, text = run("why-not", name, *shlex.split(written("select", asked))[2:], "--json")
     if code:  # flags that say nothing together
         assert code in (2, 3)
         return
     got = json.loads(text)
-    before = roles(words, name)
     for answer in (got, got.get("linear")):
         if answer is None or not answer["command"]:
             continue
         changes = suggested(asked, answer)
-        gained = roles(shlex.split(answer["command"])[1:], name, installs(asked, changes)) - before
+        before = served(got["decision"], name)
+        gained = roles(answer["command"], name, installs(asked, changes)) - before
         assert gained, answer["command"]
         for left_out in changes:
             rest = tuple(c for c in changes if c is not left_out)
-            less = shlex.split(written("select", changed_flags(asked, rest)[0]))[1:]
-            assert not gained <= roles(less, name, installs(asked, rest)), left_out.text
+            less = applier(asked, REGISTRY)(rest)
+            assert less is None or not gained <= asked_roles(less, name), left_out.text
+
+
+def asked_roles(asked, name: str) -> set[str]:
+    try:
+        return served(asked.select(REGISTRY).to_json(), name)
+    except AttnError:
+        return set()
 
 
 def suggested(asked, answer):
@@ -129,6 +138,43 @@ def installs(asked, changes) -> tuple[str, ...]:
     """Return the libraries that no flag adds: those to be installed on this machine."""
     rest = changed_flags(asked, changes)[1]
     return tuple(name for c in rest if c.target == "libraries" for name, _ in c.values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "command"),
+    [
+        (
+            {"device": "npu:910b", "kv_cache_dtype": "fp8_e5m2", "dtype": "fp32"},
+            "ascend",
+            "attn select --dtype bf16 --device npu:910b",
+        ),
+        (
+            {"device": "npu:910b", "runtime_version": "8.0"},
+            "intel_amx",
+            "attn select --device cpu:amx",
+        ),
+        ({"device": "cuda:sm90", "sinks": True}, "flashinfer_cudnn", None),
+        (
+            {"device": "cuda:sm90", "prefill_attention_backend": "fa3"},
+            "triton",
+            "attn select --prefill-attention-backend fa3 --decode-attention-backend triton "
+            "--device cuda:sm90",
+        ),
+        (
+            {"device": "cuda:sm90", "assume_installed": ["triton"]},
+            "fa3",
+            "attn select --device cuda:sm90 --assume-installed triton,sglang-kernel",
+        ),
+    ],
+)
+def test_the_command_of_a_situation(flags, name, command):
+    code, text = run(
+        "why-not", name, *shlex.split(written("select", SituationFlags(**flags)))[2:], "--json"
+    )
+    assert code == 0
+    if command is not None:
+        assert json.loads(text)["command"] == command
+    assert json.loads(text)["command"]
 
 
 def test_a_placeholder_is_not_advised(monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from attn_core.capabilities import BackendSpec, Capabilities, Phase
-from attn_core.changes import FLAG, INSTALL, Change, Unmet
+from attn_core.changes import FEATURE, FLAG, INSTALL, Change, Unmet
 from attn_core.decision import Selection
 from attn_core.errors import AttnError, NoBackendError
 from attn_core.libraries import alternatives
@@ -87,7 +87,7 @@ class Search:
     def _select(self, asked: Situation) -> Selection | NoBackendError | None:
         """Select; return the refusal where nothing fits, None where nothing can be asked."""
         try:
-            return asked.select(self.registry)
+            return asked.select(self.registry, advise=False)
         except NoBackendError as error:
             return error
         except AttnError:
@@ -201,14 +201,17 @@ def _ways_out(
 ) -> Iterator[Change]:
     """Yield what may help where the backend fits alone, and the selection fails all the same.
 
-    A page size that no pair shares, a flag of the caller that names another backend or leaves none
-    to the other phase, or what the other phase lacks.
+    A page size that no pair shares, drafts that no linear backend verifies, a flag of the caller
+    that names another backend or leaves none to the other phase, or what the other phase lacks.
     """
     if isinstance(result, Selection):
         return  # it is possible, and others rank before the backend
     if after.requirements.page_size is not None:
         free = (("page_size", None),)
         yield Change("requirements", free, FLAG, "no --page-size")
+    if after.requirements.speculation is not None:  # linear layers that nobody verifies
+        without = (("speculation", None),)
+        yield Change("requirements", without, FEATURE + 1, "no speculation")
     own = {name for change in goal.start for name, _ in change.values}
     for field in fields(after.overrides):
         value = getattr(after.overrides, field.name)

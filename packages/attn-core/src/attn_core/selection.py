@@ -25,12 +25,14 @@ def select(
     profile: Profile | None = None,
     *,
     simulated: bool = False,
+    advise: bool = True,
 ) -> Selection:
     """Choose a backend for every role, all phases at once. Pure and torch-free.
 
     libraries: distribution → version (None: new enough). profile: measured costs that rank before
     priorities. simulated: the device is not this machine's, so that a backend which is declared
-    but not implemented may be chosen, with a note.
+    but not implemented may be chosen, with a note. advise: also try what runs today, and which
+    flag avoids what is slow.
 
     Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
     a name that nobody declares; UsageError for a flag that has nothing to decide.
@@ -39,6 +41,8 @@ def select(
     s = Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
     _check(s)
     chosen = _solve(s)
+    if not advise:
+        return chosen
     return replace(
         chosen, runs_today=runs_today(s, chosen, _solve), advice=advice(s, chosen, _solve)
     )

@@ -50,7 +50,7 @@ class Situation:
         moved = (device.type, device.arch) != (self.device.type, self.device.arch)
         return Situation(needs, device, libraries, overrides, self.simulated or moved)
 
-    def select(self, registry: Registry) -> Selection:
+    def select(self, registry: Registry, *, advise: bool = True) -> Selection:
         """Run select() on it."""
         return select(
             self.requirements,
@@ -59,4 +59,5 @@ class Situation:
             self.libraries,
             self.overrides,
             simulated=self.simulated,
+            advise=advise,
         )

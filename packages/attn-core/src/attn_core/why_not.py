@@ -74,7 +74,7 @@ def why_not(
         decision = here.select(registry)
     except NoBackendError as error:
         decision, failure = error.selection, str(error)
-    roles = _roles(decision, spec)
+    roles = () if failure else _roles(decision, spec)  # half a decision gives nobody a role
     reasons = tuple(
         (v.phase.value, str(r)) for v in decision.verdicts if v.spec is spec for r in v.reasons
     )
