@@ -66,6 +66,19 @@ def test_not_implemented_is_a_note_on_a_simulated_device():
     assert "not implemented in 0.1" in refused.stderr
 
 
+def test_implemented_only_and_what_runs_today():
+    asked = ("select", "--device", "npu:910b", "--json")
+    got = data(*asked)
+    assert got["prefill"] == "ascend"
+    today = data(*asked, "--implemented-only")
+    assert got["runs_today"] == {"prefill": today["prefill"], "decode": today["decode"]}
+    assert today["runs_today"] == {}
+    implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}
+    assert today["prefill"] in implemented
+    refused = attn(*asked, "--implemented-only", "--attention-backend", "ascend")
+    assert refused.returncode == 3
+
+
 def test_no_backend_exits_3_with_the_same_object_and_an_error():
     done = attn("select", "--device", "cuda:sm90", "--attention-backend", "trtllm_mla", "--json")
     assert done.returncode == 3
@@ -375,7 +388,8 @@ def test_why_not_names_the_smallest_change():
     assert "--page-size 64" in done.stdout
     got = data("why-not", "flashinfer", "--device", "cuda:sm80", "--sinks", "--json")
     assert got["changes"] == ["a model without sinks"]
-    assert got["naming"] == "--attention-backend flashinfer"
+    assert got["naming"] == ""  # it is then chosen by itself
+    assert got["command"] == "attn select --device cuda:sm80"
     fits = attn("why-not", "triton", "--device", "cuda:sm90")
     assert "triton fits, but is not chosen" in fits.stdout
     both = data("why-not", "triton", "--device", "cuda:sm90", "--kind", "gdn", "--json")

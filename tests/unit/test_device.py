@@ -18,10 +18,41 @@ from attn_core.errors import UsageError
         ("cpu", "cpu:amx"),
         *((f"{t}:{a}", f"{t}:{a}") for t, archs in ARCHS.items() for a in archs),
         ("CUDA:SM90", "cuda:sm90"),
+        ("cuda:sm87", "cuda:sm86"),
+        ("cuda:sm121", "cuda:sm120"),
     ],
 )
 def test_names(text, expected):
     assert str(parse_device(text)) == expected
+
+
+@pytest.mark.parametrize(("major", "minor"), [(8, 7), (8, 9), (9, 0), (10, 1), (12, 1)])
+def test_a_chip_that_the_probe_finds_can_be_named(monkeypatch, major, minor):
+    """The probe and --device take a chip for the same architecture."""
+
+    class Driver:
+        def cuInit(self, flags):  # noqa: N802 - the driver's own names
+            return 0
+
+        def cuDeviceGet(self, device, ordinal):  # noqa: N802
+            return 0
+
+        def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
+            value._obj.value = {75: major, 76: minor}[attribute]
+            return 0
+
+    monkeypatch.setattr("attn_core.device.torch_build", lambda: {"cuda": "13.0"})
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver())
+    here = probe_device()
+    assert here.arch in ARCHS["cuda"]
+    assert parse_device(f"cuda:sm{major}{minor}", "13.0") == here
+
+
+def test_this_machines_own_architecture_can_be_named_where_no_list_has_it():
+    here = Device("rocm", "gfx1201", "7.0")
+    assert parse_device("rocm:gfx1201", here=here) == Device("rocm", "gfx1201")
+    with pytest.raises(UsageError, match="unknown device 'rocm:gfx1200'"):
+        parse_device("rocm:gfx1200", here=here)
 
 
 def test_every_documented_architecture_is_known():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from attn_core import doctor
 from attn_core.capabilities import BackendSpec, Capabilities, Device
@@ -52,7 +54,14 @@ def examine(monkeypatch, torch: str, libraries: dict, *groups: str, device=HOPPE
         ("2.13.0", {}, "source", "note", "for x; source: built from source", ""),
         ("2.13.0", {}, "kern>=0.4 or source", "note", "built for torch 2.13", "'kern==0.4.8'"),
         ("2.13.0", {}, "source or free", "note", "for x", "'free'"),
-        ("2.12.0", {}, "kern or source", "note", "torch==2.13.*; source: built from source", ""),
+        (
+            "2.12.0",
+            {},
+            "kern or source",
+            "note",
+            "==2.11.* or ==2.13.*; source: built from source",
+            "",
+        ),
         (
             "2.13.0",
             {},
@@ -94,6 +103,50 @@ def test_of_several_libraries_the_one_that_is_used(monkeypatch, libraries, verdi
     found = examine(monkeypatch, "2.13.0", libraries, "a>=1 or b or c")
     for name, text in verdicts.items():
         assert (found[name].verdict + "$").startswith(text), found[name].verdict
+
+
+def doctor_of(monkeypatch, libraries, torch="2.13.0", **backends):
+    """Examine backends, each given as (implemented, groups that its row requires)."""
+    specs, origins = {}, {}
+    for name, (implemented, groups) in backends.items():
+        (spec,) = registry(*groups).backends.values()
+        specs["softmax", name] = replace(spec, name=name, implemented=implemented)
+        origins["softmax", name] = Origin("attn-x", "0.1.0", "attn_x")
+    monkeypatch.setattr(doctor, "torch_build", lambda: {"version": torch, "cuda": "13.0"})
+    monkeypatch.setattr(Registry, "installed_libraries", lambda self: libraries)
+    return doctor.examine(Registry(specs, origins, (), PINS), HOPPER)
+
+
+def test_one_installation_is_advised_once(monkeypatch):
+    found = doctor_of(
+        monkeypatch,
+        {},
+        a=(True, ["free>=1", "kern>=0.4"]),
+        b=(True, ["free>=1,<2", "source or kern>=0.4"]),
+        c=(True, ["kern"]),
+    )
+    fixes = [f.fix for f in found if f.fix]
+    assert sorted(fixes) == ["pip install 'free<2,>=1'", "pip install 'kern==0.4.8'"]
+    verdicts = [f.verdict for f in found if f.fix]
+    assert sorted(verdicts) == ["for a, b", "for a, b, c; built for torch 2.13"]
+
+
+def test_what_is_installed_is_named_once(monkeypatch):
+    found = doctor_of(monkeypatch, {"free": "1.5"}, a=(True, ["free>=1"]), b=(True, ["free<2"]))
+    assert [f.verdict for f in found if f.subject == "free"] == ["for a, b"]
+
+
+def test_no_library_is_advised_for_a_backend_that_is_not_implemented(monkeypatch):
+    found = doctor_of(
+        monkeypatch, {"kern": "0.4.5"}, a=(False, ["free>=1", "kern"]), b=(True, ["other"])
+    )
+    assert [f.fix for f in found if f.subject in ("free>=1", "other")] == ["pip install 'other'"]
+    (said,) = [f for f in found if f.found == "a"]
+    assert "not implemented" in said.verdict
+    (wrong,) = [
+        f for f in found if f.subject == "kern"
+    ]  # what is installed is looked at all the same
+    assert wrong.level == "problem"
 
 
 def test_libraries_of_other_hardware_are_not_mentioned(monkeypatch):

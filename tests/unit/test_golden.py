@@ -77,8 +77,9 @@ def check(selection, expect):
             assert want not in notes
         elif key == "why":
             assert want in selection.why["page_size"]
-        elif key == "assumption":
-            assert any(want in text for text in selection.assumptions)
+        elif key in ("assumption", "advice"):
+            texts = selection.assumptions if key == "assumption" else selection.advice
+            assert any(want in text for text in texts)
         elif key == "linear" and want:
             assert want == {role: getattr(selection.linear, role, None) for role in want}
         else:

@@ -16,11 +16,14 @@ LAYERS = (
     {"errors", "capabilities", "libraries", "environment", "streams"},
     {"hookspecs", "page_size", "listing"},
     {"declared"},
+    {"changes"},
     {"unmet"},
     {"plugins", "proofs", "device", "decision", "models"},
     {"explain", "weigh", "matrix", "doctor"},
+    {"advice"},
     {"selection"},
     {"situation"},
+    {"change_search"},
     {"why_not"},
     # here torch begins
     {"forward", "quant", "slots", "merge"},
@@ -33,7 +36,7 @@ LAYERS = (
     {"integrations", "testing", "warmup"},
     {"cli"},
 )
-DATA = set().union(*LAYERS[:9])
+DATA = set().union(*LAYERS[:12])
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 FREE = {  # may be imported before their layer: lazily, inside the function that needs them
     ("decision", "explain"),

@@ -22,10 +22,11 @@ from attn_core.plugins import load_plugins
 from attn_core.selection import select
 from attn_core.situation import Situation
 from attn_core.why_not import describe, why_not
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 simulated = st.booleans()
+few = settings(max_examples=settings.default.max_examples // 4)  # a search tries many selections
 
 
 def outcome(registry, needs, device, libraries, overrides=None, simulated=False):
@@ -191,17 +192,35 @@ def flags_of(names: list[str]) -> st.SearchStrategy[Overrides]:
 
 def serving(selection, family):
     if family == "linear":
-        return [selection.linear.prefill, selection.linear.decode]
+        return [getattr(selection.linear, role, None) for role in ("prefill", "decode")]
     return [selection.prefill, selection.decode, selection.multimodal]
 
 
+def gained(selection, spec, answer):
+    """The roles of the backend that it has not had before."""
+    every = serving(selection, spec.family)
+    roles = ("prefill", "decode", "multimodal")
+    return {r for r, name in zip(roles, every, strict=False) if name == spec.name} - set(
+        answer.chosen
+    )
+
+
+@few
 @given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated, st.data())
 def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data):
-    """The changes and the flag, applied to what was asked, give the backend a role."""
+    """The changes and the flag, applied to what was asked, give the backend a role; all of them.
+
+    Leaving out any one, the flag too, takes it away again.
+    """
     registry = load_plugins(points)
     spec = data.draw(st.sampled_from(sorted(registry.backends.values(), key=lambda s: s.name)))
     softmax = [s.name for s in registry.family("softmax")]
     flags = data.draw(flags_of(softmax)) if softmax else Overrides()
+    check_answer(registry, spec, needs, device, libs, flags, sim)
+
+
+def check_answer(registry, spec, needs, device, libs, flags, sim):
+    asked = Situation(needs, device, libs, flags, sim)
     try:
         answer = why_not(
             spec.name,
@@ -216,34 +235,64 @@ def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data
     except UsageError:  # a flag that has nothing to decide
         return
     assert spec.name in describe(answer)
+    assert answer.fits == (answer.changes == ())
     if answer.changes is None:
-        assert not answer.fits
         assert answer.reasons or not spec.implemented
         return
-    if not answer.naming:
+    changes = (*answer.changes, *answer.named)
+    if not changes:
         assert answer.chosen
         return
-    situation = Situation(needs, device, libs, flags, sim).apply(answer.changes)
-    option, name = answer.naming.removeprefix("--").split()
-    named = replace(situation.overrides, **{option.replace("-", "_"): name})
-    assert name in serving(replace(situation, overrides=named).select(registry), spec.family)
-    assert name in serving(answer.after.select(registry), spec.family)
-    assert answer.fits == (answer.changes == ())
-
-
-@given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated)
-def test_every_single_change_was_needed(points, needs, device, libs, sim):
-    """Leaving out any one of the suggested changes makes the backend unfit again."""
-    registry = load_plugins(points)
-    for spec in registry.family("softmax"):
-        answer = why_not(spec.name, needs, device, registry, libs, simulated=sim)
-        if not answer.changes or answer.chosen:
+    roles = gained(asked.apply(changes).select(registry), spec, answer)
+    assert roles
+    for left_out in changes:
+        rest = asked.apply(tuple(c for c in changes if c is not left_out))
+        try:
+            still = gained(rest.select(registry), spec, answer)
+        except AttnError:
             continue
-        for left_out in answer.changes:
-            rest = tuple(c for c in answer.changes if c is not left_out)
-            cheaper = Situation(needs, device, libs, answer.after.overrides, sim).apply(rest)
-            with pytest.raises(AttnError):
-                cheaper.select(registry)
+        assert not roles <= still, left_out
+
+
+def drafts_that_no_linear_backend_verifies():
+    """One row fits; the other wants a library and a model without linear layers.
+
+    The selection fails over the linear layers. Without them the first row serves, so that the
+    library of the second is superfluous.
+    """
+    able = Capabilities(
+        kind="mha",
+        device="any",
+        dtypes={"bf16"},
+        kv_dtypes={"bf16"},
+        priority=10,
+        max_topk=1,
+    )
+    other = replace(able, beside_linear=False, requires=("liba>=2",))
+    better = replace(able, priority=30)
+    return [
+        gen.point(name, [BackendSpec(name=name, capabilities=rows, create="a:B")])
+        for name, rows in (("b0", [able, other]), ("b1", [better]))
+    ]
+
+
+@few
+@given(gen.plugins(2), gen.requirements, gen.devices, gen.libraries, simulated)
+@example(
+    drafts_that_no_linear_backend_verifies(),
+    Requirements(
+        layers=(LayerNeeds(), LayerNeeds(kind="gdn", head_dim=128)),
+        speculation=Speculation(mode="decode"),
+    ),
+    Device("cuda", "x1"),
+    {},
+    False,
+)
+def test_every_single_change_was_needed(points, needs, device, libs, sim):
+    """The same of every backend, without a flag of the caller."""
+    registry = load_plugins(points)
+    for spec in registry.backends.values():
+        check_answer(registry, spec, needs, device, libs, Overrides(), sim)
 
 
 # Examples, each a rule of its own.
@@ -364,8 +413,6 @@ def test_linear_layers_without_a_backend_stay_the_models_own():
 
 
 def test_speculation_asks_the_backend_that_verifies():
-    from attn_core.capabilities import Speculation
-
     registry = registry_of(
         a=row(priority=30, max_topk=0), b=row(priority=20, max_topk=1), c=row(max_topk=8)
     )
@@ -378,3 +425,66 @@ def test_speculation_asks_the_backend_that_verifies():
         chosen = select(needs, HERE, registry, {})
         assert (chosen.prefill, chosen.decode, chosen.verify) == expected
         assert chosen.draft == chosen.verify
+
+
+def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
+    registry = load_plugins(
+        [
+            gen.point(
+                "dist",
+                [
+                    BackendSpec(
+                        name="soon",
+                        capabilities=[row(priority=30)],
+                        create="a:B",
+                        implemented=False,
+                    ),
+                    BackendSpec(name="now", capabilities=[row(priority=20)], create="a:B"),
+                ],
+            )
+        ]
+    )
+    asked = (Requirements(), HERE, registry, {})
+    chosen = select(*asked, simulated=True)
+    assert (chosen.prefill, chosen.runs_today) == ("soon", {"prefill": "now", "decode": "now"})
+    assert "runs today: now" in chosen.explain()
+    assert chosen.to_json()["runs_today"] == {"prefill": "now", "decode": "now"}
+    named = select(*asked, Overrides(prefill_attention_backend="soon"), simulated=True)
+    assert named.runs_today == {"prefill": "now", "decode": "now"}
+    denied = select(*asked, Overrides(deny=("now",)), simulated=True)
+    assert denied.runs_today == {"prefill": None, "decode": None}
+    assert select(*asked).runs_today == {}  # here nothing else is chosen
+
+
+def test_a_reference_backend_on_an_accelerator_is_said_to_be_slow_and_how_to_avoid_it():
+    registry = registry_of(
+        ref=row(priority=0, max_topk=8),
+        fast=row(priority=30, phases={Phase.PREFILL}),
+        fast_decode=row(priority=30, phases={Phase.DECODE}, max_topk=8),
+    )
+    needs = Requirements(speculation=Speculation(topk=4))
+    chosen = select(needs, HERE, registry, {})
+    assert (chosen.prefill, chosen.decode) == ("ref", "fast_decode")
+    (said,) = chosen.advice
+    assert "prefill runs on ref, a reference" in said
+    assert "; --speculative-attention-mode decode avoids it" in said
+    assert said in chosen.explain()
+    assert chosen.to_json()["advice"] == [said]
+    avoided = replace(needs, speculation=Speculation(topk=4, mode="decode"))
+    assert select(avoided, HERE, registry, {}).advice == ()
+    assert select(needs, Device("cpu", "amx"), registry, {}).advice == ()
+    named = Overrides(prefill_attention_backend="ref")
+    assert select(needs, HERE, registry, {}, named).advice == ()
+    alone = select(Requirements(), HERE, registry_of(ref=row(priority=0)), {})
+    assert all("no single flag avoids it" in text for text in alone.advice)
+    assert len(alone.advice) == 2
+
+
+def test_a_float32_model_on_an_accelerator_is_advised_to_take_bf16():
+    registry = registry_of(
+        slow=row(dtypes={"fp32", "bf16"}, kv_dtypes={"fp32", "bf16"}), fast=row(priority=30)
+    )
+    (said,) = select(Requirements(dtype="fp32"), HERE, registry, {}).advice
+    assert "--dtype bf16 halves the cache and runs prefill on fast and decode on fast" in said
+    assert select(Requirements(), HERE, registry, {}).advice == ()
+    assert select(Requirements(dtype="fp32"), Device("cpu", "amx"), registry, {}).advice == ()

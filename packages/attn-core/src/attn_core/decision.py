@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_core.capabilities import BackendSpec, Capabilities, Device, Family, Phase, Requirements
-from attn_core.unmet import Unmet
+from attn_core.changes import Unmet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,9 @@ class Selection:
 
     requirements: what was asked for. verify and draft are None without speculation; multimodal
     without a vision tower; linear without linear layers, or where the model keeps its own. rows:
-    the chosen row per role. conflicts: pairs that were refused, each in one sentence. Nothing is
+    the chosen row per role. conflicts: pairs that were refused, each in one sentence. runs_today:
+    per role whose backend is declared and not implemented, the best implemented one, None where
+    none fits. advice: sentences about what is slow here, with the flag that avoids it. Nothing is
     applied: the caller creates the pool with page_size, kv_cache_dtype and layout.
     """
 
@@ -95,6 +97,8 @@ class Selection:
     verdicts: tuple[Verdict, ...] = ()
     conflicts: tuple[str, ...] = ()
     rows: Mapping[str, Capabilities] = field(default_factory=dict)
+    runs_today: Mapping[str, str | None] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
 
     def explain(self) -> str:
         """Write the decision for people: roles, why, what was assumed, what was rejected."""

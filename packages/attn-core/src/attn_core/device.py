@@ -23,13 +23,24 @@ ARCHS: dict[str, tuple[str, ...]] = {
     "xpu": ("pvc", "bmg", "dg2"),
     "cpu": ("amx", "avx512", "avx2", "neon"),
 }
+# Chips that run what another member of their family runs, by CUDA's rules of compatibility: Jetson
+# Orin, Thor under its name before CUDA 13, and the GB10 of a DGX Spark.
+FAMILY = {"sm87": "sm86", "sm88": "sm86", "sm101": "sm110", "sm121": "sm120"}
 
 
-def parse_device(text: str, runtime: str | None = None, extra: Iterable[str] = ()) -> Device:
+def parse_device(
+    text: str,
+    runtime: str | None = None,
+    extra: Iterable[str] = (),
+    here: Device | None = None,
+) -> Device:
     """Parse "cuda", "cuda:sm90" …; a type alone means its newest data-centre part.
 
+    A member of a family is the architecture that it runs: "cuda:sm121" is cuda:sm120, as the probe
+    of such a machine says too.
     runtime: version of CUDA, ROCm or CANN; a CPU and an XPU have none. extra: types that plugins
-    declare beside the known ones, any architecture. Raises UsageError with what is possible.
+    declare beside the known ones, any architecture. here: this machine, whose own architecture may
+    be named where no list has it. Raises UsageError with what is possible.
     """
     if runtime is not None:
         try:
@@ -46,7 +57,9 @@ def parse_device(text: str, runtime: str | None = None, extra: Iterable[str] = (
         raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {have})")
     if not arch:
         return Device(kind, ARCHS[kind][0], runtime)
-    if arch not in ARCHS[kind]:
+    if kind == "cuda":
+        arch = FAMILY.get(arch, arch)
+    if arch not in ARCHS[kind] and (here is None or str(here) != f"{kind}:{arch}"):
         known = [f"{kind}:{a}" for a in ARCHS[kind]]
         raise UsageError(f"unknown device {text!r}: {near(f'{kind}:{arch}', known)}")
     return Device(kind, arch, runtime)
@@ -94,11 +107,8 @@ def _cuda_arch() -> str | None:
     failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
     if failed:
         return None
-    # sm121 and other members of a family run what its first member runs, by CUDA's family rule
-    known = [int(a[2:]) for a in ARCHS["cuda"]]
-    number = major.value * 10 + minor.value
-    same = [k for k in known if k // 10 == number // 10 and k <= number]
-    return f"sm{max(same)}" if same else f"sm{number}"
+    arch = f"sm{major.value * 10 + minor.value}"
+    return FAMILY.get(arch, arch)
 
 
 def _rocm_arch() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from packaging.requirements import Requirement
@@ -125,65 +125,102 @@ def _packages(registry: Registry) -> Iterator[Finding]:
 def _kernel_libraries(
     registry: Registry, here: Device, libraries: dict[str, str | None], torch: str | None
 ) -> Iterator[Finding]:
-    wanted: dict[str, list[str]] = {}
+    """Judge what the backends of this device require, each advice once; install nothing in vain.
+
+    A backend that is declared and not implemented asks for no library: none helps it.
+    """
+    wanted: dict[str, list[str]] = {}  # group → the implemented backends that require it
+    declared: list[str] = []
     for spec in registry.backends.values():
         for row in spec.capabilities:
             if row.device not in ("any", here.type) or (row.archs and here.arch not in row.archs):
                 continue
+            name = f"{spec.name} (linear)" if spec.family == "linear" else spec.name
+            if row.requires and not spec.implemented and name not in declared:
+                declared.append(name)
             for group in row.requires:
                 users = wanted.setdefault(group, [])
-                if spec.name not in users:
+                if spec.implemented and spec.name not in users:
                     users.append(spec.name)
+    merged: dict[tuple[str, ...], tuple[Finding, list[str], list[str]]] = {}
     for group, users in sorted(wanted.items()):
-        yield from _group(group, f"for {', '.join(users)}", registry.pins, libraries, torch)
+        for key, finding in _group(group, registry.pins, libraries, torch):
+            if not users and finding.level == "note":
+                continue
+            _, groups, names = merged.setdefault(key, (finding, [], []))
+            groups.append(group)
+            names.extend(name for name in users if name not in names)
+    for key, (finding, groups, names) in merged.items():
+        serves = f"for {', '.join(sorted(names))}" if names else "for no implemented backend"
+        verdict = f"{serves}; {finding.verdict}" if finding.verdict else serves
+        finding = replace(finding, verdict=verdict)
+        yield finding if len(groups) == 1 else _together(finding, groups, *key[:2])
+    if declared:
+        text = "declared, not implemented in 0.1: their libraries are not asked for"
+        yield Finding("no library helps", ", ".join(sorted(declared)), "ok", text)
+
+
+def _together(finding: Finding, groups: list[str], kind: str, name: str) -> Finding:
+    """Let one finding stand for several groups that one installation closes."""
+    if kind == "installed":
+        return finding
+    named = [n for g in groups for n in alternatives(g) if n.name == name]
+    limits = SpecifierSet(",".join(sorted({str(s) for n in named for s in n.specifier})))
+    fix = finding.fix if kind == "pinned" else f"pip install '{name}{limits}'"
+    return replace(finding, subject=f"{name}{limits}", found=f"{name} not installed", fix=fix)
 
 
 def _group(
-    group: str,
-    serves: str,
-    pins: tuple[Pin, ...],
-    libraries: dict[str, str | None],
-    torch: str | None,
-) -> Iterator[Finding]:
-    """Judge one any-of group: what of it is installed, else how to install it."""
+    group: str, pins: tuple[Pin, ...], libraries: dict[str, str | None], torch: str | None
+) -> Iterator[tuple[tuple[str, ...], Finding]]:
+    """Judge one any-of group: what of it is installed, else how to install it.
+
+    Findings with one key say the same: ("pinned" | "free" | "installed", distribution, …).
+    """
     names = alternatives(group)
-    known = [p for p in pins if any(_accepts(p, n) for n in names)]
-    fitting = {p.distribution: p for p in known if _loads(p, torch)}
+    known = [p for p in pins if any(p.accepts(n) for n in names)]
+    fitting = {p.distribution: p for p in known if p.loads(torch)}
     tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
     lacking = shortfall(group, libraries)
+    key: tuple[str, ...]
     if lacking is not None:
         pin = next((p for p in fitting.values() if p.pip), None)
         free = [n for n in names if n.name not in tied | set(fitting)]
+        new = not any(canonicalize_name(n.name) in libraries for n in names)
         if pin is not None:
-            yield Finding(group, lacking, "note", f"{serves}; {pin.why}", pin.pip)
+            key = ("pinned", pin.distribution, pin.pip) if new else (group,)
+            yield key, Finding(group, lacking, "note", pin.why, pin.pip)
         elif free:
-            yield Finding(group, lacking, "note", serves, f"pip install '{free[0]}'")
+            key = ("free", free[0].name) if new else (group,)
+            yield key, Finding(group, lacking, "note", "", f"pip install '{free[0]}'")
         else:
             texts = [f"{p.distribution}: {p.why}" for p in fitting.values()]
-            others = [f"{p.distribution} for torch{p.torch}" for p in known if not _loads(p, torch)]
+            others: dict[str, list[str]] = {}
+            for p in known:
+                if not p.loads(torch):
+                    others.setdefault(p.distribution, []).append(p.torch)
             if others:
-                texts.insert(0, f"none for torch {torch}: {', '.join(others)}")
-            yield Finding(group, lacking, "note", "; ".join([serves, *texts]))
+                has = ", ".join(f"{d} for torch{' or '.join(t)}" for d, t in others.items())
+                texts.insert(0, f"none for torch {torch}: {has}")
+            yield (group,), Finding(group, lacking, "note", "; ".join(texts))
         return
     for name in names:
         version = libraries.get(canonicalize_name(name.name))
         if version is None:
             continue
-        about = f"{serves}{_turn(name, group, libraries)}"
+        turn = _turn(name, group, libraries)
         pin = fitting.get(name.name)
         fits = pin is None or SpecifierSet(pin.version).contains(version, prereleases=True)
+        level: Level = "problem"
         if name.name in tied:
-            yield Finding(
-                name.name,
-                version,
-                "problem",
-                f"{about}; no version of it is known to work with torch {torch}",
-            )
+            text, fix = f"no version of it is known to work with torch {torch}", ""
         elif pin is not None and not fits:
-            text = f"{about}; not the version for torch {torch}: {pin.why}"
-            yield Finding(name.name, version, "problem", text, pin.pip)
+            text, fix = f"not the version for torch {torch}: {pin.why}", pin.pip
         else:
-            yield Finding(name.name, version, "ok", about)
+            level, text, fix = "ok", "", ""
+        verdict = "; ".join(t for t in (turn, text) if t)
+        key = ("installed", name.name, verdict)
+        yield key, Finding(name.name, version, level, verdict, fix)
 
 
 def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
@@ -192,24 +229,8 @@ def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
     if len(names) == 1 or first is None:
         return ""
     if name.name != first.name:
-        return f"; not used, {first.name} goes before it"
+        return f"not used, {first.name} goes before it"
     before = [n.name for n in names[: names.index(first)]]
     after = [n.name for n in names[names.index(first) + 1 :]]
     lacking = f", for lack of {' and '.join(before)}" if before else ""
-    return f"; used{lacking}" + (f", before {' and '.join(after)}" if after else "")
-
-
-def _accepts(pin: Pin, wanted: Requirement) -> bool:
-    """Say whether a pin is of the distribution that is wanted, in a version that is."""
-    versions = SpecifierSet(pin.version)
-    exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
-    return pin.distribution == wanted.name and all(
-        wanted.specifier.contains(v, prereleases=True) for v in exact
-    )
-
-
-def _loads(pin: Pin, torch: str | None) -> bool:
-    """Say whether a pin is for this torch."""
-    if torch is None:
-        return False
-    return SpecifierSet(pin.torch).contains(Version(torch).public, prereleases=True)
+    return f"used{lacking}" + (f", before {' and '.join(after)}" if after else "")

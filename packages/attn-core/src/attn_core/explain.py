@@ -26,6 +26,8 @@ def to_json(selection: Selection, error: str | None = None) -> dict[str, Any]:
         "assumptions": list(selection.assumptions),
         "why": dict(selection.why),
         "conflicts": list(selection.conflicts),
+        "runs_today": dict(selection.runs_today),
+        "advice": list(selection.advice),
         "verdicts": [_verdict(v) for v in selection.verdicts],
     }
     return data | ({} if error is None else {"error": error})
@@ -48,18 +50,18 @@ def explain(selection: Selection) -> str:
     for role in ROLES:
         name = getattr(selection, role)
         if name is not None:
-            lines.append(f"  {role:<11}{name:<16}{selection.why.get(role, '')}")
+            lines.append(f"  {role:<11}{name:<16}{_why(selection, role)}")
     if selection.linear is not None:
         for role in ("prefill", "decode", "verify"):
             name = getattr(selection.linear, role)
             if name is not None:
-                why = selection.why.get(f"linear {role}", "")
-                lines.append(f"  linear {role:<8}{name:<12}{why}")
+                lines.append(f"  linear {role:<8}{name:<12}{_why(selection, f'linear {role}')}")
     if selection.page_size is not None:
         lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.why['page_size']}")
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")
     if "notes" in selection.why:
         lines.append(f"  {'note':<11}{selection.why['notes']}")
+    lines += [f"  {'advice':<11}{a}" for a in selection.advice]
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]
     rest = [v for v in selection.verdicts if not _serves(selection, v)]
@@ -70,6 +72,15 @@ def explain(selection: Selection) -> str:
         family = "linear " if v.spec.family == "linear" else ""
         lines.append(f"  {family}{v.phase.value:<8} {v.spec.name:<22}{text}")
     return "\n".join(lines)
+
+
+def _why(selection: Selection, role: str) -> str:
+    """Say why a role has its backend, and where that is only declared, what runs today."""
+    why = selection.why.get(role, "")
+    if role not in selection.runs_today:
+        return why
+    today = selection.runs_today[role] or "nothing that is implemented"
+    return f"{why}; runs today: {today}" if why else f"runs today: {today}"
 
 
 def _serves(selection: Selection, verdict: Verdict) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -36,6 +37,20 @@ class Pin:
             return ""
         options = f"{self.options} " if self.options else ""
         return f"pip install {options}'{self.distribution}{self.version}'"
+
+    def accepts(self, wanted: Requirement) -> bool:
+        """Say whether this is the distribution that is wanted, in a version that is."""
+        versions = SpecifierSet(self.version)
+        exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
+        return self.distribution == wanted.name and all(
+            wanted.specifier.contains(v, prereleases=True) for v in exact
+        )
+
+    def loads(self, torch: str | None) -> bool:
+        """Say whether this is for a version of torch; for no torch nothing is."""
+        if torch is None:
+            return False
+        return SpecifierSet(self.torch).contains(Version(torch).public, prereleases=True)
 
 
 # distribution → version; None: taken as installed, in a version that is new enough

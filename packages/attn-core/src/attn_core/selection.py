@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
+from attn_core.advice import advice, runs_today
 from attn_core.capabilities import Device, Phase, Requirements
 from attn_core.decision import LinearSelection, Overrides, Selection, Verdict
 from attn_core.errors import NoBackendError, UsageError
@@ -24,12 +25,14 @@ def select(
     profile: Profile | None = None,
     *,
     simulated: bool = False,
+    advise: bool = True,
 ) -> Selection:
     """Choose a backend for every role, all phases at once. Pure and torch-free.
 
     libraries: distribution → version (None: new enough). profile: measured costs that rank before
     priorities. simulated: the device is not this machine's, so that a backend which is declared
-    but not implemented may be chosen, with a note.
+    but not implemented may be chosen, with a note. advise: also try what runs today, and which
+    flag avoids what is slow.
 
     Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
     a name that nobody declares; UsageError for a flag that has nothing to decide.
@@ -37,15 +40,22 @@ def select(
     overrides = _canonical(overrides or Overrides(), registry)
     s = Solver(requirements, device, registry, libraries, overrides, profile or {}, simulated)
     _check(s)
-    base = Selection(
-        requirements=requirements,
-        kv_cache_dtype=requirements.store_dtype,
-        device=device,
-        assumptions=requirements.assumptions,
+    chosen = _solve(s)
+    if not advise:
+        return chosen
+    return replace(
+        chosen, runs_today=runs_today(s, chosen, _solve), advice=advice(s, chosen, _solve)
     )
-    chosen = _solve_softmax(s, base)
-    chosen = _solve_vision(s, chosen)
-    return _solve_linear(s, chosen)
+
+
+def _solve(s: Solver) -> Selection:
+    base = Selection(
+        requirements=s.needs,
+        kv_cache_dtype=s.needs.store_dtype,
+        device=s.device,
+        assumptions=s.needs.assumptions,
+    )
+    return _solve_linear(s, _solve_vision(s, _solve_softmax(s, base)))
 
 
 def _canonical(overrides: Overrides, registry: Registry) -> Overrides:

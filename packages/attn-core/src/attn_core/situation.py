@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attn_core.capabilities import Device, Requirements
+from attn_core.capabilities import Device, LayerNeeds, Requirements
+from attn_core.changes import Change, changed
 from attn_core.decision import Overrides, Selection
 from attn_core.libraries import Libraries
 from attn_core.plugins import Registry
 from attn_core.selection import select
-from attn_core.unmet import Change
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Situation:
         libraries = dict(self.libraries)
         for change in changes:
             values: dict[str, Any] = dict(change.values)
-            if change.target == "requirements":
-                needs = replace(needs, **values)
+            if change.target in ("requirements", "speculation"):
+                needs = changed(needs, change)
             elif change.target == "device":
                 device = replace(device, **values)
             elif change.target == "libraries":
@@ -38,19 +38,19 @@ class Situation:
             elif change.target == "overrides":
                 overrides = replace(overrides, **values)
             elif change.target == "vision":
-                needs = replace(needs, vision=needs.vision and replace(needs.vision, **values))
-            elif "layers" in values:
-                kept = tuple(x for x in needs.layers if x.family != change.target)
-                needs = replace(needs, layers=kept)
+                old = needs.vision or LayerNeeds(encoder=True)
+                tower = values["tower"] if "tower" in values else replace(old, **values)
+                needs = replace(needs, vision=tower)
             else:
-                layers = [
-                    replace(x, **values) if x.family == change.target else x for x in needs.layers
-                ]
-                needs = replace(needs, layers=tuple(dict.fromkeys(layers)))
+                others = [x for x in needs.layers if x.family != change.target]
+                if "layers" not in values:
+                    own = (x for x in needs.layers if x.family == change.target)
+                    values["layers"] = [replace(x, **values) for x in own]
+                needs = replace(needs, layers=tuple(dict.fromkeys((*values["layers"], *others))))
         moved = (device.type, device.arch) != (self.device.type, self.device.arch)
         return Situation(needs, device, libraries, overrides, self.simulated or moved)
 
-    def select(self, registry: Registry) -> Selection:
+    def select(self, registry: Registry, *, advise: bool = True) -> Selection:
         """Run select() on it."""
         return select(
             self.requirements,
@@ -59,4 +59,5 @@ class Situation:
             self.libraries,
             self.overrides,
             simulated=self.simulated,
+            advise=advise,
         )

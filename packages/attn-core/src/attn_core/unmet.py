@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -14,45 +13,29 @@ from attn_core.capabilities import (
     TREES,
     Capabilities,
     Device,
+    Family,
     LayerNeeds,
     Phase,
     Requirements,
     Speculation,
     VerifyMode,
 )
+from attn_core.changes import (
+    DTYPE,
+    FEATURE,
+    FLAG,
+    INSTALL,
+    KIND,
+    MACHINE,
+    MODEL,
+    RUNTIME,
+    Change,
+    Target,
+    Unmet,
+)
 from attn_core.libraries import Libraries, alternatives, shortfall
 from attn_core.listing import listing, places
 from attn_core.page_size import takes_page
-
-# "softmax" and "linear" are the layers of the model of that family, "vision" its tower
-Target = Literal["requirements", "softmax", "linear", "vision", "device", "libraries", "overrides"]
-
-# What a change costs the caller: a flag, an installation, another machine, another model, and
-# last a model of another kind. Naming a backend for one phase only costs 1.
-FLAG, FEATURE, INSTALL, RUNTIME, DTYPE, MACHINE, MODEL, KIND = 2, 4, 6, 8, 20, 60, 200, 400
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing a caller can change: `values` are set on `target`; `text` says it in words."""
-
-    target: Target
-    values: tuple[tuple[str, Any], ...]
-    cost: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Unmet:
-    """One need that a row does not meet; any one of `changes` closes it."""
-
-    need: str
-    asked: str
-    supported: str
-    changes: tuple[Change, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.asked} ({self.supported})"
 
 
 def unmet(
@@ -73,20 +56,28 @@ def unmet(
         phases = listing(p.value for p in row.phases)
         found.append(Unmet("phase", f"phase {phase.value}", f"supports {phases}"))
     if needs.dtype not in row.dtypes:
-        options = [
-            _set(f"--dtype {d}", DTYPE, dtype=d, kv_cache_dtype="auto") for d in sorted(row.dtypes)
-        ]
+        options = [_set(f"--dtype {d}", DTYPE, dtype=d) for d in sorted(row.dtypes)]
         found.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
     target: Target = "vision" if phase is Phase.ENCODE else row.family
     for layer in _layers(row, needs, phase):
         found.extend(x for x in layer_gaps(row, layer, target) if x not in found)
-    if row.family == "linear" and not needs.linear_layers:
-        found.append(Unmet("linear", "linear attention", "the model has no linear layers"))
+    if not any(x.family == row.family for x in needs.layers) and phase is not Phase.ENCODE:
+        found.append(_without(row.family, row))
+    if phase is Phase.ENCODE and needs.vision is None:
+        tower = LayerNeeds(encoder=True)
+        change = Change("vision", (("tower", tower),), KIND, "a model with a vision tower")
+        found.append(Unmet("vision", "a vision tower", "the model has none", (change,)))
     if row.family == "softmax" and phase is not Phase.ENCODE:
         found.extend(_store(row, needs))
         found.extend(_flags(row, needs, phase, speculates))
     found.extend(_speculation(row, needs, speculates))
     return tuple(found)
+
+
+def _without(family: Family, row: Capabilities) -> Unmet:
+    added = (("layers", (LayerNeeds(kind=row.kind),)),)
+    change = Change(family, added, KIND, f"a model with {row.kind} layers")
+    return Unmet(family, f"{family} attention", f"the model has no {family} layers", (change,))
 
 
 def _set(text: str, cost: int, **values: Any) -> Change:
@@ -103,15 +94,23 @@ def _where(row: Capabilities, device: Device) -> Iterator[Unmet]:
     if not here or (row.archs and device.arch not in row.archs):
         kind = device.type if row.device == "any" else row.device
         named = sorted(row.archs, key=lambda a: (len(a), a))
+        cost = MACHINE if here else MACHINE + 1
         moves = [
             Change(
-                "device",
-                (("type", kind), ("arch", arch)) + (() if here else (("runtime", None),)),
-                MACHINE + (0 if here else 1),
-                f"--device {Device(kind, arch)}",
+                "device", (("type", kind), ("arch", arch)), cost, f"--device {Device(kind, arch)}"
             )
             for arch in named or (None,)
         ]
+        if not here and device.runtime is not None:  # a version of another library
+            moves += [
+                Change(
+                    "device",
+                    (*move.values, ("runtime", None)),
+                    move.cost + 1,
+                    f"{move.text} without --runtime-version",
+                )
+                for move in moves
+            ]
         yield _no("device", device, places([row]), moves)
     elif row.min_runtime and device.runtime and Version(device.runtime) < Version(row.min_runtime):
         newer = Change(
@@ -228,13 +227,19 @@ def _store(row: Capabilities, needs: Requirements) -> Iterator[Unmet]:
     follows = needs.kv_cache_dtype == "auto" and needs.dtype not in row.dtypes  # said already
     if (store not in row.kv_dtypes or mixed) and not follows:
         options = sorted(d for d in row.kv_dtypes if d not in PLAIN_DTYPES or row.mixed_kv)
-        if needs.dtype in row.kv_dtypes:
-            options.append("auto")
+        if needs.dtype in row.kv_dtypes or needs.dtype not in row.dtypes:
+            options.append("auto")  # it follows the dtype, which has to change where it is refused
         alike = {d: FLAG if d[:3] == store[:3] else FLAG + 1 for d in options}  # FP8 stays FP8
         changes = [
             _set(f"--kv-cache-dtype {d}", alike[d], kv_cache_dtype=d)
             for d in sorted(options, key=alike.__getitem__)
+            if d != needs.kv_cache_dtype
         ]
+        if needs.dtype in row.dtypes:
+            changes += [
+                _set(f"--dtype {d}", DTYPE, dtype=d)
+                for d in sorted(row.dtypes & row.kv_dtypes - {needs.dtype})
+            ]
         asked = f"{store} of a {needs.dtype} model" if mixed else store
         possible = options if mixed else sorted(row.kv_dtypes)
         yield _no("kv_cache_dtype", asked, ", ".join(possible), changes)
@@ -248,13 +253,15 @@ def _store(row: Capabilities, needs: Requirements) -> Iterator[Unmet]:
         yield _no("page_size", page, sizes, [_set("no --page-size", FLAG, page_size=None)])
     linear = bool(needs.linear_layers)
     if row.beside_linear is not None and row.beside_linear != linear:
-        change = Change("linear", (("layers", ()),), MODEL, "a model without linear layers")
-        yield Unmet(
-            "beside_linear",
-            "full attention beside linear layers" if linear else "full attention alone",
-            "not supported",
-            (change,) if linear else (),
+        gdn = () if linear else (LayerNeeds(kind="gdn"),)
+        change = Change(
+            "linear",
+            (("layers", gdn),),
+            MODEL if linear else KIND,
+            "a model without linear layers" if linear else "a model with gdn layers",
         )
+        asked = "full attention beside linear layers" if linear else "full attention alone"
+        yield Unmet("beside_linear", asked, "not supported", (change,))
 
 
 def _flags(
@@ -278,9 +285,9 @@ def _flags(
 def _verified_elsewhere(spec: Speculation) -> list[Change]:
     """List the changes after which the backend of this phase verifies no drafts."""
     mode: VerifyMode = "decode" if spec.mode == "prefill" else "prefill"
-    text, other = f"--speculative-attention-mode {mode}", replace(spec, mode=mode)
+    text = f"--speculative-attention-mode {mode}"
     none = _set("no speculation", FEATURE + 1, speculation=None)
-    return [none, _set(text, FLAG + 1, speculation=other)]
+    return [none, Change("speculation", (("mode", mode),), FLAG + 1, text)]
 
 
 def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> Iterator[Unmet]:
@@ -295,6 +302,6 @@ def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> It
     options = _verified_elsewhere(spec)[: 2 if speculates and row.family == "softmax" else 1]
     if limit >= 1:
         text = f"--speculative-eagle-topk {limit}"
-        options.insert(0, _set(text, FEATURE, speculation=replace(spec, topk=limit)))
+        options.insert(0, Change("speculation", (("topk", limit),), FEATURE, text))
     possible = f"topk up to {limit}" if limit else "no speculation"
     yield _no("speculative topk", spec.topk, possible, options)

@@ -13,11 +13,12 @@ from attn_core.capabilities import (
     Phase,
     Requirements,
 )
+from attn_core.changes import Change, Unmet
 from attn_core.decision import Overrides, Verdict
 from attn_core.libraries import Libraries
 from attn_core.listing import listing, places
 from attn_core.plugins import Registry
-from attn_core.unmet import Change, Unmet, unmet
+from attn_core.unmet import unmet
 
 Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
 

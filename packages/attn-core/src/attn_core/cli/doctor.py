@@ -9,7 +9,7 @@ import typer
 
 from attn_core.cli.console import console, print_json, print_table
 from attn_core.cli.options import flag
-from attn_core.device import parse_device
+from attn_core.device import parse_device, probe_device
 from attn_core.doctor import examine
 from attn_core.plugins import load_plugins
 
@@ -24,7 +24,7 @@ def doctor_command(
 
     Exit code 1 where there is a problem; a library that is only missing is a note.
     """
-    assumed = None if device is None else parse_device(device)
+    assumed = None if device is None else parse_device(device, here=probe_device())
     findings = examine(load_plugins(), assumed)
     if json:
         print_json([asdict(f) for f in findings])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from attn_core.capabilities import Family
+from attn_core.cli.command_line import applier, changed_flags, written
 from attn_core.cli.console import print_json, print_text
 from attn_core.cli.layers import layers_as_data, layers_as_text
-from attn_core.cli.options import SituationFlags, takes
+from attn_core.cli.options import SituationFlags, flag, takes
 from attn_core.cli.situation import situation
 from attn_core.errors import NoBackendError
 from attn_core.explain import explain, to_json
@@ -21,13 +23,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @takes(SituationFlags)
-def select_command(flags: SituationFlags, json: Json = False) -> None:
+def select_command(
+    flags: SituationFlags,
+    json: Json = False,
+    implemented_only: Annotated[
+        bool,
+        flag("--implemented-only", "Choose none that this version only declares.", env=False),
+    ] = False,
+) -> None:
     """Choose the backends of a model on a device, and say why. Exit code 3: none fits."""
     registry = load_plugins()
     asked = situation(flags, registry)
     layers = {"layers_read": layers_as_data(asked.requirements)}
     if flags.model is not None and not json:
         print_text(layers_as_text(asked.requirements, flags.model))
+    if implemented_only:  # as on this machine, where nothing else can be created
+        asked = replace(asked, simulated=False)
     try:
         selection = asked.select(registry)
     except NoBackendError as error:
@@ -61,14 +72,15 @@ def why_not_command(
             asked.overrides,
             simulated=asked.simulated,
             family=family,
+            apply=applier(flags, registry),
         )
         for family in _families(backend, registry, asked)
     ]
     if json:
-        data = [_as_data(a) for a in answers]
+        data = [_as_data(a, _command(flags, a)) for a in answers]
         print_json(data[0] | ({"linear": data[1]} if len(data) > 1 else {}))
     else:
-        print_text("\n\n".join(map(describe, answers)))
+        print_text("\n\n".join(describe(a, _command(flags, a)) for a in answers))
 
 
 def _families(backend: str, registry: Registry, asked: Situation) -> list[Family]:
@@ -83,7 +95,15 @@ def _families(backend: str, registry: Registry, asked: Situation) -> list[Family
     return having or [registry.find(backend).family]
 
 
-def _as_data(answer: WhyNot) -> dict[str, Any]:
+def _command(flags: SituationFlags, answer: WhyNot) -> str:
+    """Write the command line in which the backend serves, "" where no flags say the change."""
+    if answer.changes is None or not (answer.changes or answer.named):
+        return ""
+    after, rest = changed_flags(flags, (*answer.changes, *answer.named))
+    return "" if any(c.target != "libraries" for c in rest) else written("select", after)
+
+
+def _as_data(answer: WhyNot, command: str) -> dict[str, Any]:
     return {
         "backend": answer.backend,
         "family": answer.family,
@@ -92,6 +112,7 @@ def _as_data(answer: WhyNot) -> dict[str, Any]:
         "reasons": [{"phase": phase, "reason": reason} for phase, reason in answer.reasons],
         "changes": None if answer.changes is None else [c.text for c in answer.changes],
         "naming": answer.naming,
+        "command": command or None,
         "notes": list(answer.notes),
         "decision": to_json(answer.decision),
     }

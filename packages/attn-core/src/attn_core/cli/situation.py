@@ -40,7 +40,7 @@ def situation(flags: SituationFlags, registry: Registry) -> Situation:
     here = probe_device()
     types = {r.device for s in registry.backends.values() for r in s.capabilities} - {"any"}
     text = here.type if flags.device is None else flags.device
-    device = parse_device(text, flags.runtime_version, types)
+    device = parse_device(text, flags.runtime_version, types, here)
     if flags.device is None:
         device = here
     same = (device.type, device.arch) == (here.type, here.arch)

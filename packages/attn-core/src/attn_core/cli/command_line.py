@@ -1,0 +1,129 @@
+"""Changes put into the flags of a command, and the flags written as a command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from packaging.utils import canonicalize_name
+
+from attn_core.capabilities import LINEAR_KINDS, Device
+from attn_core.changes import Change
+from attn_core.cli.options import SituationFlags, names
+from attn_core.cli.situation import SHAPE, situation
+from attn_core.errors import UsageError
+from attn_core.libraries import alternatives
+from attn_core.plugins import Registry
+from attn_core.situation import Situation
+
+LISTS = ("prefer", "allow", "deny")
+
+
+def changed_flags(
+    flags: SituationFlags, changes: tuple[Change, ...]
+) -> tuple[SituationFlags, tuple[Change, ...]]:
+    """Return the flags after the changes, and the changes that no flag says.
+
+    Those are an installation on this machine, and another model where --model names one.
+    """
+    rest = []
+    for change in changes:
+        values = _values(flags, change)
+        if values is None:
+            rest.append(change)
+        else:
+            flags = replace(flags, **values)
+    return flags, tuple(rest)
+
+
+def _values(flags: SituationFlags, change: Change) -> dict[str, Any] | None:
+    values = dict(change.values)
+    if change.target == "overrides":
+        return {
+            name: ([",".join(value)] if value else None) if name in LISTS else value
+            for name, value in values.items()
+        }
+    if change.target == "speculation":
+        short = {"topk": "speculative_eagle_topk", "mode": "speculative_attention_mode"}
+        return {short[name]: value for name, value in values.items()}
+    if change.target == "requirements":
+        if "speculation" in values:
+            return {"speculative_eagle_topk": None, "speculative_attention_mode": None}
+        known = {"dtype", "kv_cache_dtype", "page_size", "deterministic"}
+        return values if set(values) <= known else None
+    if change.target == "device":
+        moved = {"device": str(Device(values["type"], values["arch"]))} if "type" in values else {}
+        return moved | ({"runtime_version": values["runtime"]} if "runtime" in values else {})
+    if change.target == "libraries":
+        return _installed(flags, set(values))
+    return _shape(flags, change, values)
+
+
+def _installed(flags: SituationFlags, wanted: set[str]) -> dict[str, Any] | None:
+    """Add libraries to --assume-installed; without that flag they are this machine's."""
+    if flags.assume_installed is None:
+        return None
+    kept = []
+    for name in names(flags.assume_installed):
+        if name == "all" or canonicalize_name(alternatives(name)[0].name) not in wanted:
+            kept.append(name)
+    return {"assume_installed": [",".join([*kept, *(() if "all" in kept else sorted(wanted))])]}
+
+
+def _shape(flags: SituationFlags, change: Change, values: dict[str, Any]) -> dict[str, Any] | None:
+    linear = flags.kind in LINEAR_KINDS
+    if flags.model is not None or change.target == "vision":
+        return None
+    if change.target == "linear":
+        kinds = [x.kind for x in values.get("layers", ())] or [values.get("kind")]
+        plain = flags.kind in (None, "mha") or linear
+        return {"kind": kinds[0]} if plain and set(values) <= {"kind", "layers"} else None
+    if not set(values) <= set(SHAPE) or ("kind" in values and linear):
+        return None
+    for name in ("num_q_heads", "num_kv_heads"):  # the rows speak of one rank's
+        if values.get(name):
+            values[name] *= flags.tp
+    return values
+
+
+def applier(flags: SituationFlags, registry: Registry) -> Any:
+    """Return a function that asks, after some changes, what their command line asks."""
+    known: dict[str, Situation | None] = {}
+
+    def apply(changes: tuple[Change, ...]) -> Situation | None:
+        after, rest = changed_flags(flags, changes)
+        key = repr(after)
+        if key not in known:
+            try:
+                known[key] = situation(after, registry)
+            except UsageError:
+                known[key] = None
+        found = known[key]
+        return None if found is None else found.apply(rest)
+
+    return apply
+
+
+def written(command: str, flags: SituationFlags) -> str:
+    """Write a command line; variables of the environment that it leaves out are unset."""
+    words, unset = ["attn", command], []
+    hints = get_type_hints(SituationFlags, include_extras=True)
+    for f in fields(flags):
+        value, option = getattr(flags, f.name), hints[f.name].__metadata__[0]
+        if value == f.default:
+            if option.envvar and os.environ.get(option.envvar):
+                unset += ["-u", option.envvar]
+            continue
+        words.append("--" + f.name.replace("_", "-"))
+        if value is not True:
+            words.append(_text(value))
+    return shlex.join([*(["env", *unset] if unset else []), *words])
+
+
+def _text(value: str | float | Path | list[str]) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(value) if isinstance(value, list) else str(value)
