@@ -83,7 +83,7 @@ RAGGED = (
         feature="empty", query_lens=(0, 3, 2, 0), key_lens=(4, 0, 5, 0), causal=True, sinks=True
     ),
     RaggedCase(feature="ones", query_lens=(1, 1), key_lens=(1, 0), heads=(1, 1), dims=(1, 1)),
-    RaggedCase(feature="fused", query_lens=(9, 70), key_lens=(9, 70), strided=True, sinks=True),
+    RaggedCase(feature="fused", query_lens=(9, 70), key_lens=(9, 70), strides="fused", sinks=True),
     RaggedCase(
         feature="window", query_lens=(9, 70), key_lens=(30, 100), causal=True, window=5, sinks=True
     ),
@@ -114,7 +114,7 @@ UGLY = (
         for window in (1, 2, 3, 4, None)
     ),
     Case(feature="empty-rows", **EMPTY),
-    Case(feature="empty-rows-sinks", **EMPTY, sinks=True, window=2, strided=True),
+    Case(feature="empty-rows-sinks", **EMPTY, sinks=True, window=2, strides="fused"),
     Case(
         feature="no-keys",
         query_lens=(2, 1, 1),
