@@ -14,6 +14,7 @@ from attn_core.testing.bench import Bench
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.features import LATENT, PAGED
 from attn_core.testing.inputs import Point
+from attn_core.testing.neighbours import same_bits
 from attn_core.testing.passes import attend, create, prepared, run_case, run_ragged
 from attn_core.testing.relations import with_pages_moved
 
@@ -83,7 +84,7 @@ RAGGED = (
         feature="empty", query_lens=(0, 3, 2, 0), key_lens=(4, 0, 5, 0), causal=True, sinks=True
     ),
     RaggedCase(feature="ones", query_lens=(1, 1), key_lens=(1, 0), heads=(1, 1), dims=(1, 1)),
-    RaggedCase(feature="fused", query_lens=(9, 70), key_lens=(9, 70), strided=True, sinks=True),
+    RaggedCase(feature="fused", query_lens=(9, 70), key_lens=(9, 70), strides="fused", sinks=True),
     RaggedCase(
         feature="window", query_lens=(9, 70), key_lens=(30, 100), causal=True, window=5, sinks=True
     ),
@@ -114,7 +115,7 @@ UGLY = (
         for window in (1, 2, 3, 4, None)
     ),
     Case(feature="empty-rows", **EMPTY),
-    Case(feature="empty-rows-sinks", **EMPTY, sinks=True, window=2, strided=True),
+    Case(feature="empty-rows-sinks", **EMPTY, sinks=True, window=2, strides="fused"),
     Case(
         feature="no-keys",
         query_lens=(2, 1, 1),
@@ -147,6 +148,14 @@ def test_a_window_about_as_long_as_the_queries(bench, window, prefix):
 def one_core():
     cores = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(cores)
+
+
+@pytest.fixture
+def two_cores():
+    cores = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(cores)
 
@@ -197,6 +206,21 @@ def test_where_the_pages_lie_changes_no_bit(name):
     want, got = (attend(backend, x, return_lse=True) for x in passes)
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a[: inputs.real_tokens], b[: inputs.real_tokens])
+
+
+SAME_BITS = (
+    Case(feature="long-and-short", query_lens=(1, 1, 1), seq_lens=(256, 3, 256)),
+    Case(feature="one-head", query_lens=(1,) * 3, seq_lens=(256, 256, 1024), heads=(1, 1)),
+    Case(feature="softcap", query_lens=(1, 3, 1, 3), seq_lens=(256,) * 4, logit_cap=2.0),
+    Case(feature="sinks", query_lens=(1,) * 3, seq_lens=(512, 256, 512), sinks=True, dims=(80, 80)),
+)
+
+
+@dtypes("fp32", "bf16")
+@pytest.mark.parametrize("case", SAME_BITS, ids=lambda c: c.feature)
+def test_on_two_cores_no_neighbour_changes_a_bit(case, dtype, two_cores):
+    bench = dataclasses.replace(bench_of("mha"), deterministic=True)
+    same_bits(bench, case, dataclasses.replace(POINT, dtype=dtype))
 
 
 @pytest.mark.parametrize("layout", ["HND", "strided"])
