@@ -27,16 +27,16 @@ def check_pass(
     """
     t = batch.num_tokens
     _check_queries(q, layer, t, out)
-    if k is None and v is None:
-        return
     if k is None:
+        if v is None:
+            return
         raise BatchError(f"layer {layer.layer_id}: v without k; give both, or None for both")
     view = batch.views.get(layer.view)
     if view is None:
         raise BatchError(
             f"layer {layer.layer_id} needs view {layer.view!r}, the batch has {sorted(batch.views)}"
         )
-    slots = view.out_cache_loc.shape[0]
+    slots = view.num_slots
     if slots != t and not layer.is_cross:
         raise BatchError(
             f"layer {layer.layer_id}: out_cache_loc of view {layer.view!r} has {slots} slots for "
