@@ -187,12 +187,9 @@ class HybridDispatcher:
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
-        # asked here, not in a call: most tensors are contiguous, and calls cost the host
-        q = q if q.is_contiguous() else readable(q)
-        dense = out if out is None or out.is_contiguous() else fillable(out)
+        q, dense = q if q.is_contiguous() else readable(q), fillable(out)
         if k is not None:
-            k = k if k.is_contiguous() else readable(k)
-            v = v if v is None or v.is_contiguous() else readable(v)
+            k, v = readable(k), None if v is None else readable(v)
             if route.writes:
                 write_kv(cache, k, v, batch.views[layer.view].out_cache_loc)
         try:

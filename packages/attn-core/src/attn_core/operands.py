@@ -36,7 +36,7 @@ def check_pass(
         raise BatchError(
             f"layer {layer.layer_id} needs view {layer.view!r}, the batch has {sorted(batch.views)}"
         )
-    slots = view.num_slots
+    slots = view.out_cache_loc.shape[0]
     if slots != t and not layer.is_cross:
         raise BatchError(
             f"layer {layer.layer_id}: out_cache_loc of view {layer.view!r} has {slots} slots for "
