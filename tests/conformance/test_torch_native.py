@@ -14,6 +14,7 @@ from attn_core.testing.bench import Bench
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.features import LATENT, PAGED
 from attn_core.testing.inputs import Point
+from attn_core.testing.neighbours import same_bits
 from attn_core.testing.passes import attend, create, prepared, run_case, run_ragged
 from attn_core.testing.relations import with_pages_moved
 
@@ -151,6 +152,14 @@ def one_core():
     torch.set_num_threads(cores)
 
 
+@pytest.fixture
+def two_cores():
+    cores = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(cores)
+
+
 @dtypes("fp32", "bf16")
 def test_many_queries_over_more_tiles_than_are_merged_at_once(dtype, monkeypatch, one_core):
     monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
@@ -197,6 +206,21 @@ def test_where_the_pages_lie_changes_no_bit(name):
     want, got = (attend(backend, x, return_lse=True) for x in passes)
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a[: inputs.real_tokens], b[: inputs.real_tokens])
+
+
+SAME_BITS = (
+    Case(feature="long-and-short", query_lens=(1, 1, 1), seq_lens=(256, 3, 256)),
+    Case(feature="one-head", query_lens=(1,) * 3, seq_lens=(256, 256, 1024), heads=(1, 1)),
+    Case(feature="softcap", query_lens=(1, 3, 1, 3), seq_lens=(256,) * 4, logit_cap=2.0),
+    Case(feature="sinks", query_lens=(1,) * 3, seq_lens=(512, 256, 512), sinks=True, dims=(80, 80)),
+)
+
+
+@dtypes("fp32", "bf16")
+@pytest.mark.parametrize("case", SAME_BITS, ids=lambda c: c.feature)
+def test_on_two_cores_no_neighbour_changes_a_bit(case, dtype, two_cores):
+    bench = dataclasses.replace(bench_of("mha"), deterministic=True)
+    same_bits(bench, case, dataclasses.replace(POINT, dtype=dtype))
 
 
 @pytest.mark.parametrize("layout", ["HND", "strided"])

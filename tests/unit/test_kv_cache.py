@@ -115,6 +115,9 @@ def test_scales_belong_to_fp8_and_fp4(store, kind):
                 pool(store, kind=kind, scales={0: scales})
             with pytest.raises(UsageError, match="only FP8 and FP4 have scales"):
                 dataclasses.replace(pool(store).layer(0), k_scale=scales[0], v_scale=scales[1])
+        elif kind == "mla" and scales[1] != 1.0:
+            with pytest.raises(UsageError, match=rf"v_scale {scales[1]} for a latent cache"):
+                pool(store, kind=kind, scales={0: scales})
         else:
             cache = pool(store, kind=kind, scales={0: scales}).layer(0)
             assert (cache.k_scale, cache.v_scale) == scales

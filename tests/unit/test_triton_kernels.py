@@ -180,6 +180,29 @@ def test_what_does_not_fit_the_cache_is_refused():
         write_kv(odd, k[..., ::2], None, slots)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("store", ["bf16", "fp8_e4m3", "fp4_e2m1"])
+def test_shapes_that_the_kernel_would_read_beyond_are_refused(store, layout):
+    cache = to_device(cache_of(store, SHAPES["mha"], layout=layout), DEVICE)
+    k, v = torch.randn(2, 2, 64, device=DEVICE), torch.randn(2, 2, 32, device=DEVICE)
+    slots = torch.tensor([4, 5], device=DEVICE)
+    write_kv(cache, k, v, slots)
+    before = bits(cache.k).clone()
+    for k_bad, v_bad, slots_bad in (
+        (k[:1], v, slots),
+        (k, v[:1], slots),
+        (k, v, slots[:1]),
+        (k, v[:, :1], slots),
+        (k[:, :1], v[:, :1], slots),
+        (k[..., :32], v, slots),
+        (k, v[..., :16], slots),
+        (k[0], v, slots),
+    ):
+        with pytest.raises(UsageError, match=r"slots of a cache with 2 heads of \[64, 32\]"):
+            write_kv(cache, k_bad, v_bad, slots_bad)
+    assert torch.equal(bits(cache.k), before)
+
+
 def states(n, tokens, heads, dim, dtype=torch.float32):
     g = torch.Generator().manual_seed(n)
     out = torch.randn(n, tokens, heads, dim, generator=g)

@@ -25,11 +25,11 @@ class ForwardMode(enum.Enum):
     DRAFT_DECODE = "draft_decode"  # the draft model proposes: B·topk plain decode rows
     DRAFT_EXTEND = "draft_extend"  # the draft model takes in accepted tokens
     IDLE = "idle"  # no tokens: a rank that only keeps step
+    __hash__ = object.__hash__  # Enum's own is a call in Python, and every layer looks a mode up
 
 
 DECODE_MODES = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE})
-# As many queries for every request, whoever its neighbours are.
-EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}
+EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}  # as many queries for every request
 
 
 def _check(ok: bool, message: str) -> None:

@@ -45,7 +45,7 @@ class LayerCache:
     layout: str = "NHD"
 
     def __post_init__(self) -> None:
-        check_scales(self.k.dtype, self.k_scale, self.v_scale)
+        check_scales(self.k.dtype, self.k_scale, self.v_scale, latent=self.v is None)
 
     @property
     def num_pages(self) -> int:
@@ -149,8 +149,8 @@ class KVPool:
 
     num_pages: with page 0, the dummy; a mapping gives each view its own number. kv_cache_dtype: a
     key of STORES. kind "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index
-    keys. scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent. Raises
-    UsageError, and UnsupportedError where FP4 does not fit a head dim.
+    keys. scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent; latents
+    have no v_scale. Raises UsageError, and UnsupportedError where FP4 does not fit a head dim.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ def check_pass(
     """
     t = batch.num_tokens
     _check_queries(q, layer, t, out)
-    if k is None and v is None:
-        return
     if k is None:
+        if v is None:
+            return
         raise BatchError(f"layer {layer.layer_id}: v without k; give both, or None for both")
     view = batch.views.get(layer.view)
     if view is None:

@@ -14,11 +14,11 @@ _FP4_MAX = 6.0
 _E4M3_MAX = 448.0
 
 
-def check_scales(store: torch.dtype, k_scale: float, v_scale: float) -> None:
+def check_scales(store: torch.dtype, k_scale: float, v_scale: float, *, latent: bool) -> None:
     """Raise UsageError for a scale that is not finite and above 0, or that the store has not.
 
     store: the dtype of the pool. Only FP8 and FP4 are scaled; other stores hold the numbers as
-    they are, and backends read them without a scale.
+    they are, and backends read them without a scale. latent: the values are a part of the keys.
     """
     if k_scale == v_scale == 1.0:
         return
@@ -29,6 +29,11 @@ def check_scales(store: torch.dtype, k_scale: float, v_scale: float) -> None:
         raise UsageError(
             f"k_scale {k_scale} and v_scale {v_scale} for a cache in {store}: only FP8 and FP4 "
             "have scales; leave them out, or store fp8_e4m3, fp8_e5m2 or fp4_e2m1"
+        )
+    if latent and v_scale != 1.0:
+        raise UsageError(
+            f"v_scale {v_scale} for a latent cache, which stores no V (supports 1.0): its values "
+            "are read with k_scale"
         )
 
 

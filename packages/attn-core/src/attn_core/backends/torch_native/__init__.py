@@ -46,19 +46,24 @@ class TorchNative(AttentionBackend):
         self._limits = {c: self._limits_of(c, config.page_size, config.device) for c in classes}
 
     def _limits_of(self, layer: LayerClass, page_size: int, device: torch.device) -> Limits:
-        """Fit what is gathered at once to the caches of the cores, or to a device."""
+        """Fit what is gathered at once to the caches of the cores, or to a device.
+
+        In deterministic mode each request is gathered alone, so its bits depend on no other.
+        """
+        alone = self.config.deterministic
         latent = self.config.row.kind != "mha"  # the values are part of the keys
         width = layer.head_dim if latent else layer.head_dim + layer.v_head_dim
         token = layer.num_kv_heads * width * self._dtype.itemsize
         if device.type != "cpu":
-            gather = max(1, _GATHER // token)
+            gather = 1 if alone else max(1, _GATHER // token)
             return Limits(tile=None, gather=gather, few=512, splits=1, block=page_size)
         cores = torch.get_num_threads()
         tile = max(64, _CPU_TILE // token) * cores
         row = layer.num_kv_heads * layer.head_dim * self._dtype.itemsize
         fits = [b for b in range(1, page_size + 1) if page_size % b == 0 and b * row <= _CPU_COPY]
         block = max(fits, default=1)
-        return Limits(tile=tile, gather=tile, few=64, splits=cores, block=block)
+        gather = 1 if alone else tile
+        return Limits(tile=tile, gather=gather, few=64, splits=cores, block=block)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every layer class of the model; without host lengths it asks the device."""
@@ -166,7 +171,8 @@ class TorchNative(AttentionBackend):
             if return_lse and total is not None:
                 lse[piece.rows] = total
 
-        # A merge of a few rows is all overhead, so pieces that look alike are merged at once.
+        # A merge of a few rows is all overhead, so pieces that look alike are merged at once. Not
+        # in deterministic mode: there a request is merged alone too.
         alike: dict[tuple[int, ...], list[tuple[Piece, States]]] = {}
         for piece in pieces:
             if not piece.tiles:
@@ -176,7 +182,7 @@ class TorchNative(AttentionBackend):
             states = self._states(q, layer, cache.k_scale, key_values, piece, return_lse)
             if piece.parts == 1:
                 finish(piece, *states[0])
-            elif piece.few:
+            elif piece.few and not self.config.deterministic:
                 key = (piece.requests, piece.queries, piece.parts)
                 alike.setdefault(key, []).append((piece, states))
             else:

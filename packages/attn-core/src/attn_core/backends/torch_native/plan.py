@@ -21,8 +21,9 @@ class Limits:
     """How large a piece may be.
 
     tile: most keys attended at once, None = all. gather: most keys gathered at once, over the
-    requests of a piece. few: most queries for which calls cost more than numbers. splits: equal
-    parts of a long tile, one per core. block: tokens copied at once, a page or an even part of it.
+    requests of a piece; 1 leaves each request alone. few: most queries for which calls cost more
+    than numbers. splits: equal parts of a long tile, one per core. block: tokens copied at once, a
+    page or an even part of it.
     """
 
     tile: int | None

@@ -19,7 +19,7 @@ from attn_core.backends.triton.heuristics import (
     hopper_launch,
     power_of_two,
 )
-from attn_core.backends.triton.launch import decode, extend, plan, positive, sees
+from attn_core.backends.triton.launch import decode, extend, plan, sees
 from attn_core.backends.triton.order import TILE, Order, fill_order
 from attn_core.backends.triton.splits import UNIT, Splits
 from attn_core.backends.triton.write import write_kv
@@ -200,7 +200,6 @@ class Triton(AttentionBackend):
         if batch.num_tokens and which not in metadata:
             refuse_unplanned(layer, metadata)
         q, out, lse = _outputs(q, layer, out)
-        q, layer = positive(q, layer)
         if batch.num_tokens:
             view = batch.views[layer.view]
             write_kv(cache, k, v, view.out_cache_loc)
@@ -233,7 +232,6 @@ class Triton(AttentionBackend):
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
         q, out, lse = _outputs(q, layer, out)
-        q, layer = positive(q, layer)
         if q.shape[0]:
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -226,17 +225,6 @@ def extend(
     )
 
 
-def positive(q: Tensor, layer: AttentionLayer) -> tuple[Tensor, AttentionLayer]:
-    """Return queries and a layer with the same scores and a scale above 0.
-
-    The kernels scale after the maximum, which a negative factor would turn into the minimum.
-    """
-    if layer.scale > 0:
-        return q, layer
-    q, scale = (-q, -layer.scale) if layer.scale < 0 else (torch.zeros_like(q), 1.0)
-    return q, replace(layer, scale=scale)
-
-
 def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
     """Say which keys the queries of a layer see: the SEES of the kernels."""
     if layer.is_cross or not layer.is_causal:
@@ -284,7 +272,7 @@ def _shape(
 def _tree(spec: SpecInfo | None, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     if spec is None or spec.tree_mask is None:
         return q, positions
-    return spec.tree_mask.contiguous().view(torch.uint8), positions
+    return spec.tree_mask.view(torch.uint8), positions
 
 
 def _stores(cache: LayerCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

@@ -132,7 +132,7 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N]; pools of any
     strides but that of the last dimension, 1. One launch; allocates nothing and never syncs.
-    Raises UsageError where only v or only the V pool is.
+    Raises UsageError where only v or only the V pool is, and for shapes that do not fit.
     """
     if k is None:
         return
@@ -144,8 +144,18 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     blocks = [x if y is None else y for x, y in zip(pools, (k_blocks, v_blocks), strict=True)]
     tensors = [_bytes(x) for x in (*pools, *blocks)]
     token, head = (2, 1) if cache.layout == "HND" else (1, 2)
-    v_dim, other = (0, k) if v is None else (v.shape[2], v)
-    count, heads, dim = k.shape
+    v_dim, other = (0, k) if v is None else (v.shape[-1], v)
+    count, heads, dim = slots.shape[0], cache.k.shape[head], k.shape[-1]
+    packed = 1 if k_blocks is None else 2  # numbers in one element of the pool
+    # the kernel reads and writes by these numbers alone
+    if k.shape != (count, heads, pools[0].shape[-1] * packed) or (
+        v is not None and v.shape != (count, heads, pools[1].shape[-1] * packed)
+    ):
+        raise UsageError(
+            f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {count} slots of a "
+            f"cache with {heads} heads of {[x.shape[-1] * packed for x in pools]} (expected "
+            "[slots, heads, head dim])"
+        )
     columns = min(_COLUMNS, triton.next_power_of_2(max(dim, v_dim, 16)))
     rows = _TILE // columns
     grid = (
