@@ -15,6 +15,8 @@ from attn_core.testing.cases import Case
 from attn_core.testing.inputs import Point, make_inputs
 from attn_core.testing.passes import attend, create
 from mla_passes import put_in
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 # name, kind, architecture, store of the cache
@@ -46,10 +48,10 @@ def row_of(backend, mode):
         r
         for r in load_plugins().get(name).capabilities
         if (r.kind == kind and arch in r.archs and store in r.kv_dtypes and r.absorbed)
-        and (phase in r.phases and not r.sinks)
+        and phase in r.phases
         and (r.max_topk or mode is not VERIFY)
     ]
-    return min(rows, key=lambda r: r.max_topk != 1, default=None)
+    return min(rows, key=lambda r: (r.sinks, r.max_topk != 1), default=None)
 
 
 def every(*modes):
@@ -65,7 +67,7 @@ def gpu(backend, monkeypatch):
     put_in(backend[2])
 
 
-def made(backend, mode, lengths=None):
+def made(backend, mode, lengths=None, **changes):
     """Return a backend and the inputs of a pass."""
     name, kind, arch, store = backend
     row = row_of(backend, mode)
@@ -79,6 +81,7 @@ def made(backend, mode, lengths=None):
         seq_lens=seq_lens,
         mode=mode,
         kv_dtype="auto" if store == "bf16" else store,
+        **changes,
     )
     size = max((p for p in row.page_sizes if p <= 128), default=16)
     point = Point(dtype="bf16", page_size=size)
@@ -194,3 +197,50 @@ def test_a_pass_without_tokens(backend, mode, requests):
     out, sums = attend(that, nothing, cache=inputs.after, given=True, return_lse=lse)
     assert out.shape[0] == 0
     assert sums is None or sums.shape == (0, inputs.q.shape[1])
+
+
+class Capture(TorchDispatchMode):
+    """Collects the numbers that a captured call writes: they hold no value before the replay."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_float(t)}
+        self.written += [
+            t
+            for t in tree_leaves(result)
+            if is_float(t) and t.untyped_storage().data_ptr() not in known
+        ]
+        return result
+
+
+def is_float(x):
+    return isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.bfloat16)
+
+
+@every(DECODE)
+def test_what_a_capture_makes_serves_no_other_call(backend, mode, monkeypatch):
+    fp8 = backend[-1] != "bf16"
+    scales = {"k_scale": 0.5, "v_scale": 0.5} if fp8 else {}
+    sinks = {"sinks": True} if row_of(backend, mode).sinks else {}
+    that, inputs = made(backend, mode, **scales, **sinks)
+    if sinks:  # not the dtype that a kernel reads
+        layer = dataclasses.replace(inputs.layer, sinks=inputs.layer.sinks.bfloat16())
+        inputs = dataclasses.replace(inputs, layer=layer)
+        that = type(that)(dataclasses.replace(that.config, layers=(layer,)))
+    metadata = that.init_forward_metadata(inputs.batch)
+
+    def attended():
+        return attend(that, inputs, cache=inputs.after, metadata=metadata)[0]
+
+    with monkeypatch.context() as captured, Capture() as capture:
+        captured.setattr("attn_nvidia.operands.capturing", lambda device: True, raising=False)
+        result = attended()
+    right = result.clone()
+    assert right.isfinite().all()
+    for x in capture.written:
+        x.fill_(torch.nan)
+    assert torch.equal(attended(), right)

@@ -86,9 +86,13 @@ def gather(pages: Tensor, table: Tensor, lengths: Sequence[int], *, whole: bool 
     return found
 
 
-def split(x: Tensor, indptr: Tensor) -> list:
-    """Cut x [T, …] into its requests by cumulative lengths [B + 1]."""
-    return [x[a:b] for a, b in pairwise(indptr.tolist())]
+def split(x: Tensor, indptr: Tensor, *, tile: int = 1) -> list:
+    """Cut x [T, …] into its requests by cumulative lengths [B + 1].
+
+    tile: rows that a kernel loads at once, by TMA, without regard to where a request ends: the last
+    tile of a request has the first rows of the next ones too. Past the last row of x it is zeros.
+    """
+    return [x[a : b + (a - b) % tile] for a, b in pairwise(indptr.tolist())]
 
 
 def _raw(t: Tensor) -> Tensor:

@@ -220,7 +220,8 @@ def fwd(
         keys = gather(k, page_table, lengths)
         values = gather(v, page_table, lengths, whole=tma)  # a copy of a page takes its tail along
     else:
-        keys, values = split(k, cu_seqlens_k), split(v, cu_seqlens_k)
+        columns = tile(d, dv, causal, local)[1] if ARCH == 90 else 1  # Ampere clears the rest
+        keys, values = split(k, cu_seqlens_k), split(v, cu_seqlens_k, tile=columns)
     queries_of = q
     if q_v is not None:
         queries_of = torch.cat([q, q_v], -1)

@@ -173,6 +173,10 @@ class Capabilities:
     A conditional limit (a tree only with page size 1) is a second row. An empty set of archs,
     page_sizes, head_dims, q_heads or group_sizes means any. Sets may be given as any iterable
     but text, which raises TypeError.
+
+    finite_tail: the kernels load whole tiles and multiply what no query sees by 0, and 0 · NaN is
+    NaN. Then the tails of last pages and the pages behind a window must hold finite numbers, and,
+    in a pass without a cache, the keys and values of the next request.
     """
 
     kind: Kind
@@ -208,7 +212,7 @@ class Capabilities:
     cuda_graph: GraphLevel = "none"
     beside_linear: bool | None = None  # True only beside linear layers, False never, None either
     needs_host_lengths: bool = False
-    finite_tail: bool = False  # last pages' tails, pages behind a window must hold finite numbers
+    finite_tail: bool = False  # what lies beside a request's keys and values must be finite
     fused_kv_write: bool = False  # the kernel writes new K/V itself
     fp8_products: bool = False  # with an FP8 store, queries and probabilities are rounded to it too
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_nvidia.fa3_library import load
 from attn_nvidia.fa3_plan import Call, Kind, Plan, Planner, Plans, window_of
-from attn_nvidia.operands import aligned, rounded
+from attn_nvidia.operands import Scales, aligned, rounded
 from attn_nvidia.outputs import no_keys
 
 
@@ -54,7 +54,7 @@ class FA3(AttentionBackend):
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._layers = {layer: self._prepare(layer) for layer in config.layers}
         self._kinds = {x.kind for x in self._layers.values() if self._in_cache(x.kind.layer)}
-        self._scales: dict[float, Tensor] = {}
+        self._scales = Scales(config.device)
 
     def _in_cache(self, which: LayerClass) -> bool:
         return True
@@ -190,15 +190,10 @@ class FA3(AttentionBackend):
         """Round the queries to the cache's e4m3, since the kernel multiplies like with like."""
         shape = (call.arguments["cache_seqlens"].shape[0], layer.num_kv_heads)
         descales = {
-            "k_descale": self._scale(cache.k_scale).expand(shape),
-            "v_descale": self._scale(cache.v_scale).expand(shape),
+            "k_descale": self._scales.of(cache.k_scale).expand(shape),
+            "v_descale": self._scales.of(cache.v_scale).expand(shape),
         }
         return rounded(q), {**arguments, **descales}
-
-    def _scale(self, scale: float) -> Tensor:
-        if scale not in self._scales:
-            self._scales[scale] = torch.full((1, 1), scale, device=self.config.device)
-        return self._scales[scale]
 
     def _merged(
         self,

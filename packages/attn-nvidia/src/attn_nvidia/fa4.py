@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,9 @@ from torch import Tensor
 from attn_nvidia.building import building
 from attn_nvidia.operands import aligned, request_of_token
 from attn_nvidia.outputs import no_keys
+
+# Its compiler is not known to bear two threads, and when it compiles is the library's decision.
+_ONE_AT_A_TIME = threading.Lock()
 
 Variant = tuple[LayerClass, bool, bool, bool]  # paged, causal, with log-sum-exp
 
@@ -221,7 +225,9 @@ class FA4(AttentionBackend):
     ) -> Output:
         variant = (mine.which, paged, plan["causal"], return_lse)
         attend = self._attend if variant in self._built else partial(self._compile, variant)
-        got, lse = attend(q, k, v, out=out, return_lse=return_lse, **mine.arguments, **plan, **more)
+        arguments = {**mine.arguments, **plan, **more}
+        with _ONE_AT_A_TIME:
+            got, lse = attend(q, k, v, out=out, return_lse=return_lse, **arguments)
         if not return_lse:
             return got if out is None else out
         # beside qv the library lays heads out innermost

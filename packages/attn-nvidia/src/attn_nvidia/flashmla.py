@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any, NamedTuple
 
-import torch
 from attn_core.backend import BackendConfig, Output
 from attn_core.backends.layer_class import LayerClass
 from attn_core.forward import AttentionLayer
@@ -14,7 +13,7 @@ from torch import Tensor
 from attn_nvidia.distributions import chosen
 from attn_nvidia.flashinfer.mla import LATENT
 from attn_nvidia.mla_decode import DecodePlan, MlaDecode
-from attn_nvidia.operands import aligned, rounded
+from attn_nvidia.operands import Scales, aligned, rounded
 from attn_nvidia.outputs import as_asked
 
 # distribution → module; both carry the same kernels of sm90
@@ -46,7 +45,7 @@ class FlashMLA(MlaDecode):
         self._kernels: dict[str, Any] = self._legacy | (
             {"is_fp8_kvcache": True} if self._fp8 else {}
         )
-        self._more: dict[float, dict[str, Any]] = {}
+        self._scales = Scales(config.device)
 
     def plan(self, which: LayerClass, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
         """Schedule the tiles on the device."""
@@ -78,9 +77,6 @@ class FlashMLA(MlaDecode):
         """Call the kernel, whose LSE is natural, [B, H, queries]."""
         tokens, heads, dim = q.shape
         q = rounded(q) if self._fp8 else aligned(q)
-        more = self._more.get(k_scale)
-        if more is None:
-            more = self._more[k_scale] = self._arguments(k_scale)
         result, lse = self._library.flash_mla_with_kvcache(
             q.view(-1, plan.queries, heads, dim),
             pages,
@@ -91,13 +87,14 @@ class FlashMLA(MlaDecode):
             plan.extra.splits,
             softmax_scale=layer.scale,
             causal=plan.queries > 1,
-            **more,
+            **self._arguments(k_scale),
         )
         result = as_asked(result.view(tokens, heads, LATENT), out)
         return (result, lse.transpose(1, 2).reshape(tokens, heads)) if return_lse else result
 
     def _arguments(self, k_scale: float) -> dict[str, Any]:
         """Return what selects the kernels and, for FP8's, how queries and keys were scaled."""
-        scales = {"descale_q": 1.0, "descale_k": k_scale} if self._fp8 else {}
-        device = self.config.device
-        return self._kernels | {n: torch.full((1,), x, device=device) for n, x in scales.items()}
+        if not self._fp8:
+            return self._kernels
+        of = self._scales.of
+        return {**self._kernels, "descale_q": of(1.0), "descale_k": of(k_scale)}

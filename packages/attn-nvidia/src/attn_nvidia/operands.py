@@ -34,6 +34,33 @@ def rounded(q: Tensor) -> Tensor:
     return within.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
 
 
+def capturing(device: torch.device) -> bool:
+    """Say whether a graph is captured: what is written now has its value from the replay on."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Scales:
+    """The scales of FP8 stores as kernels read them, float32 [1] on the device.
+
+    A scale is made on first use and kept. The first use may be in a capture: then the tensor is the
+    graph's, which fills it in each replay, and the next call makes its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[float, Tensor] = {}
+        self.of(1.0)  # what most stores have
+
+    def of(self, scale: float) -> Tensor:
+        """Return the tensor of this scale."""
+        held = self._held.get(scale)
+        if held is None:
+            held = torch.full((1,), scale, device=self._device)
+            if not capturing(self._device):
+                self._held[scale] = held
+        return held
+
+
 def request_of_token(cu_seqlens_q: Tensor, num_tokens: int) -> Tensor:
     """Return the request of each token, int64 [num_tokens], from int32 [B + 1]; never syncs.
 

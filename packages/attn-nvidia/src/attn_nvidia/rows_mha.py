@@ -35,7 +35,7 @@ def flashinfer() -> Sequence[Capabilities]:
     row = Capabilities(
         kind="mha",
         device="cuda",
-        archs=AMPERE | HOPPER | {"sm120"},
+        archs=AMPERE | {"sm120"},
         requires=[FLASHINFER],
         dtypes=HALF,
         kv_dtypes=HALF | {"fp8_e4m3", "fp8_e5m2"},
@@ -52,6 +52,7 @@ def flashinfer() -> Sequence[Capabilities]:
         cuda_graph="full",
         needs_host_lengths=True,  # plans are made on the host
     )
+    hopper = replace(row, archs=HOPPER, finite_tail=True)  # its ragged kernel loads V by TMA
     blackwell = replace(row, archs=BLACKWELL, beside_linear=False)
     vision = Capabilities(  # cuDNN's attention, --mm-attention-backend flashinfer_cudnn
         kind="mha",
@@ -64,8 +65,9 @@ def flashinfer() -> Sequence[Capabilities]:
         phases=ENCODE,
         head_dims=frozenset(range(8, 129, 8)),
         encoder=True,
+        finite_tail=True,  # cuDNN multiplies whole tiles of V, of which it masks the weights alone
     )
-    return [row, blackwell, vision]
+    return [row, hopper, blackwell, vision]
 
 
 def fa3() -> Sequence[Capabilities]:

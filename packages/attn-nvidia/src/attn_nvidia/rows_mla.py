@@ -32,7 +32,7 @@ def flashinfer() -> Sequence[Capabilities]:
     row = Capabilities(
         kind="mla",
         device="cuda",
-        archs=AMPERE | HOPPER | {"sm120"},
+        archs=AMPERE | {"sm120"},
         requires=[FLASHINFER],
         dtypes=HALF,
         kv_dtypes=HALF,
@@ -47,8 +47,9 @@ def flashinfer() -> Sequence[Capabilities]:
         cuda_graph="full",
         needs_host_lengths=True,
     )
-    fp8 = replace(row, archs=HOPPER, dtypes=frozenset({"bf16"}), kv_dtypes=E4M3)
-    return [row, replace(row, archs=BLACKWELL, beside_linear=False), fp8]
+    hopper = replace(row, archs=HOPPER, finite_tail=True)  # its ragged kernel loads V by TMA
+    fp8 = replace(hopper, dtypes=frozenset({"bf16"}), kv_dtypes=E4M3)
+    return [row, hopper, replace(row, archs=BLACKWELL, beside_linear=False), fp8]
 
 
 def flashmla() -> Sequence[Capabilities]:
@@ -56,6 +57,7 @@ def flashmla() -> Sequence[Capabilities]:
     row = replace(
         flashinfer()[0],
         archs=HOPPER,
+        finite_tail=True,  # FlashInfer's ragged kernel loads V by TMA
         requires=(f"sgl-flash-mla or {SGL_KERNEL}", FLASHINFER),
         page_sizes=frozenset({64}),
         deterministic=False,
@@ -66,7 +68,6 @@ def flashmla() -> Sequence[Capabilities]:
         dtypes=frozenset({"bf16"}),  # what its FP8 kernels write
         kv_dtypes=E4M3,
         fp8_products=True,
-        finite_tail=True,  # its FP8 kernels are not known to clear the tail of a last page
         note=f"{ROUNDED} in decode and verification, not in prefill",
     )
     return [row, fp8]
@@ -118,6 +119,7 @@ def trtllm_mla() -> Sequence[Capabilities]:
         lse=True,
         cuda_graph="full",
         beside_linear=False,
+        finite_tail=True,  # its ragged kernel loads V by TMA
     )
     # Absorbed prefill is FlashInfer's, which reads FP8 latents on Hopper alone.
     prefill = replace(
@@ -178,7 +180,7 @@ def fa4() -> Sequence[Capabilities]:
         chunked_prefix=True,
         lse=True,
         cuda_graph="full",
-        finite_tail=True,
+        finite_tail=True,  # V comes by TMA, so 0 · NaN would leak from the tail
     )
     hopper = replace(
         row,
@@ -186,7 +188,6 @@ def fa4() -> Sequence[Capabilities]:
         phases=PREFILL,
         absorbed=False,  # its kernels of sm90 refuse qv, by which the latent joins the logits
         cuda_graph="none",
-        finite_tail=False,
     )
     return [row, hopper]
 

@@ -99,6 +99,8 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         self._layers: dict[Key, list[AttentionLayer]] = {}
         for layer in config.layers:
             self._layers.setdefault((layer.view, layer.sliding_window), []).append(layer)
+        # made here, not in a first call, which a graph may capture
+        self._sinks = {layer: _float(layer.sinks) for layer in config.layers}
         self._prepared: dict[int, Prepared] = {}
 
     @abstractmethod
@@ -173,7 +175,9 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         assert pages.v is not None  # rows of kind "mha"
         blocks = pages.block_scales
         quantised = pages.k.element_size() == 1
-        window, sinks = layer.sliding_window, layer.sinks
+        window = layer.sliding_window
+        listed = layer in self._sinks
+        sinks = self._sinks[layer] if listed else _float(layer.sinks)
         return Prepared(
             layer=layer,
             cache=cache,
@@ -184,5 +188,9 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
             bmm1_scale=float(layer.scale * (cache.k_scale if quantised else 1.0)),
             bmm2_scale=float(cache.v_scale) if quantised else 1.0,
             window_left=-1 if window is None else window - 1,  # it counts the query's own key
-            sinks=None if sinks is None else sinks.float().contiguous(),
+            sinks=sinks,
         )
+
+
+def _float(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.float()

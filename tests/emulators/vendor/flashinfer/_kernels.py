@@ -9,6 +9,7 @@ import torch
 PROCESSORS = 132
 EMPTY = -5e4  # flashinfer::math::inf: what a row without keys has for its LSE
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+KV_TILE = 128  # keys that a block of fa3 holds
 NON_CAUSAL, CAUSAL, CUSTOM = 0, 1, 2  # MaskMode
 
 
@@ -169,7 +170,10 @@ class Prefill:
         schedule = self._scheduled(wrapper, q, k, v, out, lse, soft_cap)
         indptr = wrapper._kv_indptr_buf
         require(indptr.diff().tolist() == schedule.keys, "kv_indptr is not the planned one")
-        keys, values = (attn_reference.split(x, indptr) for x in (k, v))
+        keys = attn_reference.split(k, indptr)
+        # fa3 loads V by TMA over all requests (hopper/mainloop.cuh); fa2 clears what is past a
+        # request's end (SharedMemFillMode::kFillZero in prefill.cuh)
+        values = attn_reference.split(v, indptr, tile=KV_TILE if self.backend == "fa3" else 1)
         self._attend(
             wrapper, schedule, q, keys, values, out, lse, mask_mode, sm_scale, soft_cap
         )  # fmt: skip

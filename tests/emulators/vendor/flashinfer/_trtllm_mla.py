@@ -81,7 +81,7 @@ def trtllm_ragged_attention_deepseek(
     found, total = attn_reference.attend(
         dense(query),
         attn_reference.split(key, cum_seq_lens_kv),
-        attn_reference.split(value, cum_seq_lens_kv),
+        attn_reference.split(value, cum_seq_lens_kv, tile=128),  # by TMA, as far as is known
         query_lens=query_lens,
         scale=bmm1_scale,
         causal=is_causal,

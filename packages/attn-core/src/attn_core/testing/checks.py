@@ -48,6 +48,7 @@ class Check:
 
     phases: any of them will do or, with `every`, all of them. cells: the cells of the support
     matrix that it is evidence for. run raises CheckFailed, or says how much of the budget is used.
+    alone: it takes much of a device's memory, so no other of its kind may run at the same time.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Check:
     every: bool = False
     layout: str | None = None  # of the cache, None where there is none
     flaw: Flaw = _none
+    alone: bool = False
 
 
 Template = Callable[[Capabilities], Check]  # a row may have to be asked with its own shapes
@@ -195,6 +197,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         run=lambda bench: ask(bench, case, point),
         layout=point.layout,
         flaw=_first(_no_cache, partial(_no_graph, level) if cell == "cuda_graph" else _none),
+        alone=ask is far_pages,
     )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
+import queue
+import signal
+import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 import torch
 
@@ -36,30 +42,90 @@ class Asked:
 def run_parallel(asked: Asked, jobs: int, step: Callable[[Planned], None]) -> list[Outcome]:
     """Run every check that has a row in `jobs` processes; `step` is called after each.
 
-    The checks are those of `asked.plan()`, in its order. Raises BrokenProcessPool where a process
-    dies, as with a fault in a kernel that its driver does not survive.
+    The checks are those of `asked.plan()`, in its order. A check whose process dies, as with a
+    fault in a kernel that its driver does not survive, has failed; the next gets a new process.
     """
     _, planned = asked.plan()
     outcomes = [Outcome(planned=p, status="skipped", detail=p.reason) for p in planned]
-    context = multiprocessing.get_context("spawn")  # a device does not survive a fork
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
-        ran = {pool.submit(_run, asked, i): i for i, p in enumerate(planned) if p.row is not None}
-        for done in as_completed(ran):
-            i = ran[done]
-            status, measure, detail = done.result()
-            outcomes[i] = Outcome(planned=planned[i], status=status, measure=measure, detail=detail)
-            step(planned[i])
+    workers = [_Worker(asked) for _ in range(jobs)]
+    free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+    memory = threading.Lock()
+
+    def run(i: int) -> Answer:
+        with memory if planned[i].check.alone else contextlib.nullcontext():
+            worker = free.get()
+            try:
+                return worker.run(i, planned[i].check.id)
+            finally:
+                free.put(worker)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        ran = {pool.submit(run, i): i for i, p in enumerate(planned) if p.row is not None}
+        try:
+            for done in as_completed(ran):
+                i = ran[done]
+                status, measure, detail = done.result()
+                outcomes[i] = Outcome(
+                    planned=planned[i], status=status, measure=measure, detail=detail
+                )
+                step(planned[i])
+        finally:
+            for future in ran:
+                future.cancel()
+            for worker in workers:
+                worker.end()
     return outcomes
 
 
-def _one_thread() -> None:
+Answer = tuple[Status, Measure, str]
+
+
+class _Worker:
+    """A process that runs one check after another, started anew where it has died."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._process: SpawnProcess | None = None
+        self._connection: Connection[int, Answer] | None = None
+
+    def run(self, index: int, name: str) -> Answer:
+        """Run the check of this index in the process."""
+        if self._process is None or self._connection is None:
+            context = multiprocessing.get_context("spawn")  # a device does not survive a fork
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(self._asked, theirs))
+            self._process.start()
+            theirs.close()
+        try:
+            self._connection.send(index)
+            return self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode or 0
+            self._process = None
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return "failed", Measure(), f"{name}: the process that ran it died ({how})"
+
+    def end(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.join()
+
+
+def _serve(asked: Asked, connection: Connection[Answer, int]) -> None:
     torch.set_num_threads(1)  # the processes share the cores
+    with contextlib.suppress(EOFError):  # the process that asks has ended
+        while True:
+            connection.send(_run(asked, connection.recv()))
 
 
 _planned = functools.cache(Asked.plan)
 
 
-def _run(asked: Asked, index: int) -> tuple[Status, Measure, str]:
+def _run(asked: Asked, index: int) -> Answer:
     spec, planned = _planned(asked)
     on, arch = torch_device(asked.device), asked.device.arch
     [outcome] = run_all([planned[index]], spec, on, arch=arch)

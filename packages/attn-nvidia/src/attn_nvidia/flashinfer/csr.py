@@ -73,13 +73,13 @@ def adjacent(page_table: Tensor, keys: Lengths, page_size: int, *, captured: boo
     """
     rows, width = page_table.shape
     step = page_table.stride(0)
-    in_line = (page_table.stride(1) == 1 or width == 1) and (step >= width or rows == 1)
+    in_line = step >= width or rows == 1
     if in_line and rows * step * page_size < 1 << 31:
         return page_table
     if captured:
         raise BackendError(
             f"flashinfer: a page table {[rows, width]} with strides {page_table.stride()} in a "
-            f"captured pass over pages of {page_size}; its columns must lie side by side, and all "
+            f"captured pass over pages of {page_size}; its rows must not overlap, and all "
             "its pages hold fewer than 2^31 tokens: capture with a smaller or contiguous one"
         )
     needed = -(-int(keys.max(initial=1)) // page_size)

@@ -183,7 +183,7 @@ def _flash_attn_fwd(
             keys = [torch.cat(pair, -1) for pair in zip(keys, latents, strict=True)]
             q = torch.cat([q, qv], -1)
     else:
-        keys, values = split(k, cu_seqlens_k), split(v, cu_seqlens_k)
+        keys, values = split(k, cu_seqlens_k), split(v, cu_seqlens_k, tile=tile_n)
     result, sums = attend(
         q,
         keys,

@@ -57,19 +57,24 @@ def cudnn_batch_prefill_with_kv_cache(
     if max(q_lens) > max_token_per_sequence or max(k_lens) > max_sequence_kv:
         raise RuntimeError("cuDNN: a sequence is longer than the graph's")
 
-    def requests(x, counts, starts):
-        """Read each request where its offset says, with the strides of x."""
+    def requests(x, counts, starts, tile=1):
+        """Read each request where its offset says, with the strides of x, in whole tiles."""
         at = starts.flatten().tolist()
         shape, strides, base = x.shape[1:], x.stride(), x.storage_offset()
         return [
-            torch.as_strided(x, (n, *shape), strides, base + first)
+            torch.as_strided(
+                x,
+                (min(n + -n % tile, x.shape[0] - first // strides[0]), *shape),
+                strides,
+                base + first,
+            )
             for n, first in zip(counts, at, strict=False)
         ]
 
     values, _ = attn_reference.attend(
         torch.cat(requests(q, q_lens, batch_offsets_q)),
         requests(k_cache, k_lens, batch_offsets_k),
-        requests(v_cache, k_lens, batch_offsets_v),
+        requests(v_cache, k_lens, batch_offsets_v, tile=64),
         query_lens=q_lens,
         scale=scale,
         causal=causal,
