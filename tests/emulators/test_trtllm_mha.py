@@ -96,7 +96,8 @@ def public(self, q, this, plan, out):
 def test_no_row_takes_a_release_that_nobody_tried(arch):
     device = parse_device(f"cuda:{arch}")
     assert usable_rows(SPEC, "mha", device, {"flashinfer-python": "0.6.14"})
-    assert not usable_rows(SPEC, "mha", device, {"flashinfer-python": "0.7.2"})
+    with pytest.raises(UnsupportedError, match=r"flashinfer-python 0\.7\.2 \(needs .*<0\.7\)"):
+        usable_rows(SPEC, "mha", device, {"flashinfer-python": "0.7.2"})
 
 
 def test_drafts_in_a_window_are_rows_of_one_token(monkeypatch):

@@ -193,7 +193,8 @@ def test_the_context_is_a_limit(tmp_path: Path, attn: Attn) -> None:
     ("args", "code", "message"),
     [
         (["w1", "--page-size", "0"], 2, "--page-size 0"),
-        (["w1", "--page-size", str(10**7)], 2, "above the model's context of 4096"),
+        (["w1", "--page-size", "65536"], 2, "above the model's context of 4096"),
+        (["w1", "--page-size", str(10**7)], 2, "at most 65536"),
         (["w1", "--num-pages", str(10**15)], 2, "ask for fewer tokens"),
         (["w1", "--max-new-tokens", str(10**30)], 2, "at most 4095 in a context of 4096"),
         (["w1", "--attention-backend", "torch_nativ"], 2, "did you mean torch_native"),

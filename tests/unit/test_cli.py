@@ -350,7 +350,8 @@ def test_a_model_decides_its_own_shape(tmp_path):
     shape = {"part": "text", "kind": "mha", "head_dim": 64, "num_q_heads": 64, "num_kv_heads": 8}
     for layer, window in zip(got["layers_read"], (128, None), strict=True):
         assert layer.items() >= {**shape, "sliding_window": window, "sinks": True}.items()
-    text = attn("select", "--model", str(tmp_path), "--device", "cuda:sm80").stdout.splitlines()
+    wide = attn("select", "--model", str(tmp_path), "--device", "cuda:sm80", COLUMNS="400")
+    text = wide.stdout.splitlines()
     assert text[:4] == [
         f"layers read from {tmp_path}",
         "  mha        64 query heads, 8 KV heads, head_dim 64, window 128, sinks",

@@ -152,7 +152,7 @@ def _named_roles(keys: Keys, layer_types: list[object]) -> list[Role]:
 
 def _window(keys: Keys) -> int | None:
     """Return the window of sliding layers; None where it is off or no shorter than the context."""
-    if keys.get("use_sliding_window") is False or keys.get("sliding_window") in (0, -1):
+    if keys.get("sliding_window") in (0, -1) or keys.get("use_sliding_window") is False:
         return None  # off, as engines spell it
     window = keys.count("sliding_window")
     if window is None:
