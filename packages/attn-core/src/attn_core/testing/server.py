@@ -51,7 +51,7 @@ class Server:
         # small scales saturate the tails of what is written; each layer has its own
         scales = ((1.0, 1.0),) * 2 if self._store in PLAIN_DTYPES else ((6e-3, 5e-3), (5e-3, 7e-3))
         if case.kind == "mla":  # a latent cache stores no V
-            scales = tuple((k, 1.0) for k, _ in scales)
+            scales = ((scales[0][0], 1.0), (scales[1][0], 1.0))
         self._scales = {x.layer_id: s for x, s in zip(self.layers, scales, strict=True)}
         pool = KVPool(
             self.layers,
