@@ -60,6 +60,7 @@ def check(out, lse, blind, layer):
     """Compare what queries without keys (bool [T]) got; the others have seen some."""
     assert not out[blind].any()
     empty = torch.full_like(lse, -torch.inf) if layer.sinks is None else layer.sinks.expand_as(lse)
+    # FA3 on an H200 is not exact in a causal tile that has keys; this bound passes there
     torch.testing.assert_close(lse[blind], empty[blind], rtol=1e-6, atol=1e-6)
     assert lse[~blind].isfinite().all()
     assert out.isfinite().all()
