@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from attn_core.backend import AttentionBackend, BackendConfig, create_backend
-from attn_core.capabilities import Device
-from attn_core.dispatcher import HybridDispatcher, Role
-from attn_core.forward import DECODE_MODES
-from attn_core.plugins import Registry
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
+from attn_core.runtime.batch import DECODE_MODES
+from attn_core.runtime.dispatcher import HybridDispatcher, Role
+from attn_core.spec.device import Device
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.ours import row_of

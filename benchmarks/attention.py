@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 import torch
-from attn_core.errors import AttnError, near
-from attn_core.plugins import load_plugins
+from attn_core.errors import AttnError
+from attn_core.formatting import near
+from attn_core.plugins.registry import load_plugins
 
 from benchmarks.cases import Case
 from benchmarks.contestant import Contestant, installed_version

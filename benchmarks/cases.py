@@ -8,10 +8,13 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import STORES, KVPool, LayerCache, read_kv
-from attn_core.page_table import num_pages_for, slot_table
-from attn_core.quant import to_fp8
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.page_table import num_pages_for, slot_table
+from attn_core.cache.pool import KVPool
+from attn_core.ops.kv import read_kv
+from attn_core.ops.quant import to_fp8
+from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
 from torch import Tensor
 
 Phase = Literal["decode", "verify", "prefill", "extend", "mla", "mla-verify", "fp8"]
@@ -96,13 +99,13 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of K and V that the requests hold, each counted once; MLA holds no V."""
         per_token = self.head_dim + (0 if self.kind == "mla" else self.v_head_dim)
-        return sum(self.seq_lens) * self.kv_heads * per_token * STORES[self.kv_dtype].itemsize
+        return sum(self.seq_lens) * self.kv_heads * per_token * TORCH_DTYPES[self.kv_dtype].itemsize
 
     @property
     def bytes(self) -> int:
         """The least that must move: K and V and q read once, the output written once."""
         per_query = self.q_heads * (self.head_dim + self.v_head_dim)
-        return self.kv_bytes + self.tokens * per_query * STORES[self.dtype].itemsize
+        return self.kv_bytes + self.tokens * per_query * TORCH_DTYPES[self.dtype].itemsize
 
     @property
     def flops(self) -> int:
@@ -200,7 +203,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
         spec=spec if case.mode is ForwardMode.TARGET_VERIFY else None,
     )
     q_shape = (case.tokens, case.q_heads, case.head_dim)
-    q = torch.randn(q_shape, dtype=STORES[case.dtype], device=device, generator=rng)
+    q = torch.randn(q_shape, dtype=TORCH_DTYPES[case.dtype], device=device, generator=rng)
     k, v = read_kv(cache, batch.views["full"].out_cache_loc, q.dtype)
     rows, wanted = _reference(case, q, cache, table, batch.spec)
     return Inputs(

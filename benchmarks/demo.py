@@ -12,7 +12,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from attn_core.device import probe_device
+from attn_core.spec.device import probe_device
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "demo.txt"
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.capabilities import Capabilities, Device, LayerNeeds, Requirements, Speculation
-from attn_core.decision import Overrides
-from attn_core.device import parse_device, probe_device
-from attn_core.errors import NoBackendError
-from attn_core.forward import DECODE_MODES, ForwardMode
-from attn_core.plugins import Registry
-from attn_core.refusals import refuse_drafts, refuse_layer
-from attn_core.selection import select
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import DECODE_MODES, ForwardMode
+from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
+from attn_core.selection.result import NoBackendError, Overrides
+from attn_core.selection.solver import select
+from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.device import Device, parse_device, probe_device
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from torch import Tensor
 
 from benchmarks.cases import Case, Inputs
@@ -83,7 +83,7 @@ def row_of(name: str, case: Case, registry: Registry, device: Device) -> Capabil
     verifies = case.mode is ForwardMode.TARGET_VERIFY
     needs = Requirements(
         layers=(
-            LayerNeeds(
+            LayerRequirements(
                 kind=case.kind,
                 head_dim=case.head_dim,
                 v_head_dim=case.v_head_dim,

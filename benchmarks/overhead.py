@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from attn_core.capabilities import Device
-from attn_core.errors import AttnError, NoBackendError
-from attn_core.libraries import installed
-from attn_core.plugins import Registry, load_plugins
+from attn_core.errors import AttnError
+from attn_core.plugins.dependencies import installed
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.result import NoBackendError
+from attn_core.spec.device import Device
 
 from benchmarks.added import LIMITS, Found, measure
 from benchmarks.attention import device_name, versions

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attn_core.forward import DECODE_MODES
-from attn_core.kv_cache import STORES
-from attn_core.page_table import to_csr
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.page_table import to_csr
+from attn_core.runtime.batch import DECODE_MODES
 from torch import Tensor
 
 from benchmarks.cases import LATENT, ROPE, Inputs
@@ -64,7 +64,7 @@ def plain(call: functools.partial[Any], inputs: Inputs) -> Plain | None:
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
         tensors, more = (queries, *pages, last), {"causal": True, "head_dim_vo": case.v_head_dim}
-    more |= {"q_data_type": inputs.q.dtype, "kv_data_type": STORES[case.kv_dtype]}
+    more |= {"q_data_type": inputs.q.dtype, "kv_data_type": TORCH_DTYPES[case.kv_dtype]}
     more["sm_scale"] = case.scale
     host = tuple(t if t is csr.indices else t.cpu() for t in tensors)
     return Plain(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from attn_core.kv_cache import STORES
+from attn_core.cache.layer_cache import TORCH_DTYPES
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.contestant import Contestant
@@ -84,7 +84,7 @@ def measure_all(
 
 def tolerance(case: Case) -> float:
     """Return the relative error above which a result is wrong."""
-    return TOLERANCE_FP8 if STORES[case.kv_dtype].itemsize == 1 else TOLERANCE
+    return TOLERANCE_FP8 if TORCH_DTYPES[case.kv_dtype].itemsize == 1 else TOLERANCE
 
 
 def measure(

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
-from attn_core.backend import BackendConfig
-from attn_core.backends.torch_native import TorchNative
-from attn_core.capabilities import Capabilities
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
-from attn_core.kv_cache import LayerCache
+from attn_core.backends.torch_native.backend import TorchNative
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.capabilities import Capabilities
 from torch import Tensor
 
 RESULTS = pathlib.Path(__file__).parent / "results"

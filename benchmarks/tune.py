@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import attn_core.backends.triton as backend
+import attn_core.backends.triton.backend as backend
 import torch
-from attn_core.backends.triton.heuristics import Launch
-from attn_core.plugins import load_plugins
+from attn_core.backends.triton.tuning import Launch
+from attn_core.plugins.registry import load_plugins
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.ours import our_backend

@@ -11,8 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import matrix_page
 from attn_core.cli.app import build_app
-from attn_core.matrix import build_matrix
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.tools.matrix import build_matrix
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks is no distribution

@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
-from attn_core.matrix import CELLS, Matrix
-from attn_core.proofs import LEVELS
+from attn_core.plugins.evidence import LEVELS
+from attn_core.tools.matrix import CELLS, Matrix
 
 KINDS = {
     "mha": "MHA (standard attention)",
@@ -66,7 +66,7 @@ def page(matrix: Matrix) -> str:
         reasons = [
             f"- \\* {name}, {WORDS.get(cell, cell.capitalize())}: {why}"
             for name, cells in backends.items()
-            for cell, why in cells["departures"].items()
+            for cell, why in cells["matrix_deviations"].items()
         ]
         parts += ["\n".join(reasons) + "\n"] * bool(reasons)
     return "\n".join(parts)
@@ -117,7 +117,7 @@ def mark(level: str, *, styled: bool) -> str:
 
 def star(cells: Mapping[str, Any], name: str, *, styled: bool) -> str:
     """Write "*" where a cell departs from the documented matrix, with the reason where styled."""
-    why = cells["departures"].get(name)
+    why = cells["matrix_deviations"].get(name)
     if why is None:
         return ""
     return f'<span class="star" title="{html.escape(why)}">*</span>' if styled else "\\*"

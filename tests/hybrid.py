@@ -11,24 +11,27 @@ from functools import partial
 
 import pytest
 import torch
-from attn_core.capabilities import TREES, Device, LayerNeeds, Phase, Requirements, Speculation
-from attn_core.decision import Overrides, Selection
-from attn_core.dispatcher import HybridDispatcher
+from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.errors import AttnError
-from attn_core.forward import ForwardMode
-from attn_core.kv_cache import STORES
-from attn_core.libraries import Libraries
-from attn_core.plugins import load_plugins
-from attn_core.selection import select
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import within_budget
+from attn_core.plugins.dependencies import Libraries
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.graphs import bounded, captured, overwritten
+from attn_core.selection.result import Overrides, Selection
+from attn_core.selection.solver import select
+from attn_core.spec.capabilities import ANY_TOPK
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+from attn_core.testing.case_catalog import random_tree
 from attn_core.testing.cases import Case
-from attn_core.testing.features import random_tree
+from attn_core.testing.fuzz_session import DRAFTS, run_session
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point, mapped
 from attn_core.testing.oracle import attend_request, yardstick
-from attn_core.testing.replay import bounded, captured, overwritten
 from attn_core.testing.server import WINDOW, Server
-from attn_core.testing.session import DRAFTS, run_session
+from attn_core.testing.tolerance import within_budget
 
 VENDORS = ("flashinfer", "fa3", "fa4", "trtllm_mha")
 PAIRS = (
@@ -129,14 +132,14 @@ def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hy
             chosen = selection(features | {feature}, page)
             features.add(feature)
     rows = [row for row in chosen.rows.values() if row is not None]
-    speculates = {"plain": 0, "chain": 1, "tree": TREES}[how if how == "plain" else how[0]]
+    speculates = {"plain": 0, "chain": 1, "tree": ANY_TOPK}[how if how == "plain" else how[0]]
     row = replace(
         chosen.rows["decode"],
         phases=frozenset({Phase.PREFILL, Phase.DECODE}),
         lse=all(r.lse for r in rows),
-        finite_tail=any(r.finite_tail for r in rows),
-        max_topk=speculates,
-        run_topk=None,
+        requires_finite_padding=any(r.requires_finite_padding for r in rows),
+        max_verify_topk=speculates,
+        max_session_topk=None,
         **{f: f in features for f in FEATURES},
     )
     spec = registry.get(decode)
@@ -145,7 +148,9 @@ def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hy
 
 def _needs(kind, features, page, how) -> Requirements:
     (hq, hkv), (d, dv) = SHAPES[kind]
-    plain = LayerNeeds(kind=kind, head_dim=d, v_head_dim=dv, num_q_heads=hq, num_kv_heads=hkv)
+    plain = LayerRequirements(
+        kind=kind, head_dim=d, v_head_dim=dv, num_q_heads=hq, num_kv_heads=hkv
+    )
     rich = replace(
         plain,
         sliding_window=WINDOW if "sliding_window" in features else None,
@@ -173,7 +178,7 @@ def run_replays(hybrid: Hybrid) -> None:
     With speculation the passes verify instead. Every pass runs both ways, and both are the
     oracle's. Rows of the batch come and go as padding.
     """
-    verifies = hybrid.row.max_topk > 0
+    verifies = hybrid.row.max_verify_topk > 0
     mode = ForwardMode.TARGET_VERIFY if verifies else ForwardMode.DECODE
     rng = random.Random(0)
     server = Server(
@@ -196,7 +201,7 @@ def run_replays(hybrid: Hybrid) -> None:
     static = again = metadata = None
     for number in (ROWS, ROWS - 1, 1, ROWS):
         some, trees = requests[-number:], None
-        if verifies and hybrid.row.max_topk > 1:
+        if verifies and hybrid.row.max_verify_topk > 1:
             trees = [random_tree(new, rng.randrange(1 << 30)) for _ in some]
         step = server.prepare(mode, some, [new] * number, trees=trees, padding=ROWS - number)
         wide = -(-LONGEST // hybrid.point.page_size) + 2
@@ -229,7 +234,7 @@ def run_replays(hybrid: Hybrid) -> None:
             for what, got in (("eager", plain), ("replayed", replayed)):
                 within_budget(
                     f"{what}, {number} requests, layer {i}", got[: len(truth)].cpu(),
-                    truth, near, STORES[DTYPE],
+                    truth, near, TORCH_DTYPES[DTYPE],
                 )  # fmt: skip
         if verifies:
             for request in some:
@@ -288,4 +293,4 @@ def _right(server, step, index):
         return torch.cat(outs), torch.cat(lses)
 
     truth = solve(torch.float64)
-    return truth[0], yardstick(solve, STORES[DTYPE], truth)[0]
+    return truth[0], yardstick(solve, TORCH_DTYPES[DTYPE], truth)[0]

@@ -5,11 +5,11 @@ import importlib
 
 import pytest
 import torch
-from attn_core.kv_cache import STORES
-from attn_core.plugins import load_plugins
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.plugins.registry import load_plugins
 from attn_core.testing import BackendSuite
-from attn_core.testing.bench import Bench
-from attn_core.testing.features import LATENT, RELATED
+from attn_core.testing.case_catalog import LATENT, RELATED
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import attend, compare, create, prepared
 
@@ -71,7 +71,7 @@ class Pass:
             backend, self.inputs, batch=batch, metadata=metadata, given=given, return_lse=lse
         )
         tokens = self.inputs.real_tokens
-        compare(got, self.right, tokens, STORES[self.point.dtype], "output")
+        compare(got, self.right, tokens, TORCH_DTYPES[self.point.dtype], "output")
         return got
 
 

@@ -3,11 +3,13 @@
 from contextlib import contextmanager
 
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
-from attn_core.kv_cache import KVPool, read_kv
-from attn_core.page_table import slot_table
-from attn_core.plugins import load_plugins
+from attn_core.cache.page_table import slot_table
+from attn_core.cache.pool import KVPool
+from attn_core.ops.kv import read_kv
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,7 +76,7 @@ class Requests:
             self._write(b, rng)
 
     def _write(self, b, rng):
-        from attn_core.backends.triton.write import write_kv
+        from attn_core.ops.triton.kv import write_kv
 
         n, layer, dtype = self.lengths[b], self.layer, DTYPES[self.dtype]
         dims = (layer.head_dim,) if self.kind == "mla" else (layer.head_dim, layer.v_head_dim)

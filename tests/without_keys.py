@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.capabilities import Phase
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode
-from attn_core.kv_cache import LayerCache
-from attn_core.plugins import load_plugins
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.kinds import Phase
 
 # query lengths, key lengths, causal: a request without keys, none with any, and keys for few
 RAGGED = {

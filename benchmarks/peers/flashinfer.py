@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Callable
 
 import torch
-from attn_core.kv_cache import STORES
-from attn_core.page_table import PageCsr, to_csr
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.page_table import PageCsr, to_csr
 from torch import Tensor
 
 from benchmarks.cases import LATENT, ROPE, Case, Inputs
@@ -55,7 +55,7 @@ def _decode(inputs: Inputs) -> Call:
         case.head_dim,
         case.page_size,
         q_data_type=inputs.q.dtype,
-        kv_data_type=STORES[case.kv_dtype],
+        kv_data_type=TORCH_DTYPES[case.kv_dtype],
         sm_scale=case.scale,
     )
     return lambda: wrapper.run(inputs.q, (inputs.cache.k, inputs.cache.v))
@@ -118,7 +118,7 @@ def _paged(inputs: Inputs, backend: str) -> Call:
         custom_mask=visible(inputs) if case.tree else None,
         causal=not case.tree,
         q_data_type=inputs.q.dtype,
-        kv_data_type=STORES[case.kv_dtype],
+        kv_data_type=TORCH_DTYPES[case.kv_dtype],
         sm_scale=case.scale,
     )
     return lambda: wrapper.run(inputs.q, (inputs.cache.k, inputs.cache.v))
@@ -151,7 +151,7 @@ def _mla(backend: str) -> Callable[[Inputs], Call]:
             case.queries != 1,
             case.scale,
             inputs.q.dtype,
-            STORES[case.kv_dtype],
+            TORCH_DTYPES[case.kv_dtype],
         )
         pages = inputs.cache.k.squeeze(2)
         latent, rope = pages[..., :LATENT], pages[..., LATENT:]

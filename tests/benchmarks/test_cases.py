@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from attn_core.forward import ForwardMode
-from attn_core.kv_cache import read_kv
-from attn_core.page_table import slot_table
+from attn_core.cache.page_table import slot_table
+from attn_core.ops.kv import read_kv
+from attn_core.runtime.batch import ForwardMode
 from small import CASES
 
 from benchmarks.cases import Case, build, random_tree

@@ -12,8 +12,8 @@ import types
 
 import pytest
 import torch
-from attn_core.device import parse_device
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device
 
 from benchmarks import added, overhead
 from benchmarks.added import Found, Pair, host_us, measure, serving
@@ -72,7 +72,7 @@ def test_every_backend_is_measured_beside_its_library(vendor, short, name):
 
 
 def test_what_a_wrapper_adds_is_seen(vendor, short, monkeypatch):
-    fa3 = importlib.import_module("attn_nvidia.fa3").FA3
+    fa3 = importlib.import_module("attn_nvidia.fa3.backend").FA3
     for method, seconds in (("forward_decode", 0.05), ("init_forward_metadata", 0.08)):
         real = getattr(fa3, method)
 

@@ -11,7 +11,7 @@ import types
 import fakes
 import pytest
 import torch
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
 from small import CASES
 
 from benchmarks import attention, timing

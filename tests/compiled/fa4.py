@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from attn_core.capabilities import Phase
-from attn_core.forward import ForwardMode
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.batch import ForwardMode
+from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, NotDeclared, Site, described
 from torch._subclasses.fake_tensor import FakeTensorMode

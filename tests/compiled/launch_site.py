@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from attn_core.capabilities import BackendSpec, Capabilities, Device
-from attn_core.kv_cache import STORES
-from attn_core.libraries import Libraries
-from attn_core.testing.bench import Bench
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.plugins.dependencies import Libraries
+from attn_core.selection.compatibility import mismatches
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import Device
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point, make_inputs, make_layer, mapped
 from attn_core.testing.passes import attend, create, indptr
-from attn_core.unmet import unmet
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class Site:
             phase = next((p for p in phases if p in row.phases), None)
             if phase is None or (row.kind, row.device) != (case.kind, chip.device.type):
                 continue
-            gap = unmet(row, needs, chip.device, chip.libraries, phase, speculates=drafts)
+            gap = mismatches(row, needs, chip.device, chip.libraries, phase, speculates=drafts)
             lacks = [*map(str, gap)]
             if self.paged and not row.absorbed:
                 lacks.append("passes over the latent cache (absorbed: not supported)")
@@ -106,7 +107,12 @@ class Site:
 
     def _pass(self, chip: Chip, asked: Bench) -> None:
         point, row = Point(dtype=self.dtype, page_size=self.page_size), asked.row
-        drawn = make_inputs(self.case, point, finite_tail=row.finite_tail, fused=row.fused_kv_write)
+        drawn = make_inputs(
+            self.case,
+            point,
+            requires_finite_padding=row.requires_finite_padding,
+            fused=row.fused_kv_write,
+        )
         with chip.tensors():
             inputs = chip.moved(drawn)
             backend = create(asked, self.case, inputs, point)
@@ -115,7 +121,7 @@ class Site:
     def _call(self, chip: Chip, asked: Bench) -> None:
         case = self.case
         (hq, hkv), (d, dv) = case.heads, case.dims
-        dtype = STORES[self.dtype]
+        dtype = TORCH_DTYPES[self.dtype]
         drawn = make_layer(case, torch.Generator())
         with chip.tensors():
             layer = chip.moved(drawn)

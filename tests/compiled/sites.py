@@ -9,13 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from attn_core.backends import triton as backend
-from attn_core.backends.triton.csr import fill_csr
-from attn_core.backends.triton.merge import merge_states
-from attn_core.backends.triton.splits import SHORT
-from attn_core.capabilities import Phase
-from attn_core.forward import ForwardMode
-from attn_core.page_table import PageCsr
-from attn_core.plugins import load_plugins
+from attn_core.backends.triton.split_kv import SHORT
+from attn_core.ops.triton.merge import merge_states
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.batch import ForwardMode
+from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, Site
 
@@ -45,12 +43,6 @@ def greedy(chip):
     """Launch what takes too much of everything: what is looked for is also seen."""
     warps = 8 if chip.arch.startswith("sm") else 2  # any fewer take long to compile
     _greedy[(1,)](meta(128, 512, dtype=torch.float16), M=128, N=512, num_warps=warps)
-
-
-def csr(chip):
-    table, lengths = meta(64, 500, dtype=torch.int32), meta(64, dtype=torch.int32)
-    buffers = [meta(n, dtype=torch.int32) for n in (65, 64 * 500, 64)]
-    fill_csr(PageCsr(*buffers), table, lengths, 16)
 
 
 def merge(chip):
@@ -140,7 +132,6 @@ OTHERS: dict[str, Launch] = {
     "mla-decode-short": partial(short, decode(**MLA)),
 }
 SITES: dict[str, Launch] = {
-    "csr": csr,
     "merge": merge,
     "greedy": greedy,
     **HOT,
@@ -148,7 +139,7 @@ SITES: dict[str, Launch] = {
     **OTHERS,
 }
 GROUPS = {
-    "quick": ("csr", "merge", "decode", "extend", "mla-decode"),
-    "hot": ("csr", "merge", *HOT),
+    "quick": ("merge", "decode", "extend", "mla-decode"),
+    "hot": ("merge", *HOT),
     "more": (*MORE, *OTHERS),
 }

@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 import fa4
 import record
 import sites
-from attn_core.capabilities import SERVING
 from attn_core.errors import UnsupportedError
-from attn_core.matrix import CELLS
+from attn_core.spec.kinds import SERVING
 from attn_core.testing.plan import usable_rows
 from attn_core.testing.runner import OF_TOWERS
+from attn_core.tools.matrix import CELLS
 from launch_site import NotDeclared, Site
 from test_compiled import SHARED
 

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from attn_core.testing.budget import Measure
+from attn_core.testing.tolerance import Measure
 
 DEADLY = "prefill-edges"
 

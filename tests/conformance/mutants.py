@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import torch
-from attn_core.merge import merge_states
+from attn_core.ops.merge import merge_states
 from attn_core.testing.inputs import mapped
 from reference import Reference
 from wrapped import Wrapper

@@ -6,11 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from attn_core.backend import AttentionBackend
-from attn_core.capabilities import TREES, BackendSpec, Capabilities, Phase
-from attn_core.forward import ForwardMode
-from attn_core.kv_cache import STORES
-from attn_core.quant import from_fp4, from_fp8, to_fp4, to_fp8
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
+from attn_core.runtime.backend import AttentionBackend
+from attn_core.runtime.batch import ForwardMode
+from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
+from attn_core.spec.kinds import Phase
 from torch import Tensor
 
 
@@ -34,7 +35,7 @@ class Reference(AttentionBackend):
 
     def __init__(self, config):
         super().__init__(config)
-        self.dtype = STORES[config.dtype]
+        self.dtype = TORCH_DTYPES[config.dtype]
 
     # the plan
 
@@ -286,7 +287,7 @@ ROW = Capabilities(
     sinks=True,
     cross_attention=True,
     encoder=True,
-    max_topk=TREES,
+    max_verify_topk=ANY_TOPK,
     lse=True,
     deterministic=True,
     cuda_graph="full",

@@ -5,13 +5,15 @@ import random
 
 import pytest
 import torch
-from attn_core.backend import BackendConfig, create_backend
 from attn_core.backends.flex_attention import kernel as kernels
+from attn_core.cache.page_table import slot_table
+from attn_core.cache.pool import KVPool
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import KVPool, read_kv, write_kv
-from attn_core.page_table import slot_table
-from attn_core.plugins import load_plugins
+from attn_core.ops.kv import read_kv, write_kv
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing import BackendSuite
 from torch.utils import _pytree as pytree
 

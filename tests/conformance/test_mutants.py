@@ -7,10 +7,10 @@ from functools import cache
 import mutants
 import pytest
 import torch
-from attn_core.capabilities import Device
-from attn_core.testing.budget import CheckFailed
+from attn_core.spec.device import Device
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import report, run_all, run_check
+from attn_core.testing.tolerance import CheckFailed
 from reference import spec_of
 from wrapped import wrapper_spec
 

@@ -4,10 +4,10 @@ import threading
 import time
 
 import pytest
-from attn_core.capabilities import Device
+from attn_core.spec.device import Device
 from attn_core.testing import parallel
-from attn_core.testing.budget import Measure
 from attn_core.testing.parallel import Asked, run_parallel
+from attn_core.testing.tolerance import Measure
 from dying import DEADLY, serve
 
 ASKED = Asked(backend="torch_native", device=Device("cpu"), kinds=("mha",), reduced=True)

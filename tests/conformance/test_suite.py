@@ -7,22 +7,22 @@ from dataclasses import replace
 import attn_core
 import pytest
 import torch
-from attn_core.capabilities import Device
 from attn_core.cli.app import build_app
 from attn_core.errors import BackendNotImplementedError, UnsupportedError
-from attn_core.matrix import build_matrix, table
-from attn_core.plugins import load_plugins
-from attn_core.testing import far, session
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import CheckFailed, within_budget
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import Device
+from attn_core.testing import far, fuzz_session
+from attn_core.testing.case_catalog import CHAIN, FOREST, PAGED, RELATED, renamed
 from attn_core.testing.cases import Case
-from attn_core.testing.features import CHAIN, FOREST, PAGED, RELATED, renamed
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.oracle import attend_one, tree_mask
 from attn_core.testing.passes import run_case
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import problems, report, run_all
 from attn_core.testing.strides import restrided
+from attn_core.testing.tolerance import CheckFailed, within_budget
+from attn_core.tools.matrix import build_matrix, table
 from mutants import OffsetsOf16Bits, TailReadAndMasked
 from reference import ROW, spec_of
 from typer.testing import CliRunner
@@ -86,7 +86,7 @@ def test_a_row_is_asked_with_its_own_shapes_and_pages():
 
 
 def test_the_row_that_declares_a_condition_answers_for_it():
-    chains = replace(ROW, max_topk=1)
+    chains = replace(ROW, max_verify_topk=1)
     trees = replace(ROW, max_page_size=1)
     spec = replace(spec_of(), capabilities=[chains, trees])
     planned = plan(spec, HERE, {}, kinds=("mha",))
@@ -114,14 +114,14 @@ def test_a_declared_cell_that_no_check_proves_is_a_problem():
     assert any(p.startswith("mha, sinks: declared, but no check") for p in problems(cells))
 
 
-@pytest.mark.parametrize("finite_tail", [False, True])
-def test_tails_are_poison_or_large_as_the_row_asks(finite_tail):
+@pytest.mark.parametrize("requires_finite_padding", [False, True])
+def test_tails_are_poison_or_large_as_the_row_asks(requires_finite_padding):
     """A kernel that reads whole pages is wrong, unless its row asks for finite tails."""
-    row = replace(ROW, finite_tail=finite_tail)
+    row = replace(ROW, requires_finite_padding=requires_finite_padding)
     spec = replace(spec_of(), create=f"mutants:{TailReadAndMasked.__name__}")
     bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"))
     case, point = PAGED[0], Point(dtype="fp32", page_size=16)
-    if finite_tail:
+    if requires_finite_padding:
         run_case(bench, case, point)
     else:
         with pytest.raises(CheckFailed, match="not finite"):
@@ -237,11 +237,13 @@ def test_a_fault_in_one_of_two_threads_ends_both(monkeypatch):
             raise CheckFailed("one is wrong")
         step(self, number)
 
-    step = session._Session.step
-    monkeypatch.setattr(session._Session, "step", broken)
+    step = fuzz_session._Session.step
+    monkeypatch.setattr(fuzz_session._Session, "step", broken)
     case, point = RELATED["mha"]["decode"], Point(dtype="bf16", page_size=16)
     with pytest.raises(CheckFailed, match="one is wrong"):
-        session.run_two_sessions(bench_of("reference:Reference"), case, point, "auto", passes=5)
+        fuzz_session.run_two_sessions(
+            bench_of("reference:Reference"), case, point, "auto", passes=5
+        )
 
 
 def invoke(*arguments):
@@ -250,8 +252,8 @@ def invoke(*arguments):
 
 def test_attn_check_names_the_fault_and_exits_1(monkeypatch, tmp_path):
     spec = replace(
-        spec_of(max_topk=0, cuda_graph="none"),
-        capabilities=[replace(ROW, max_topk=0, cuda_graph="none", dtypes={"fp32"})],
+        spec_of(max_verify_topk=0, cuda_graph="none"),
+        capabilities=[replace(ROW, max_verify_topk=0, cuda_graph="none", dtypes={"fp32"})],
         create="mutants:SinksIgnored",
     )
     registry = load_plugins()

@@ -2,21 +2,21 @@
 
 import dataclasses
 
-import attn_core.backends.torch_native as torch_native
+import attn_core.backends.torch_native.backend as torch_native
 import pytest
 import torch
 from attn_core.backends.torch_native import kernels
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import ForwardBatch, ForwardMode
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.testing import BackendSuite
-from attn_core.testing.bench import Bench
+from attn_core.testing.case_catalog import LATENT, PAGED
 from attn_core.testing.cases import Case, RaggedCase
-from attn_core.testing.features import LATENT, PAGED
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
+from attn_core.testing.metamorphic import with_pages_moved
 from attn_core.testing.neighbours import same_bits
 from attn_core.testing.passes import attend, create, prepared, run_case, run_ragged
-from attn_core.testing.relations import with_pages_moved
 
 SPEC = load_plugins().get("torch_native")
 ROWS = {r.kind: r for r in SPEC.capabilities if r.device == "cpu"}

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_core.device import parse_device
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
 from attn_core.testing.plan import plan
 from attn_core.testing.pools import ORDERS

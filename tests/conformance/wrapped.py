@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from attn_core.backend import AttentionBackend
-from attn_core.capabilities import BackendSpec, Capabilities
-from attn_core.page_table import to_csr
+from attn_core.cache.page_table import to_csr
+from attn_core.runtime.backend import AttentionBackend
+from attn_core.spec.capabilities import BackendSpec, Capabilities
 from torch import Tensor
 
 # The library: paged pools [pages, page_size, H, D], tables as CSR, LSE in base 2.
@@ -164,7 +164,7 @@ ROW = Capabilities(
     priority=1,
     sliding_window=True,
     logit_cap=True,
-    max_topk=1,
+    max_verify_topk=1,
     lse=True,
 )
 

@@ -5,8 +5,8 @@ import re
 import tomllib
 
 import pytest
-from attn_core.libraries import alternatives
-from attn_core.plugins import load_plugins
+from attn_core.plugins.dependencies import alternatives
+from attn_core.plugins.registry import load_plugins
 from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attn_core.capabilities import Device
-from attn_core.device import parse_device
-from attn_core.plugins import load_plugins
-from attn_core.testing.budget import CheckFailed
-from attn_core.testing.plan import Planned, plan
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import Device, parse_device
+from attn_core.testing.plan import PlannedWrapper, plan
 from attn_core.testing.runner import run_check
+from attn_core.testing.tolerance import CheckFailed
 from leaves import INFERRED, LIBRARIES, defined, read
 from wheels import MISSING, VENDOR, folders, pinned
 
@@ -143,16 +142,16 @@ def over(leaves: Leaves, doctored: dict[str, str] | None = None) -> Iterator[dic
         yield calls
 
 
-def checks(name: str, libraries: dict[str, str], device: Device = HOPPER) -> list[Planned]:
+def checks(name: str, libraries: dict[str, str], device: Device = HOPPER) -> list[PlannedWrapper]:
     """List one check of each feature that a row declares with these libraries."""
-    found: dict[tuple[str, str], Planned] = {}
+    found: dict[tuple[str, str], PlannedWrapper] = {}
     for p in plan(load_plugins().get(name), device, libraries, reduced=True, passes=8):
         if p.row is not None:
             found.setdefault((p.kind, p.check.feature), p)
     return [*found.values()]
 
 
-def run(name: str, checks: list[Planned], device: Device = HOPPER) -> None:
+def run(name: str, checks: list[PlannedWrapper], device: Device = HOPPER) -> None:
     for planned in checks:
         run_check(planned, load_plugins().get(name), torch.device("cpu"), arch=device.arch)
 
@@ -175,7 +174,7 @@ def test_flashmla_calls_its_libraries_as_they_want(
     wheels: None, monkeypatch: pytest.MonkeyPatch, distribution: str, namespace: str
 ) -> None:
     version = {distribution: pinned()[distribution]}
-    monkeypatch.setattr("attn_nvidia.distributions.installed", lambda groups: version)
+    monkeypatch.setattr("attn_core.plugins.dependencies.installed", lambda groups: version)
     with over(leaves_of("flashmla")) as calls:
         run("flashmla", checks("flashmla", version | FLASHINFER))
     mine = {op: n for op, n in calls.items() if op.startswith(namespace)}
@@ -212,7 +211,7 @@ def test_a_doctored_schema_is_found(wheels: None, fault: str) -> None:
 def test_an_argument_that_the_library_does_not_have_is_found(
     wheels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attn_nvidia import fa3_plan
+    from attn_nvidia.fa3 import plan as fa3_plan
 
     real = fa3_plan.Planner._call
     monkeypatch.setattr(

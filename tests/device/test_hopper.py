@@ -3,15 +3,17 @@
 import itertools
 import random
 
-import attn_core.backends.triton as backend
+import attn_core.backends.triton.backend as backend
 import pytest
 import torch
-from attn_core.backend import BackendConfig
-from attn_core.backends.triton.heuristics import Launch
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import KVPool, write_kv
-from attn_core.page_table import slot_table
-from attn_core.plugins import load_plugins
+from attn_core.backends.triton.tuning import Launch
+from attn_core.cache.page_table import slot_table
+from attn_core.cache.pool import KVPool
+from attn_core.ops.kv import write_kv
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
 from triton_passes import oracle
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

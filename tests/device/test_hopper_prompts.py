@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_core.backends.triton.heuristics import heads_at_once
-from attn_core.testing.inputs import mapped, without_host_lengths
+from attn_core.backends.triton.tuning import heads_at_once
+from attn_core.runtime.graphs import without_host_lengths
+from attn_core.testing.inputs import mapped
 from triton_passes import DEVICE, Requests, launches, make_layer
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

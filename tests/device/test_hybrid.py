@@ -3,8 +3,8 @@
 import hybrid
 import pytest
 import torch
-from attn_core.device import probe_device
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import probe_device
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("no CUDA device", allow_module_level=True)

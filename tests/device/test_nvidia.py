@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import ForwardMode
+from attn_core.runtime.batch import ForwardMode
 from attn_core.testing import BackendSuite
 from without_keys import RAGGED, check_cross, check_ragged
 

@@ -11,14 +11,14 @@ import tomllib
 
 import attn_core
 import pytest
-from attn_core import hookspecs
 from attn_core.cli.app import COMMANDS
-from attn_core.matrix import build_matrix
-from attn_core.plugins import load_plugins
+from attn_core.plugins import hookspecs
+from attn_core.plugins.registry import load_plugins
+from attn_core.tools.matrix import build_matrix
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-DATA = ("Capabilities", "BackendSpec", "Requirements", "LayerNeeds", "Speculation", "Device")
+DATA = ("Capabilities", "BackendSpec", "Requirements", "LayerRequirements", "Speculation", "Device")
 
 
 def test_the_api_page_has_every_public_name():
@@ -94,7 +94,7 @@ def test_a_mark_says_how_far_a_cell_is_proved():
                 level = cells["evidence"]["fp8_kv"] if cells["fp8_kv"] else "no"
                 mark = {"device-tested": "●", "compiled": "◑", "emulated": "◔", "no": "-"}
                 assert by_name[name][header.index("FP8 KV Cache")][0] == mark.get(level, "○")
-            for why in cells["departures"].values():
+            for why in cells["matrix_deviations"].values():
                 assert why in page, name
 
 

@@ -13,8 +13,8 @@ import unittest
 from collections.abc import Sequence
 
 import pytest
-from attn_core.device import parse_device
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
 from attn_core.testing.evidence import write_evidence
 from attn_core.testing.runner import Outcome, problems, report

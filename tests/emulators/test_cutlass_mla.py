@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 from attn_core.errors import UnsupportedError
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
 from mla_passes import FLASHINFER, Emulated, Pass, counted
 
 

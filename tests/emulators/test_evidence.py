@@ -8,11 +8,11 @@ import pathlib
 
 import attn_nvidia
 import pytest
-from attn_core.device import parse_device
-from attn_core.matrix import build_matrix
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device
 from attn_core.testing.evidence import write_evidence
 from attn_core.testing.runner import CellReport
+from attn_core.tools.matrix import build_matrix
 
 SUITE = '''
 """A suite in the place of an emulated one."""
@@ -63,7 +63,7 @@ def test_a_suite_leaves_one_file_per_kind(evidence, tmp_path):
 
 
 def test_what_fails_is_no_evidence(evidence, tmp_path, capsys):
-    place = "attn_core.backends.torch_native.TorchNative.forward_extend"
+    place = "attn_core.backends.torch_native.backend.TorchNative.forward_extend"
     wrong = f'"""; monkeypatch.setattr("{place}", None)'
     (tmp_path / "test_broken.py").write_text(SUITE.replace('FAULT"""', wrong))
     assert evidence.main(["torch_native", "--out", str(tmp_path)], tests=tmp_path) == 1

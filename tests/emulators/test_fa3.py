@@ -7,22 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.device import parse_device
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.page_table import pad_page_table
+from attn_core.cache.pool import KVPool
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import STORES, KVPool, write_kv
-from attn_core.page_table import pad_page_table
-from attn_core.plugins import load_plugins
-from attn_core.quant import to_fp8
+from attn_core.ops.kv import write_kv
+from attn_core.ops.quant import to_fp8
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
+from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
-from attn_core.testing.budget import CheckFailed
+from attn_core.testing.case_catalog import random_tree
 from attn_core.testing.cases import Case
-from attn_core.testing.features import random_tree
 from attn_core.testing.inputs import make_layer
 from attn_core.testing.oracle import tree_mask, visible_keys
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
+from attn_core.testing.tolerance import CheckFailed
 
 SGL, UPSTREAM = {"sglang-kernel": "0.4.5"}, {"flash-attn-3": "3.0.0b1"}
 HERE = Path(__file__).parent
@@ -80,7 +82,7 @@ def spec():
 
 def row(kind="mha", *, sinks=False, fp8=False):
     asked = (kind, sinks, fp8)
-    return next(r for r in spec().capabilities if (r.kind, r.sinks, r.fp8_products) == asked)
+    return next(r for r in spec().capabilities if (r.kind, r.sinks, r.quantizes_q_to_fp8) == asked)
 
 
 def backend_of(*layers, **more):
@@ -130,7 +132,7 @@ class Serving:
             v = torch.randn(len(slots), x.num_kv_heads, x.v_head_dim, generator=rng)
             write_kv(self.pool.layer(x.layer_id), k, v, slots)
             self.new[x.layer_id] = (k, v)
-        self.q = torch.randn(64, LAYER.num_q_heads, 64, generator=rng).to(STORES[dtype])
+        self.q = torch.randn(64, LAYER.num_q_heads, 64, generator=rng).to(TORCH_DTYPES[dtype])
         self.backend = backend_of(*layers, dtype=dtype, kv_cache_dtype=store, **more)
 
     def batch(self, mode, query_lens, spec=None):
@@ -245,7 +247,7 @@ def shuffled(parents, rng):
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 20, 300])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_draft_sees(window, seed):
-    from attn_nvidia.draft_trees import seen_slots
+    from attn_nvidia.common.tree_page_table import seen_slots
 
     rng, n, lens, page_size = torch.Generator().manual_seed(seed), 7, (60, 7, 33, 8), 8
     table = torch.randperm(40, generator=rng)[: 4 * 9].view(4, 9).int()
@@ -286,7 +288,7 @@ def test_ragged_without_keys_is_empty_not_infinite():
 
 
 def test_fp8_rounds_the_queries_and_scales_per_request_and_head():
-    """The row says so (fp8_products): the suite's budget for it rounds them as well."""
+    """The row says so (quantizes_q_to_fp8): the suite's budget for it rounds them as well."""
     serving = Serving(
         LAYER,
         store="fp8_e4m3",
@@ -310,7 +312,7 @@ def test_fp8_rounds_the_queries_and_scales_per_request_and_head():
 
 
 def test_the_libraries_in_their_order(upstream, monkeypatch):
-    from attn_nvidia.fa3_library import load
+    from attn_nvidia.fa3.library import load
 
     (both,), (one,) = row().requires, row(sinks=True).requires
     assert load(both).distribution == "flash-attn-3"
@@ -367,33 +369,33 @@ def test_the_emulation_refuses_what_the_library_refuses(change, error, message, 
 
 def _window_too_wide(monkeypatch):
     monkeypatch.setattr(
-        "attn_nvidia.fa3_plan.window_of", lambda w: (-1, -1) if w is None else (w, 0)
+        "attn_nvidia.fa3.plan.window_of", lambda w: (-1, -1) if w is None else (w, 0)
     )
 
 
 def _stale_schedule(monkeypatch):
-    from attn_nvidia.fa3 import FA3
+    from attn_nvidia.fa3.backend import FA3
 
     monkeypatch.setattr(FA3, "init_forward_metadata_replay_cuda_graph", lambda *a: None)
 
 
 def _sinks_twice(monkeypatch):
-    from attn_nvidia import fa3_plan
+    from attn_nvidia.fa3 import plan as fa3_plan
 
     real = fa3_plan.Call
     monkeypatch.setattr(fa3_plan, "Call", lambda *a, **k: real(*a, **k | {"last": True}))
 
 
 def _merge_in_log2(monkeypatch):
-    from attn_core.merge import merge_states
+    from attn_core.ops.merge import merge_states
 
     monkeypatch.setattr(
-        "attn_nvidia.fa3.merge_states", lambda out, lse: merge_states(out, lse / 0.6931)
+        "attn_nvidia.fa3.backend.merge_states", lambda out, lse: merge_states(out, lse / 0.6931)
     )
 
 
 def _one_token_too_many(monkeypatch):
-    from attn_nvidia import fa3_plan
+    from attn_nvidia.fa3 import plan as fa3_plan
 
     real = fa3_plan.seen_slots
 

@@ -4,16 +4,18 @@ import functools
 
 import pytest
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.device import parse_device
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode
-from attn_core.kv_cache import KVPool, write_kv
-from attn_core.page_table import pad_page_table
-from attn_core.plugins import load_plugins
+from attn_core.cache.page_table import pad_page_table
+from attn_core.cache.pool import KVPool
+from attn_core.ops.kv import write_kv
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
-from attn_core.testing.budget import CheckFailed
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
+from attn_core.testing.tolerance import CheckFailed
 
 SGL, UPSTREAM = {"sglang-kernel": "0.4.5"}, {"flash-attn-3": "3.0.0b1"}
 
@@ -109,7 +111,7 @@ def test_a_soft_cap_of_the_joint_logits():
 
 
 def _parts_swapped(monkeypatch):
-    from attn_nvidia import fa3_mla
+    from attn_nvidia.fa3 import mla as fa3_mla
 
     real = fa3_mla.FA3MLA._run
 

@@ -6,23 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.capabilities import LayerNeeds, Requirements
-from attn_core.device import parse_device
-from attn_core.dispatcher import HybridDispatcher
+from attn_core.cache.page_table import pad_page_table
+from attn_core.cache.pool import KVPool
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import ForwardBatch, ForwardMode
-from attn_core.kv_cache import KVPool, read_kv, write_kv
-from attn_core.merge import merge_states
-from attn_core.page_table import pad_page_table
-from attn_core.plugins import load_plugins
-from attn_core.selection import Overrides, select
+from attn_core.ops.kv import read_kv, write_kv
+from attn_core.ops.merge import merge_states
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.selection.solver import Overrides, select
+from attn_core.spec.device import parse_device
+from attn_core.spec.requirements import LayerRequirements, Requirements
 from attn_core.testing import BackendSuite
-from attn_core.testing.budget import CheckFailed
 from attn_core.testing.cases import Case
 from attn_core.testing.inputs import make_layer
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
+from attn_core.testing.tolerance import CheckFailed
 
 FOUND = {"flash-attn-4": "4.0.0b18"}
 LAYER = make_layer(Case(feature="", query_lens=(), seq_lens=()), torch.Generator().manual_seed(0))
@@ -157,7 +158,7 @@ def test_only_pages_of_several_tiles_are_split(calls):
 
 
 def test_a_long_first_call_is_logged_as_built(caplog, monkeypatch):
-    monkeypatch.setattr("attn_nvidia.building.SILENT_S", -1.0)
+    monkeypatch.setattr("attn_nvidia.common.jit_log.SILENT_S", -1.0)
     with caplog.at_level(logging.INFO, logger="attn_nvidia"):
         backend, _, _ = decode(LAYER)
         assert "built a kernel of fa4" in caplog.text
@@ -282,7 +283,9 @@ WIDE = replace(LATENT, num_kv_heads=HEADS, head_dim=192, v_head_dim=128)
 @pytest.fixture
 def deepseek():
     """Prefill a DeepSeek model by fa4 and decode it by fa3, on Hopper."""
-    needs = LayerNeeds(kind="mla", head_dim=576, v_head_dim=512, num_q_heads=HEADS, num_kv_heads=1)
+    needs = LayerRequirements(
+        kind="mla", head_dim=576, v_head_dim=512, num_q_heads=HEADS, num_kv_heads=1
+    )
     registry, found = load_plugins(), FOUND | {"sglang-kernel": "0.4.5"}
     selection = select(
         Requirements(layers=(needs,)),

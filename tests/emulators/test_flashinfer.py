@@ -8,15 +8,16 @@ import re
 import numpy as np
 import pytest
 import torch
-from attn_core.backend import BackendConfig
-from attn_core.capabilities import Phase
-from attn_core.device import parse_device
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import STORES, LayerCache
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.device import parse_device
+from attn_core.spec.kinds import Phase
 from attn_core.testing import BackendSuite
-from attn_core.testing.features import TREE_A, TREE_B
+from attn_core.testing.case_catalog import TREE_A, TREE_B
 from attn_core.testing.oracle import tree_mask, visible_keys
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
@@ -110,7 +111,9 @@ def make_batch(mode, query_lens, seq_lens, *, page_size=16, **more):
 def make_cache(layer, batch, page_size=16, store="bf16"):
     pages = 1 + batch.views["full"].page_table.numel()
     shape = (pages, page_size, layer.num_kv_heads, layer.head_dim)
-    k, v = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(STORES[store])
+    k, v = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(
+        TORCH_DTYPES[store]
+    )
     return LayerCache(k=k, v=v)
 
 

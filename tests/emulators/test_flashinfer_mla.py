@@ -7,9 +7,9 @@ import importlib
 import pytest
 import torch
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import ForwardBatch, ForwardMode
-from attn_core.merge import merge_states
-from attn_core.testing.inputs import without_host_lengths
+from attn_core.ops.merge import merge_states
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.graphs import without_host_lengths
 from mla_passes import FLASHINFER, Emulated, Pass, attend_ragged, counted, put_in, ragged
 
 
@@ -124,7 +124,7 @@ def test_a_layer_that_was_not_planned_is_refused():
     backend = that.backend()
     strange = Pass("flashinfer", "mla-decode-padded", scale_by=0.5)
     metadata = backend.init_forward_metadata(that.inputs.batch)
-    with pytest.raises(BackendError, match=r"was not planned: .*; planned: \[\(LayerClass\("):
+    with pytest.raises(BackendError, match=r"was not planned: .*; planned: \[\(LayerGroup\("):
         strange.check(backend, metadata=metadata)
 
 

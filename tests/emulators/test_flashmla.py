@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 from attn_core.errors import BackendError
-from attn_core.testing.budget import CheckFailed
-from attn_core.testing.inputs import without_host_lengths
-from attn_nvidia.flashmla import FlashMLA
+from attn_core.runtime.graphs import without_host_lengths
+from attn_core.testing.tolerance import CheckFailed
+from attn_nvidia.mla.flashmla import FlashMLA
 from mla_passes import FLASHINFER, Emulated, Pass, counted
 
 FORK, SGLANG = {"sgl-flash-mla": "1.0.0"}, {"sglang-kernel": "0.4.5"}

@@ -6,8 +6,8 @@ import pathlib
 import hybrid
 import pytest
 import torch
-from attn_core.device import parse_device
-from attn_core.testing.budget import CheckFailed
+from attn_core.spec.device import parse_device
+from attn_core.testing.tolerance import CheckFailed
 
 VENDOR = pathlib.Path(__file__).parent / "vendor"
 PASSES = 24
@@ -58,7 +58,7 @@ def test_a_replay_without_a_refill_is_found(monkeypatch):
 @pytest.mark.parametrize("backend", ["FA3", "FlashInfer"])
 def test_a_fault_of_either_backend_is_found(monkeypatch, backend):
     pair = served("mha-fa3-flashinfer-chain-decode")
-    module = {"FA3": "attn_nvidia.fa3", "FlashInfer": "attn_nvidia.flashinfer.mha"}[backend]
+    module = {"FA3": "attn_nvidia.fa3.backend", "FlashInfer": "attn_nvidia.flashinfer.mha"}[backend]
     owner = getattr(importlib.import_module(module), backend)
     for method in ("forward_extend", "forward_decode"):
         real = getattr(owner, method)
@@ -79,13 +79,13 @@ REQUIRED = (
     *(f"mha-{name}-triton" for name in ("flashinfer", "fa3", "fa4")),
     "mla-triton-flashmla",
 )
-TREES = ("mha-fa3-flashinfer", "mha-flashinfer-fa3", "mha-triton-flashinfer", "mha-triton-fa3")
+ANY_TOPK = ("mha-fa3-flashinfer", "mha-flashinfer-fa3", "mha-triton-flashinfer", "mha-triton-fa3")
 
 
 @pytest.mark.parametrize("pair", REQUIRED)
 def test_no_pair_is_lost(pair):
     """A pair that nothing serves any more would only be skipped."""
-    modes = ("chain", "tree") if pair in TREES else ("chain",)
+    modes = ("chain", "tree") if pair in ANY_TOPK else ("chain",)
     wanted = ["plain", *(f"{how}-{mode}" for how in modes for mode in ("prefill", "decode"))]
     served = [p.id for p in PAIRS if not any(m.name == "skip" for m in p.marks)]
     for how in wanted:

@@ -6,21 +6,21 @@ import logging
 
 import pytest
 import torch
-from attn_core.device import parse_device
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import CheckFailed
+from attn_core.testing.case_catalog import PAGED, RELATED
 from attn_core.testing.cases import Case
-from attn_core.testing.features import PAGED, RELATED
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import attend, create, prepared, run_case
 from attn_core.testing.plan import usable_rows
 from attn_core.testing.replay import replayed
-from attn_nvidia import workspace_bytes
-from attn_nvidia.trtllm_gen import TrtllmGen
-from attn_nvidia.xqa import Xqa, chain_mask
+from attn_core.testing.tolerance import CheckFailed
+from attn_nvidia.common import workspace_bytes
+from attn_nvidia.trtllm.gen import TrtllmGen
+from attn_nvidia.trtllm.xqa import Xqa, chain_mask
 
 SPEC = load_plugins().get("trtllm_mha")
 LIBRARIES = {"flashinfer-python": "0.6.14"}
@@ -241,7 +241,7 @@ def test_kernels_are_built_when_planned_and_said(monkeypatch, caplog):
     built = []
     build = xqa.get_xqa_module
     monkeypatch.setattr(xqa, "get_xqa_module", lambda *kind: built.append(kind) or build(*kind))
-    monkeypatch.setattr("attn_nvidia.building.SILENT_S", 0.0)
+    monkeypatch.setattr("attn_nvidia.common.jit_log.SILENT_S", 0.0)
     case, here = CASES["decode-edges"], bench("sm90")
     inputs, _ = prepared(here, case, POINT)
     backend = create(here, case, inputs, POINT)

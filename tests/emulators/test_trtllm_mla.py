@@ -6,8 +6,8 @@ import importlib
 import pytest
 import torch
 from attn_core.errors import UnsupportedError
-from attn_core.testing.budget import CheckFailed
-from attn_core.testing.inputs import without_host_lengths
+from attn_core.runtime.graphs import without_host_lengths
+from attn_core.testing.tolerance import CheckFailed
 from mla_passes import FLASHINFER, Emulated, Pass, attend_ragged, counted, ragged
 
 

@@ -7,11 +7,11 @@ import dataclasses
 
 import pytest
 import torch
-from attn_core.capabilities import Phase
-from attn_core.forward import ForwardBatch, ForwardMode
-from attn_core.plugins import load_plugins
-from attn_core.testing.bench import Bench
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point, make_inputs
 from attn_core.testing.passes import attend, create
 from mla_passes import put_in
@@ -49,9 +49,9 @@ def row_of(backend, mode):
         for r in load_plugins().get(name).capabilities
         if (r.kind == kind and arch in r.archs and store in r.kv_dtypes and r.absorbed)
         and phase in r.phases
-        and (r.max_topk or mode is not VERIFY)
+        and (r.max_verify_topk or mode is not VERIFY)
     ]
-    return min(rows, key=lambda r: (r.sinks, r.max_topk != 1), default=None)
+    return min(rows, key=lambda r: (r.sinks, r.max_verify_topk != 1), default=None)
 
 
 def every(*modes):
@@ -85,7 +85,9 @@ def made(backend, mode, lengths=None, **changes):
     )
     size = max((p for p in row.page_sizes if p <= 128), default=16)
     point = Point(dtype="bf16", page_size=size)
-    inputs = make_inputs(case, point, finite_tail=row.finite_tail, fused=row.fused_kv_write)
+    inputs = make_inputs(
+        case, point, requires_finite_padding=row.requires_finite_padding, fused=row.fused_kv_write
+    )
     spec = load_plugins().get(name)
     bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"), arch=arch)
     return create(bench, case, inputs, point), inputs
@@ -238,7 +240,7 @@ def test_what_a_capture_makes_serves_no_other_call(backend, mode, monkeypatch):
         return attend(that, inputs, cache=inputs.after, metadata=metadata)[0]
 
     with monkeypatch.context() as captured, Capture() as capture:
-        captured.setattr("attn_nvidia.operands.capturing", lambda device: True, raising=False)
+        captured.setattr("attn_nvidia.common.tensors.capturing", lambda device: True, raising=False)
         result = attended()
     right = result.clone()
     assert right.isfinite().all()

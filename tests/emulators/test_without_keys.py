@@ -2,7 +2,7 @@
 
 import pytest
 from attn_core.errors import UnsupportedError
-from attn_core.forward import ForwardMode
+from attn_core.runtime.batch import ForwardMode
 from without_keys import RAGGED, check_cross, check_ragged
 
 CROSS = [

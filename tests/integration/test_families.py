@@ -18,16 +18,11 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 from attn_core import cli  # noqa: E402
-from attn_core.decision import LinearSelection, Overrides  # noqa: E402
-from attn_core.errors import (  # noqa: E402
-    NoBackendError,
-    OutOfPagesError,
-    UnsupportedError,
-    UsageError,
-)
-from attn_core.forward import DECODE_MODES  # noqa: E402
+from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError  # noqa: E402
 from attn_core.integrations.transformers import SUPPORTED, Engine, enable  # noqa: E402
-from attn_core.plugins import Registry, load_plugins  # noqa: E402
+from attn_core.plugins.registry import Registry, load_plugins  # noqa: E402
+from attn_core.runtime.batch import DECODE_MODES  # noqa: E402
+from attn_core.selection.result import LinearSelection, NoBackendError, Overrides  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForImageTextToText,

@@ -26,8 +26,8 @@ from attn_core.cli import generate as generate_module  # noqa: E402
 from attn_core.errors import OutOfPagesError, UsageError  # noqa: E402
 from attn_core.integrations.transformers import chat as chat_module  # noqa: E402
 from attn_core.integrations.transformers import checkpoint  # noqa: E402
-from attn_core.integrations.transformers import text as text_module  # noqa: E402
-from attn_core.integrations.transformers.text import encode, generate, load  # noqa: E402
+from attn_core.integrations.transformers import generate as text_module  # noqa: E402
+from attn_core.integrations.transformers.generate import encode, generate, load  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 WORDS = ["<pad>", "<unk>", "<end>", "user", "says", *(f"w{i}" for i in range(91))]
@@ -575,7 +575,7 @@ def test_a_path_that_cannot_be_read(
 def test_memory_that_is_short_ends_the_text_and_keeps_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attn_core.integrations.transformers.memory._SLACK", 4)
+    monkeypatch.setattr("attn_core.integrations.transformers.paged_cache._SLACK", 4)
     text, pieces = load(model, page_size=4), []
     prompt = encode(text.tokenizer, PROMPT, chat=False)
     zeros = torch.zeros

@@ -9,8 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from attn_core.decision import Overrides  # noqa: E402
 from attn_core.integrations.transformers import enable  # noqa: E402
+from attn_core.selection.result import Overrides  # noqa: E402
 
 TINY = {
     "vocab_size": 128,

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from attn_core.integrations.transformers import enable
-from attn_core.integrations.transformers.text import encode, generate, load
+from attn_core.integrations.transformers.generate import encode, generate, load
 
 
 def weights() -> Path:

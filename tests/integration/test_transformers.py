@@ -13,15 +13,15 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from attn_core.decision import Overrides  # noqa: E402
 from attn_core.errors import (  # noqa: E402
     BatchError,
     OutOfPagesError,
     UnsupportedError,
     UsageError,
 )
-from attn_core.forward import ForwardMode  # noqa: E402
 from attn_core.integrations.transformers import Engine, enable  # noqa: E402
+from attn_core.runtime.batch import ForwardMode  # noqa: E402
+from attn_core.selection.result import Overrides  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache  # noqa: E402
 
 TINY = {

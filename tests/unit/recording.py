@@ -3,11 +3,13 @@
 import dataclasses
 
 import torch
-from attn_core.backend import AttentionBackend, BackendConfig
-from attn_core.capabilities import TREES, Capabilities
-from attn_core.dispatcher import HybridDispatcher
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import KVPool, read_kv
+from attn_core.cache.pool import KVPool
+from attn_core.ops.kv import read_kv
+from attn_core.runtime.backend import AttentionBackend, BackendConfig
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.capabilities import ANY_TOPK, Capabilities
 
 M = ForwardMode
 TABLE = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
@@ -76,7 +78,7 @@ ROW = Capabilities(
     priority=1,
     head_dim_pairs="any",
     lse=True,
-    max_topk=TREES,
+    max_verify_topk=ANY_TOPK,
     cuda_graph="full",
 )
 LAYERS = tuple(

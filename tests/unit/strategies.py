@@ -6,21 +6,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from attn_core.capabilities import (
-    TREES,
-    BackendSpec,
-    Capabilities,
-    Device,
-    LayerNeeds,
-    Phase,
-    Requirements,
-    Speculation,
-)
-from attn_core.hookspecs import hookimpl
+from attn_core.plugins.hookspecs import hookimpl
+from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from hypothesis import strategies as st
 
 DTYPES = ("bf16", "fp16")
-STORES = ("bf16", "fp16", "fp8_e4m3")
+TORCH_DTYPES = ("bf16", "fp16", "fp8_e4m3")
 PAGES = (1, 16, 32, 64, 48)
 LIBS = ("liba", "libb")
 
@@ -66,7 +60,7 @@ def subsets(values: tuple[Any, ...], *, empty: bool = True) -> st.SearchStrategy
 
 @st.composite
 def rows(draw: st.DrawFn) -> Capabilities:
-    store = draw(subsets(STORES, empty=False))
+    store = draw(subsets(TORCH_DTYPES, empty=False))
     return Capabilities(
         kind=draw(st.sampled_from(("mha", "mha", "mla"))),
         device=draw(st.sampled_from(("any", "cuda", "acme"))),
@@ -85,7 +79,7 @@ def rows(draw: st.DrawFn) -> Capabilities:
         ),
         dtypes=draw(subsets(DTYPES, empty=False)),
         kv_dtypes=store,
-        mixed_kv=draw(st.booleans()),
+        kv_dtype_may_differ=draw(st.booleans()),
         page_sizes=draw(subsets(PAGES)),
         max_page_size=draw(st.sampled_from((None, None, 1, 64))),
         layouts=draw(st.sampled_from(({"NHD"}, {"NHD", "HND"}, {"HND"}))),
@@ -98,12 +92,12 @@ def rows(draw: st.DrawFn) -> Capabilities:
         sinks=draw(st.booleans()),
         cross_attention=draw(st.booleans()),
         encoder=draw(st.booleans()),
-        max_topk=draw(st.sampled_from((0, 1, 4, TREES))),
-        run_topk=draw(st.sampled_from((None, None, 0, 1))),
+        max_verify_topk=draw(st.sampled_from((0, 1, 4, ANY_TOPK))),
+        max_session_topk=draw(st.sampled_from((None, None, 0, 1))),
         lse=draw(st.booleans()),
         deterministic=draw(st.booleans()),
         cuda_graph=draw(st.sampled_from(("none", "decode", "full"))),
-        beside_linear=draw(st.sampled_from((None, None, True, False))),
+        with_linear_layers=draw(st.sampled_from((None, None, True, False))),
         bans=draw(st.sampled_from(({}, {}, {"b0": "they disagree"}))),
         priority=draw(st.integers(0, 3)) * 10,
     )
@@ -118,7 +112,7 @@ def linear_rows(draw: st.DrawFn) -> Capabilities:
         kv_dtypes={"fp32"},
         phases=draw(st.sampled_from(({Phase.PREFILL, Phase.DECODE}, {Phase.DECODE}))),
         head_dims=draw(st.sampled_from((frozenset(), {128}))),
-        max_topk=draw(st.sampled_from((0, 1, TREES))),
+        max_verify_topk=draw(st.sampled_from((0, 1, ANY_TOPK))),
         priority=draw(st.integers(0, 3)) * 10,
     )
 
@@ -141,7 +135,7 @@ def plugins(draw: st.DrawFn, minimum: int = 1) -> list[FakePoint]:
 
 
 layers = st.builds(
-    LayerNeeds,
+    LayerRequirements,
     kind=st.sampled_from(("mha", "mha", "mla")),
     head_dim=st.sampled_from((None, 64, 192)),
     v_head_dim=st.sampled_from((None, 64, 128)),
@@ -157,10 +151,10 @@ layers = st.builds(
 requirements = st.builds(
     Requirements,
     layers=st.tuples(layers)
-    | st.tuples(layers, st.builds(LayerNeeds, kind=st.just("gdn"), head_dim=st.just(128)))
-    | st.tuples(st.builds(LayerNeeds, kind=st.just("gdn"))),
+    | st.tuples(layers, st.builds(LayerRequirements, kind=st.just("gdn"), head_dim=st.just(128)))
+    | st.tuples(st.builds(LayerRequirements, kind=st.just("gdn"))),
     dtype=st.sampled_from(DTYPES),
-    kv_cache_dtype=st.sampled_from(("auto", "auto", *STORES)),
+    kv_cache_dtype=st.sampled_from(("auto", "auto", *TORCH_DTYPES)),
     page_size=st.sampled_from((None, None, *PAGES)),
     speculation=st.none()
     | st.builds(

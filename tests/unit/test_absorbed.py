@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-from attn_core.capabilities import (
-    BackendSpec,
-    Capabilities,
-    LayerNeeds,
-    Phase,
-    Requirements,
-    Speculation,
-)
-from attn_core.declared import problem
-from attn_core.device import parse_device
-from attn_core.errors import NoBackendError, UnsupportedError
-from attn_core.plugins import Registry
-from attn_core.selection import Overrides, select
+from attn_core.errors import UnsupportedError
+from attn_core.plugins.registry import Registry
+from attn_core.plugins.validation import problem
+from attn_core.selection.result import NoBackendError
+from attn_core.selection.solver import Overrides, select
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import parse_device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import Outcome, problems, report
 from recording import LAYERS, M, batch, make, qkv, recorder
@@ -50,7 +46,7 @@ def registry(*specs):
 
 def choose(*specs, **more):
     overrides = more.pop("overrides", None)
-    layer = LayerNeeds(kind="mla", head_dim=576, v_head_dim=512)
+    layer = LayerRequirements(kind="mla", head_dim=576, v_head_dim=512)
     needs = Requirements(layers=(layer,), **more)
     return select(needs, parse_device("cpu"), registry(*specs), {}, overrides)
 
@@ -69,7 +65,7 @@ def test_it_neither_decodes_nor_verifies():
     named = Overrides(attention_backend="wide")
     with pytest.raises(NoBackendError, match=r"phase decode \(supports prefill\)"):
         choose(spec("wide", RAGGED_ROW), spec("latent", row()), overrides=named)
-    both = spec("wide", row(**RAGGED, priority=30)), spec("latent", row(max_topk=1))
+    both = spec("wide", row(**RAGGED, priority=30)), spec("latent", row(max_verify_topk=1))
     chosen = choose(*both, speculation=Speculation(mode="decode"))
     assert (chosen.prefill, chosen.verify) == ("wide", "latent")
     chosen = choose(*both, speculation=Speculation(mode="prefill"))
@@ -98,7 +94,7 @@ def test_attention_without_a_cache_runs():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"absorbed": False}, {**RAGGED, "max_topk": 1}, {"absorbed": "no"}]
+    "changes", [{"absorbed": False}, {**RAGGED, "max_verify_topk": 1}, {"absorbed": "no"}]
 )
 def test_a_declaration_that_contradicts_itself_is_refused(changes):
     assert "absorbed" in problem(spec("wide", row(**changes)))

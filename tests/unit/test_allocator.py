@@ -1,7 +1,7 @@
 """The allocator neither leaks nor frees twice, whatever is asked of it and in whatever order."""
 
 import pytest
-from attn_core.allocator import PageAllocator
+from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import OutOfPagesError, UsageError
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 from attn_core import cli
-from attn_core.cli.options import SituationFlags
-from attn_core.cli.situation import situation
-from attn_core.plugins import Registry, load_plugins
+from attn_core.cli.inputs import selection_inputs
+from attn_core.cli.options import InputFlags
+from attn_core.plugins.registry import Registry, load_plugins
 
 ROWS = """
 from attn_core import BackendSpec, Capabilities, hookimpl
@@ -252,9 +252,9 @@ def test_all_libraries_but_the_one_that_is_pinned():
 def test_all_counts_an_old_library_of_this_machine_as_new_enough(monkeypatch):
     registry = load_plugins()
     monkeypatch.setattr(Registry, "installed_libraries", lambda self: {"triton": "3.0"})
-    asked = situation(SituationFlags(assume_installed=["all"]), registry)
+    asked = selection_inputs(InputFlags(assume_installed=["all"]), registry)
     assert asked.libraries["triton"] is None
-    assert situation(SituationFlags(), registry).libraries == {"triton": "3.0"}
+    assert selection_inputs(InputFlags(), registry).libraries == {"triton": "3.0"}
 
 
 def test_version():

@@ -13,7 +13,7 @@ import pytest
 from attn_core import cli
 from attn_core.cli.app import COMMANDS, command
 from attn_core.errors import UsageError
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
 
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "data" / "configs").glob("*.json"))
 # long: the same with other seeds and more of them
@@ -74,7 +74,7 @@ def run(monkeypatch, capfd):
 
     monkeypatch.setattr("attn_core.cli.check._run", no_kernels)
     monkeypatch.setattr("attn_core.cli.generate._load", no_kernels)
-    monkeypatch.setattr("attn_core.warmup.create", no_kernels)
+    monkeypatch.setattr("attn_core.runtime.warmup.create", no_kernels)
 
     def call(arguments):
         monkeypatch.setattr(sys, "argv", ["attn", *arguments])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from attn_core.capabilities import Device
-from attn_core.device import ARCHS, parse_device, probe_device, torch_build
 from attn_core.errors import UsageError
+from attn_core.spec.device import ARCHS, Device, parse_device, probe_device, torch_build
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_a_chip_that_the_probe_finds_can_be_named(monkeypatch, major, minor):
             value._obj.value = {75: major, 76: minor}[attribute]
             return 0
 
-    monkeypatch.setattr("attn_core.device.torch_build", lambda: {"cuda": "13.0"})
+    monkeypatch.setattr("attn_core.spec.device.torch_build", lambda: {"cuda": "13.0"})
     monkeypatch.setattr("ctypes.CDLL", lambda name: Driver())
     here = probe_device()
     assert here.arch in ARCHS["cuda"]

@@ -5,11 +5,11 @@ import timeit
 
 import pytest
 import torch
-from attn_core.backend import AttentionBackend
-from attn_core.dispatcher import HybridDispatcher
+from attn_core.cache.pool import KVPool
 from attn_core.errors import BatchError, UnsupportedError, UsageError
-from attn_core.forward import ForwardMode
-from attn_core.kv_cache import KVPool
+from attn_core.runtime.backend import AttentionBackend
+from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.dispatcher import HybridDispatcher
 from recording import DV, HQ, LAYERS, M, Recorder, batch, make, qkv, recorder
 
 ROUTES = [

@@ -3,12 +3,15 @@
 import dataclasses
 
 import pytest
-from attn_core.capabilities import BackendSpec, Device, Phase, Requirements, Speculation
-from attn_core.dispatcher import HybridDispatcher
+from attn_core.cache.pool import KVPool
 from attn_core.errors import BackendNotImplementedError, UsageError
-from attn_core.kv_cache import KVPool
-from attn_core.plugins import Registry
-from attn_core.selection import Selection
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.selection.solver import Selection
+from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.requirements import Requirements, Speculation
 from recording import LAYERS, ROW
 
 DECODE_ROW = dataclasses.replace(ROW, priority=2, phases={Phase.DECODE})
@@ -98,7 +101,9 @@ def test_the_pool_must_be_the_selections(registry):
 
 
 def test_a_declared_backend_says_that_it_is_not_built():
-    spec = BackendSpec(name="a", capabilities=[ROW], create="attn_core.backend:DeclaredBackend")
+    spec = BackendSpec(
+        name="a", capabilities=[ROW], create="attn_core.runtime.backend:DeclaredBackend"
+    )
     declared = Registry(backends={("softmax", "a"): spec}, origins={}, broken=())
     with pytest.raises(BackendNotImplementedError, match="a is declared"):
         from_selection(selection("a", "a", decode_row=ROW), declared)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from attn_core import doctor
-from attn_core.capabilities import BackendSpec, Capabilities, Device
-from attn_core.libraries import Pin
-from attn_core.plugins import BrokenPlugin, Origin, Registry
+from attn_core.plugins.dependencies import Pin
+from attn_core.plugins.registry import BrokenPlugin, Origin, Registry
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import Device
+from attn_core.tools import doctor
 
 HOPPER = Device("cuda", "sm90", "13.0")
 PINS = (

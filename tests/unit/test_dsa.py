@@ -1,9 +1,9 @@
 """The rules by which sparse MLA picks its kernels, on both sides of each."""
 
 import pytest
-from attn_core.capabilities import Device
 from attn_core.errors import UsageError
-from attn_core.forward import ForwardMode
+from attn_core.runtime.batch import ForwardMode
+from attn_core.spec.device import Device
 from attn_nvidia import dsa
 
 SM90, SM100, SM120 = (Device("cuda", arch) for arch in ("sm90", "sm100", "sm120"))

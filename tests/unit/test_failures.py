@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attn_core.errors import BackendError, BackendRunError, BatchError, UnsupportedError
-from attn_core.kv_cache import read_kv
+from attn_core.ops.kv import read_kv
 from recording import LAYERS, M, Recorder, batch, make, qkv, recorder
 
 LAUNCH = RuntimeError("CUDA error: too many resources requested for launch")

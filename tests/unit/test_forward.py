@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from attn_core.capabilities import LayerNeeds
 from attn_core.errors import BatchError, UsageError
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.requirements import LayerRequirements
 
 
 def view(b=2, device="cpu", **changes):
@@ -336,7 +337,7 @@ def test_off_is_none_and_nothing_else(changes, message):
         AttentionLayer(**LAYER | changes)
     shape = {k: v for k, v in LAYER.items() if k not in ("layer_id", "scale")}
     with pytest.raises(UsageError, match=message):
-        LayerNeeds(**shape | changes)
+        LayerRequirements(**shape | changes)
 
 
 @pytest.mark.parametrize(
@@ -373,5 +374,5 @@ def test_a_layer_takes(changes):
 
 def test_query_heads_of_softmax_layers_are_a_multiple_of_their_kv_heads():
     with pytest.raises(UsageError, match="4 query heads are no multiple of 8 KV heads"):
-        LayerNeeds(num_q_heads=4, num_kv_heads=8)
-    assert LayerNeeds(kind="gdn", num_q_heads=4, num_kv_heads=8).family == "linear"
+        LayerRequirements(num_q_heads=4, num_kv_heads=8)
+    assert LayerRequirements(kind="gdn", num_q_heads=4, num_kv_heads=8).family == "linear"

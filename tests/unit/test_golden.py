@@ -4,13 +4,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from attn_core.capabilities import LayerNeeds, Requirements, Speculation
-from attn_core.device import parse_device
+from attn_core.cache.page_table import reusable_prefix
 from attn_core.errors import AttnError
-from attn_core.libraries import alternatives
-from attn_core.page_table import reusable_prefix
-from attn_core.plugins import load_plugins
-from attn_core.selection import Overrides, select
+from attn_core.plugins.dependencies import alternatives
+from attn_core.plugins.registry import load_plugins
+from attn_core.selection.solver import Overrides, select
+from attn_core.spec.device import parse_device
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +40,14 @@ def registry():
 
 def ask(rule, registry):
     """Run select() on what an entry asks."""
-    layers = [LayerNeeds(**x | rule.get("change", {})) for x in TABLE["models"][rule["model"]]]
+    layers = [
+        LayerRequirements(**x | rule.get("change", {})) for x in TABLE["models"][rule["model"]]
+    ]
     vision = TABLE["vision"].get(rule.get("vision"))
     topk = rule.get("topk")
     needs = Requirements(
         layers=tuple(layers),
-        vision=LayerNeeds(**vision) if vision else None,
+        vision=LayerRequirements(**vision) if vision else None,
         kv_cache_dtype=rule.get("kv", "auto"),
         page_size=rule.get("page_size"),
         speculation=Speculation(topk=topk, mode=rule.get("mode", "prefill")) if topk else None,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")  # the table does without, the package that it is in does not
 
-from attn_core.backends.triton import heuristics
-from attn_core.backends.triton.heuristics import (
+from attn_core.backends.triton import tuning
+from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
     extend_launch,
@@ -181,7 +181,7 @@ def test_prompts_that_fill_half_a_tile_are_few_only_where_keys_are_cut():
 
 
 def test_the_table_needs_no_torch_and_no_triton():
-    file = heuristics.__file__
+    file = tuning.__file__
     code = f"import runpy, sys; runpy.run_path({file!r}); "
     code += "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-S", "-c", code], timeout=60).returncode == 0

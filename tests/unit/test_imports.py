@@ -126,6 +126,6 @@ def test_vendor_rows_import_nothing_but_the_contract():
     for package in (attn_ascend, attn_intel, attn_nvidia, attn_rocm):
         code = (
             f"import sys, {package.__name__}\n"
-            "assert 'torch' not in sys.modules and 'attn_core.backend' not in sys.modules"
+            "assert 'torch' not in sys.modules and 'attn_core.runtime.backend' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,19 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.pool import KVPool
+from attn_core.cache.state_pool import StatePool
 from attn_core.errors import UnsupportedError, UsageError
-from attn_core.forward import AttentionLayer
-from attn_core.kv_cache import (
-    STORES,
-    KVPool,
-    LayerCache,
-    StatePool,
-    copy_slots,
-    read_kv,
-    read_pages,
-    write_index,
-    write_kv,
-)
+from attn_core.ops.kv import copy_slots, read_kv, read_pages, write_index, write_kv
+from attn_core.runtime.layer import AttentionLayer
 
 PAGE, PAGES = 4, 6
 
@@ -47,9 +40,9 @@ ERROR = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8, "fp8_e4m3": 2**-4, "fp8_e5m
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", TORCH_DTYPES)
 def test_what_is_written_is_read_and_nothing_else_is_touched(store, layout):
-    scales = {0: (0.5, 2.0)} if STORES[store].itemsize == 1 else None
+    scales = {0: (0.5, 2.0)} if TORCH_DTYPES[store].itemsize == 1 else None
     cache = pool(store, layout, scales=scales).layer(0)
     k, v = tokens(5, 2, 32), tokens(5, 2, 16, seed=1)
     write_kv(cache, k, v, SLOTS)
@@ -104,11 +97,11 @@ def test_fp8_writes_saturate(store, top):
     assert (got[1] == -top).all()
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", TORCH_DTYPES)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_scales_belong_to_fp8_and_fp4(store, kind):
     """Backends that share a cache would disagree on scales that only some of them apply."""
-    plain = STORES[store].itemsize > 1
+    plain = TORCH_DTYPES[store].itemsize > 1
     for scales in ((0.5, 1.0), (1.0, 3.0), (2.0, 2.0)):
         if plain:
             with pytest.raises(UsageError, match=rf"k_scale {scales[0]} .* only FP8 and FP4"):
@@ -247,7 +240,7 @@ def test_states():
         StatePool([gdn], num_slots=1, dtype="fp16")
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", TORCH_DTYPES)
 def test_nothing_syncs(store):
     """A meta tensor has no values: reading one raises."""
     cache = pool(store, device="meta").layer(0)

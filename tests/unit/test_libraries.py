@@ -2,8 +2,7 @@
 
 import pytest
 from attn_core.errors import BackendError
-from attn_core.libraries import shortfall, used
-from attn_nvidia.distributions import chosen
+from attn_core.plugins.dependencies import chosen_distribution, shortfall, used
 
 GROUP = "First_One>=1 or second or third>=3"
 
@@ -27,7 +26,7 @@ def test_the_first_that_is_installed_as_wanted_is_used(libraries, name, lacking)
 
 
 def test_a_backend_without_its_library_says_what_is_here(monkeypatch):
-    assert chosen("mine", "absent-one or pytest>=1") == "pytest"
+    assert chosen_distribution("mine", "absent-one or pytest>=1") == "pytest"
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5")
     with pytest.raises(BackendError, match=r"mine needs it>=1, here: it 0.5; .*attn doctor"):
-        chosen("mine", "it>=1")
+        chosen_distribution("mine", "it>=1")

@@ -6,23 +6,21 @@ import json
 
 import pytest
 import strategies as gen
-from attn_core.capabilities import (
-    BackendSpec,
-    Capabilities,
-    Device,
-    LayerNeeds,
-    Phase,
-    Requirements,
-)
 from attn_core.cli.backends import matrix_command
-from attn_core.doctor import examine
-from attn_core.matrix import build_matrix, summary, table, to_html, to_markdown
-from attn_core.plugins import load_plugins
-from attn_core.why_not import why_not
+from attn_core.plugins.registry import load_plugins
+from attn_core.selection.diagnosis import why_not
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements
+from attn_core.tools.doctor import examine
+from attn_core.tools.matrix import build_matrix, summary, table, to_html, to_markdown
 
 BASE = {"kind": "mha", "device": "cuda", "dtypes": {"bf16"}, "priority": 1}
 ROWS = [
-    Capabilities(**BASE, kv_dtypes={"bf16"}, page_sizes={64}, sliding_window=True, max_topk=1),
+    Capabilities(
+        **BASE, kv_dtypes={"bf16"}, page_sizes={64}, sliding_window=True, max_verify_topk=1
+    ),
     Capabilities(**BASE, kv_dtypes={"fp8_e4m3"}, page_sizes={16}),
     Capabilities(**BASE, kv_dtypes={"bf16"}, phases={Phase.ENCODE}),
 ]
@@ -76,7 +74,7 @@ def test_why_not_says_how_far_a_backend_was_proved_on_the_device(tmp_path, monke
         file = {"backend": "acme", "kind": "mha", "device": f"cuda:{arch}", "cells": proofs}
         (folder / f"{arch}.{level}.json").write_text(json.dumps(file))
     monkeypatch.syspath_prepend(str(tmp_path))
-    needs, found = Requirements(layers=(LayerNeeds(kind="mha"),)), registry("attn_built")
+    needs, found = Requirements(layers=(LayerRequirements(kind="mha"),)), registry("attn_built")
 
     def notes(arch):
         return why_not("acme", needs, Device("cuda", arch), found, {}, simulated=True).notes
@@ -124,9 +122,9 @@ def test_a_corrupt_evidence_file_is_skipped_and_named(tmp_path, monkeypatch, cap
 
 def test_departures_are_marked_and_explained():
     matrix = build_matrix(
-        registry(departures={"mha.fp8_kv": "scales work <here>", "mla.fp8_kv": "elsewhere"})
+        registry(matrix_deviations={"mha.fp8_kv": "scales work <here>", "mla.fp8_kv": "elsewhere"})
     )
-    assert matrix["mha"]["acme"]["departures"] == {"fp8_kv": "scales work <here>"}
+    assert matrix["mha"]["acme"]["matrix_deviations"] == {"fp8_kv": "scales work <here>"}
     assert "scales work" not in to_markdown(matrix, notes=False)
     assert "acme, fp8_kv: scales work <here>" in to_markdown(matrix)
     assert "yes*" in table(matrix, "mha")[1][0]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attn_core.merge import merge_pair, merge_states
+from attn_core.ops.merge import merge_states
 
 
 def attend(scores, values):
@@ -34,21 +34,20 @@ def test_merge_is_attention_over_all_keys(shift):
     assert got_lse.dtype == torch.float32
 
 
-def test_a_pair_is_two_states_and_order_does_not_matter():
+def test_a_merge_can_be_merged_and_order_does_not_matter():
     out, lse, _ = parts()
-    a = merge_pair(out[0], lse[0], out[1], lse[1])
-    b = merge_pair(out[1], lse[1], out[0], lse[0])
+    a, b = merge_states(out[:2], lse[:2]), merge_states(out[:2].flip(0), lse[:2].flip(0))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    chained = merge_pair(*a, out[2], lse[2])
-    for x, y in zip(chained, merge_states(out, lse), strict=True):
+    both = (torch.stack([x, y]) for x, y in zip(a, (out[2], lse[2]), strict=True))
+    for x, y in zip(merge_states(*both), merge_states(out, lse), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_an_empty_side_may_hold_anything():
+def test_an_empty_part_may_hold_anything():
     out, lse, _ = parts()
     junk = torch.full_like(out[0], float("nan"))
     empty = torch.full_like(lse[0], -torch.inf)
-    got, got_lse = merge_pair(out[0], lse[0], junk, empty)
+    got, got_lse = merge_states(torch.stack([out[0], junk]), torch.stack([lse[0], empty]))
     assert torch.equal(got, out[0])
     assert torch.equal(got_lse, lse[0])
 

@@ -10,30 +10,30 @@ import sys
 from dataclasses import replace
 
 import pytest
-from attn_core.capabilities import LayerNeeds, Speculation
 from attn_core.errors import ModelConfigError, UsageError
-from attn_core.models import (
+from attn_core.model_config import (
     context_length,
     is_encoder_decoder,
     read_config,
     requirements_from_config,
 )
+from attn_core.spec.requirements import LayerRequirements, Speculation
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "data" / "configs"
 
 
 def mha(q, kv, d, **features):
-    return LayerNeeds(head_dim=d, v_head_dim=d, num_q_heads=q, num_kv_heads=kv, **features)
+    return LayerRequirements(head_dim=d, v_head_dim=d, num_q_heads=q, num_kv_heads=kv, **features)
 
 
 def mla(q, latent=512, rope=64, kind="mla"):
-    return LayerNeeds(
+    return LayerRequirements(
         kind=kind, head_dim=latent + rope, v_head_dim=latent, num_q_heads=q, num_kv_heads=1
     )
 
 
 def linear(kind, k_heads, v_heads, k, v):
-    return LayerNeeds(
+    return LayerRequirements(
         kind=kind, head_dim=k, v_head_dim=v, num_q_heads=k_heads, num_kv_heads=v_heads
     )
 
@@ -704,7 +704,7 @@ def test_a_gguf_file_that_cannot_be_read(tmp_path, content, text):
 
 def test_reading_a_config_imports_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom attn_core.models import read_config, requirements_from_config\n"
+        "import sys\nfrom attn_core.model_config import read_config, requirements_from_config\n"
         f"requirements_from_config(read_config({str(CONFIGS / 'gemma-3-4b.json')!r}))\n"
         "bad = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not bad, bad"
     )
@@ -798,7 +798,7 @@ DEFAULTED = [
 @pytest.mark.parametrize("name", DEFAULTED)
 def test_the_defaults_of_a_family_are_those_of_transformers(name):
     transformers = pytest.importorskip("transformers")
-    from attn_core.models.families import FAMILIES
+    from attn_core.model_config.families import FAMILIES
 
     config = transformers.AutoConfig.for_model(name).to_dict()
     for key, value in FAMILIES[name].defaults.items():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from attn_core.errors import BatchError
-from attn_core.forward import CacheView
+from attn_core.runtime.batch import CacheView
 from recording import DV, HQ, LAYERS, TABLE, M, batch, make, qkv
 
 

@@ -7,12 +7,13 @@ from dataclasses import fields, replace
 
 import pytest
 import strategies as gen
-from attn_core import declared
-from attn_core.capabilities import BackendSpec, Capabilities, Speculation
 from attn_core.errors import UnknownBackendError, UsageError
-from attn_core.hookspecs import hookimpl
-from attn_core.libraries import Pin
-from attn_core.plugins import Registry, load_plugins
+from attn_core.plugins import validation as declared
+from attn_core.plugins.dependencies import Pin
+from attn_core.plugins.hookspecs import hookimpl
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.requirements import Speculation
 
 ROW = Capabilities(
     kind="mha", device="any", dtypes=["bf16"], kv_dtypes=["bf16"], priority=1, requires=["acme>=2"]
@@ -124,12 +125,12 @@ def test_a_broken_plugin_is_listed_and_the_others_live(point, message):
         ("head_dim_pairs", {64}, "head_dim_pairs {64} (expected a set of a pair of int or 'any'"),
         ("head_dim_pairs", {(64, 0)}, "head_dim_pairs {(64, 0)} (expected"),
         ("sinks", 1, "sinks 1 (expected True or False)"),
-        ("max_topk", None, "max_topk None (expected int, 0 or more)"),
-        ("max_topk", True, "max_topk True (expected int"),
-        ("run_topk", -1, "run_topk -1 (expected int or None, 0 or more)"),
+        ("max_verify_topk", None, "max_verify_topk None (expected int, 0 or more)"),
+        ("max_verify_topk", True, "max_verify_topk True (expected int"),
+        ("max_session_topk", -1, "max_session_topk -1 (expected int or None, 0 or more)"),
         ("priority", "30", "priority '30' (expected int)"),
         ("cuda_graph", "yes", "cuda_graph 'yes' (expected 'none', 'decode', 'full')"),
-        ("beside_linear", "no", "beside_linear 'no' (expected True or False or None)"),
+        ("with_linear_layers", "no", "with_linear_layers 'no' (expected True or False or None)"),
         ("bans", {"fa4": None}, "bans {'fa4': None} (expected a mapping of text to text)"),
         ("note", None, "note None (expected text)"),
     ],

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from attn_core.quant import from_fp4, from_fp8, to_fp4, to_fp8
+from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 

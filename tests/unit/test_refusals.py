@@ -5,10 +5,10 @@ import functools
 
 import pytest
 import torch
-from attn_core.capabilities import TREES
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.forward import SpecInfo
-from attn_core.refusals import refuse_unplanned, refuse_window
+from attn_core.runtime.batch import SpecInfo
+from attn_core.runtime.contract_checks import refuse_unplanned, refuse_window
+from attn_core.spec.capabilities import ANY_TOPK
 from recording import DV, HQ, LAYERS, M, batch, make, qkv, recorder
 
 
@@ -106,11 +106,11 @@ def test_topk_indices_are_for_sparse_rows():
         (1, 2, True, "topk 2 with a tree_mask, .* chains"),
         (4, 4, True, None),
         (4, 5, True, "trees up to topk 4"),
-        (TREES, 64, True, None),
+        (ANY_TOPK, 64, True, None),
     ],
 )
 def test_drafts_that_a_row_cannot_verify_are_refused(limit, topk, tree, message):
-    dispatcher, pre, _ = make(prefill=recorder("p", max_topk=limit))
+    dispatcher, pre, _ = make(prefill=recorder("p", max_verify_topk=limit))
     mask = torch.ones(2, 2, 2).tril().bool() if tree else None
     b = batch(M.TARGET_VERIFY, spec=SpecInfo(topk=topk, num_draft_tokens=2, tree_mask=mask))
     for plan in (
@@ -156,7 +156,7 @@ def test_an_output_that_breaks_the_contract_is_refused(returned, message, ragged
 def test_outputs_are_checked_once_per_layer_and_method_not_in_every_pass(monkeypatch):
     checked = []
     monkeypatch.setattr(
-        "attn_core.dispatcher.refuse_output", lambda *args: checked.append(args[3].layer_id)
+        "attn_core.runtime.dispatcher.refuse_output", lambda *args: checked.append(args[3].layer_id)
     )
     dispatcher, _, _ = make()
     for _ in range(3):

@@ -8,19 +8,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from attn_core.capabilities import (
-    LINEAR_KINDS,
-    TREES,
-    LayerNeeds,
-    Phase,
-    Requirements,
-)
 from attn_core.cli.backends import backends_command
-from attn_core.device import ARCHS, parse_device
-from attn_core.errors import BackendNotImplementedError, NoBackendError
-from attn_core.matrix import build_matrix
-from attn_core.plugins import Registry, load_plugins
-from attn_core.selection import Overrides, select
+from attn_core.errors import BackendNotImplementedError
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.result import NoBackendError
+from attn_core.selection.solver import Overrides, select
+from attn_core.spec.capabilities import ANY_TOPK
+from attn_core.spec.device import ARCHS, parse_device
+from attn_core.spec.kinds import LINEAR_KINDS, Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements
+from attn_core.tools.matrix import build_matrix
 
 REGISTRY = load_plugins()
 MATRIX = build_matrix(REGISTRY)
@@ -69,7 +66,7 @@ def test_a_documented_cell_holds_or_its_departure_says_why(kind, row, cell):
         have = "any" if "any" in ours[cell] else "/".join(ours[cell])
     else:
         have = ours[cell]
-    assert (have != documented) == (cell in ours["departures"]), (have, documented)
+    assert (have != documented) == (cell in ours["matrix_deviations"]), (have, documented)
 
 
 def test_a_documented_yes_is_the_floor_but_for_these():
@@ -93,7 +90,7 @@ def test_documented_gdn_kernels(row):
     assert rows
     assert row["decode"] == any(Phase.DECODE in r.phases for r in rows)
     assert row["prefill"] == any(Phase.PREFILL in r.phases for r in rows)
-    assert row["target_verify"] == any(r.max_topk >= 1 for r in rows)
+    assert row["target_verify"] == any(r.max_verify_topk >= 1 for r in rows)
 
 
 def test_the_names_are_the_documented_ones():
@@ -103,7 +100,7 @@ def test_the_names_are_the_documented_ones():
 
 def test_departures_name_cells_that_are_there():
     for spec in REGISTRY.backends.values():
-        for place, why in spec.departures.items():
+        for place, why in spec.matrix_deviations.items():
             kind, _, cell = place.partition(".")
             documented = {r["backend"] for r in DOCUMENTED[kind]}
             if cell == "backend":  # a whole row that the documented matrix lacks
@@ -113,7 +110,7 @@ def test_departures_name_cells_that_are_there():
             assert len(why) > 30
     for kind in CELLS:
         undocumented = set(MATRIX[kind]) - {r["backend"] for r in DOCUMENTED[kind]}
-        assert all(f"{kind}.backend" in REGISTRY.get(n).departures for n in undocumented)
+        assert all(f"{kind}.backend" in REGISTRY.get(n).matrix_deviations for n in undocumented)
 
 
 @pytest.mark.parametrize(("spec", "row"), ROWS, ids=lambda x: getattr(x, "name", ""))
@@ -122,13 +119,13 @@ def test_a_row_is_well_formed(spec, row):
     assert row.archs <= set(ARCHS.get(row.device, ())), where(row)
     assert row.dtypes <= {"fp32", "fp16", "bf16"}
     assert row.kv_dtypes <= {"fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"}
-    assert row.max_topk in (0, 1, TREES)
+    assert row.max_verify_topk in (0, 1, ANY_TOPK)
     assert row.layouts <= {"NHD", "HND"}
     if row.preferred_page_size:
         assert row.preferred_page_size in row.page_sizes
         assert row.preferred_page_reason
-    if row.run_topk is not None:
-        assert row.max_topk <= row.run_topk
+    if row.max_session_topk is not None:
+        assert row.max_verify_topk <= row.max_session_topk
     if row.bans:
         assert set(row.bans) <= NAMES
         assert all(row.bans.values())
@@ -154,7 +151,7 @@ def test_what_is_built():
 @pytest.mark.parametrize("arch", ARCHS["cpu"])
 def test_a_cpu_never_gets_triton(arch, kind, here):
     """Its kernels run there in an interpreter, for tests; no row says so."""
-    needs, place = Requirements(layers=(LayerNeeds(kind=kind),)), parse_device(f"cpu:{arch}")
+    needs, place = Requirements(layers=(LayerRequirements(kind=kind),)), parse_device(f"cpu:{arch}")
     libraries = {"triton": None}
     chosen = select(needs, place, REGISTRY, libraries, simulated=not here)
     assert "triton" not in (chosen.prefill, chosen.decode)
@@ -193,7 +190,7 @@ def test_triton_reads_no_e4m3_below_sm89(arch):
 
 
 def test_triton_has_no_latent_attention_on_turing():
-    needs = Requirements(layers=(LayerNeeds(kind="mla"),))
+    needs = Requirements(layers=(LayerRequirements(kind="mla"),))
     named, libraries = Overrides(attention_backend="triton"), {"triton": None}
     with pytest.raises(NoBackendError, match=r"device cuda:sm75 \(supports cuda:sm80"):
         select(needs, parse_device("cuda:sm75"), REGISTRY, libraries, named, simulated=True)
@@ -202,7 +199,7 @@ def test_triton_has_no_latent_attention_on_turing():
 
 
 def test_creating_a_declared_backend_says_so():
-    from attn_core.backend import BackendConfig, create_backend
+    from attn_core.runtime.backend import BackendConfig, create_backend
 
     for (family, _), spec in REGISTRY.backends.items():
         if spec.implemented:
@@ -238,7 +235,7 @@ def test_beside_gdn_on_blackwell_and_ascend_only_the_documented_ones_fit():
                 and row.device in (device, "any")
                 and (not row.archs or arch in row.archs)
                 and Phase.ENCODE not in row.phases
-                and row.beside_linear is not False
+                and row.with_linear_layers is not False
             }
             assert fits == free[device], arch
 
@@ -252,7 +249,7 @@ def test_beside_gdn_on_blackwell_and_ascend_only_the_documented_ones_fit():
 @pytest.mark.parametrize("name", ["torch_native", "flex_attention"])
 def test_the_portable_ones_stand_beside_linear_layers_where_that_is_free(name, model, device):
     """Every place but data-centre Blackwell and Ascend, which the golden table refuses."""
-    needs = Requirements(layers=tuple(LayerNeeds(kind=k) for k in model))
+    needs = Requirements(layers=tuple(LayerRequirements(kind=k) for k in model))
     place, named = parse_device(device), Overrides(attention_backend=name)
     libraries = {"triton": None}
     if (name, model[0]) == ("flex_attention", "mla"):

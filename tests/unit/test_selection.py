@@ -7,21 +7,16 @@ from dataclasses import replace
 
 import pytest
 import strategies as gen
-from attn_core.capabilities import (
-    BackendSpec,
-    Capabilities,
-    Device,
-    LayerNeeds,
-    Phase,
-    Requirements,
-    Speculation,
-)
-from attn_core.decision import Overrides
-from attn_core.errors import AttnError, NoBackendError, UnknownBackendError, UsageError
-from attn_core.plugins import load_plugins
-from attn_core.selection import select
-from attn_core.situation import Situation
-from attn_core.why_not import describe, why_not
+from attn_core.errors import AttnError, UnknownBackendError, UsageError
+from attn_core.plugins.registry import load_plugins
+from attn_core.selection.diagnosis import describe, why_not
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.selection.result import NoBackendError, Overrides
+from attn_core.selection.solver import select
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +46,7 @@ def test_another_plugin_never_turns_success_into_failure(a, b, needs, device, li
 def _levels(prefill, decode):
     """Two backends, one for each phase, whose rows have these levels of CUDA graphs."""
     row = Capabilities(
-        kind="mha", device="any", dtypes={"bf16"}, kv_dtypes={"bf16"}, priority=1, max_topk=1
+        kind="mha", device="any", dtypes={"bf16"}, kv_dtypes={"bf16"}, priority=1, max_verify_topk=1
     )
     rows = {
         name: replace(row, phases={phase}, cuda_graph=level)
@@ -220,7 +215,7 @@ def test_the_smallest_change_makes_it_fit(points, needs, device, libs, sim, data
 
 
 def check_answer(registry, spec, needs, device, libs, flags, sim):
-    asked = Situation(needs, device, libs, flags, sim)
+    asked = SelectionInputs(needs, device, libs, flags, sim)
     try:
         answer = why_not(
             spec.name,
@@ -266,9 +261,9 @@ def drafts_that_no_linear_backend_verifies():
         dtypes={"bf16"},
         kv_dtypes={"bf16"},
         priority=10,
-        max_topk=1,
+        max_verify_topk=1,
     )
-    other = replace(able, beside_linear=False, requires=("liba>=2",))
+    other = replace(able, with_linear_layers=False, requires=("liba>=2",))
     better = replace(able, priority=30)
     return [
         gen.point(name, [BackendSpec(name=name, capabilities=rows, create="a:B")])
@@ -281,7 +276,7 @@ def drafts_that_no_linear_backend_verifies():
 @example(
     drafts_that_no_linear_backend_verifies(),
     Requirements(
-        layers=(LayerNeeds(), LayerNeeds(kind="gdn", head_dim=128)),
+        layers=(LayerRequirements(), LayerRequirements(kind="gdn", head_dim=128)),
         speculation=Speculation(mode="decode"),
     ),
     Device("cuda", "x1"),
@@ -323,7 +318,9 @@ HERE = Device("acme", "x1", "2.0")
 def test_reasons_hold_the_value_asked_and_those_supported():
     registry = registry_of(a=row(page_sizes={32, 64}), b=row(head_dims={64, 128, 256}))
     with pytest.raises(NoBackendError) as caught:
-        select(Requirements(page_size=16, layers=(LayerNeeds(head_dim=96),)), HERE, registry, {})
+        select(
+            Requirements(page_size=16, layers=(LayerRequirements(head_dim=96),)), HERE, registry, {}
+        )
     reasons = {v.spec.name: [str(r) for r in v.reasons] for v in caught.value.selection.verdicts}
     assert reasons["a"] == ["page_size 16 (supports 32, 64)"]
     assert reasons["b"] == ["head_dim 96 (supports 64, 128, 256)"]
@@ -406,7 +403,7 @@ def test_flags_with_nothing_to_decide_are_refused():
 
 
 def test_linear_layers_without_a_backend_stay_the_models_own():
-    needs = Requirements(layers=(LayerNeeds(), LayerNeeds(kind="gdn")))
+    needs = Requirements(layers=(LayerRequirements(), LayerRequirements(kind="gdn")))
     chosen = select(needs, HERE, registry_of(a=row()), {})
     assert chosen.linear is None
     assert any("keeps its own linear attention layers" in a for a in chosen.assumptions)
@@ -414,7 +411,9 @@ def test_linear_layers_without_a_backend_stay_the_models_own():
 
 def test_speculation_asks_the_backend_that_verifies():
     registry = registry_of(
-        a=row(priority=30, max_topk=0), b=row(priority=20, max_topk=1), c=row(max_topk=8)
+        a=row(priority=30, max_verify_topk=0),
+        b=row(priority=20, max_verify_topk=1),
+        c=row(max_verify_topk=8),
     )
     for mode, topk, expected in (
         ("prefill", 1, ("b", "a", "b")),
@@ -458,9 +457,9 @@ def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
 
 def test_a_reference_backend_on_an_accelerator_is_said_to_be_slow_and_how_to_avoid_it():
     registry = registry_of(
-        ref=row(priority=0, max_topk=8),
+        ref=row(priority=0, max_verify_topk=8),
         fast=row(priority=30, phases={Phase.PREFILL}),
-        fast_decode=row(priority=30, phases={Phase.DECODE}, max_topk=8),
+        fast_decode=row(priority=30, phases={Phase.DECODE}, max_verify_topk=8),
     )
     needs = Requirements(speculation=Speculation(topk=4))
     chosen = select(needs, HERE, registry, {})

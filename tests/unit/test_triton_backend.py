@@ -5,17 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attn_core import kv_cache
-from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.testing.inputs import mapped, to_device, without_host_lengths
+from attn_core.ops import kv as torch_kv
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.graphs import without_host_lengths
+from attn_core.testing.inputs import mapped, to_device
 
 pytest.importorskip("triton")
 
 from attn_core.backends import triton as module
-from attn_core.backends.layer_class import LayerClass
-from attn_core.backends.triton.decode import plan_splits
-from attn_core.backends.triton.splits import Splits
+from attn_core.backends.triton.portable.decode import plan_splits
+from attn_core.backends.triton.split_kv import Splits
+from attn_core.runtime.layer import LayerGroup
 from triton_server import (
     DEVICE,
     HKV,
@@ -146,7 +147,7 @@ def test_plans_of_any_batch_are_aligned_alike(size):
     """A kernel is compiled for pointers at 16 bytes, and again for others."""
     backend = make_backend(dtype="bf16", kv_cache_dtype="bf16")
     backend._hopper = SimpleNamespace()
-    which = LayerClass.of(make_layer(), causal=True)._replace(head_dim=128, v_head_dim=128)
+    which = LayerGroup.of(make_layer(), causal=True)._replace(head_dim=128, v_head_dim=128)
     backend.init_cuda_graph_state(size, size)
     for room in (None, *backend._lines.values()):
         order = backend._order(which, size, 1000, 1000, PAGE, room)
@@ -194,7 +195,7 @@ def test_nothing_is_planned_for_a_view_that_the_batch_lacks():
 def test_a_layer_of_another_class_was_not_planned():
     server = Server((9, 1))
     batch, rows = server.batch(M.DECODE)
-    with pytest.raises(BackendError, match=r"was not planned: .* planned: \[LayerClass"):
+    with pytest.raises(BackendError, match=r"was not planned: .* planned: \[LayerGroup"):
         server.attend(make_backend(), batch, rows, make_layer(sliding_window=4))
 
 
@@ -287,11 +288,11 @@ def overwrite(static, fresh):
 
 # ---- Determinism -----------------------------------------------------------------------------
 
-TREES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().repeat(4, 1, 1).to(DEVICE)
+ANY_TOPK = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().repeat(4, 1, 1).to(DEVICE)
 MODES = {
     "decode": (M.DECODE, 1, None),
     "chain": (M.TARGET_VERIFY, 3, None),
-    "tree": (M.TARGET_VERIFY, 3, TREES),
+    "tree": (M.TARGET_VERIFY, 3, ANY_TOPK),
     "extend": (M.EXTEND, 3, None),
 }
 
@@ -360,7 +361,7 @@ def written(monkeypatch):
         raise AssertionError("the dispatcher wrote as well")
 
     monkeypatch.setattr(module, "write_kv", counted)
-    monkeypatch.setattr("attn_core.dispatcher.write_kv", never)
+    monkeypatch.setattr("attn_core.runtime.dispatcher.write_kv", never)
     return seen
 
 
@@ -382,7 +383,7 @@ def test_new_tokens_are_written_once(mode, new, store, layout, written):
     backend = make_backend(kv_cache_dtype=store)
     dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
     want = mapped(pool.layer(0), torch.Tensor.clone)
-    kv_cache.write_kv(want, server.k, server.v, batch.views["full"].out_cache_loc)
+    torch_kv.write_kv(want, server.k, server.v, batch.views["full"].out_cache_loc)
     metadata = dispatcher.init_forward_metadata(batch)
     got = dispatcher.forward(server.q, server.k, server.v, make_layer(), batch, metadata)
     assert written == [True]

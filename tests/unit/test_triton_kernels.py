@@ -1,25 +1,22 @@
-"""The kernels beside attention write, merge and list pages as the torch versions do."""
+"""The kernels beside attention write and merge as the torch versions do."""
 
-from dataclasses import fields
 from itertools import product
 
 import pytest
 import torch
-from attn_core import kv_cache
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.pool import KVPool
 from attn_core.errors import UsageError
-from attn_core.forward import AttentionLayer
-from attn_core.kv_cache import KVPool, LayerCache
-from attn_core.page_table import PageCsr, from_csr, to_csr
+from attn_core.ops import kv as torch_kv
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.inputs import mapped, to_device
 from pairwise import covering, pairs
 
 pytest.importorskip("triton")
 
-import attn_core.merge as torch_merge
-from attn_core.backends.triton import csr
-from attn_core.backends.triton.csr import fill_csr
-from attn_core.backends.triton.merge import merge_states
-from attn_core.backends.triton.write import write_kv
+import attn_core.ops.merge as torch_merge
+from attn_core.ops.triton.kv import write_kv
+from attn_core.ops.triton.merge import merge_states
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES = 5
@@ -28,7 +25,7 @@ SHAPES = {"mha": (2, 64, 32, 4), "one": (1, 128, 128, 1), "odd": (3, 48, 16, 7)}
 SHAPES |= {"mla": (1, 576, 0, 16)}
 FACTORS = {
     "dtype": ("float32", "float16", "bfloat16"),
-    "store": tuple(kv_cache.STORES),
+    "store": tuple(TORCH_DTYPES),
     "layout": ("NHD", "HND"),
     "pool": ("apart", "interleaved"),
     "values": ("plain", "fused", "spread"),
@@ -67,7 +64,7 @@ def cache_of(store, shape, *, layout="NHD", scales=(1.0, 1.0), interleaved=False
         layer_id=0, num_q_heads=heads, num_kv_heads=heads, head_dim=d, v_head_dim=dv or d, scale=1.0
     )
     more = {"kv_cache_dtype": store, "layout": layout, "kind": "mha" if dv else "mla"}
-    if kv_cache.STORES[store].itemsize == 1:  # other stores have no scales
+    if TORCH_DTYPES[store].itemsize == 1:  # other stores have no scales
         more["scales"] = {0: scales}
     pool = KVPool([layer], num_pages=PAGES, page_size=page, **more)
 
@@ -93,7 +90,7 @@ FORMS = {"plain": lambda x: x, "fused": fused, "spread": spread}
 
 def check_write(make, k, v, slots):
     want, got = make(), to_device(make(), DEVICE)
-    kv_cache.write_kv(want, k, v, slots)
+    torch_kv.write_kv(want, k, v, slots)
     write_kv(got, to_device(k, DEVICE), to_device(v, DEVICE), slots.to(DEVICE))
     for (a, _), (b, _) in zip(want.parts(), got.parts(), strict=True):
         assert a.stride() == b.stride()
@@ -128,7 +125,7 @@ def test_the_same_bits_are_written(case):
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("store", ["fp8_e4m3", "fp8_e5m2"])
 def test_every_float8_and_every_tie_between_two_is_exact(store, scale):
-    dtype = kv_cache.STORES[store]
+    dtype = TORCH_DTYPES[store]
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = every[every.isfinite()].sort().values
     between = (finite[1:] + finite[:-1]) / 2
@@ -258,44 +255,3 @@ def test_low_precision_is_accumulated_in_float32():
     out = torch.cat((torch.full((1, 1, 1, 16), 256.0), torch.ones(255, 1, 1, 16))).bfloat16()
     got, _ = merge_states(out.to(DEVICE), torch.zeros(256, 1, 1, device=DEVICE))
     assert torch.equal(got.cpu(), torch.full((1, 1, 16), (256 + 255) / 256).bfloat16())
-
-
-FIELDS = tuple(f.name for f in fields(PageCsr))
-
-
-def csr_case(batch, width, page, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    table = torch.randint(1, 2**31 - 1, (batch, width), generator=g, dtype=torch.int32)
-    lengths = torch.randint(0, width * page + 1, (batch,), generator=g, dtype=torch.int32)
-    lengths[::3] = 0
-    if batch > 1:
-        lengths[1], lengths[-1] = width * page, max(0, width * page - 1)
-    return table.to(DEVICE), lengths.to(DEVICE)
-
-
-@pytest.mark.parametrize("page", [1, 16, 24])
-@pytest.mark.parametrize(("batch", "width"), [(1, 5), (7, 40), (4, 0), (0, 3), (3, 2100), (20, 2)])
-def test_a_page_table_is_listed_as_torch_lists_it(batch, width, page, monkeypatch):
-    monkeypatch.setattr(csr, "_REQUESTS", 8)  # that 20 requests are added up in parts
-    table, lengths = csr_case(batch, width, page)
-    want = to_csr(table, lengths, page, num_pages=batch * width + 3)
-    got = mapped(want, lambda t: torch.full_like(t, -7))
-    fill_csr(got, table, lengths, page)
-    for name in FIELDS:
-        assert torch.equal(getattr(got, name), getattr(want, name)), name
-    assert torch.equal(got.seq_lens(page), lengths)
-    if width:
-        pages = got.indptr.diff()
-        kept = torch.arange(width, device=DEVICE) < pages[:, None]
-        assert torch.equal(from_csr(got, max_pages=width), table * kept)
-
-
-def test_a_list_that_is_filled_again_keeps_nothing():
-    table, lengths = csr_case(7, 40, 4)
-    into = mapped(to_csr(table, lengths, 4, num_pages=300), torch.clone)
-    for seed in (1, 2):
-        table, lengths = csr_case(7, 40, 4, seed)
-        fill_csr(into, table.t().contiguous().t(), lengths, 4)
-        want = to_csr(table, lengths, 4, num_pages=300)
-        for name in FIELDS:
-            assert torch.equal(getattr(into, name), getattr(want, name)), name

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.heuristics import Launch
-from attn_core.backends.triton.order import TILE, Order, fill_order
+from attn_core.backends.triton.tile_order import TILE, Order, fill_order
+from attn_core.backends.triton.tuning import Launch
 from triton_server import DEVICE
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5)), min_size=1, max_size=150)

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_core import kv_cache
+from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
-from attn_core.forward import ForwardBatch
-from attn_core.kv_cache import LayerCache
+from attn_core.ops import kv as torch_kv
+from attn_core.runtime.batch import ForwardBatch
 from attn_core.testing.inputs import mapped
 
 pytest.importorskip("triton")
 
-from attn_core.backends.layer_class import LayerClass
+from attn_core.runtime.layer import LayerGroup
 from triton_server import DEVICE, HKV, HQ, D, M, Server, make_backend, make_layer, make_pool
 
 LENGTHS = (20, 7, 33)
@@ -162,7 +162,7 @@ def test_the_pages_of_a_cache_may_be_parts_of_a_larger_tensor(name, layout, stor
     server.pool = make_pool([make_layer()], server.pool.layer(0).num_pages, store, layout=layout)
     batch, _ = server.batch(mode)
     cache = server.cache(make_layer())
-    kv_cache.write_kv(cache, server.k, server.v, batch.views["full"].out_cache_loc)
+    torch_kv.write_kv(cache, server.k, server.v, batch.views["full"].out_cache_loc)
     backend = make_backend(kv_cache_dtype=store)
     tokens = (server.q, None, None, make_layer())
 
@@ -255,7 +255,7 @@ def test_a_cache_that_lies_far_apart(name, layout, axis):
         page_size=page,
     )
     metadata = backend.init_forward_metadata(batch)
-    assert (metadata[LayerClass.of(layer)] is None) == (name == "extend"), "many queries or few"
+    assert (metadata[LayerGroup.of(layer)] is None) == (name == "extend"), "many queries or few"
 
     def attend(k, v):
         cache = LayerCache(k=k, v=v, layout=layout)

@@ -4,22 +4,22 @@ import json
 
 import pytest
 import torch
-from attn_core.backends.triton.heuristics import hopper_launch
-from attn_core.capabilities import LayerNeeds, Requirements, Speculation
+from attn_core.backends.triton.tuning import hopper_launch
 from attn_core.cli.app import build_app
-from attn_core.decision import Overrides
-from attn_core.device import probe_device
 from attn_core.errors import BackendRunError, UsageError
-from attn_core.forward import DECODE_MODES
-from attn_core.plugins import load_plugins
-from attn_core.selection import select
-from attn_core.warmup import create, warmup
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.batch import DECODE_MODES
+from attn_core.runtime.warmup import create, warmup
+from attn_core.selection.result import Overrides
+from attn_core.selection.solver import select
+from attn_core.spec.device import probe_device
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from recording import LAYERS, M, make, recorder
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
-MHA = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=2)
-LATENT = LayerNeeds(kind="mla", head_dim=576, v_head_dim=512, num_q_heads=4)
+MHA = LayerRequirements(head_dim=32, num_q_heads=4, num_kv_heads=2)
+LATENT = LayerRequirements(kind="mla", head_dim=576, v_head_dim=512, num_q_heads=4)
 
 
 def made(*layers, name="torch_native", **needs):
@@ -93,16 +93,18 @@ def test_drafts_are_verified_where_speculation_is_on(topk):
 
 def test_attention_without_a_cache():
     assert [w.what for w in warmup(made(LATENT))][-2:] == ["ragged prefill", "chunk of a prefix"]
-    encoder = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=4, encoder=True)
+    encoder = LayerRequirements(head_dim=32, num_q_heads=4, num_kv_heads=4, encoder=True)
     whole = made(MHA, encoder, vision=encoder)
     assert [w.what for w in warmup(whole)][-2:] == ["encoder", "vision"]
     assert [w.what for w in warmup(made(encoder))] == ["encoder"]
 
 
 def test_every_kind_of_layer_runs():
-    window = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=2, sliding_window=9, sinks=True)
-    cap = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=2, logit_cap=3.0)
-    cross = LayerNeeds(head_dim=32, num_q_heads=4, num_kv_heads=4, cross=True)
+    window = LayerRequirements(
+        head_dim=32, num_q_heads=4, num_kv_heads=2, sliding_window=9, sinks=True
+    )
+    cap = LayerRequirements(head_dim=32, num_q_heads=4, num_kv_heads=2, logit_cap=3.0)
+    cross = LayerRequirements(head_dim=32, num_q_heads=4, num_kv_heads=4, cross=True)
     dispatcher = made(MHA, window, cap, cross)
     assert len(dispatcher.routes["prefill"].config.layers) == 4
     assert len(warmup(dispatcher)) == 4
@@ -130,7 +132,7 @@ def test_a_failure_names_backend_and_pass():
 
 def test_unknown_shapes_are_refused():
     with pytest.raises(UsageError, match="head_dim None, num_q_heads 4: a warm-up runs kernels"):
-        made(LayerNeeds(num_q_heads=4))
+        made(LayerRequirements(num_q_heads=4))
 
 
 def attn(*arguments):

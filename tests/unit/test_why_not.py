@@ -11,14 +11,15 @@ import sys
 
 import pytest
 from attn_core import cli
-from attn_core.capabilities import Device, Requirements
-from attn_core.changes import Change
 from attn_core.cli.command_line import applier, changed_flags, written
-from attn_core.cli.options import SituationFlags
-from attn_core.cli.situation import situation
+from attn_core.cli.inputs import selection_inputs
+from attn_core.cli.options import InputFlags
 from attn_core.errors import AttnError
-from attn_core.plugins import Registry, load_plugins
-from attn_core.why_not import why_not
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.diagnosis import why_not
+from attn_core.selection.mismatch import Fix
+from attn_core.spec.device import Device
+from attn_core.spec.requirements import Requirements
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ NAMES = sorted({spec.name for spec in REGISTRY.backends.values()})
 @example({}, "fa3")
 @settings(max_examples=max(10, settings.default.max_examples // 6))
 def test_the_printed_command_works_and_is_minimal(flags, name):
-    asked = SituationFlags(**flags)
+    asked = InputFlags(**flags)
     code, text = run("why-not", name, *shlex.split(written("select", asked))[2:], "--json")
     if code:  # flags that say nothing together
         assert code in (2, 3)
@@ -118,7 +119,7 @@ def asked_roles(asked, name: str) -> set[str]:
 
 def suggested(asked, answer):
     """Return the changes behind the texts of an answer, its flag included."""
-    here = situation(asked, REGISTRY)
+    here = selection_inputs(asked, REGISTRY)
     again = why_not(
         answer["backend"],
         here.requirements,
@@ -169,7 +170,7 @@ def installs(asked, changes) -> tuple[str, ...]:
 )
 def test_the_command_of_a_situation(flags, name, command):
     code, text = run(
-        "why-not", name, *shlex.split(written("select", SituationFlags(**flags)))[2:], "--json"
+        "why-not", name, *shlex.split(written("select", InputFlags(**flags)))[2:], "--json"
     )
     assert code == 0
     if command is not None:
@@ -179,7 +180,7 @@ def test_the_command_of_a_situation(flags, name, command):
 
 def test_a_placeholder_is_not_advised(monkeypatch):
     """Of two libraries the one that an index has, in the version for the torch that is here."""
-    monkeypatch.setattr("attn_core.why_not.torch_build", lambda: {"version": "2.13.0"})
+    monkeypatch.setattr("attn_core.selection.diagnosis.torch_build", lambda: {"version": "2.13.0"})
     here = Device("cuda", "sm90", "13.0")
     answer = why_not("fa3", Requirements(), here, REGISTRY, {"triton": "3.7.1"})
     assert [c.text for c in answer.changes] == ["pip install 'sglang-kernel==0.4.8'"]
@@ -194,9 +195,9 @@ def test_nothing_helps_only_where_nothing_does():
 
 def test_a_variable_that_a_command_leaves_out_is_unset(monkeypatch):
     monkeypatch.setenv("ATTN_DETERMINISTIC", "1")
-    asked = SituationFlags(device="cuda:sm90", kind="mla", deterministic=True)
+    asked = InputFlags(device="cuda:sm90", kind="mla", deterministic=True)
     after = changed_flags(
-        asked, (Change("requirements", (("deterministic", False),), 1, "no determinism"),)
+        asked, (Fix("requirements", (("deterministic", False),), 1, "no determinism"),)
     )[0]
     command = written("select", after)
     assert command == "env -u ATTN_DETERMINISTIC attn select --kind mla --device cuda:sm90"

@@ -3,12 +3,12 @@
 import logging
 import time
 
-import attn_nvidia.workspace as held
+import attn_nvidia.common.workspace as held
 import pytest
 import torch
-from attn_nvidia import workspace_bytes
-from attn_nvidia.building import building
-from attn_nvidia.workspace import workspace
+from attn_nvidia.common import workspace_bytes
+from attn_nvidia.common.jit_log import building
+from attn_nvidia.common.workspace import workspace
 
 CPU = torch.device("cpu")
 

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import torch
-from attn_core.backend import BackendConfig, create_backend
-from attn_core.forward import AttentionLayer, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import KVPool
-from attn_core.plugins import load_plugins
+from attn_core.cache.pool import KVPool
+from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
 
 M = ForwardMode
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core.capabilities import BackendSpec, Capabilities, Phase
-from attn_core.hookspecs import hookimpl
+from attn_core import BackendSpec, Capabilities, Phase, hookimpl
 
-from attn_ascend.pins import attn_register_pins
+from attn_ascend.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
 
@@ -30,7 +29,7 @@ def _rows() -> Sequence[Capabilities]:
         sliding_window=True,
         sinks=True,
         encoder=True,
-        max_topk=1,
+        max_verify_topk=1,
         lse=True,
         deterministic=True,
         cuda_graph="decode",
@@ -50,7 +49,7 @@ def _rows() -> Sequence[Capabilities]:
         sliding_window=False,
         sinks=False,
         encoder=False,
-        max_topk=0,
+        max_verify_topk=0,
     )
     dsa = replace(mla, kind="dsa", dtypes=frozenset({"bf16"}), kv_dtypes=frozenset({"bf16"}))
     return [mha, vision, mla, dsa]
@@ -63,10 +62,10 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         BackendSpec(
             name="ascend",
             capabilities=_rows(),
-            create="attn_core.backend:DeclaredBackend",
+            create="attn_core.runtime.backend:DeclaredBackend",
             implemented=False,
             aliases=["ascend_attn"],
-            departures={
+            matrix_deviations={
                 "mha.page_sizes": "the documented matrix says any, its text says that the page "
                 "size is fixed at 128; the kernels take 128",
                 "mha.sliding_window": "the fused attention operator has a band mask; later "

@@ -8,21 +8,43 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "capabilities": (
-        "TREES BackendSpec Capabilities Device Kind LayerNeeds Phase Requirements Speculation"
+    "dtypes": "KV_DTYPES PLAIN_DTYPES",
+    "errors": (
+        "AttnError BackendError BackendNotImplementedError BackendRunError BatchError "
+        "ContextLengthError ModelConfigError OutOfPagesError UnknownBackendError "
+        "UnsupportedError UsageError"
     ),
-    "hookspecs": "hookimpl",
-    "plugins": "Registry load_plugins",
-    "decision": "Overrides Selection Verdict",
-    "selection": "select",
-    "why_not": "WhyNot",
-    "models": "context_length read_config requirements_from_config",
-    "device": "parse_device probe_device",
-    "forward": "AttentionLayer CacheView ForwardBatch ForwardMode SpecInfo",
-    "backend": "AttentionBackend BackendConfig LinearAttentionBackend create_backend",
-    "dispatcher": "HybridDispatcher",
-    "kv_cache": "KVPool LayerCache StateCache StatePool",
-    "allocator": "PageAllocator",
+    "spec.kinds": "Family GraphLevel Kind Phase",
+    "spec.device": "Device parse_device probe_device",
+    "spec.requirements": "LayerRequirements Requirements Speculation",
+    "spec.capabilities": "ANY_TOPK BackendSpec Capabilities",
+    "plugins.dependencies": "Pin chosen_distribution",
+    "plugins.hookspecs": "hookimpl",
+    "plugins.registry": "Registry load_plugins",
+    "selection.mismatch": "Fix Mismatch",
+    "selection.result": "NoBackendError Overrides Selection Verdict",
+    "selection.solver": "select",
+    "selection.diagnosis": "WhyNot",
+    "model_config": "context_length read_config requirements_from_config",
+    "cache.layer_cache": "TORCH_DTYPES LayerCache",
+    "cache.pool": "KVPool",
+    "cache.state_pool": "StateCache StatePool",
+    "cache.page_table": (
+        "PageCsr num_pages_for pad_batch pad_page_table reusable_prefix slot_table "
+        "split_cache split_pages to_csr"
+    ),
+    "cache.allocator": "PageAllocator",
+    "ops.kv": "copy_slots read_kv read_pages write_kv",
+    "ops.merge": "merge_states",
+    "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",
+    "runtime.layer": "AttentionLayer LayerGroup",
+    "runtime.backend": (
+        "AttentionBackend BackendConfig LinearAttentionBackend Metadata Output create_backend"
+    ),
+    "runtime.contract_checks": (
+        "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
+    ),
+    "runtime.dispatcher": "HybridDispatcher Role",
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *_NAMES]

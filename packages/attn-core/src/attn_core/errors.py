@@ -2,28 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from attn_core.decision import Selection
-
-
-FEW = 8  # names that are listed whole
-
-
-def near(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Say which known names are closest to `name`; list all where they are few or none is close.
-
-    prefix: what all names begin with; it says nothing about how close they are.
-    """
-    ends = sorted({k.removeprefix(prefix) for k in known})
-    close = difflib.get_close_matches(name.removeprefix(prefix), ends, n=3, cutoff=0.5)
-    if close and len(ends) > FEW:
-        return f"did you mean {' or '.join(prefix + end for end in close)}?"
-    return f"known: {', '.join(prefix + end for end in ends)}" if ends else "none is known"
-
 
 class AttnError(Exception):
     """Base of every error that attn-core raises for a caller's mistake."""
@@ -39,14 +17,6 @@ class UnknownBackendError(UsageError):
 
 class ModelConfigError(AttnError):
     """A model directory or config.json that cannot be read or is not understood."""
-
-
-class NoBackendError(AttnError):
-    """No backend fits; `selection` is the decision as far as it came, with every verdict."""
-
-    def __init__(self, message: str, selection: Selection) -> None:
-        super().__init__(message)
-        self.selection = selection
 
 
 class BackendNotImplementedError(AttnError):

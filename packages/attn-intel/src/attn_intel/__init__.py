@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core.capabilities import BackendSpec, Capabilities, Phase
-from attn_core.hookspecs import hookimpl
+from attn_core import BackendSpec, Capabilities, Phase, hookimpl
 
-from attn_intel.pins import attn_register_pins
+from attn_intel.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
 
-DECLARED: Final = "attn_core.backend:DeclaredBackend"
+DECLARED: Final = "attn_core.runtime.backend:DeclaredBackend"
 HALF: Final = frozenset({"fp16", "bf16"})
 ENCODE: Final = frozenset({Phase.ENCODE})
 BY_OPTION: Final = "the documented matrix says no, while its option --mm-attention-backend takes "
@@ -51,7 +50,7 @@ def _intel_xpu() -> BackendSpec:
         create=DECLARED,
         implemented=False,
         aliases=["xpu_attn"],
-        departures={
+        matrix_deviations={
             "mha.page_sizes": "the documented matrix says any, its backend takes 64 and 128",
             "mha.multimodal": BY_OPTION + "xpu_attn",
         },
@@ -100,7 +99,7 @@ def _intel_amx() -> BackendSpec:
         create=DECLARED,
         implemented=False,
         aliases=["amx_attn"],
-        departures={
+        matrix_deviations={
             "mha.sliding_window": "the CPU operators take a window, and the documented system "
             "runs gpt-oss, which has windowed layers, on them",
             "mha.multimodal": BY_OPTION + "amx_attn",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attn_core.capabilities import BackendSpec, Capabilities, Phase
-from attn_core.hookspecs import hookimpl
+from attn_core import BackendSpec, Capabilities, Phase, hookimpl
 
 from attn_nvidia import rows_mha, rows_mla
-from attn_nvidia.pins import attn_register_pins
+from attn_nvidia.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
 
@@ -36,15 +35,15 @@ def _spec(
     *rows: Sequence[Capabilities],
     create: str | None = None,
     aliases: Sequence[str] = (),
-    departures: Mapping[str, str] | None = None,
+    matrix_deviations: Mapping[str, str] | None = None,
 ) -> BackendSpec:
     return BackendSpec(
         name=name,
         capabilities=[row for group in rows for row in group],
-        create=create or "attn_core.backend:DeclaredBackend",
+        create=create or "attn_core.runtime.backend:DeclaredBackend",
         implemented=create is not None,
         aliases=aliases,
-        departures=departures or {},
+        matrix_deviations=matrix_deviations or {},
     )
 
 
@@ -58,7 +57,7 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             rows_mla.flashinfer(),
             create="attn_nvidia.flashinfer:create",
             aliases=["flashinfer_cudnn"],
-            departures={
+            matrix_deviations={
                 "mha.multimodal": "the documented matrix says no, while its option "
                 "--mm-attention-backend takes flashinfer_cudnn, which is this family's cuDNN path",
                 "mla.page_sizes": "the MLA kernels divide a slot by any page size, so the pool's "
@@ -68,13 +67,13 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "mla.fp4_kv": "FlashInfer's MLA wrapper refuses any cache but 16-bit and e4m3",
             },
         ),
-        _spec("fa3", rows_mha.fa3(), rows_mla.fa3(), create="attn_nvidia.fa3:create"),
+        _spec("fa3", rows_mha.fa3(), rows_mla.fa3(), create="attn_nvidia.fa3.backend:create"),
         _spec(
             "fa4",
             rows_mha.fa4(),
             rows_mla.fa4(),
             create="attn_nvidia.fa4:FA4",
-            departures={
+            matrix_deviations={
                 "mha.sliding_window": "FA4's kernels take a window (they compile with one for sm90 "
                 "and sm100); later revisions of the documented matrix say yes too",
                 "mha.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and this backend does not "
@@ -86,20 +85,20 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "needs; later revisions of the documented matrix say yes too",
             },
         ),
-        _spec("trtllm_mha", rows_mha.trtllm_mha(), create="attn_nvidia.trtllm_mha:create"),
+        _spec("trtllm_mha", rows_mha.trtllm_mha(), create="attn_nvidia.trtllm.mha:create"),
         _spec(
             "trtllm_mla",
             rows_mla.trtllm_mla(),
-            create="attn_nvidia.trtllm_mla:TrtllmMLA",
-            departures={
+            create="attn_nvidia.trtllm.mla:TrtllmMLA",
+            matrix_deviations={
                 "mla.fp4_kv": "FlashInfer's trtllm MLA passes no block scales: it has no FP4 cache",
             },
         ),
         _spec(
             "cutlass_mla",
             rows_mla.cutlass_mla(),
-            create="attn_nvidia.cutlass_mla:create",
-            departures={
+            create="attn_nvidia.mla.cutlass_mla:create",
+            matrix_deviations={
                 "mla.fp8_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
                 "mla.fp4_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
             },
@@ -107,8 +106,8 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         _spec(
             "flashmla",
             rows_mla.flashmla(),
-            create="attn_nvidia.flashmla:FlashMLA",
-            departures={
+            create="attn_nvidia.mla.flashmla:FlashMLA",
+            matrix_deviations={
                 "mla.fp4_kv": "FlashMLA's dense decode has no FP4 cache: its FP4 format is for "
                 "sparse attention",
             },

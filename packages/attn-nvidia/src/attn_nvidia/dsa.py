@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from attn_core.capabilities import Device
-from attn_core.errors import UsageError
+from attn_core import Device, UsageError
 
 if TYPE_CHECKING:
-    from attn_core.forward import ForwardMode
+    from attn_core import ForwardMode
 
 Store = Literal["bf16", "fp8_e4m3"]
 FlashMLA = Literal["flashmla_sparse", "flashmla_kv"]

@@ -10,28 +10,31 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from attn_core.backend import AttentionBackend, BackendConfig, Output
-from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch
-from attn_core.kv_cache import LayerCache
-from attn_core.page_table import split_pages
-from attn_core.refusals import (
+from attn_core import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    CacheView,
+    ForwardBatch,
+    LayerCache,
+    LayerGroup,
+    Output,
     refuse_call,
     refuse_layer,
     refuse_mode,
     refuse_unplanned,
     refuse_window,
+    split_pages,
 )
 from torch import Tensor
 
-from attn_nvidia.building import building
-from attn_nvidia.operands import aligned, request_of_token
-from attn_nvidia.outputs import no_keys
+from attn_nvidia.common.jit_log import building
+from attn_nvidia.common.tensors import aligned, no_keys, request_of_token
 
 # Its compiler is not known to bear two threads, and when it compiles is the library's decision.
 _ONE_AT_A_TIME = threading.Lock()
 
-Variant = tuple[LayerClass, bool, bool, bool]  # paged, causal, with log-sum-exp
+Variant = tuple[LayerGroup, bool, bool, bool]  # paged, causal, with log-sum-exp
 
 _LATENT = 512  # the layers of an MLA model that lie in its cache; others are ragged
 
@@ -46,14 +49,14 @@ class Plan(NamedTuple):
     blind: Tensor | None
 
 
-Plans = Mapping[LayerClass, Plan]
+Plans = Mapping[LayerGroup, Plan]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     """What every call of one layer is given."""
 
-    which: LayerClass
+    which: LayerGroup
     arguments: dict[str, Any]
 
 
@@ -93,12 +96,12 @@ class FA4(AttentionBackend):
             arguments["learnable_sink"] = layer.sinks.to(torch.bfloat16)  # all that it takes
         if layer.sliding_window is not None:
             arguments["window_size_left"] = layer.sliding_window - 1
-        return _Layer(LayerClass.of(layer), arguments)
+        return _Layer(LayerGroup.of(layer), arguments)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Collect what the layers of a class share; large pages are named as the kernel's."""
         tables: dict[str, Tensor] = {}
-        plans: dict[LayerClass, Plan] = {}
+        plans: dict[LayerGroup, Plan] = {}
         for which in self._classes:
             view = batch.views.get(which.view)
             if view is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core.capabilities import TREES, Capabilities, Phase
+from attn_core import ANY_TOPK, Capabilities, Phase
 
 HALF: Final = frozenset({"fp16", "bf16"})
 E4M3: Final = frozenset({"fp8_e4m3"})
@@ -46,14 +46,16 @@ def flashinfer() -> Sequence[Capabilities]:
         logit_cap=True,
         cross_attention=True,
         encoder=True,
-        max_topk=TREES,  # packed masks: trees at any page size
+        max_verify_topk=ANY_TOPK,  # packed masks: trees at any page size
         lse=True,
         deterministic=True,
         cuda_graph="full",
         needs_host_lengths=True,  # plans are made on the host
     )
-    hopper = replace(row, archs=HOPPER, finite_tail=True)  # its ragged kernel loads V by TMA
-    blackwell = replace(row, archs=BLACKWELL, beside_linear=False)
+    hopper = replace(
+        row, archs=HOPPER, requires_finite_padding=True
+    )  # its ragged kernel loads V by TMA
+    blackwell = replace(row, archs=BLACKWELL, with_linear_layers=False)
     vision = Capabilities(  # cuDNN's attention, --mm-attention-backend flashinfer_cudnn
         kind="mha",
         device="cuda",
@@ -65,7 +67,7 @@ def flashinfer() -> Sequence[Capabilities]:
         phases=ENCODE,
         head_dims=frozenset(range(8, 129, 8)),
         encoder=True,
-        finite_tail=True,  # cuDNN multiplies whole tiles of V, of which it masks the weights alone
+        requires_finite_padding=True,  # cuDNN masks the weights alone, not the tile of V
     )
     return [row, hopper, blackwell, vision]
 
@@ -87,11 +89,11 @@ def fa3() -> Sequence[Capabilities]:
         logit_cap=True,
         cross_attention=True,
         encoder=True,
-        max_topk=TREES,  # the drafts of a tree are a second call, over pages of one token
+        max_verify_topk=ANY_TOPK,  # the drafts of a tree are a second call, over pages of one token
         lse=True,
         deterministic=True,
         cuda_graph="full",
-        finite_tail=True,  # whole tiles are read, a page at a time by TMA: 0 · NaN would leak
+        requires_finite_padding=True,  # TMA reads whole pages: 0 · NaN would leak
     )
     ampere = replace(
         row, archs=AMPERE, priority=5, head_dim_pairs=frozenset()
@@ -102,7 +104,7 @@ def fa3() -> Sequence[Capabilities]:
         dtypes=bf16,  # what its FP8 kernels write
         kv_dtypes=E4M3,
         head_dims=frozenset(range(16, 257, 16)),
-        fp8_products=True,
+        quantizes_q_to_fp8=True,
         note=ROUNDED,
     )
     # Only that build has sinks, as bf16 numbers, in shared memory for 64 heads; its kernels for
@@ -142,11 +144,11 @@ def fa4() -> Sequence[Capabilities]:
         sliding_window=True,
         logit_cap=True,
         encoder=True,
-        max_topk=1,
+        max_verify_topk=1,
         lse=True,
         deterministic=True,
         cuda_graph="full",
-        finite_tail=True,  # pages come by TMA, so 0 · NaN would leak from the tail
+        requires_finite_padding=True,  # pages come by TMA, so 0 · NaN would leak from the tail
     )
     bf16 = frozenset({"bf16"})  # the one dtype that its sinks have
     hopper = [
@@ -208,11 +210,11 @@ def trtllm_mha() -> Sequence[Capabilities]:
         head_dims={64, 128, 256},
         sliding_window=True,
         sinks=True,
-        max_topk=1,  # verifies by causal masking only
-        run_topk=1,
+        max_verify_topk=1,  # verifies by causal masking only
+        max_session_topk=1,
         lse=True,
         cuda_graph="full",
-        finite_tail=True,  # pages come by TMA, so 0 · NaN would leak from the tail
+        requires_finite_padding=True,  # pages come by TMA, so 0 · NaN would leak from the tail
     )
     hopper = replace(
         gen,
@@ -225,14 +227,14 @@ def trtllm_mha() -> Sequence[Capabilities]:
         preferred_page_reason="XQA is 1.17 times slower at page 16 than at 64 (H200)",
         sliding_window=False,
         lse=False,
-        finite_tail=False,
+        requires_finite_padding=False,
     )
     sm120 = replace(hopper, archs=frozenset({"sm120"}), min_runtime="12.8", kv_dtypes=HALF | E4M3)
     # on Hopper by the module beneath the public function (xqa.py)
     fp8 = replace(hopper, kv_dtypes=E4M3)
     xqa = [hopper, fp8, sm120]
     # keys in the tile that a window begins in are read with weight 0, before the window too
-    windows = [replace(row, sliding_window=True, finite_tail=True) for row in xqa]
+    windows = [replace(row, sliding_window=True, requires_finite_padding=True) for row in xqa]
     fp4 = replace(windows[-1], kv_dtypes=FP4)  # block scales of whole tiles are read, too
     return [gen, *xqa, *windows, fp4]
 
@@ -249,7 +251,7 @@ def dual_chunk_flash_attn() -> Sequence[Capabilities]:
             kv_dtypes=HALF,
             priority=-1,  # below the reference: wrong for any other model, so only by name
             head_dims={128},
-            run_topk=0,
+            max_session_topk=0,
             note="for models trained with dual chunk attention, such as Qwen2.5-1M, only",
         )
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core.capabilities import TREES, Capabilities, Phase
+from attn_core import ANY_TOPK, Capabilities, Phase
 
 from attn_nvidia.rows_mha import (
     AMPERE,
@@ -40,16 +40,18 @@ def flashinfer() -> Sequence[Capabilities]:
         head_dims={LATENT},
         head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
         chunked_prefix=True,
-        max_topk=1,
-        run_topk=1,
+        max_verify_topk=1,
+        max_session_topk=1,
         lse=True,
         deterministic=True,
         cuda_graph="full",
         needs_host_lengths=True,
     )
-    hopper = replace(row, archs=HOPPER, finite_tail=True)  # its ragged kernel loads V by TMA
+    hopper = replace(
+        row, archs=HOPPER, requires_finite_padding=True
+    )  # its ragged kernel loads V by TMA
     fp8 = replace(hopper, dtypes=frozenset({"bf16"}), kv_dtypes=E4M3)
-    return [row, hopper, replace(row, archs=BLACKWELL, beside_linear=False), fp8]
+    return [row, hopper, replace(row, archs=BLACKWELL, with_linear_layers=False), fp8]
 
 
 def flashmla() -> Sequence[Capabilities]:
@@ -57,7 +59,7 @@ def flashmla() -> Sequence[Capabilities]:
     row = replace(
         flashinfer()[0],
         archs=HOPPER,
-        finite_tail=True,  # FlashInfer's ragged kernel loads V by TMA
+        requires_finite_padding=True,  # FlashInfer's ragged kernel loads V by TMA
         requires=(f"sgl-flash-mla or {SGL_KERNEL}", FLASHINFER),
         page_sizes=frozenset({64}),
         deterministic=False,
@@ -67,7 +69,7 @@ def flashmla() -> Sequence[Capabilities]:
         row,
         dtypes=frozenset({"bf16"}),  # what its FP8 kernels write
         kv_dtypes=E4M3,
-        fp8_products=True,
+        quantizes_q_to_fp8=True,
         note=f"{ROUNDED} in decode and verification, not in prefill",
     )
     return [row, fp8]
@@ -84,7 +86,7 @@ def cutlass_mla() -> Sequence[Capabilities]:
         min_runtime="12.8",
         page_sizes=frozenset({128}),  # its decode's
         phases=PREFILL,
-        beside_linear=False,
+        with_linear_layers=False,
     )
     decode = replace(
         prefill,
@@ -114,16 +116,16 @@ def trtllm_mla() -> Sequence[Capabilities]:
         head_dims={LATENT},
         head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
         chunked_prefix=True,
-        max_topk=1,
-        run_topk=1,
+        max_verify_topk=1,
+        max_session_topk=1,
         lse=True,
         cuda_graph="full",
-        beside_linear=False,
-        finite_tail=True,  # its ragged kernel loads V by TMA
+        with_linear_layers=False,
+        requires_finite_padding=True,  # its ragged kernel loads V by TMA
     )
     # Absorbed prefill is FlashInfer's, which reads FP8 latents on Hopper alone.
     prefill = replace(
-        row, kv_dtypes=E4M3, phases=PREFILL, absorbed=False, max_topk=0, cuda_graph="none"
+        row, kv_dtypes=E4M3, phases=PREFILL, absorbed=False, max_verify_topk=0, cuda_graph="none"
     )
     decode = replace(
         row,
@@ -131,7 +133,7 @@ def trtllm_mla() -> Sequence[Capabilities]:
         phases=frozenset({Phase.DECODE}),
         chunked_prefix=False,
         lse=False,  # ragged queries, those of a draft's extension, come without
-        fp8_products=True,
+        quantizes_q_to_fp8=True,
         note=ROUNDED,
     )
     return [row, prefill, decode]
@@ -154,11 +156,11 @@ def fa3() -> Sequence[Capabilities]:
             logit_cap=True,
             encoder=True,  # ragged, without causal order
             chunked_prefix=True,
-            max_topk=TREES,
+            max_verify_topk=ANY_TOPK,
             lse=True,
             deterministic=True,
             cuda_graph="full",
-            finite_tail=True,  # pages come by TMA, so 0 · NaN would leak from the tail
+            requires_finite_padding=True,  # pages come by TMA, so 0 · NaN would leak from the tail
         )
     ]
 
@@ -180,7 +182,7 @@ def fa4() -> Sequence[Capabilities]:
         chunked_prefix=True,
         lse=True,
         cuda_graph="full",
-        finite_tail=True,  # V comes by TMA, so 0 · NaN would leak from the tail
+        requires_finite_padding=True,  # V comes by TMA, so 0 · NaN would leak from the tail
     )
     hopper = replace(
         row,
@@ -205,8 +207,8 @@ def nsa() -> Sequence[Capabilities]:
         page_sizes={64},
         head_dims={LATENT},
         head_dim_pairs={LATENT_PAIR},
-        max_topk=1,
-        run_topk=1,
+        max_verify_topk=1,
+        max_session_topk=1,
         cuda_graph="full",
     )
     sinks = replace(fp8, kv_dtypes=frozenset({"bf16"}), sinks=True)  # sinks need a bf16 cache

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core.capabilities import TREES, BackendSpec, Capabilities, Phase
-from attn_core.hookspecs import hookimpl
+from attn_core import ANY_TOPK, BackendSpec, Capabilities, Phase, hookimpl
 
-from attn_rocm.pins import attn_register_pins
+from attn_rocm.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
 
-DECLARED: Final = "attn_core.backend:DeclaredBackend"
+DECLARED: Final = "attn_core.runtime.backend:DeclaredBackend"
 HALF: Final = frozenset({"fp16", "bf16"})
 
 
@@ -31,7 +30,7 @@ def _aiter() -> BackendSpec:
         sliding_window=True,
         logit_cap=True,
         sinks=True,
-        max_topk=1,
+        max_verify_topk=1,
         cuda_graph="full",
         needs_host_lengths=True,
     )
@@ -44,7 +43,7 @@ def _aiter() -> BackendSpec:
         "them on gfx90a at first use",
     )
     chains = (mha, cdna2)
-    trees = [replace(row, max_topk=TREES, max_page_size=1) for row in chains]
+    trees = [replace(row, max_verify_topk=ANY_TOPK, max_page_size=1) for row in chains]
     vision = replace(
         mha, phases=frozenset({Phase.ENCODE}), head_dims=frozenset(range(8, 257, 8)), encoder=True
     )
@@ -67,7 +66,7 @@ def _aiter() -> BackendSpec:
         create=DECLARED,
         implemented=False,
         aliases=["aiter_attn"],
-        departures={
+        matrix_deviations={
             "mha.sliding_window": "aiter's unified_attention takes a window; later revisions of "
             "the documented matrix say yes too",
             "mla.backend": "the documented MLA matrix has no row for aiter, its automatic choice "

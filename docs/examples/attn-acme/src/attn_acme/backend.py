@@ -1,10 +1,15 @@
 """Attention over a paged cache, one request at a time, in float32."""
 
 import torch
-from attn_core import AttentionBackend, AttentionLayer, ForwardBatch, LayerCache
-from attn_core.backend import Output
-from attn_core.kv_cache import read_kv
-from attn_core.page_table import slot_table
+from attn_core import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    LayerCache,
+    Output,
+    read_kv,
+    slot_table,
+)
 from torch import Tensor
 
 Slots = dict[str, Tensor]  # view → token slots int64 [B, max_len]

@@ -7,14 +7,10 @@ import os
 import sys
 import traceback
 
-from attn_core.environment import unknown_variables
-from attn_core.errors import (
-    AttnError,
-    ModelConfigError,
-    NoBackendError,
-    UsageError,
-)
-from attn_core.listing import printable
+from attn_core.errors import AttnError, ModelConfigError, UsageError
+from attn_core.formatting import printable
+from attn_core.selection.result import NoBackendError
+from attn_core.tools.env_vars import unknown_variables
 
 
 def main() -> None:

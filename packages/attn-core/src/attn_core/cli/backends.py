@@ -8,14 +8,15 @@ from typing import Annotated, Any, get_args
 import typer
 from packaging.utils import canonicalize_name
 
-from attn_core.capabilities import BackendSpec, Device, Kind
 from attn_core.cli.console import console, print_json, print_table
-from attn_core.cli.situation import check
-from attn_core.device import probe_device
-from attn_core.libraries import Libraries, alternatives, shortfall
-from attn_core.matrix import build_matrix, summary, to_html, to_markdown
-from attn_core.plugins import Registry, load_plugins
-from attn_core.proofs import faults
+from attn_core.cli.inputs import check
+from attn_core.plugins.dependencies import Libraries, alternatives, shortfall
+from attn_core.plugins.evidence import faults
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.device import Device, probe_device
+from attn_core.spec.kinds import Kind
+from attn_core.tools.matrix import build_matrix, summary, to_html, to_markdown
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

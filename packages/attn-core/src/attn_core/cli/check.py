@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_core.capabilities import Device
 from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag
-from attn_core.device import parse_device, probe_device
 from attn_core.errors import UsageError
-from attn_core.listing import printable
-from attn_core.plugins import load_plugins
-from attn_core.streams import stdout_to_stderr
+from attn_core.formatting import printable
+from attn_core.plugins.registry import load_plugins
+from attn_core.plugins.streams import stdout_to_stderr
+from attn_core.spec.device import Device, parse_device, probe_device
 
 if TYPE_CHECKING:
     from attn_core.testing.parallel import Asked
-    from attn_core.testing.plan import Planned
+    from attn_core.testing.plan import PlannedWrapper
     from attn_core.testing.runner import CellReport, Outcome, Report
 
 
@@ -134,7 +133,7 @@ def _run(asked: Asked, jobs: int) -> list[Outcome]:
     with progress(*columns) as bar:
         task = bar.add_task("", total=len(planned))
 
-        def step(one: Planned) -> None:
+        def step(one: PlannedWrapper) -> None:
             bar.update(task, advance=1, description=one.check.id)
 
         if jobs > 1:

@@ -10,21 +10,22 @@ from typing import Any, get_type_hints
 
 from packaging.utils import canonicalize_name
 
-from attn_core.capabilities import LINEAR_KINDS, Device
-from attn_core.changes import Change
-from attn_core.cli.options import SituationFlags, names
-from attn_core.cli.situation import SHAPE, situation
+from attn_core.cli.inputs import SHAPE, selection_inputs
+from attn_core.cli.options import InputFlags, names
 from attn_core.errors import UsageError
-from attn_core.libraries import alternatives
-from attn_core.plugins import Registry
-from attn_core.situation import Situation
+from attn_core.plugins.dependencies import alternatives
+from attn_core.plugins.registry import Registry
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.selection.mismatch import Fix
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import LINEAR_KINDS
 
 LISTS = ("prefer", "allow", "deny")
 
 
 def changed_flags(
-    flags: SituationFlags, changes: tuple[Change, ...]
-) -> tuple[SituationFlags, tuple[Change, ...]]:
+    flags: InputFlags, changes: tuple[Fix, ...]
+) -> tuple[InputFlags, tuple[Fix, ...]]:
     """Return the flags after the changes, and the changes that no flag says.
 
     Those are an installation on this machine, and another model where --model names one.
@@ -39,7 +40,7 @@ def changed_flags(
     return flags, tuple(rest)
 
 
-def _values(flags: SituationFlags, change: Change) -> dict[str, Any] | None:
+def _values(flags: InputFlags, change: Fix) -> dict[str, Any] | None:
     values = dict(change.values)
     if change.target == "overrides":
         return {
@@ -62,7 +63,7 @@ def _values(flags: SituationFlags, change: Change) -> dict[str, Any] | None:
     return _shape(flags, change, values)
 
 
-def _installed(flags: SituationFlags, wanted: set[str]) -> dict[str, Any] | None:
+def _installed(flags: InputFlags, wanted: set[str]) -> dict[str, Any] | None:
     """Add libraries to --assume-installed; without that flag they are this machine's."""
     if flags.assume_installed is None:
         return None
@@ -73,7 +74,7 @@ def _installed(flags: SituationFlags, wanted: set[str]) -> dict[str, Any] | None
     return {"assume_installed": [",".join([*kept, *(() if "all" in kept else sorted(wanted))])]}
 
 
-def _shape(flags: SituationFlags, change: Change, values: dict[str, Any]) -> dict[str, Any] | None:
+def _shape(flags: InputFlags, change: Fix, values: dict[str, Any]) -> dict[str, Any] | None:
     linear = flags.kind in LINEAR_KINDS
     if flags.model is not None or change.target == "vision":
         return None
@@ -89,16 +90,16 @@ def _shape(flags: SituationFlags, change: Change, values: dict[str, Any]) -> dic
     return values
 
 
-def applier(flags: SituationFlags, registry: Registry) -> Any:
+def applier(flags: InputFlags, registry: Registry) -> Any:
     """Return a function that asks, after some changes, what their command line asks."""
-    known: dict[str, Situation | None] = {}
+    known: dict[str, SelectionInputs | None] = {}
 
-    def apply(changes: tuple[Change, ...]) -> Situation | None:
+    def apply(changes: tuple[Fix, ...]) -> SelectionInputs | None:
         after, rest = changed_flags(flags, changes)
         key = repr(after)
         if key not in known:
             try:
-                known[key] = situation(after, registry)
+                known[key] = selection_inputs(after, registry)
             except UsageError:
                 known[key] = None
         found = known[key]
@@ -107,10 +108,10 @@ def applier(flags: SituationFlags, registry: Registry) -> Any:
     return apply
 
 
-def written(command: str, flags: SituationFlags) -> str:
+def written(command: str, flags: InputFlags) -> str:
     """Write a command line; variables of the environment that it leaves out are unset."""
     words, unset = ["attn", command], []
-    hints = get_type_hints(SituationFlags, include_extras=True)
+    hints = get_type_hints(InputFlags, include_extras=True)
     for f in fields(flags):
         value, option = getattr(flags, f.name), hints[f.name].__metadata__[0]
         if value == f.default:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, TextIO
 
-from attn_core.listing import printable
+from attn_core.formatting import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,9 +9,9 @@ import typer
 
 from attn_core.cli.console import console, print_json, print_table
 from attn_core.cli.options import flag
-from attn_core.device import parse_device, probe_device
-from attn_core.doctor import examine
-from attn_core.plugins import load_plugins
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device, probe_device
+from attn_core.tools.doctor import examine
 
 
 def doctor_command(

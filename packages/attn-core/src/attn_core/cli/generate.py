@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_core.cli.console import console, progress
+from attn_core.cli.inputs import check
 from attn_core.cli.options import DTYPES, KV_DTYPES, BackendFlags, flag, takes
-from attn_core.cli.situation import check
 from attn_core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attn_core.integrations.transformers.engine import Engine
-    from attn_core.integrations.transformers.text import Report, TextModel
+    from attn_core.integrations.transformers.generate import Report, TextModel
 
 _STEPS = 5  # of loading: importing, then those that load() names
 _LONGEST = 1 << 24  # characters of a prompt: more than any context takes
@@ -59,7 +59,7 @@ def generate_command(
     encoded: list[Tensor] = []
 
     def prepare(tokenizer: Any, context_length: int | None) -> None:
-        from attn_core.integrations.transformers.text import encode, new_tokens
+        from attn_core.integrations.transformers.generate import encode, new_tokens
 
         encoded.append(encode(tokenizer, prompt, chat=chat))
         new_tokens(context_length, encoded[0].shape[1], max_new_tokens)
@@ -67,7 +67,7 @@ def generate_command(
     text = _load(flags, model, dtype, num_pages, prepare)
     for sentence in text.warnings:
         print(f"warning: {sentence}", file=sys.stderr)
-    from attn_core.integrations.transformers.text import generate
+    from attn_core.integrations.transformers.generate import generate
 
     interrupted = False
     for report in generate(text, encoded[0], _write, max_new_tokens=max_new_tokens):
@@ -133,7 +133,7 @@ def _load(
         # read when transformers is imported: local files only, and no kernels of the hub
         os.environ.update(HF_HUB_OFFLINE="1", USE_HUB_KERNELS="0")
         try:
-            from attn_core.integrations.transformers.text import load
+            from attn_core.integrations.transformers.generate import load
         except ImportError as error:
             raise UsageError(f"attn generate: {error}") from error
 

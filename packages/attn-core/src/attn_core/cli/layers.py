@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attn_core.capabilities import LayerNeeds, Requirements
+from attn_core.spec.requirements import LayerRequirements, Requirements
 
 
 def layers_as_data(needs: Requirements) -> list[dict[str, Any]]:
@@ -31,6 +31,6 @@ def layers_as_text(needs: Requirements, model: Path) -> str:
     return "\n".join(lines)
 
 
-def _parts(needs: Requirements) -> list[tuple[str, LayerNeeds]]:
+def _parts(needs: Requirements) -> list[tuple[str, LayerRequirements]]:
     vision = [] if needs.vision is None else [("vision", needs.vision)]
     return [*(("text", layer) for layer in needs.layers), *vision]

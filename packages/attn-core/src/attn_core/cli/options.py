@@ -10,10 +10,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from attn_core.capabilities import Kind
-from attn_core.decision import Overrides
-from attn_core.environment import variable
 from attn_core.errors import UsageError
+from attn_core.selection.result import Overrides
+from attn_core.spec.kinds import Kind
+from attn_core.tools.env_vars import variable
 
 DTYPES = ("bf16", "fp16", "fp32")
 Name = str | None
@@ -90,7 +90,7 @@ class BackendFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SituationFlags(BackendFlags):
+class InputFlags(BackendFlags):
     """… for which model, workload and machine."""
 
     model: Annotated[

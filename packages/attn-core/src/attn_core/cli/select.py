@@ -7,24 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_core.capabilities import Family
 from attn_core.cli.command_line import applier, changed_flags, written
 from attn_core.cli.console import print_json, print_text
+from attn_core.cli.inputs import selection_inputs
 from attn_core.cli.layers import layers_as_data, layers_as_text
-from attn_core.cli.options import SituationFlags, flag, takes
-from attn_core.cli.situation import situation
-from attn_core.errors import NoBackendError
-from attn_core.explain import explain, to_json
-from attn_core.plugins import Registry, load_plugins
-from attn_core.situation import Situation
-from attn_core.why_not import WhyNot, describe, why_not
+from attn_core.cli.options import InputFlags, flag, takes
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.diagnosis import WhyNot, describe, why_not
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.selection.result import NoBackendError, explain, to_json
+from attn_core.spec.kinds import Family
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@takes(SituationFlags)
+@takes(InputFlags)
 def select_command(
-    flags: SituationFlags,
+    flags: InputFlags,
     json: Json = False,
     implemented_only: Annotated[
         bool,
@@ -33,7 +32,7 @@ def select_command(
 ) -> None:
     """Choose the backends of a model on a device, and say why. Exit code 3: none fits."""
     registry = load_plugins()
-    asked = situation(flags, registry)
+    asked = selection_inputs(flags, registry)
     layers = {"layers_read": layers_as_data(asked.requirements)}
     if flags.model is not None and not json:
         print_text(layers_as_text(asked.requirements, flags.model))
@@ -53,15 +52,15 @@ def select_command(
         print_text(explain(selection))
 
 
-@takes(SituationFlags)
+@takes(InputFlags)
 def why_not_command(
-    flags: SituationFlags,
+    flags: InputFlags,
     backend: Annotated[str, typer.Argument(help="The backend in question.")],
     json: Json = False,
 ) -> None:
     """Say why a backend is not chosen, and the smallest change that would make it fit."""
     registry = load_plugins()
-    asked = situation(flags, registry)
+    asked = selection_inputs(flags, registry)
     answers = [
         why_not(
             backend,
@@ -83,7 +82,7 @@ def why_not_command(
         print_text("\n\n".join(describe(a, _command(flags, a)) for a in answers))
 
 
-def _families(backend: str, registry: Registry, asked: Situation) -> list[Family]:
+def _families(backend: str, registry: Registry, asked: SelectionInputs) -> list[Family]:
     """Ask about the family that has the name; about both where the model has layers of both."""
     families: list[Family] = ["softmax", "linear"]
     having = [
@@ -95,7 +94,7 @@ def _families(backend: str, registry: Registry, asked: Situation) -> list[Family
     return having or [registry.find(backend).family]
 
 
-def _command(flags: SituationFlags, answer: WhyNot) -> str:
+def _command(flags: InputFlags, answer: WhyNot) -> str:
     """Write the command line in which the backend serves, "" where no flags say the change."""
     if answer.changes is None or not (answer.changes or answer.named):
         return ""

@@ -9,23 +9,23 @@ from typing import Annotated
 
 import typer
 
-from attn_core.capabilities import Device, Requirements
 from attn_core.cli.console import console, print_json, print_table, progress
-from attn_core.cli.options import SituationFlags, flag, takes
-from attn_core.cli.situation import situation
-from attn_core.device import probe_device
+from attn_core.cli.inputs import selection_inputs
+from attn_core.cli.options import InputFlags, flag, takes
 from attn_core.errors import UsageError
-from attn_core.plugins import load_plugins
-from attn_core.situation import Situation
-from attn_core.streams import stdout_to_stderr
+from attn_core.plugins.registry import load_plugins
+from attn_core.plugins.streams import stdout_to_stderr
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.spec.device import Device, probe_device
+from attn_core.spec.requirements import Requirements
 
 MAX_BYTES = 16 << 30  # of the tensors of one pass, which serves no request
-TOKENS, KEYS = 151, 2151  # the most of one request, in attn_core.warmup
+TOKENS, KEYS = 151, 2151  # the most of one request, in attn_core.runtime.warmup
 
 
-@takes(SituationFlags)
+@takes(InputFlags)
 def warmup_command(
-    flags: SituationFlags,
+    flags: InputFlags,
     path: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
     ] = None,
@@ -43,7 +43,7 @@ def warmup_command(
     registry = load_plugins()
     here = probe_device()
     device = None if flags.device == here.type else flags.device  # the one of that type
-    asked = situation(replace(flags, model=path or flags.model, device=device), registry)
+    asked = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)
     _must_be_here(asked, here)
     selection = asked.select(registry)
     if selection.prefill is None or selection.decode is None:
@@ -52,8 +52,8 @@ def warmup_command(
     _must_fit(asked.requirements, max_bs, selection.page_size or 1)
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+    from attn_core.runtime.warmup import Warmed, create, warmup
     from attn_core.testing.runner import torch_device  # torch, which other commands do without
-    from attn_core.warmup import Warmed, create, warmup
 
     text = TextColumn("{task.description}")
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
@@ -96,7 +96,7 @@ def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
             )
 
 
-def _must_be_here(asked: Situation, here: Device) -> None:
+def _must_be_here(asked: SelectionInputs, here: Device) -> None:
     """Refuse a device or libraries that are only assumed: kernels run on real ones."""
     if not asked.simulated or (asked.device.type == "cpu" and here.type != "cpu"):
         return

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from attn_core.capabilities import Kind, LayerNeeds, Phase, Requirements, Speculation
-from attn_core.forward import DECODE_MODES, ForwardMode
+from attn_core.runtime.batch import DECODE_MODES, ForwardMode
+from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from attn_core.testing.strides import Strides
 
 DRAFT_MODES = frozenset({ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND})
@@ -100,7 +101,7 @@ class Case:
 
     def needs(self, dtype: str, page_size: int) -> Requirements:
         """Return what a row must declare to be asked for this case."""
-        layer = LayerNeeds(
+        layer = LayerRequirements(
             kind=self.kind,
             head_dim=self.dims[0],
             v_head_dim=self.dims[1],
@@ -153,7 +154,7 @@ class RaggedCase:
     def needs(self, dtype: str) -> Requirements:
         """Return what a row must declare to be asked for this case."""
         latent = self.kind == "mla"  # its ragged heads (192/128) are no dims of the latent cache
-        layer = LayerNeeds(
+        layer = LayerRequirements(
             kind=self.kind,
             head_dim=None if latent else self.dims[0],
             v_head_dim=None if latent else self.dims[1],

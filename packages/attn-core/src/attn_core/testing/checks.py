@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from attn_core.capabilities import Capabilities, Kind, Phase, Requirements
-from attn_core.forward import ForwardMode
-from attn_core.testing import features, neighbours, relations
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import Measure
+from attn_core.runtime.batch import ForwardMode
+from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.requirements import Requirements
+from attn_core.testing import case_catalog, metamorphic, neighbours
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.far import far_pages
+from attn_core.testing.fuzz_session import run_session, run_two_sessions, session_cells
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import run_case, run_ragged
 from attn_core.testing.replay import replayed
-from attn_core.testing.session import run_session, run_two_sessions, session_cells
 from attn_core.testing.shapes import (
     adapted,
     base_point,
@@ -25,6 +26,7 @@ from attn_core.testing.shapes import (
     points,
     shape_cases,
 )
+from attn_core.testing.tolerance import Measure
 
 Flaw = Callable[[Capabilities], str | None]  # what a row lacks that Requirements do not say
 
@@ -73,7 +75,7 @@ def templates(
     serving = [r for r in rows if r.phases != {Phase.ENCODE}]
     if serving:
         base = base_point(serving)
-        paged = features.PAGED if kind == "mha" else features.LATENT
+        paged = case_catalog.PAGED if kind == "mha" else case_catalog.LATENT
         for case in (*paged, *shape_cases(kind, serving)):
             where = points(case, serving)
             for point in _one(where, case, serving) if reduced else where:
@@ -86,13 +88,13 @@ def templates(
         for store in ("auto", "fp8_e4m3"):
             yield partial(_session, kind, base, store, passes // 3)
         yield partial(_session, kind, base, "auto", passes // 10, ask=run_two_sessions)
-    for ragged_case in (c for c in features.RAGGED if c.kind == kind):
+    for ragged_case in (c for c in case_catalog.RAGGED if c.kind == kind):
         for dtype in dict.fromkeys((dtypes(rows)[0], dtypes(rows)[-1])):
             yield partial(_ragged, ragged_case, dtype, run_ragged)
-    for ragged_case in (c for c in features.RAGGED_BESIDE_NAN if c.kind == kind):
+    for ragged_case in (c for c in case_catalog.RAGGED_BESIDE_NAN if c.kind == kind):
         yield partial(_ragged, ragged_case, dtypes(rows)[-1], neighbours.ragged_beside_nan)
     if kind == "mla":
-        yield partial(_ragged, features.PREFIX, dtypes(rows)[-1], relations.prefix_in_chunks)
+        yield partial(_ragged, case_catalog.PREFIX, dtypes(rows)[-1], metamorphic.prefix_in_chunks)
 
 
 def _one(where: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
@@ -127,7 +129,7 @@ def _ragged(
     row: Capabilities,
 ) -> Check:
     case = adapted(case, row)
-    merged = ask is relations.prefix_in_chunks
+    merged = ask is metamorphic.prefix_in_chunks
     return Check(
         id=f"{case.feature}-{dtype}",
         feature=case.feature,
@@ -145,22 +147,22 @@ def _no_chunks(row: Capabilities) -> str | None:
 
 def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]:
     """Yield the checks that put one pass beside another, and those of a row's flags."""
-    cases = features.RELATED[kind]
+    cases = case_catalog.RELATED[kind]
     for name in ("whole", "whole-window-sinks"):
         for point in (base, finest) if name in cases else ():
-            yield partial(_related, f"chunks-{name}", cases[name], point, relations.in_chunks)
+            yield partial(_related, f"chunks-{name}", cases[name], point, metamorphic.in_chunks)
             yield partial(
-                _related, f"then-decode-{name}", cases[name], point, relations.then_decode
+                _related, f"then-decode-{name}", cases[name], point, metamorphic.then_decode
             )
     for name in ("whole", "decode"):
-        yield partial(_related, f"pages-moved-{name}", cases[name], base, relations.pages_moved)
+        yield partial(_related, f"pages-moved-{name}", cases[name], base, metamorphic.pages_moved)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
         yield partial(_related, f"far-pages-{name}", cases[name], base, far_pages)
         yield partial(_related, f"beside-nan-{name}", cases[name], base, neighbours.beside_nan)
-    for name, case in features.GRAPHS[kind].items():
+    for name, case in case_catalog.GRAPHS[kind].items():
         yield partial(_related, f"graph-{name}", case, base, replayed)
     for name in ("whole", "decode", "chain", "tree"):
-        yield partial(_related, f"twice-{name}", cases[name], base, relations.twice)
+        yield partial(_related, f"twice-{name}", cases[name], base, metamorphic.twice)
     for name in ("whole", "decode", "decode-equal", "chain", "tree"):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
     for store in ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"):
@@ -170,7 +172,7 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
 
 Relation = Callable[[Bench, Case, Point], Measure]
 _PROVES: dict[Relation, str] = {
-    relations.twice: "deterministic",
+    metamorphic.twice: "deterministic",
     neighbours.same_bits: "deterministic",
     run_case: "lse",
     replayed: "cuda_graph",
@@ -186,7 +188,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         deterministic=cell == "deterministic",
     )
     level = "decode" if case.mode is ForwardMode.DECODE else "full"
-    decodes_too = ask is relations.then_decode
+    decodes_too = ask is metamorphic.then_decode
     return Check(
         id=f"{name}-{point}",
         feature=name,
@@ -216,7 +218,7 @@ def _session(
     *,
     ask: Callable[..., Measure] = run_session,
 ) -> Check:
-    case = adapted(features.RELATED[kind]["decode"], row)
+    case = adapted(case_catalog.RELATED[kind]["decode"], row)
     phases = tuple(p for p in (Phase.PREFILL, Phase.DECODE) if p in row.phases)
     name = "session" if ask is run_session else "threads"
     return Check(

@@ -10,8 +10,9 @@ import platform
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from attn_core.capabilities import BackendSpec, Device
-from attn_core.libraries import alternatives
+from attn_core.plugins.dependencies import alternatives
+from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.device import Device
 from attn_core.testing.runner import CellReport, Report
 
 Level = Literal["emulated", "compiled", "device-tested"]

@@ -8,13 +8,13 @@ import unittest
 import torch
 from torch import Tensor
 
-from attn_core.kv_cache import STORES, LayerCache
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import Measure
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.testing.cases import Case
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Answer, Inputs, Point
 from attn_core.testing.passes import attend, compare, create, prepared
 from attn_core.testing.pools import poison, raw
+from attn_core.testing.tolerance import Measure
 
 BEYOND = 1 << 32  # an offset of 32 bits, with or without a sign, wraps to a page of poison
 
@@ -41,7 +41,9 @@ def far_pages(bench: Bench, case: Case, point: Point) -> Measure:
 
 def _attended(bench: Bench, case: Case, point: Point, inputs: Inputs, right: Answer) -> Measure:
     got = attend(create(bench, case, inputs, point), inputs, cache=inputs.cache)
-    return compare(got, right, inputs.real_tokens, STORES[point.dtype], "output from far pages")
+    return compare(
+        got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output from far pages"
+    )
 
 
 def refuse_memory(device: torch.device, needed: int) -> None:

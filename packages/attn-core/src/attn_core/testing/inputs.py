@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, SpecInfo
-from attn_core.kv_cache import STORES, LayerCache
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.runtime.batch import CacheView, ForwardBatch, SpecInfo
+from attn_core.runtime.graphs import without_host_lengths
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.oracle import attend_request, tree_mask, yardstick
 from attn_core.testing.pools import Placement, Side, fill, place, poison, poison_blocks, raw
@@ -84,17 +86,17 @@ def make_inputs(
     case: Case,
     point: Point,
     *,
-    finite_tail: bool = False,
+    requires_finite_padding: bool = False,
     fused: bool = False,
     seed: int = 0,
 ) -> Inputs:
     """Draw the inputs of a case; every number of the pool that no query may read is poison.
 
-    finite_tail, fused (fused_kv_write): the row's flags. With `fused` the slots of new tokens
-    hold poison until the backend writes them.
+    requires_finite_padding, fused (fused_kv_write): the row's flags. With `fused` the slots of new
+    tokens hold poison until the backend writes them.
     """
     rng = torch.Generator().manual_seed(seed)
-    dtype, page_size = STORES[point.dtype], point.page_size
+    dtype, page_size = TORCH_DTYPES[point.dtype], point.page_size
     cross = case.encoder_lens is not None
     owned = case.encoder_lens if case.encoder_lens is not None else case.seq_lens
     placed = place(owned, page_size, case.padding, point.order, rng, seen_from=case.seen_from)
@@ -111,7 +113,7 @@ def make_inputs(
             scale,
             rng,
             layout=point.layout,
-            finite_tail=finite_tail,
+            requires_finite_padding=requires_finite_padding,
             written_from=dtype if writes else None,
         )
 
@@ -186,12 +188,6 @@ def _batch(case: Case, placed: Placement, page_size: int) -> ForwardBatch:
         views=views,
     )
     return without_host_lengths(batch) if case.device_lengths else batch
-
-
-def without_host_lengths(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with its lengths on the device alone."""
-    views = {k: dataclasses.replace(v, seq_lens_host=None) for k, v in batch.views.items()}
-    return dataclasses.replace(batch, views=views, query_lens_host=None)
 
 
 def _new_tokens(case: Case, truth: Sequence[Tensor], total: int, dtype: torch.dtype) -> Tensor:
@@ -284,10 +280,14 @@ def answer(
 
 @lru_cache(maxsize=1024)
 def expected(
-    case: Case, point: Point, finite_tail: bool, fused: bool, rounds: torch.dtype | None = None
+    case: Case,
+    point: Point,
+    requires_finite_padding: bool,
+    fused: bool,
+    rounds: torch.dtype | None = None,
 ) -> tuple[Inputs, Answer]:
     """Return the inputs of a case and its answers, drawn and computed once per process."""
-    inputs = make_inputs(case, point, finite_tail=finite_tail, fused=fused)
+    inputs = make_inputs(case, point, requires_finite_padding=requires_finite_padding, fused=fused)
     truth = answer(case, inputs, torch.float64)
-    near = yardstick(partial(answer, case, inputs, rounds=rounds), STORES[point.dtype], truth)
+    near = yardstick(partial(answer, case, inputs, rounds=rounds), TORCH_DTYPES[point.dtype], truth)
     return inputs, (truth, near)

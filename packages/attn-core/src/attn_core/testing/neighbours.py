@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attn_core.forward import ForwardBatch, SpecInfo
-from attn_core.kv_cache import STORES, LayerCache
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import Measure, require, worst
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.runtime.batch import ForwardBatch, SpecInfo
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import (
     Answer,
     Inputs,
@@ -31,6 +30,7 @@ from attn_core.testing.passes import (
     returned,
 )
 from attn_core.testing.pools import poison, raw
+from attn_core.testing.tolerance import Measure, require, worst
 
 
 def tokens_of(case: Case | RaggedCase, requests: Sequence[int]) -> Tensor:
@@ -87,7 +87,7 @@ def same_bits(bench: Bench, case: Case, point: Point) -> Measure:
     everyone = list(range(len(case.query_lens)))
     lse = bench.row.lse
     whole = attend(backend, inputs, return_lse=lse)
-    found = [compare(whole, right, inputs.real_tokens, STORES[point.dtype], "output")]
+    found = [compare(whole, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output")]
     cache = clone_cache(inputs.after)  # with every token, whoever writes it again
     for requests, padding in ((everyone[::-1], 0), (everyone, 2), *(([r], 0) for r in everyone)):
         part = picked(inputs, case, point, requests, padding)
@@ -117,13 +117,13 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
         q = inputs.q.index_fill(0, mine, torch.nan)
         used = -(-case.seq_lens[broken] // point.page_size)
         pages = inputs.batch.views["full"].page_table[broken, :used].long()
-        cache = _poisoned(inputs.cache, pages, point, large=bench.row.finite_tail)
+        cache = _poisoned(inputs.cache, pages, point, large=bench.row.requires_finite_padding)
         out, _ = attend(backend, dataclasses.replace(inputs, q=q, k=k, v=v), cache=cache)
         others = tokens_of(case, [r for r in everyone if r != broken])
         answer = _right_of(right, others)
         got = out[others.to(out.device)], None
         what = f"output beside NaN in request {broken}"
-        found.append(compare(got, answer, len(others), STORES[point.dtype], what))
+        found.append(compare(got, answer, len(others), TORCH_DTYPES[point.dtype], what))
     return worst(found)
 
 
@@ -148,7 +148,7 @@ def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
     shape = (q.shape[0], q.shape[1], v.shape[2])
     for broken in everyone:
         queries, own = (tokens_of(c, [broken]).to(q.device) for c in (case, keys))
-        large = 1e4 if bench.row.finite_tail else torch.nan
+        large = 1e4 if bench.row.requires_finite_padding else torch.nan
         got = backend.forward_ragged(
             q.index_fill(0, queries, torch.nan),
             k.index_fill(0, own, large),
@@ -192,5 +192,5 @@ def layers_of_one_plan(bench: Bench, case: Case, point: Point) -> Measure:
         inputs = dataclasses.replace(inputs, batch=first.batch)
         got = attend(backend, inputs, metadata=metadata)
         what = f"output of layer {index}"
-        found.append(compare(got, right, inputs.real_tokens, STORES[point.dtype], what))
+        found.append(compare(got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], what))
     return worst(found)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attn_core.quant import to_fp8
+from attn_core.ops.quant import to_fp8
 
 
 def visible_keys(

@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attn_core.backend import AttentionBackend, Output
-from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch
-from attn_core.kv_cache import STORES, LayerCache
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import Measure, require, within_budget, worst
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.runtime.backend import AttentionBackend, Output
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import (
     Answer,
     Inputs,
@@ -26,6 +26,7 @@ from attn_core.testing.inputs import (
 from attn_core.testing.oracle import attend_request, yardstick
 from attn_core.testing.pools import changed
 from attn_core.testing.strides import restrided
+from attn_core.testing.tolerance import Measure, require, within_budget, worst
 
 
 def create(
@@ -54,7 +55,7 @@ def prepared(bench: Bench, case: Case, point: Point) -> tuple[Inputs, Answer]:
     """Return a case's inputs on the device under test, and what is right."""
     row = bench.row
     rounds = bench.rounds(case.kv_dtype)
-    inputs, right = expected(case, point, row.finite_tail, row.fused_kv_write, rounds)
+    inputs, right = expected(case, point, row.requires_finite_padding, row.fused_kv_write, rounds)
     return to_device(inputs, bench.torch_device), right
 
 
@@ -142,7 +143,7 @@ def run_case(bench: Bench, case: Case, point: Point) -> Measure:
     """Run one case, without the LSE and, where the row has it, with it."""
     inputs, right = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    dtype, tokens = STORES[point.dtype], inputs.real_tokens
+    dtype, tokens = TORCH_DTYPES[point.dtype], inputs.real_tokens
     got = attend(backend, inputs, given=True)
     found = [compare(got, right, tokens, dtype, "output")]
     if bench.row.lse:
@@ -158,7 +159,7 @@ def ragged_inputs(case: RaggedCase, dtype: str) -> tuple[tuple[Tensor, Tensor, T
     layer = make_layer(case, rng)
     (hq, hkv), (d, dv) = case.heads, case.dims
     draws = ((sum(case.query_lens), hq, d), *((sum(case.key_lens), hkv, x) for x in (d, dv)))
-    q, k, v = (torch.randn(shape, generator=rng).to(STORES[dtype]) for shape in draws)
+    q, k, v = (torch.randn(shape, generator=rng).to(TORCH_DTYPES[dtype]) for shape in draws)
 
     def solve(exact: torch.dtype, order: int = 0) -> tuple[Tensor, Tensor]:
         outs, lses, at, base = [], [], 0, 0
@@ -181,7 +182,7 @@ def ragged_inputs(case: RaggedCase, dtype: str) -> tuple[tuple[Tensor, Tensor, T
         return torch.cat(outs), torch.cat(lses)
 
     truth = solve(torch.float64)
-    right = truth, yardstick(solve, STORES[dtype], truth)
+    right = truth, yardstick(solve, TORCH_DTYPES[dtype], truth)
     q, k, v = restrided(case.strides, (q, k, v))
     return (q, k, v), right
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attn_core.capabilities import (
-    BackendSpec,
-    Capabilities,
-    Device,
-    Kind,
-    LayerNeeds,
-    Phase,
-    Requirements,
-)
 from attn_core.errors import BackendNotImplementedError, UnsupportedError
-from attn_core.libraries import Libraries
+from attn_core.plugins.dependencies import Libraries
+from attn_core.selection.compatibility import mismatches
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.requirements import LayerRequirements, Requirements
 from attn_core.testing.checks import Check, templates
-from attn_core.unmet import unmet
 
 KINDS: tuple[Kind, ...] = ("mha", "mla")  # what the suite has cases for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedWrapper:
     """A check and the row that it is put to, or the reason why no row has it."""
 
     check: Check
@@ -40,7 +35,7 @@ def usable_rows(
     """
     rows, reasons = [], []
     for row in (r for r in spec.capabilities if r.kind == kind):
-        gaps = unmet(row, Requirements(layers=()), device, libraries, Phase.PREFILL)
+        gaps = mismatches(row, Requirements(layers=()), device, libraries, Phase.PREFILL)
         reasons.append("; ".join(str(g) for g in gaps if g.need in _HERE))
         if not reasons[-1]:
             rows.append(row)
@@ -61,7 +56,7 @@ def plan(
     kinds: tuple[Kind, ...] = KINDS,
     passes: int = 200,
     reduced: bool = False,
-) -> list[Planned]:
+) -> list[PlannedWrapper]:
     """List every check of these kinds, each with the first row that declares what it needs.
 
     passes: of each random session. reduced: every feature in one place only, the base page and
@@ -73,7 +68,7 @@ def plan(
         raise BackendNotImplementedError(
             f"{spec.name} is declared but not implemented in 0.1, so there is nothing to check"
         )
-    found: dict[tuple[Kind, str], Planned] = {}
+    found: dict[tuple[Kind, str], PlannedWrapper] = {}
     absent: list[UnsupportedError] = []
     for kind in kinds:
         try:
@@ -92,7 +87,7 @@ def plan(
             taken = None if missing else row
             # two cases may turn into one on a row that takes a single shape
             found.setdefault(
-                (kind, check.id), Planned(check=check, kind=kind, row=taken, reason=reason)
+                (kind, check.id), PlannedWrapper(check=check, kind=kind, row=taken, reason=reason)
             )
     if not found and absent:
         raise absent[0]
@@ -111,11 +106,11 @@ def _lacks(
 ) -> tuple[str, ...]:
     """Say what a row lacks for a check, in the fewest words over its phases."""
     needs = check.needs
-    if row.beside_linear:
-        needs = replace(needs, layers=(*needs.layers, LayerNeeds(kind="gdn")))
+    if row.with_linear_layers:
+        needs = replace(needs, layers=(*needs.layers, LayerRequirements(kind="gdn")))
     drafts = needs.speculation is not None
     per_phase = [
-        tuple(map(str, unmet(row, needs, device, libraries, phase, speculates=drafts)))
+        tuple(map(str, mismatches(row, needs, device, libraries, phase, speculates=drafts)))
         for phase in check.phases
     ]
     lacks = max(per_phase, key=len) if check.every else min(per_phase, key=len)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_core.kv_cache import STORES
+from attn_core.cache.layer_cache import TORCH_DTYPES
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 ORDERS = ("shuffled", "consecutive", "interleaved", "descending")
@@ -89,7 +89,7 @@ def fill(
     rng: torch.Generator,
     *,
     layout: str,
-    finite_tail: bool,
+    requires_finite_padding: bool,
     written_from: torch.dtype | None = None,
 ) -> Side:
     """Draw a pool: random where a request owns a token, poison everywhere else.
@@ -100,7 +100,7 @@ def fill(
     shape, fp4 = (place.num_pages, page_size, heads), stored == "fp4_e2m1"
     pool = poison(stored, (*shape, dim // 2 if fp4 else dim), large=False)
     blocks = poison_blocks((*shape, dim // 16), large=False) if fp4 else None
-    if finite_tail:
+    if requires_finite_padding:
         large = poison(stored, (1, *pool.shape[1:]), large=True)
         owned = sorted({int(p) for pages, _ in place.where for p in pages})
         raw(pool)[owned] = raw(large)
@@ -123,9 +123,11 @@ def fill(
         x = (x if written_from is None else x.to(written_from)).to(pool.dtype)
         raw(pool)[page, offset] = raw(x)
         truth.append(x.double() * (scale if stored in _NAN else 1.0))
-    raw(pool)[place.behind] = raw(poison(stored, (1, *pool.shape[1:]), large=finite_tail))
+    raw(pool)[place.behind] = raw(
+        poison(stored, (1, *pool.shape[1:]), large=requires_finite_padding)
+    )
     if blocks is not None:
-        raw(blocks)[place.behind] = raw(poison_blocks((1,), large=finite_tail))
+        raw(blocks)[place.behind] = raw(poison_blocks((1,), large=requires_finite_padding))
     if layout == "HND":
         pool = pool.transpose(1, 2).contiguous()
         blocks = None if blocks is None else blocks.transpose(1, 2).contiguous()
@@ -139,8 +141,8 @@ def poison(stored: str, shape: Sequence[int], *, large: bool) -> Tensor:
     """
     if stored in _NAN:
         code = (_LARGE if large else _NAN)[stored]
-        return torch.full(tuple(shape), code, dtype=torch.uint8).view(STORES[stored])
-    return torch.full(tuple(shape), 1e4 if large else torch.nan, dtype=STORES[stored])
+        return torch.full(tuple(shape), code, dtype=torch.uint8).view(TORCH_DTYPES[stored])
+    return torch.full(tuple(shape), 1e4 if large else torch.nan, dtype=TORCH_DTYPES[stored])
 
 
 def poison_blocks(shape: Sequence[int], *, large: bool) -> Tensor:

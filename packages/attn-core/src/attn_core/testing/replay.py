@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_core.backend import AttentionBackend, Metadata
-from attn_core.forward import DECODE_MODES, ForwardBatch, SpecInfo
-from attn_core.kv_cache import STORES
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import Measure, worst
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.runtime.backend import AttentionBackend, Metadata
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, SpecInfo
+from attn_core.runtime.graphs import bounded, captured, overwritten
 from attn_core.testing.cases import Case
-from attn_core.testing.inputs import Answer, Inputs, Point, mapped, without_host_lengths
+from attn_core.testing.harness import Bench
+from attn_core.testing.inputs import Answer, Inputs, Point, mapped
 from attn_core.testing.passes import compare, create, prepared, returned
+from attn_core.testing.tolerance import Measure, worst
 
 Rows = Sequence[int | None]  # which request of the case sits in each row, None is padding
 
@@ -55,7 +55,9 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
         truth, near = ((o[real], lse[real]) for o, lse in right)
         answer: Answer = (truth, near)
         got = (out, None)
-        measures.append(compare(got, answer, len(real), STORES[point.dtype], "replayed output"))
+        measures.append(
+            compare(got, answer, len(real), TORCH_DTYPES[point.dtype], "replayed output")
+        )
     return worst(measures)
 
 
@@ -95,29 +97,6 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
     return dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
 
 
-def bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
-    """Return the batch as it is captured: lengths are on the device and bounded by the table."""
-    views = {}
-    for name, view in batch.views.items():
-        width = view.page_table.shape[1]
-        table = torch.cat([view.page_table, torch.zeros_like(view.page_table)], 1)[:, :width]
-        views[name] = dataclasses.replace(view, page_table=table, max_seq_len=width * page_size)
-    return without_host_lengths(dataclasses.replace(batch, views=views))
-
-
-def overwritten(static: Any, new: Any) -> Any:
-    """Copy every tensor of `new` into its place in `static`; return `new` with those tensors."""
-    if isinstance(new, Tensor):
-        return static.copy_(new)
-    if isinstance(new, dict):
-        return {k: overwritten(static[k], x) for k, x in new.items()}
-    if dataclasses.is_dataclass(new) and not isinstance(new, type):
-        names = [f.name for f in dataclasses.fields(new)]
-        fields = {x: overwritten(getattr(static, x), getattr(new, x)) for x in names}
-        return dataclasses.replace(new, **fields)
-    return new
-
-
 def _one_layer(
     backend: AttentionBackend, static: Inputs, metadata: Metadata, out: Tensor
 ) -> Callable[[], None]:
@@ -132,20 +111,3 @@ def _one_layer(
         returned(got, tuple(out.shape), out.dtype, out=out, return_lse=False)  # type: ignore[arg-type]  # three dims
 
     return call
-
-
-def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture a call in a CUDA graph and return its replay; on other devices the call itself."""
-    if device.type != "cuda":
-        return call
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation here
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a kernel allocates or compiles on its first call
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay

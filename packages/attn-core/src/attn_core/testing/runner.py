@@ -9,13 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from attn_core.capabilities import BackendSpec, Capabilities, Device, Kind, Phase
 from attn_core.errors import AttnError
-from attn_core.libraries import Libraries
-from attn_core.matrix import CELLS
-from attn_core.testing.bench import Bench
-from attn_core.testing.budget import CheckFailed, Measure
-from attn_core.testing.plan import Planned, usable_rows
+from attn_core.plugins.dependencies import Libraries
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Kind, Phase
+from attn_core.testing.harness import Bench
+from attn_core.testing.plan import PlannedWrapper, usable_rows
+from attn_core.testing.tolerance import CheckFailed, Measure
+from attn_core.tools.matrix import CELLS
 
 Status = Literal["passed", "failed", "skipped"]
 
@@ -27,7 +29,7 @@ _TORCH_TYPES = {"rocm": "cuda"}
 class Outcome:
     """What became of a check; `detail` is why it failed or was skipped."""
 
-    planned: Planned
+    planned: PlannedWrapper
     status: Status
     measure: Measure = field(default_factory=Measure)
     detail: str = ""
@@ -56,7 +58,7 @@ def torch_device(device: Device) -> torch.device:
 
 
 def run_check(
-    planned: Planned, spec: BackendSpec, on: torch.device, *, arch: str | None = None
+    planned: PlannedWrapper, spec: BackendSpec, on: torch.device, *, arch: str | None = None
 ) -> Measure:
     """Put one check to its row, on a torch device. Raises CheckFailed with the fault in words.
 
@@ -82,10 +84,10 @@ def run_check(
 
 
 def run_all(
-    checks: Sequence[Planned],
+    checks: Sequence[PlannedWrapper],
     spec: BackendSpec,
     on: torch.device,
-    step: Callable[[Planned], None] = lambda planned: None,
+    step: Callable[[PlannedWrapper], None] = lambda planned: None,
     *,
     arch: str | None = None,
 ) -> list[Outcome]:

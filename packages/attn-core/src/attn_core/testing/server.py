@@ -10,18 +10,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_core.allocator import PageAllocator
-from attn_core.capabilities import PLAIN_DTYPES
+from attn_core.cache.allocator import PageAllocator
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.page_table import pad_page_table, reusable_prefix
+from attn_core.cache.pool import KVPool
+from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.errors import OutOfPagesError
-from attn_core.forward import AttentionLayer, CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.kv_cache import STORES, KVPool, copy_slots, write_kv
-from attn_core.page_table import pad_page_table, reusable_prefix
-from attn_core.testing.bench import Bench
+from attn_core.ops.kv import copy_slots, write_kv
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.cases import Case, Parents
+from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point, make_layer, to_device
 from attn_core.testing.oracle import tree_mask
 from attn_core.testing.pools import poison, raw
-from attn_core.testing.requests import Request, Step
+from attn_core.testing.sequences import Request, Step
 
 WINDOW = 21
 
@@ -66,7 +69,7 @@ class Server:
         self._caches = [pool.layer(x.layer_id) for x in self.layers]
         for view in views:
             # the dummy too: it holds what padded rows wrote, and stands for pages behind a window
-            self._poison(view, range(pages), large=bench.row.finite_tail)
+            self._poison(view, range(pages), large=bench.row.requires_finite_padding)
         self.dispatcher = bench.dispatcher(
             self.layers,
             pool,
@@ -74,8 +77,8 @@ class Server:
             max_bs=max_bs,
             max_num_tokens=max_bs * 64,
             max_seq_len=longest,
-            topk=2 if row.max_topk > 1 else row.max_topk,
-            num_draft_tokens=drafts if row.max_topk else 0,
+            topk=2 if row.max_verify_topk > 1 else row.max_verify_topk,
+            num_draft_tokens=drafts if row.max_verify_topk else 0,
         )
         self.requests: list[Request] = []
         self._numbers = itertools.count()
@@ -259,11 +262,11 @@ class Server:
 
     def _draw(self, batch: ForwardBatch, heads: int, dim: int) -> Tensor:
         x = torch.randn(batch.num_tokens, heads, dim, generator=self._torch_rng)
-        return x.to(STORES[self._point.dtype]).to(self._bench.torch_device)
+        return x.to(TORCH_DTYPES[self._point.dtype]).to(self._bench.torch_device)
 
     def _rounded(self, x: Tensor, scale: float) -> Tensor:
         """What the store makes of new tokens: FP8 saturates."""
-        dtype = STORES[self._store]
+        dtype = TORCH_DTYPES[self._store]
         if self._store in PLAIN_DTYPES:
             return x.to(dtype).double()
         top = torch.finfo(dtype).max
@@ -273,7 +276,7 @@ class Server:
         allocator = self._allocators[view]
         held = {p for r in self.requests if r.key in allocator for p in allocator.pages(r.key)}
         free = [p for p in pages if p and p not in held]
-        self._poison(view, free, large=self._bench.row.finite_tail)
+        self._poison(view, free, large=self._bench.row.requires_finite_padding)
 
     def _poison(self, view: str, pages: Sequence[int], *, large: bool) -> None:
         where = torch.tensor(list(pages), dtype=torch.int64, device=self._bench.torch_device)

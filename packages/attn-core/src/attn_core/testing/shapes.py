@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from attn_core.capabilities import Capabilities, Kind
-from attn_core.forward import ForwardMode
-from attn_core.page_size import takes_page
+from attn_core.runtime.batch import ForwardMode
+from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.kinds import Kind
+from attn_core.spec.page_size import takes_page
 from attn_core.testing.cases import FINEST_FIRST, Case, RaggedCase
 from attn_core.testing.inputs import Point
 from attn_core.testing.pools import ORDERS

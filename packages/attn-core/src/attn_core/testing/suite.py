@@ -9,12 +9,13 @@ from typing import ClassVar
 import pytest
 import torch
 
-from attn_core.capabilities import BackendSpec, Kind
-from attn_core.device import parse_device, probe_device
-from attn_core.plugins import load_plugins
-from attn_core.testing.budget import Measure
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.device import parse_device, probe_device
+from attn_core.spec.kinds import Kind
 from attn_core.testing.plan import KINDS, plan
 from attn_core.testing.runner import run_check, torch_device
+from attn_core.testing.tolerance import Measure
 
 
 class BackendSuite:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from attn_core.backend import AttentionBackend, BackendConfig
-from attn_core.capabilities import Phase
+from attn_core import AttentionBackend, BackendConfig, Phase
 
 _CLASSES = {
     "mla": "attn_nvidia.flashinfer.mla:FlashInferMLA",

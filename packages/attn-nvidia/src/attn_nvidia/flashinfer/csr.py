@@ -6,8 +6,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from attn_core.errors import BackendError
-from attn_core.forward import DECODE_MODES, CacheView, ForwardBatch, ForwardMode
+from attn_core import DECODE_MODES, BackendError, CacheView, ForwardBatch, ForwardMode
 from torch import Tensor
 
 from attn_nvidia.flashinfer.kernels import Lengths

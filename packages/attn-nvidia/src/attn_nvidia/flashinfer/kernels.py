@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import numpy as np
-from attn_core.backend import BackendConfig
-from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import DECODE_MODES, ForwardMode
-from attn_core.page_table import num_pages_for
+from attn_core import DECODE_MODES, BackendConfig, ForwardMode, LayerGroup, num_pages_for
 from numpy.typing import NDArray
 
-from attn_nvidia.workspace_bytes import MIB
+from attn_nvidia.common.workspace_bytes import MIB
 
 # "decode" runs on CUDA cores, one query per request; "fa2" and "fa3" run on tensor cores.
 Kernel = Literal["decode", "fa2", "fa3"]
@@ -26,7 +23,7 @@ _MOST_PARTIALS: Final = 1024 * MIB  # of a deterministic plan
 
 def choose(
     config: BackendConfig,
-    which: LayerClass,
+    which: LayerGroup,
     mode: ForwardMode,
     queries: Lengths,
     keys: Lengths,
@@ -56,7 +53,7 @@ def fp8(config: BackendConfig) -> bool:
     return config.kv_cache_dtype.startswith("fp8")
 
 
-def fa3_takes(config: BackendConfig, which: LayerClass) -> bool:
+def fa3_takes(config: BackendConfig, which: LayerGroup) -> bool:
     """Say whether the Hopper kernel serves a class of layers.
 
     It wants FP8 queries with FP8 keys. With a window it loads the first tile of V from the start
@@ -67,7 +64,7 @@ def fa3_takes(config: BackendConfig, which: LayerClass) -> bool:
 
 
 def faster_prefill(
-    which: LayerClass, queries: Lengths, keys: Lengths, processors: int
+    which: LayerGroup, queries: Lengths, keys: Lengths, processors: int
 ) -> Literal["fa2", "fa3"]:
     """Compare blocks · keys of both tensor-core kernels.
 
@@ -91,12 +88,12 @@ def tile_rows(rows: int, head_dim: int) -> int:
     return 64 if rows > 16 else 16
 
 
-def partials(which: LayerClass, tile: int, blocks: int) -> int:
+def partials(which: LayerGroup, tile: int, blocks: int) -> int:
     """Return the bytes of the partial results of split keys: an output and an LSE in float32."""
     return which.num_q_heads * tile * blocks * (which.v_head_dim + 1) * 4 + 32
 
 
-def graph_splits(which: LayerClass, batch: int, tokens: int, processors: int, room: int) -> bool:
+def graph_splits(which: LayerGroup, batch: int, tokens: int, processors: int, room: int) -> bool:
     """Say whether a captured plan may split keys: its partial results must fit `room` bytes.
 
     A graph has room for the worst case: all tokens in one request (PrefillSplitQOKVIndptr).
@@ -107,7 +104,7 @@ def graph_splits(which: LayerClass, batch: int, tokens: int, processors: int, ro
     return partials(which, tile, blocks) <= room
 
 
-def schedule_bytes(which: LayerClass, batch: int, tokens: int, processors: int) -> int:
+def schedule_bytes(which: LayerGroup, batch: int, tokens: int, processors: int) -> int:
     """Return the bytes of a captured plan's schedule, at most.
 
     Per block of fa2 or of decode three indices and a flag, per token and request an offset, per
@@ -118,7 +115,7 @@ def schedule_bytes(which: LayerClass, batch: int, tokens: int, processors: int) 
     return 13 * blocks + 8 * (tokens + batch + processors) + 28 * works + 4096
 
 
-def fixed_split(config: BackendConfig, which: LayerClass) -> int | None:
+def fixed_split(config: BackendConfig, which: LayerGroup) -> int | None:
     """Return the pages of a split that does not depend on the batch, None: do not split.
 
     The partial results of the largest batch must fit the workspace; without limits in `config`
@@ -135,13 +132,13 @@ def fixed_split(config: BackendConfig, which: LayerClass) -> int | None:
     return split
 
 
-def fixed_bytes(config: BackendConfig, which: LayerClass) -> int:
+def fixed_bytes(config: BackendConfig, which: LayerGroup) -> int:
     """Return the bytes of partial results that plans of the fixed split take at most."""
     split = fixed_split(config, which)
     return 0 if split is None else _split_bytes(config, which, split)
 
 
-def _split_bytes(config: BackendConfig, which: LayerClass, split: int) -> int:
+def _split_bytes(config: BackendConfig, which: LayerGroup, split: int) -> int:
     rows = max(config.num_draft_tokens, 1) * which.group
     tile = tile_rows(rows, which.v_head_dim)
     chunks = -(-num_pages_for(config.max_seq_len, config.page_size) // split)

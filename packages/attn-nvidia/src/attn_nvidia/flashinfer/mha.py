@@ -8,14 +8,26 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from attn_core.backend import AttentionBackend, BackendConfig, Output
-from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import EVEN_MODES, AttentionLayer, ForwardBatch
-from attn_core.kv_cache import STORES, LayerCache
-from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned, refuse_window
+from attn_core import (
+    EVEN_MODES,
+    TORCH_DTYPES,
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    LayerCache,
+    LayerGroup,
+    Output,
+    refuse_call,
+    refuse_layer,
+    refuse_unplanned,
+    refuse_window,
+)
 from torch import Tensor
 
-from attn_nvidia import workspace_bytes
+from attn_nvidia.common import workspace_bytes
+from attn_nvidia.common.tensors import aligned, as_asked, dense
+from attn_nvidia.common.workspace import processors, workspace
 from attn_nvidia.flashinfer.csr import query_lengths
 from attn_nvidia.flashinfer.kernels import (
     Lengths,
@@ -27,15 +39,12 @@ from attn_nvidia.flashinfer.kernels import (
     schedule_bytes,
 )
 from attn_nvidia.flashinfer.lse import natural
+from attn_nvidia.flashinfer.paged_inputs import Table
 from attn_nvidia.flashinfer.ragged import Ragged
-from attn_nvidia.flashinfer.tables import Table
 from attn_nvidia.flashinfer.tree import loose_window
-from attn_nvidia.flashinfer.wrappers import Planned, Pool, Shape, Static
-from attn_nvidia.operands import aligned
-from attn_nvidia.outputs import as_asked, dense
-from attn_nvidia.workspace import processors, workspace
+from attn_nvidia.flashinfer.wrappers import PlannedWrapper, Pool, Shape, Static
 
-Class = tuple[LayerClass, float]  # and the soft cap, 0 = none
+Class = tuple[LayerGroup, float]  # and the soft cap, 0 = none
 
 
 class Plan(NamedTuple):
@@ -43,7 +52,7 @@ class Plan(NamedTuple):
 
     run: Callable[..., Any]
     empty: bool
-    planned: Planned
+    planned: PlannedWrapper
     table: Table
 
 
@@ -73,7 +82,7 @@ class FlashInfer(AttentionBackend):
         self._fp8 = fp8(config)
         self._ragged = Ragged(config, library, self._processors, self._bytes)
 
-    def _workspace_bytes(self, which: LayerClass) -> int:
+    def _workspace_bytes(self, which: LayerGroup) -> int:
         heads = (which.num_q_heads, which.num_kv_heads)
         room = workspace_bytes.flashinfer(self._processors, *heads, which.v_head_dim)
         return max(room, fixed_bytes(self.config, which) if self.config.deterministic else 0)
@@ -119,7 +128,7 @@ class FlashInfer(AttentionBackend):
                 size = schedule_bytes(which, batch.batch_size, batch.num_tokens, self._processors)
                 schedule = torch.empty(size, dtype=torch.uint8, device=room.device)
                 static = Static(table.device, table.indices, table.mask, schedule)
-                planned = Planned(self._library, shape, room, static)
+                planned = PlannedWrapper(self._library, shape, room, static)
             else:
                 planned = self._pool.lease(shape, room, plans)
             self._fill(planned, table, batch)
@@ -130,12 +139,12 @@ class FlashInfer(AttentionBackend):
                 table.upload()
         return plans
 
-    def _fill(self, planned: Planned, table: Table, batch: ForwardBatch) -> None:
+    def _fill(self, planned: PlannedWrapper, table: Table, batch: ForwardBatch) -> None:
         planned.plan(table.host, table.device, table.indices, batch.num_tokens, table.mask)
 
     def _shape(
         self,
-        which: LayerClass,
+        which: LayerGroup,
         cap: float,
         batch: ForwardBatch,
         queries: Lengths,
@@ -175,8 +184,8 @@ class FlashInfer(AttentionBackend):
             masked=masked,
             fixed_split=fixed,
             split=split,
-            q_dtype=STORES[config.dtype],
-            kv_dtype=STORES[config.kv_cache_dtype],
+            q_dtype=TORCH_DTYPES[config.dtype],
+            kv_dtype=TORCH_DTYPES[config.kv_cache_dtype],
         )
 
     def forward_extend(
@@ -244,7 +253,7 @@ class FlashInfer(AttentionBackend):
         refuse_window(self.config.name, layer, causal=causal)
         q, mine, lse = _outputs(q, layer, out, return_lse=return_lse)
         if q.shape[0]:
-            which = LayerClass.of(layer, causal=causal)
+            which = LayerGroup.of(layer, causal=causal)
             run, empty = self._ragged.plan(which, layer, cu_seqlens_q, cu_seqlens_k)
             run(q, aligned(k), aligned(v), out=mine, lse=lse, return_lse=return_lse)
             if lse is not None:
@@ -254,7 +263,7 @@ class FlashInfer(AttentionBackend):
 
 
 def _class_of(layer: AttentionLayer) -> Class:
-    return LayerClass.of(layer), layer.logit_cap or 0.0
+    return LayerGroup.of(layer), layer.logit_cap or 0.0
 
 
 def _outputs(

@@ -6,19 +6,30 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attn_core.backend import AttentionBackend, BackendConfig, Output
-from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import DECODE_MODES, AttentionLayer, ForwardBatch
-from attn_core.kv_cache import STORES, LayerCache
-from attn_core.refusals import refuse_call, refuse_layer, refuse_unplanned
+from attn_core import (
+    DECODE_MODES,
+    TORCH_DTYPES,
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    LayerCache,
+    LayerGroup,
+    Output,
+    refuse_call,
+    refuse_layer,
+    refuse_unplanned,
+)
 from torch import Tensor
 
-from attn_nvidia import workspace_bytes
-from attn_nvidia.building import building
+from attn_nvidia.common import workspace_bytes
+from attn_nvidia.common.jit_log import building
+from attn_nvidia.common.tensors import aligned, no_keys
+from attn_nvidia.common.workspace import processors, workspace
 from attn_nvidia.flashinfer.csr import adjacent, key_lengths, page_list, refuse_moved
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla_plan import (
-    OncePerPass,
+    PerPassCache,
     Plan,
     Wrapper,
     Wrappers,
@@ -27,13 +38,10 @@ from attn_nvidia.flashinfer.mla_plan import (
     plan_ragged,
     refuse_too_many,
 )
-from attn_nvidia.operands import aligned
-from attn_nvidia.outputs import no_keys
-from attn_nvidia.workspace import processors, workspace
 
 LATENT, ROPE = 512, 64
 
-Key = tuple[LayerClass, float]  # what layers share a plan: their scale is part of it
+Key = tuple[LayerGroup, float]  # what layers share a plan: their scale is part of it
 Plans = Mapping[Key, Plan | Wrapper]  # a captured pass has wrappers of its own
 Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -56,9 +64,9 @@ class FlashInferMLA(AttentionBackend):
         family = self._family
         self._wrappers = Wrappers(lambda room: self._new(room, backend=family), plan_absorbed)
         self._ragged_wrappers = Wrappers(lambda room: ragged(room, backend=family), plan_ragged)
-        self._ragged: OncePerPass[Plan] = OncePerPass()
+        self._ragged: PerPassCache[Plan] = PerPassCache()
         absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
-        self._keys = tuple(dict.fromkeys((LayerClass.of(x), x.scale) for x in absorbed))
+        self._keys = tuple(dict.fromkeys((LayerGroup.of(x), x.scale) for x in absorbed))
         self._processors = processors(config.device)
         self._views: dict[int, tuple[LayerCache, tuple[Tensor, ...]]] = {}
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
@@ -84,7 +92,7 @@ class FlashInferMLA(AttentionBackend):
     ) -> Iterator[tuple[Key, tuple[object, ...]]]:
         """Yield, for the planned layers, what BatchMLAPagedAttentionWrapper.plan takes in order."""
         causal = batch.forward_mode not in DECODE_MODES  # one query sees all keys anyway
-        dtypes = STORES[self.config.dtype], STORES[self.config.kv_cache_dtype]
+        dtypes = TORCH_DTYPES[self.config.dtype], TORCH_DTYPES[self.config.kv_cache_dtype]
         known: dict[str, Lists] = {}
         for which, scale in self._keys:
             view = batch.views.get(which.view)
@@ -115,7 +123,7 @@ class FlashInferMLA(AttentionBackend):
     ) -> Output:
         """Attend to the latent cache, which holds the new tokens already; k is not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        plan = metadata.get((LayerClass.of(layer), layer.scale))
+        plan = metadata.get((LayerGroup.of(layer), layer.scale))
         if plan is None:
             if not batch.num_tokens:
                 return no_keys(q, layer, out, return_lse)

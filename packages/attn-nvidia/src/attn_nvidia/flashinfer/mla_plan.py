@@ -7,8 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from attn_core.errors import UnsupportedError
-from attn_core.forward import DECODE_MODES, ForwardBatch
+from attn_core import DECODE_MODES, ForwardBatch, UnsupportedError
 from torch import Tensor
 
 from attn_nvidia.flashinfer.csr import query_lengths
@@ -124,7 +123,7 @@ def plan_absorbed(library: Any, *arguments: object) -> None:
     )
 
 
-class OncePerPass(Generic[T]):
+class PerPassCache(Generic[T]):
     """Values that depend on the cumulative lengths of ragged calls, made once in a pass.
 
     A pass hands the same tensors to all its layers and does not write to them meanwhile.

@@ -6,20 +6,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from attn_core.backend import BackendConfig
-from attn_core.backends.layer_class import LayerClass
-from attn_core.errors import UnsupportedError
-from attn_core.forward import AttentionLayer
-from attn_core.kv_cache import STORES
+from attn_core import TORCH_DTYPES, AttentionLayer, BackendConfig, LayerGroup, UnsupportedError
 from torch import Tensor
 
-from attn_nvidia.building import building
+from attn_nvidia.common.jit_log import building
+from attn_nvidia.common.workspace import workspace
 from attn_nvidia.flashinfer.kernels import FA3_DIMS, faster_prefill
 from attn_nvidia.flashinfer.wrappers import Copy
-from attn_nvidia.workspace import workspace
 
 
-class Recent:
+class UnchangedTensors:
     """Tells whether lengths are the unchanged tensors of the last call, without reading them."""
 
     def __init__(self) -> None:
@@ -40,7 +36,7 @@ class Recent:
 
 class _Key(NamedTuple):
     kernel: str
-    which: LayerClass
+    which: LayerGroup
     cap: float
     scale: float
     workspace: int
@@ -63,12 +59,12 @@ class Ragged:
         self._config, self._library = config, library
         self._processors, self._bytes = processors, workspace_bytes
         self._held: dict[_Key, _Planned] = {}
-        self._recent = Recent()
+        self._recent = UnchangedTensors()
         self._lengths: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
         self._of_last: set[_Key] = set()
 
     def plan(
-        self, which: LayerClass, layer: AttentionLayer, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+        self, which: LayerGroup, layer: AttentionLayer, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
     ) -> tuple[Callable[..., Any], bool]:
         """Return what runs layers of this class, and whether some query has no key.
 
@@ -99,7 +95,7 @@ class Ragged:
             wrap = self._library.BatchPrefillWithRaggedKVCacheWrapper
             planned = self._held[key] = _Planned(wrap(room, "NHD", backend=kernel))
         planned.copy.wait()
-        dtype = STORES[self._config.dtype]
+        dtype = TORCH_DTYPES[self._config.dtype]
         with building(f"flashinfer {kernel}, ragged, {dtype}, head dim {which.head_dim}"):
             planned.wrapper.plan(
                 qo_indptr,

@@ -7,19 +7,24 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from attn_core.backend import AttentionBackend, BackendConfig, Output
-from attn_core.errors import UnsupportedError
-from attn_core.forward import AttentionLayer, ForwardBatch
-from attn_core.kv_cache import LayerCache
-from attn_core.refusals import refuse_call, refuse_layer
+from attn_core import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    LayerCache,
+    Output,
+    UnsupportedError,
+    refuse_call,
+    refuse_layer,
+)
 from torch import Tensor
 
-from attn_nvidia.building import building
-from attn_nvidia.flashinfer.ragged import Recent
-from attn_nvidia.operands import aligned
-from attn_nvidia.outputs import as_asked, dense
-from attn_nvidia.workspace import workspace
-from attn_nvidia.workspace_bytes import RECOMMENDED
+from attn_nvidia.common.jit_log import building
+from attn_nvidia.common.tensors import aligned, as_asked, dense
+from attn_nvidia.common.workspace import workspace
+from attn_nvidia.common.workspace_bytes import RECOMMENDED
+from attn_nvidia.flashinfer.ragged import UnchangedTensors
 
 _ROUND = 64  # tokens: cuDNN builds a graph per longest sequence, so few different ones are asked
 
@@ -32,7 +37,7 @@ class Cudnn(AttentionBackend):
         for layer in config.layers:
             refuse_layer(config, layer)
         library: Any = importlib.import_module("flashinfer.cudnn")
-        self._recent, self._strides = Recent(), tuple[int, ...]()
+        self._recent, self._strides = UnchangedTensors(), tuple[int, ...]()
         self._found: Mapping[str, Tensor] = {}
         self._attend: Any = library.cudnn_batch_prefill_with_kv_cache
 

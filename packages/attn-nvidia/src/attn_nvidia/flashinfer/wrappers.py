@@ -6,10 +6,10 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from attn_core.errors import BackendError
+from attn_core import BackendError
 from torch import Tensor
 
-from attn_nvidia.building import building
+from attn_nvidia.common.jit_log import building
 from attn_nvidia.flashinfer.csr import Csr, HostCsr
 from attn_nvidia.flashinfer.kernels import Kernel
 
@@ -70,7 +70,7 @@ class Copy:
             self._event.record(torch.cuda.current_stream(self._device))
 
 
-class Planned:
+class PlannedWrapper:
     """One wrapper and the plan in it.
 
     static: the buffers that a captured graph reads, None where there is none. A plan lies in the
@@ -245,7 +245,7 @@ class Pool:
         self._library = library
         self._held: dict[tuple[Shape, int], list[list[Any]]] = {}
 
-    def lease(self, shape: Shape, workspace: Tensor, owner: object) -> Planned:
+    def lease(self, shape: Shape, workspace: Tensor, owner: object) -> PlannedWrapper:
         """Return a wrapper that is `owner`'s until it is gone; workspace: of the current stream."""
         held = self._held.setdefault((shape, workspace.data_ptr()), [])
         for entry in held:
@@ -253,6 +253,6 @@ class Pool:
             if lease() is None:
                 entry[1] = weakref.ref(owner)
                 return planned  # type: ignore[no-any-return]  # the first of each entry
-        fresh = Planned(self._library, shape, workspace)
+        fresh = PlannedWrapper(self._library, shape, workspace)
         held.append([fresh, weakref.ref(owner)])
         return fresh

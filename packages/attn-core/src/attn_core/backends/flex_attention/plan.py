@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_core.forward import AttentionLayer
+from attn_core.runtime.layer import AttentionLayer
 
 
-class LayerClass(NamedTuple):
+class LayerGroup(NamedTuple):
     """What of a layer decides its plan; layers that agree share one."""
 
     view: str
@@ -20,7 +20,7 @@ class LayerClass(NamedTuple):
     window: int | None
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> LayerClass:
+    def of(cls, layer: AttentionLayer) -> LayerGroup:
         """Return the class of a layer."""
         return cls(layer.view, layer.num_q_heads // layer.num_kv_heads, layer.sliding_window)
 
@@ -136,7 +136,7 @@ def gather_tokens(
 
 
 def cut(
-    layer: LayerClass,
+    layer: LayerGroup,
     query_lens: Sequence[int],
     key_lens: Sequence[int],
     table: Tensor,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from attn_core.backends.torch_native.plan import Tile, Where
-from attn_core.kv_cache import LayerCache
-from attn_core.quant import from_fp4, from_fp8
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.quant import from_fp4, from_fp8
 
 Buffers = dict[str, Tensor]  # outlive a call: fresh memory costs a CPU more than the copy into it
 

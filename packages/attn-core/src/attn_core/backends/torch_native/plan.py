@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_core.backends.layer_class import LayerClass
-from attn_core.forward import SpecInfo
+from attn_core.runtime.batch import SpecInfo
+from attn_core.runtime.layer import LayerGroup
 
 Where = Tensor | slice  # rows or blocks: a slice where they follow each other, so nothing is copied
 BlocksOf = Callable[[Sequence[int], int, int], Where]  # requests, first block, end → block ids
@@ -95,7 +95,7 @@ class Planner:
         self._depth = None if self._tree is None else self._tree.sum(-1) - 1
 
     def plan(
-        self, layer: LayerClass, key_lens: Sequence[int], blocks_of: BlocksOf, limits: Limits
+        self, layer: LayerGroup, key_lens: Sequence[int], blocks_of: BlocksOf, limits: Limits
     ) -> tuple[Piece, ...]:
         """Cut the batch for one class of layers; key_lens: keys per request, new ones included."""
         buckets: dict[tuple[int, int], list[int]] = {}
@@ -114,7 +114,7 @@ class Planner:
         return tuple(pieces)
 
     def _query_blocks(
-        self, layer: LayerClass, n: int, s: int, limits: Limits
+        self, layer: LayerGroup, n: int, s: int, limits: Limits
     ) -> Iterator[tuple[int, int]]:
         banded = layer.window is not None and layer.window < n
         masked = limits.tile is None and layer.causal and n != s
@@ -129,7 +129,7 @@ class Planner:
 
     def _piece(
         self,
-        layer: LayerClass,
+        layer: LayerGroup,
         members: Sequence[int],
         cut: tuple[int, int, int, int, int, int],
         blocks_of: BlocksOf,
@@ -183,7 +183,7 @@ class Planner:
         )
 
     def _all_visible(
-        self, layer: LayerClass, n: int, prefix: int, first: int, c0: int, c1: int, queries: int
+        self, layer: LayerGroup, n: int, prefix: int, first: int, c0: int, c1: int, queries: int
     ) -> bool:
         """Every query of the block sees every key of the tile."""
         earliest = prefix if self._tree is not None else prefix + first + 1
@@ -241,7 +241,7 @@ class Planner:
         return mask.masked_fill_(~visible, -torch.inf), dead if known else None
 
 
-def _span(layer: LayerClass, n: int, s: int, first: int, end: int) -> tuple[int, int]:
+def _span(layer: LayerGroup, n: int, s: int, first: int, end: int) -> tuple[int, int]:
     """The keys that any query of the block [first, end) sees; n queries end at s keys."""
     if not layer.causal:
         return 0, s

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from attn_core.backends.triton.splits import SHORT
+from attn_core.backends.triton.split_kv import SHORT
 
 
 def arch_of(device: torch.device) -> tuple[str, int]:
@@ -30,6 +30,6 @@ def hopper_on(arch: str) -> ModuleType | None:
     if arch != "sm90":
         return None
     try:
-        return importlib.import_module("attn_core.backends.triton.on_hopper")
+        return importlib.import_module("attn_core.backends.triton.hopper.launch")
     except ImportError:
         return None

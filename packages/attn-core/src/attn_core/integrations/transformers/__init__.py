@@ -11,7 +11,7 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 from attn_core.integrations.transformers.architectures import SUPPORTED
-from attn_core.integrations.transformers.choose import select_for
 from attn_core.integrations.transformers.engine import Engine, enable
+from attn_core.integrations.transformers.select import select_for
 
 __all__ = ["SUPPORTED", "Engine", "enable", "select_for"]

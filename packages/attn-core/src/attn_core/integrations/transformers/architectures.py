@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
-from attn_core.forward import AttentionLayer
+from attn_core.runtime.layer import AttentionLayer
 
 _N = TypeVar("_N", int, float)
 

@@ -9,11 +9,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin
 
 from attn_core.errors import UnsupportedError
-from attn_core.forward import AttentionLayer
-from attn_core.integrations.transformers import latent as mla
-from attn_core.integrations.transformers import vision
+from attn_core.integrations.transformers import mla, vision
 from attn_core.integrations.transformers.architectures import none_if_off
-from attn_core.integrations.transformers.requests import Requests
+from attn_core.integrations.transformers.sequences import Requests
+from attn_core.runtime.layer import AttentionLayer
 
 NAME = "attn_core"  # the attention implementation's name inside transformers
 _TAG = "_attn_core_layer"  # on the keys that a paged cache layer hands on

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from attn_core.allocator import PageAllocator
-from attn_core.decision import Overrides, Selection
-from attn_core.dispatcher import HybridDispatcher
+from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import UnsupportedError, UsageError
-from attn_core.forward import AttentionLayer
-from attn_core.integrations.transformers import latent, vision
+from attn_core.integrations.transformers import mla, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
-from attn_core.integrations.transformers.choose import DTYPES, select_for
 from attn_core.integrations.transformers.inference import no_backward
-from attn_core.integrations.transformers.memory import Memory
-from attn_core.integrations.transformers.requests import Requests
-from attn_core.plugins import Registry, load_plugins
+from attn_core.integrations.transformers.paged_cache import Memory
+from attn_core.integrations.transformers.select import DTYPES, select_for
+from attn_core.integrations.transformers.sequences import Requests
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.selection.result import Overrides, Selection
 
 
 def enable(
@@ -104,7 +104,7 @@ class Engine:
             {n: vision.NAME if n == "vision_config" else NAME for n in self._before}
         )
         if attention.latent:
-            latent.keep_latent(attention.modules)
+            mla.keep_latent(attention.modules)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths and pages are Python's
         @functools.wraps(self._forward)  # its signature is read by others
@@ -163,7 +163,7 @@ class Engine:
             self.enabled = False
             self._model.set_attn_implementation(self._before)
             vision.detach(self._attention)
-            latent.expand_again(self._attention.modules)
+            mla.expand_again(self._attention.modules)
             del self._decoder.forward
             if self._replaced is not None:
                 self._decoder.forward = self._replaced

@@ -7,18 +7,19 @@ from collections.abc import Mapping
 
 import torch
 
-from attn_core.capabilities import LINEAR_KINDS, LayerNeeds
-from attn_core.decision import Selection
+from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.errors import UsageError
-from attn_core.kv_cache import STORES
-from attn_core.models import context_length
+from attn_core.model_config import context_length
+from attn_core.selection.result import Selection
+from attn_core.spec.kinds import LINEAR_KINDS
+from attn_core.spec.requirements import LayerRequirements
 
 _LARGE_PAGE = 1024  # tokens; no kernel has larger ones
 
 
 def check_size(
     keys: Mapping[str, object],
-    layers: tuple[LayerNeeds, ...],
+    layers: tuple[LayerRequirements, ...],
     selection: Selection,
     num_pages: int | None,
     device: torch.device,
@@ -35,7 +36,7 @@ def check_size(
     bits = (
         4
         if selection.kv_cache_dtype == "fp4_e2m1"
-        else 8 * STORES[selection.kv_cache_dtype].itemsize
+        else 8 * TORCH_DTYPES[selection.kv_cache_dtype].itemsize
     )
     least = tokens * numbers * (depth if isinstance(depth, int) else 1) * bits // 8
     memory = _memory(device)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_core.backend import Output
-from attn_core.dispatcher import HybridDispatcher
 from attn_core.errors import UnsupportedError
-from attn_core.forward import AttentionLayer
 from attn_core.integrations.transformers.architectures import ModelAttention
 from attn_core.integrations.transformers.inference import no_backward
+from attn_core.runtime.backend import Output
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
 
 # With "flash" in the name transformers hands all images on in one call with their cu_seqlens;
 # otherwise it calls once per image, per frame of a video.

@@ -1,0 +1,224 @@
+"""The built-in plugin: the rows of torch_native, flex_attention and both triton backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from attn_core.dtypes import PLAIN_DTYPES
+from attn_core.plugins.hookspecs import hookimpl
+from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
+from attn_core.spec.kinds import Phase
+
+DECLARED: Final = "attn_core.runtime.backend:DeclaredBackend"
+FP8: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
+FP4: Final = frozenset({"fp4_e2m1"})
+ENCODE: Final = frozenset({Phase.ENCODE})
+
+# The documented system restricts full attention beside GDN layers on two platforms: data-centre
+# Blackwell runs triton, trtllm_mha or fa4, Ascend runs ascend. Everything else is free there.
+FREE_BESIDE_GDN: Final = (
+    ("cuda", ("sm75", "sm80", "sm86", "sm89", "sm90", "sm120")),
+    ("rocm", ()),
+    ("xpu", ()),
+    ("cpu", ()),
+)
+
+
+def _everywhere(row: Capabilities) -> Iterable[Capabilities]:
+    """Put a row on every device, and beside linear layers only where that is not restricted."""
+    yield replace(row, device="any", with_linear_layers=False)
+    for device, archs in FREE_BESIDE_GDN:
+        # On a CPU the embedded default is tuned; elsewhere it is the reference.
+        priority = 20 if device == "cpu" and row.priority == 0 else row.priority
+        yield replace(row, device=device, archs=frozenset(archs), priority=priority)
+
+
+def _torch_native() -> BackendSpec:
+    row = Capabilities(  # torch comes with attn-core, so nothing is required
+        kind="mha",
+        device="any",
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES | FP8 | FP4,
+        priority=0,
+        kv_dtype_may_differ=True,
+        head_dim_pairs="any",
+        sliding_window=True,
+        logit_cap=True,
+        sinks=True,
+        cross_attention=True,
+        encoder=True,
+        max_verify_topk=ANY_TOPK,
+        lse=True,
+        deterministic=True,
+        needs_host_lengths=True,
+    )
+    more = "this implementation does more than the documented one: "
+    return BackendSpec(
+        name="torch_native",
+        capabilities=[
+            *_everywhere(row),
+            *_everywhere(replace(row, kind="mla", chunked_prefix=True)),
+            replace(row, phases=ENCODE),
+        ],
+        create="attn_core.backends.torch_native.backend:TorchNative",
+        aliases=["sdpa"],
+        matrix_deviations={
+            "mha.spec_topk1": more + "a chain of drafts is verified by a causal mask",
+            "mha.spec_topk_gt1": more + "a tree of drafts is verified by its mask",
+            "mha.sliding_window": more + "the window is part of the mask",
+            "mla.backend": more + "MLA, absorbed and ragged, where the documented one has MHA only",
+        },
+    )
+
+
+def _flex_attention() -> BackendSpec:
+    row = Capabilities(  # causal only: no cross attention, no encoder layers, no masks of drafts
+        kind="mha",
+        device="any",
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES | FP8 | FP4,
+        priority=5,
+        kv_dtype_may_differ=True,
+        head_dim_pairs="any",
+        sliding_window=True,
+        logit_cap=True,
+        max_session_topk=0,
+        needs_host_lengths=True,
+        requires_finite_padding=True,  # a block is read as a whole, and 0 times NaN is NaN
+        note="flex_attention reads pages of a multiple of 16 tokens in place; smaller pages and "
+        "quantised stores are gathered first",
+    )
+    more = "this implementation does more than the documented one: "
+    return BackendSpec(
+        name="flex_attention",
+        capabilities=list(_everywhere(row)),
+        create="attn_core.backends.flex_attention.backend:FlexAttention",
+        matrix_deviations={
+            "mha.fp8_kv": more + "quantised tokens are gathered and dequantised first",
+            "mha.sliding_window": more + "the window is part of the mask and of the block list",
+        },
+    )
+
+
+def _triton_mha() -> Sequence[Capabilities]:
+    cuda = Capabilities(
+        kind="mha",
+        device="cuda",
+        archs={"sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
+        requires=["triton>=3.4"],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES | FP8 | FP4,
+        priority=10,
+        head_dim_pairs="any",
+        sliding_window=True,
+        logit_cap=True,
+        sinks=True,
+        cross_attention=True,
+        encoder=True,
+        max_verify_topk=ANY_TOPK,
+        lse=True,
+        deterministic=True,
+        cuda_graph="full",
+        fused_kv_write=True,
+        layouts={"NHD", "HND"},
+    )
+    old = replace(  # Triton refuses e4m3 below sm89, and the block scales of FP4 are e4m3
+        cuda,
+        archs=frozenset({"sm75", "sm80", "sm86"}),
+        kv_dtypes=cuda.kv_dtypes - {"fp8_e4m3"} - FP4,
+    )
+    rocm = replace(
+        cuda,
+        device="rocm",
+        archs=frozenset(),
+        requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",),
+        kv_dtypes=cuda.kv_dtypes - FP4,  # the documented system stores FP4 on CUDA only
+    )
+    # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
+    beside = replace(rocm, with_linear_layers=True, priority=31)
+    vision = [
+        replace(cuda, archs=frozenset(), phases=ENCODE),
+        replace(rocm, phases=ENCODE),
+    ]
+    return [cuda, old, rocm, beside, *vision]
+
+
+def _tree(row: Capabilities) -> Capabilities:
+    """Verify trees of drafts, which the documented system does with page size 1 only."""
+    return replace(row, max_verify_topk=ANY_TOPK, max_page_size=1)
+
+
+def _triton_mla() -> Sequence[Capabilities]:
+    cuda = Capabilities(  # a latent of 576 columns does not fit the shared memory of sm75
+        kind="mla",
+        device="cuda",
+        archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
+        requires=["triton>=3.4"],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES,
+        priority=10,
+        head_dim_pairs="any",
+        logit_cap=True,
+        chunked_prefix=True,
+        max_verify_topk=1,
+        lse=True,
+        deterministic=True,
+        cuda_graph="full",
+        fused_kv_write=True,
+    )
+    needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
+    rocm = replace(cuda, device="rocm", archs=frozenset(), requires=needs)
+    return [cuda, rocm, _tree(cuda), _tree(rocm)]
+
+
+def _triton() -> BackendSpec:
+    return BackendSpec(
+        name="triton",
+        capabilities=[*_triton_mha(), *_triton_mla()],
+        create="attn_core.backends.triton.backend:Triton",
+        aliases=["triton_attn"],
+        matrix_deviations={
+            "mha.fp8_kv": "our kernels read FP8, its scales are part of the softmax scale and of "
+            "the last division; later revisions of the documented matrix say yes too",
+            "mha.devices": "for CUDA and ROCm, which Triton itself compiles for; the documented "
+            "system lets any platform name it. Intel GPUs and Ascend have compilers of their own "
+            "(triton-xpu, triton-ascend), by which these kernels were neither compiled nor run; on "
+            "a CPU Triton has an interpreter only, for tests",
+            "mla.chunked_prefix_cache": "this implementation does more than the documented one: "
+            "forward_ragged returns the log-sum-exp of a chunk, by which merge_states joins them",
+        },
+    )
+
+
+def _triton_linear() -> BackendSpec:
+    cuda = Capabilities(
+        kind="gdn",
+        device="cuda",
+        requires=["triton>=3.4"],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes={"fp32", "bf16"},
+        priority=10,
+        head_dim_pairs="any",
+        max_verify_topk=ANY_TOPK,
+        cuda_graph="full",
+    )
+    rocm = replace(cuda, device="rocm", requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",))
+    # Documented without target verification. triton-ascend owns the module name triton on an NPU;
+    # the CPU path is compiled code behind the same name, so it requires no Triton.
+    npu = replace(cuda, device="npu", requires=("triton-ascend>=3.2",), max_verify_topk=0)
+    cpu = replace(cuda, device="cpu", requires=(), max_verify_topk=0, cuda_graph="none")
+    gdn = (cuda, rocm, npu, cpu)
+    return BackendSpec(
+        name="triton",
+        capabilities=[*gdn, *(replace(row, kind="kda") for row in gdn)],
+        create=DECLARED,
+        implemented=False,
+    )
+
+
+@hookimpl
+def attn_register_backends() -> Sequence[BackendSpec]:
+    """Return the backends that come with attn-core."""
+    return [_torch_native(), _flex_attention(), _triton(), _triton_linear()]

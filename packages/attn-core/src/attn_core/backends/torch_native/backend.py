@@ -1,0 +1,251 @@
+"""torch_native: attention with torch alone, the embedded default on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attn_core.backends.torch_native.blocks import paged, ragged
+from attn_core.backends.torch_native.gather import Buffers, KeyValues
+from attn_core.backends.torch_native.kernels import attend
+from attn_core.backends.torch_native.plan import Limits, Piece, Planner
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.ops.merge import merge_states
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.contract_checks import refuse_call, refuse_unplanned, refuse_window
+from attn_core.runtime.layer import AttentionLayer, LayerGroup
+
+Plans = Mapping[LayerGroup, tuple[Piece, ...]]
+States = list[tuple[Tensor, Tensor | None]]  # an output and its LSE per tile
+
+# Bytes of K and V that a core gathers at once and reads while they are in its cache. Smaller tiles
+# are a little faster on an idle machine and far slower on a busy one: cores wait at every tile.
+_CPU_TILE = 4 << 20
+_GATHER = 256 << 20  # the same on a device, where few large calls win
+_CPU_COPY = 32 << 10  # bytes of a row copied at once: a longer copy may bypass the cache
+_MOST_STATES = 8  # partial results of many queries that are kept before they are merged
+
+
+class TorchNative(AttentionBackend):
+    """Scaled dot product attention per bucket of equal lengths, over tiles of gathered pages.
+
+    Each tile of keys is gathered, attended and merged into the result by its log-sum-exp.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        for layer in config.layers:
+            refuse_window(config.name, layer)
+        self._dtype = TORCH_DTYPES[config.dtype]
+        self._buffers: Buffers = {}
+        classes = {LayerGroup.of(layer) for layer in config.layers}
+        self._limits = {c: self._limits_of(c, config.page_size, config.device) for c in classes}
+
+    def _limits_of(self, layer: LayerGroup, page_size: int, device: torch.device) -> Limits:
+        """Fit what is gathered at once to the caches of the cores, or to a device.
+
+        In deterministic mode each request is gathered alone, so its bits depend on no other.
+        """
+        alone = self.config.deterministic
+        latent = self.config.row.kind != "mha"  # the values are part of the keys
+        width = layer.head_dim if latent else layer.head_dim + layer.v_head_dim
+        token = layer.num_kv_heads * width * self._dtype.itemsize
+        if device.type != "cpu":
+            gather = 1 if alone else max(1, _GATHER // token)
+            return Limits(tile=None, gather=gather, few=512, splits=1, block=page_size)
+        cores = torch.get_num_threads()
+        tile = max(64, _CPU_TILE // token) * cores
+        row = layer.num_kv_heads * layer.head_dim * self._dtype.itemsize
+        fits = [b for b in range(1, page_size + 1) if page_size % b == 0 and b * row <= _CPU_COPY]
+        block = max(fits, default=1)
+        gather = 1 if alone else tile
+        return Limits(tile=tile, gather=gather, few=64, splits=cores, block=block)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+        """Plan every layer class of the model; without host lengths it asks the device."""
+        device = batch.positions.device
+        query_lens = batch.query_lens_host
+        if query_lens is None:
+            query_lens = tuple(batch.cu_seqlens_q.diff().tolist())
+        verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+        planner = Planner(
+            query_lens,
+            self._dtype,
+            device,
+            batch.spec if verify else None,
+        )
+        key_lens: dict[str, Sequence[int]] = {}
+        for name, view in batch.views.items():
+            known = view.seq_lens_host
+            key_lens[name] = view.seq_lens.tolist() if known is None else known
+        plans = {}
+        for which, limits in self._limits.items():
+            if which.view in batch.views:
+                table = batch.views[which.view].page_table
+                blocks_of = paged(table, self.config.page_size // limits.block)
+                plans[which] = planner.plan(which, key_lens[which.view], blocks_of, limits)
+        return plans
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the cache, which holds the new tokens already; k and v are not read."""
+        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        which = LayerGroup.of(layer)
+        pieces = metadata.get(which)
+        if pieces is None:
+            refuse_unplanned(layer, metadata)
+        block = self._limits[which].block
+        return self._attend(q, layer, cache, pieces, block, out, return_lse)
+
+    forward_decode = forward_extend  # decode is the same by another plan
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache; plans on every call, so it reads the lengths on the host."""
+        refuse_window(self.config.name, layer, causal=causal)
+        query_lens = cu_seqlens_q.diff().tolist()
+        starts = cu_seqlens_k.tolist()
+        key_lens = [b - a for a, b in pairwise(starts)]
+        planner = Planner(query_lens, q.dtype, q.device)
+        which = LayerGroup.of(layer, causal=causal)
+        limits = self._limits_of(which, 1, q.device)
+        pieces = planner.plan(which, key_lens, ragged(starts, q.device), limits)
+        tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # a pool of pages of one token
+        return self._attend(q, layer, tokens, pieces, 1, out, return_lse)
+
+    def _attend(
+        self,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        pieces: Sequence[Piece],
+        block: int,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Output:
+        tokens, heads, v_dim = q.shape[0], layer.num_q_heads, layer.v_head_dim
+        out = q.new_empty(tokens, heads, v_dim) if out is None else out
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+        v_scale = cache.k_scale if cache.v is None else cache.v_scale
+        sinks = None if layer.sinks is None else layer.sinks.float()
+        key_values = KeyValues(cache, q.dtype, block, self._buffers)
+
+        def finish(piece: Piece, part: Tensor, total: Tensor | None) -> None:
+            part = _unfold(part, piece, heads)
+            total = None if total is None else _unfold(total, piece, heads)
+            if v_scale != 1.0:
+                part = part * v_scale
+            if sinks is not None and total is not None:
+                with_sink = torch.logaddexp(total, sinks)
+                part, total = part * (total - with_sink).exp()[..., None], with_sink
+            out[piece.rows] = part.to(out.dtype)
+            if return_lse and total is not None:
+                lse[piece.rows] = total
+
+        # A merge of a few rows is all overhead, so pieces that look alike are merged at once. Not
+        # in deterministic mode: there a request is merged alone too.
+        alike: dict[tuple[int, ...], list[tuple[Piece, States]]] = {}
+        for piece in pieces:
+            if not piece.tiles:
+                out[piece.rows] = 0
+                lse[piece.rows] = -torch.inf if sinks is None else sinks
+                continue
+            states = self._states(q, layer, cache.k_scale, key_values, piece, return_lse)
+            if piece.parts == 1:
+                finish(piece, *states[0])
+            elif piece.few and not self.config.deterministic:
+                key = (piece.requests, piece.queries, piece.parts)
+                alike.setdefault(key, []).append((piece, states))
+            else:
+                merged = _merge(states, 1, piece.requests)
+                finish(piece, merged[0][0], merged[1][0])
+        for (requests, _, _), group in alike.items():
+            merged = _merge(
+                [state for _, states in group for state in states], len(group), requests
+            )
+            for (piece, _), part, total in zip(group, *merged, strict=True):
+                finish(piece, part, total)
+        return (out, lse) if return_lse else out
+
+    def _states(
+        self,
+        q: Tensor,
+        layer: AttentionLayer,
+        k_scale: float,
+        key_values: KeyValues,
+        piece: Piece,
+        return_lse: bool,
+    ) -> States:
+        """Attend to each tile of a piece."""
+        r, n, heads, kv_heads = piece.requests, piece.queries, layer.num_q_heads, layer.num_kv_heads
+        mine = q[piece.rows].view(r, n, heads, -1)
+        if piece.fold:
+            mine = mine.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
+        else:
+            mine = mine.transpose(1, 2).contiguous()
+        need_lse = return_lse or layer.sinks is not None or piece.parts > 1
+        scale = layer.scale * k_scale
+        states: States = []
+        for tile in piece.tiles:
+            k, v = key_values.read(tile, r)
+            state = attend(
+                mine.expand(tile.splits, -1, -1, -1) if tile.splits > 1 else mine,
+                k,
+                v,
+                tile,
+                v_dim=layer.v_head_dim,
+                scale=scale,
+                logit_cap=layer.logit_cap,
+                need_lse=need_lse,
+            )
+            states.append(state)
+            if not piece.few and len(states) == _MOST_STATES:
+                out, lse = _merge(states, 1, r)
+                states = [(out[0], lse[0])]
+        return states
+
+
+def _unfold(x: Tensor, piece: Piece, heads: int) -> Tensor:
+    """[R, Hkv, n · group, …] or [R, Hq, n, …] → [R · n, Hq, …]."""
+    r, n = piece.requests, piece.queries
+    if piece.fold:
+        x = x.view(r, x.shape[1], n, -1, *x.shape[3:])
+    return x.transpose(1, 2).reshape(r * n, heads, *x.shape[4 if piece.fold else 3 :])
+
+
+def _merge(states: States, pieces: int, requests: int) -> tuple[Tensor, Tensor]:
+    """Merge states, [P · R, H, rows, …] of each of N pieces in turn, to [N, R, H, rows, …]."""
+    out = torch.cat([out for out, _ in states])
+    lse = torch.cat([lse for _, lse in states if lse is not None])
+    shape = (pieces, -1, requests)
+    out, lse = out.view(*shape, *out.shape[1:]), lse.view(*shape, *lse.shape[1:])
+    return merge_states(out.transpose(0, 1), lse.transpose(0, 1))

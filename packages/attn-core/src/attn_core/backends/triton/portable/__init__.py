@@ -1,0 +1,1 @@
+"""Kernels for every GPU that Triton compiles for."""

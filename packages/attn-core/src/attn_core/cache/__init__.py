@@ -1,0 +1,1 @@
+"""The paged KV cache: pools, page tables, allocation."""

@@ -1,0 +1,99 @@
+"""One layer's pages of the KV cache with their scales, and the formats that pages may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attn_core.errors import UsageError
+
+FP4_BLOCK = 16  # values that share one e4m3 scale
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp4_e2m1": torch.uint8,  # two codes a byte
+}
+
+
+class CachedLayer(Protocol):
+    """What a pool reads of a layer: AttentionLayer has it, and so may an engine's own class."""
+
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def view(self) -> str: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerCache:
+    """One layer's pages, and the only home of their scales.
+
+    MHA: k [pages, page_size, Hkv, D], v [pages, page_size, Hkv, Dv] (layout "NHD"; "HND" is
+    [pages, Hkv, page_size, D]). MLA: k is the latent [pages, page_size, 1, 576], v is None (V is
+    the first v_head_dim of k). FP8: float8, value = stored · scale, per tensor. FP4 (e2m1): uint8
+    [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales = (k, v) e4m3
+    [..., D / 16]. Others have no scales. index: keys of sparse MLA, bf16 [pages, page_size, dim].
+    """
+
+    k: Tensor
+    v: Tensor | None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    block_scales: tuple[Tensor, Tensor | None] | None = None
+    index: Tensor | None = None
+    layout: str = "NHD"
+
+    def __post_init__(self) -> None:
+        check_scales(self.k.dtype, self.k_scale, self.v_scale, latent=self.v is None)
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2 if self.layout == "HND" else 1]
+
+    def parts(self) -> list[tuple[Tensor, str]]:
+        """Every tensor that holds tokens, with its layout."""
+        stores = (self.k, self.v, *(self.block_scales or ()))
+        index = [] if self.index is None else [(self.index, "NHD")]
+        return [(t, self.layout) for t in stores if t is not None] + index
+
+
+def check_scales(store: torch.dtype, k_scale: float, v_scale: float, *, latent: bool) -> None:
+    """Raise UsageError for a scale that is not finite and above 0, or that the store has not.
+
+    store: the dtype of the pool. Only FP8 and FP4 are scaled; other stores hold the numbers as
+    they are, and backends read them without a scale. latent: the values are a part of the keys.
+    """
+    if k_scale == v_scale == 1.0:
+        return
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not 0 < scale < math.inf:
+            raise UsageError(f"{name} {scale} (expected a finite number above 0)")
+    if store.itemsize > 1:
+        raise UsageError(
+            f"k_scale {k_scale} and v_scale {v_scale} for a cache in {store}: only FP8 and FP4 "
+            "have scales; leave them out, or store fp8_e4m3, fp8_e5m2 or fp4_e2m1"
+        )
+    if latent and v_scale != 1.0:
+        raise UsageError(
+            f"v_scale {v_scale} for a latent cache, which stores no V (supports 1.0): its values "
+            "are read with k_scale"
+        )

@@ -1,0 +1,169 @@
+"""Page table ↔ CSR ↔ token slots, splitting pool pages, and counting whole pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.errors import BatchError, UnsupportedError
+
+# A token slot is page · page_size + offset. A page table is int32 [B, max_pages], row b holds the
+# pages of request b in order; entries past its pages hold a valid page, the dummy page 0 here.
+
+
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    """Return how many pages hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+def reusable_prefix(num_tokens: int, page_size: int) -> int:
+    """Return how many tokens of a shared prefix can be reused: whole pages only.
+
+    65 tokens with page size 64 → 64; 32 tokens → 0.
+    """
+    return num_tokens // page_size * page_size
+
+
+def pad_page_table(
+    rows: Sequence[Sequence[int]], *, width: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Build a page table int32 [B, max(width, longest row)] from page lists, padded with page 0."""
+    lens = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+    columns = max(width, max((len(r) for r in rows), default=0))
+    table = torch.zeros(len(rows), columns, dtype=torch.int32)
+    filled = torch.arange(columns) < lens[:, None]
+    table[filled] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32)
+    return table.to(device)
+
+
+def pad_batch(
+    page_table: Tensor, seq_lens: Tensor, batch_size: int, fill_len: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Append padded requests up to `batch_size`: tables of page 0 and lengths of `fill_len`.
+
+    page_table int32 [B, M], seq_lens int32 [B]; a padded row with n queries needs fill_len >= n.
+    Raises BatchError where the batch is larger already. Never syncs.
+    """
+    extra = batch_size - page_table.shape[0]
+    if extra < 0:
+        raise BatchError(f"{page_table.shape[0]} requests do not fit a batch of {batch_size}")
+    table = torch.cat((page_table, page_table.new_zeros(extra, page_table.shape[1])))
+    return table, torch.cat((seq_lens, seq_lens.new_full((extra,), fill_len)))
+
+
+@dataclass(frozen=True, eq=False)
+class PageCsr:
+    """A ragged page table, FlashInfer's convention.
+
+    indptr int32 [B + 1]; indices int32 [indptr[-1], maybe more, then page 0]: request b holds
+    indices[indptr[b]:indptr[b + 1]]. last_page_len int32 [B]: tokens in the last page,
+    1..page_size, 0 for an empty request.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+    def seq_lens(self, page_size: int) -> Tensor:
+        """Return KV lengths int32 [B]. Never syncs."""
+        pages = self.indptr.diff()
+        return torch.where(pages > 0, (pages - 1) * page_size + self.last_page_len, 0)
+
+
+def to_csr(
+    page_table: Tensor, seq_lens: Tensor, page_size: int, *, num_pages: int | None = None
+) -> PageCsr:
+    """Drop the padding of a page table: int32 [B, M] and lengths int32 [B] → PageCsr.
+
+    num_pages: the pages of all requests together, or a bound of it such as B · M: indices has that
+    length and nothing syncs. None reads it from the device, which syncs.
+    """
+    pages = (seq_lens + (page_size - 1)) // page_size
+    indptr = _indptr(pages)
+    total = int(indptr[-1]) if num_pages is None else num_pages
+    row, column, real = _ragged(indptr, total)
+    indices = page_table[row, column] * real if page_table.numel() else indptr.new_zeros(total)
+    last = torch.where(pages > 0, seq_lens - (pages - 1) * page_size, 0)
+    return PageCsr(indptr, indices.to(torch.int32), last.to(torch.int32))
+
+
+def slot_table(page_table: Tensor, page_size: int, max_len: int | None = None) -> Tensor:
+    """Spell a page table out: token slots int64 [B, max_len], by default max_pages · page_size.
+
+    Column j is the slot of token j; past a request's length it is some valid slot. Never syncs.
+    """
+    slots = page_table.long()[:, :, None] * page_size
+    slots = slots + torch.arange(page_size, device=page_table.device)
+    return slots.flatten(1)[:, :max_len]
+
+
+def split_pages(page_table: Tensor, page_size: int, kernel_page_size: int) -> Tensor:
+    """Name each pool page of P tokens as P / p kernel pages: [B, M] → int32 [B, M · P / p].
+
+    p = 1 gives token slots. split_cache is the same for the memory. Raises UnsupportedError where
+    p does not divide P. Never syncs.
+    """
+    parts = _parts(page_size, kernel_page_size)
+    if parts == 1:
+        return page_table
+    within = torch.arange(parts, dtype=torch.int32, device=page_table.device)
+    return (page_table[:, :, None] * parts + within).flatten(1)
+
+
+def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
+    """View a layer's pool pages of P tokens as P / p kernel pages each.
+
+    Raises UnsupportedError where p does not divide P, or the layout is "HND", where other heads
+    lie between the parts of a page.
+    """
+    parts = _parts(cache.page_size, kernel_page_size)
+    if parts == 1:
+        return cache
+    if cache.layout != "NHD":
+        raise UnsupportedError(
+            f"layout {cache.layout}: pages of {cache.page_size} tokens cannot be split into "
+            f"{kernel_page_size}; use layout NHD or page size {kernel_page_size}"
+        )
+
+    def split(t: Tensor) -> Tensor:
+        return t.view(-1, kernel_page_size, *t.shape[2:])
+
+    k_blocks, v_blocks = cache.block_scales or (None, None)
+    return replace(
+        cache,
+        k=split(cache.k),
+        v=None if cache.v is None else split(cache.v),
+        block_scales=None
+        if k_blocks is None
+        else (split(k_blocks), None if v_blocks is None else split(v_blocks)),
+        index=None if cache.index is None else split(cache.index),
+    )
+
+
+def _parts(page_size: int, kernel_page_size: int) -> int:
+    parts, rest = divmod(page_size, kernel_page_size)
+    if rest:
+        raise UnsupportedError(
+            f"kernel page {kernel_page_size} does not divide the pool's page {page_size}; "
+            f"use a page size that is a multiple of {kernel_page_size}"
+        )
+    return parts
+
+
+def _indptr(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _ragged(indptr: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Give entry i < total its row, its place in the row, and whether it is a real one."""
+    i = torch.arange(total, dtype=torch.int32, device=indptr.device)
+    real = i < indptr[-1]
+    # searchsorted, unlike repeat_interleave, needs no sum from the device
+    row = torch.searchsorted(indptr[1:], i, right=True)
+    row = row.clamp(max=max(indptr.shape[0] - 2, 0))
+    return row, (i - indptr[row]) * real, real

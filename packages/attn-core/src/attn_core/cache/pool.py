@@ -1,0 +1,135 @@
+"""Paged pools: where K and V, MLA latents and linear-attention states live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache
+from attn_core.errors import UnsupportedError, UsageError
+from attn_core.formatting import near
+
+
+class KVPool:
+    """The KV cache of a model: one LayerCache per softmax layer, zeros at first.
+
+    num_pages: with page 0, the dummy; a mapping gives each view its own number.
+    kv_cache_dtype: a key of TORCH_DTYPES.
+    kind: "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index keys.
+    scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent; latents have
+    no v_scale.
+    Raises UsageError, and UnsupportedError where FP4 does not fit a head dim.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[CachedLayer],
+        *,
+        num_pages: int | Mapping[str, int],
+        page_size: int,
+        kv_cache_dtype: str,
+        device: torch.device | str = "cpu",
+        kind: Literal["mha", "mla", "dsa"] = "mha",
+        layout: Literal["NHD", "HND"] = "NHD",
+        index_dim: int = 0,
+        scales: Mapping[int, tuple[float, float]] | None = None,
+    ) -> None:
+        if kv_cache_dtype not in TORCH_DTYPES:
+            raise UsageError(
+                f"kv_cache_dtype {kv_cache_dtype!r}: {near(kv_cache_dtype, TORCH_DTYPES)}"
+            )
+        if page_size < 1:
+            raise UsageError(f"page_size {page_size} (expected 1 or more)")
+        self.page_size, self.kv_cache_dtype, self.kind = page_size, kv_cache_dtype, kind
+        self.layout, self.device, self.index_dim = layout, torch.device(device), index_dim
+        self._layers: dict[int, LayerCache] = {}
+        for x in layers:
+            pages = num_pages if isinstance(num_pages, int) else num_pages.get(x.view, 0)
+            if pages < 1:
+                raise UsageError(f"layer {x.layer_id}: {pages} pages for its view {x.view!r}")
+            scale = (scales or {}).get(x.layer_id, (1.0, 1.0))
+            self._layers[x.layer_id] = self._create(x, pages, scale)
+
+    def _create(self, layer: CachedLayer, pages: int, scale: tuple[float, float]) -> LayerCache:
+        fp4, size, heads = self.kv_cache_dtype == "fp4_e2m1", self.page_size, layer.num_kv_heads
+        dims = [layer.head_dim] if self.kind != "mha" else [layer.head_dim, layer.v_head_dim]
+        if fp4 and any(d % FP4_BLOCK for d in dims):
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: head dims {dims} in fp4_e2m1 (supports multiples of "
+                f"{FP4_BLOCK}); take fp8_e4m3 or bf16"
+            )
+        shape = (pages, size, heads) if self.layout == "NHD" else (pages, heads, size)
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        store, per_byte = TORCH_DTYPES[self.kv_cache_dtype], 2 if fp4 else 1
+        kv = [zeros((*shape, d // per_byte), store) for d in dims]
+        blocks = [zeros((*shape, d // FP4_BLOCK), torch.float8_e4m3fn) for d in dims if fp4]
+        index = zeros((pages, size, self.index_dim), torch.bfloat16) if self.index_dim else None
+        return LayerCache(
+            k=kv[0],
+            v=kv[1] if len(kv) > 1 else None,
+            k_scale=scale[0],
+            v_scale=scale[1],
+            block_scales=(blocks[0], blocks[1] if len(blocks) > 1 else None) if fp4 else None,
+            index=index,
+            layout=self.layout,
+        )
+
+    def layer(self, layer_id: int) -> LayerCache:
+        """Return one layer's cache. Raises UsageError for a layer that has none."""
+        try:
+            return self._layers[layer_id]
+        except KeyError:
+            known = sorted(self._layers)
+            raise UsageError(f"layer {layer_id} has no KV cache (layers: {known})") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this pool holds."""
+        return sum(t.nbytes for cache in self._layers.values() for t, _ in cache.parts())
+
+    @classmethod
+    def bytes_per_page(
+        cls,
+        layers: Iterable[CachedLayer],
+        *,
+        page_size: int,
+        kv_cache_dtype: str,
+        kind: Literal["mha", "mla", "dsa"] = "mha",
+        index_dim: int = 0,
+    ) -> int:
+        """Return what one page of all layers takes, in bytes, before anything is allocated."""
+        return cls(
+            layers,
+            num_pages=1,
+            page_size=page_size,
+            kv_cache_dtype=kv_cache_dtype,
+            device="meta",
+            kind=kind,
+            index_dim=index_dim,
+        ).nbytes
+
+    @classmethod
+    def pages_that_fit(
+        cls,
+        memory: int,
+        layers: Iterable[CachedLayer],
+        *,
+        page_size: int,
+        kv_cache_dtype: str,
+        kind: Literal["mha", "mla", "dsa"] = "mha",
+        index_dim: int = 0,
+    ) -> int:
+        """Return how many pages, the dummy included, fit into `memory` bytes."""
+        return memory // cls.bytes_per_page(
+            layers,
+            page_size=page_size,
+            kv_cache_dtype=kv_cache_dtype,
+            kind=kind,
+            index_dim=index_dim,
+        )

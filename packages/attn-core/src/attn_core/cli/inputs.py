@@ -1,0 +1,190 @@
+"""From the flags of a command to what select() decides from, with every assumption written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from attn_core.cli.options import DTYPES, KV_DTYPES, InputFlags, names
+from attn_core.errors import UsageError
+from attn_core.formatting import near
+from attn_core.plugins.dependencies import alternatives, parse_libraries
+from attn_core.plugins.registry import Registry
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.spec.device import RUNTIMES, Device, parse_device, probe_device
+from attn_core.spec.kinds import LINEAR_KINDS, Kind
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+
+SHAPE = (
+    "kind",
+    "head_dim",
+    "v_head_dim",
+    "num_q_heads",
+    "num_kv_heads",
+    "sliding_window",
+    "logit_cap",
+    "sinks",
+)
+LIMIT = 1 << 31  # above any true size, as in a model's config
+COUNTS = ("tp", *(name for name in SHAPE if name not in ("kind", "sinks")))
+
+
+def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
+    """Turn the flags into what select() decides from. Raises UsageError, ModelConfigError."""
+    here = probe_device()
+    types = {r.device for s in registry.backends.values() for r in s.capabilities} - {"any"}
+    text = here.type if flags.device is None else flags.device
+    device = parse_device(text, flags.runtime_version, types, here)
+    if flags.device is None:
+        device = here
+    same = (device.type, device.arch) == (here.type, here.arch)
+    if same:
+        device = Device(here.type, here.arch, flags.runtime_version or here.runtime)
+    libraries, assumed = _libraries(flags, registry, same)
+    if device.runtime is None and device.type in RUNTIMES:
+        assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
+    needs = _requirements(flags, assumed)
+    simulated = not same or flags.assume_installed is not None
+    return SelectionInputs(needs, device, libraries, flags.overrides(), simulated)
+
+
+def _libraries(
+    flags: InputFlags, registry: Registry, same: bool
+) -> tuple[dict[str, str | None], list[str]]:
+    asked = names(flags.assume_installed)
+    given = [name for name in asked if name != "all"]
+    every: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
+    pinned, known = parse_libraries(given), [*every, "torch"]
+    for name in pinned:
+        if name not in known:
+            raise UsageError(
+                f"--assume-installed {name}: no backend requires it; {near(name, known)}"
+            )
+    found: dict[str, str | None] = dict(registry.installed_libraries()) if same else {}
+    if "all" in asked or not (same or asked):
+        exact = f"; exactly: {', '.join(given)}" if given else ""
+        return every | pinned, [f"every library counts as installed, new enough{exact}"]
+    if given:
+        text = f"installed: {', '.join(given)}" + ("" if same else ", no other library")
+        return found | pinned, [text]
+    return found, []
+
+
+def _requirements(flags: InputFlags, assumed: list[str]) -> Requirements:
+    speculation = _speculation(flags, assumed)
+    check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
+    check("--dtype", flags.dtype, DTYPES)
+    for name in COUNTS:
+        value = getattr(flags, name)
+        if value is not None and not 0 < value < LIMIT:  # NaN is not above 0 either
+            raise UsageError(f"{_option(name)} {value}: above 0, below {LIMIT}")
+    if flags.model is not None:
+        return _of_model(flags, flags.model, speculation, assumed)
+    vision = LayerRequirements(encoder=True) if flags.mm_attention_backend else None
+    if vision is not None:
+        assumed.append("--mm-attention-backend without --model: a vision tower of any shape")
+    return Requirements(
+        layers=_layers(flags, assumed),
+        vision=vision,
+        dtype=flags.dtype or "bf16",
+        kv_cache_dtype=flags.kv_cache_dtype,
+        page_size=flags.page_size,
+        speculation=speculation,
+        deterministic=flags.deterministic,
+        assumptions=tuple(assumed),
+    )
+
+
+def _of_model(
+    flags: InputFlags, model: Path, speculation: Speculation | None, assumed: list[str]
+) -> Requirements:
+    from attn_core.model_config import read_config, requirements_from_config
+
+    given = [_option(n) for n in SHAPE if getattr(flags, n) not in (None, False)]
+    if given:
+        raise UsageError(f"{', '.join(given)} beside --model: the model says it; drop one")
+    needs = requirements_from_config(
+        read_config(model),
+        tp=flags.tp,
+        dtype=flags.dtype,
+        kv_cache_dtype=flags.kv_cache_dtype,
+        page_size=flags.page_size,
+        speculation=speculation,
+    )
+    assumptions = (*needs.assumptions, *assumed)
+    return replace(needs, deterministic=flags.deterministic, assumptions=assumptions)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _layers(flags: InputFlags, assumed: list[str]) -> tuple[LayerRequirements, ...]:
+    kind = cast(Kind, check("--kind", flags.kind, get_args(Kind)) or "mha")
+    linear = (LayerRequirements(kind=kind),) if kind in LINEAR_KINDS else ()
+    if linear:
+        assumed.append(f"{kind} layers beside full attention (mha)")
+        kind = "mha"
+    d, dv = flags.head_dim, flags.v_head_dim
+    if dv is not None and d is None:
+        raise UsageError(f"--v-head-dim {dv} without --head-dim: give both")
+    if kind in ("mla", "dsa") and d is None and dv is None:
+        d, dv = 576, 512
+        assumed.append(f"{kind}: latent 512 + rope 64")
+    shape = {"num_q_heads": flags.num_q_heads, "num_kv_heads": flags.num_kv_heads}
+    unset = [n for n, v in {"head_dim": d, **shape}.items() if v is None]
+    if unset:
+        assumed.append(f"{', '.join(unset)} not given: constrains nothing")
+    q, kv = _heads(flags, assumed)
+    layer = LayerRequirements(
+        kind=kind,
+        head_dim=d,
+        v_head_dim=dv,
+        num_q_heads=q,
+        num_kv_heads=kv,
+        sliding_window=flags.sliding_window,
+        logit_cap=flags.logit_cap,
+        sinks=flags.sinks,
+    )
+    return (layer, *linear)
+
+
+def _heads(flags: InputFlags, assumed: list[str]) -> tuple[int | None, int | None]:
+    """Return one rank's query and KV heads, by the rule that a model's config is read with."""
+    q, kv, tp = flags.num_q_heads, flags.num_kv_heads, flags.tp
+    owner = "--num-q-heads and --num-kv-heads"
+    if q is None or kv is None:
+        owner += " (the one not given was taken to fit)"
+    from attn_core.model_config.keys import Keys  # start-up: rarely needed
+    from attn_core.model_config.layers import rank_heads
+
+    keys = Keys({}, owner, notes=assumed)
+    mine = rank_heads(keys, q or (kv or 1) * tp, kv or q or 1, tp)
+    return q and mine[0], kv and mine[1]
+
+
+def _speculation(flags: InputFlags, assumed: list[str]) -> Speculation | None:
+    topk, mode = flags.speculative_eagle_topk, flags.speculative_attention_mode
+    check("--speculative-attention-mode", mode, ("prefill", "decode"))
+    if topk is None:
+        if mode is not None:
+            raise UsageError(
+                "--speculative-attention-mode without --speculative-eagle-topk: "
+                "there is nothing to verify; add --speculative-eagle-topk 1"
+            )
+        return None
+    assumed.append(f"--speculative-eagle-topk {topk} turns speculation on")
+    chosen: Literal["prefill", "decode"] = "decode" if mode == "decode" else "prefill"
+    return Speculation(topk=topk, mode=chosen)
+
+
+def check(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
+    """Refuse a value that is not among `known`, naming the near ones."""
+    if value is not None and value not in known:
+        raise UsageError(f"{option} {value}: {near(value, known)}")
+    return value
+
+
+def _all_names(registry: Registry) -> list[str]:
+    return sorted({w.name for group in registry.requires() for w in alternatives(group)})

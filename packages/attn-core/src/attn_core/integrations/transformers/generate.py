@@ -1,0 +1,300 @@
+"""From a model directory or a GGUF file and a prompt to a stream of text on paged pools."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import logging
+
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.errors import ContextLengthError, ModelConfigError, UsageError
+from attn_core.integrations.transformers.chat import TemplateError, render
+from attn_core.integrations.transformers.checkpoint import (
+    attempt,
+    check_files,
+    end_tokens,
+    load_weights,
+    plain_config,
+    refuse_adapter,
+    token_list,
+)
+from attn_core.integrations.transformers.engine import Engine, enable
+from attn_core.integrations.transformers.pool_size import check_size
+from attn_core.integrations.transformers.select import select_for
+from attn_core.model_config import context_length, read_config, requirements_from_config
+from attn_core.selection.result import Overrides
+from attn_core.spec.device import probe_device
+
+MAX_NEW_TOKENS = 256  # where nothing else is asked and the context has room
+MAX_TOKENS = 1 << 30  # of a model whose context is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A loaded model on paged pools, its tokenizer and its context length (None: not known).
+
+    warnings: sentences about the files that a reader of the text should know.
+    """
+
+    model: Any
+    tokenizer: Any
+    engine: Engine
+    context_length: int | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a generation did: tokens, and seconds up to the first and between first and last."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    interrupted: bool = False
+
+
+def load(
+    path: Path,
+    *,
+    dtype: str | None = None,
+    page_size: int | None = None,
+    kv_cache_dtype: str = "auto",
+    num_pages: int | None = None,
+    overrides: Overrides | None = None,
+    step: Callable[[str], None] = lambda name: None,
+    prepare: Callable[[Any, int | None], None] = lambda tokenizer, context_length: None,
+) -> TextModel:
+    """Load a model from local files, never running code from them, and enable attn-core on it.
+
+    path: a directory with config.json, or a GGUF file. dtype: "bf16", "fp16", "fp32" or None: the
+    model's, for a GGUF file fp32 on a CPU, else bf16. step is called with the name of each step
+    before it. What can be wrong is looked at before the weights are loaded: the selection comes
+    first, then prepare(tokenizer, context_length), which may raise for a bad prompt. Raises
+    ModelConfigError, UnsupportedError, and what select() raises.
+    """
+    step("selecting backends")
+    keys = attempt(path, lambda: read_config(path))
+    gguf = path.suffix == ".gguf"
+    device = _torch_device()
+    if dtype is None and gguf:
+        dtype = "fp32" if device.type == "cpu" else "bf16"
+    needs = requirements_from_config(keys, dtype=dtype)
+    plain = needs.dtype
+    selection = select_for(
+        keys,
+        dtype=TORCH_DTYPES[plain],
+        device=device,
+        page_size=page_size,
+        kv_cache_dtype=kv_cache_dtype,
+        overrides=overrides,
+    )
+    check_size(keys, needs.layers, selection, num_pages, device)
+    where = path if path.is_dir() else path.parent
+    files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    refuse_adapter(where)
+    ends: list[int] | None = None
+    if gguf:
+        files["gguf_file"] = path.name
+    else:
+        check_files(where)
+        ends = end_tokens(where, keys)
+        files["config"] = plain_config(keys, path)
+    # reading a GGUF file draws a bar that nothing else turns off
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        step("loading the tokenizer")
+        tokenizer = attempt(path, lambda: AutoTokenizer.from_pretrained(where, **files))
+    prepare(tokenizer, context_length(keys))
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        step("loading the weights")
+        kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
+        model, warned = load_weights(kind, where, path, dtype=TORCH_DTYPES[plain], **files)
+    step("moving the model")
+    model = model.to(device).eval()
+    for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        ends = token_list(path, said) if ends is None else ends
+    pad = tokenizer.pad_token_id
+    # greedy: a checkpoint's own sampling settings would make two runs differ
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=ends[0] if pad is None and ends else pad
+    )
+    return TextModel(
+        model=model,
+        tokenizer=tokenizer,
+        engine=enable(model, selection, num_pages=num_pages),
+        context_length=context_length(keys),
+        warnings=warned,
+    )
+
+
+def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
+    """Tokenize a prompt as int64 [1, T], as a user's message where the tokenizer has a template.
+
+    Raises UsageError for a prompt without tokens and for a template that fails or does not end.
+    """
+    if not prompt:
+        raise UsageError("the prompt is empty; give some text")
+    template = bool(chat and tokenizer.chat_template)
+    if template:
+        try:
+            prompt = render(tokenizer, prompt)
+        except TemplateError as error:
+            raise UsageError(f"the chat template fails: {error}; leave out --chat") from error
+    try:
+        ids = tokenizer(prompt, add_special_tokens=not template)["input_ids"]
+    except Exception as error:  # a text or a vocabulary that the tokenizer cannot take
+        raise UsageError(f"the tokenizer fails: {type(error).__name__}: {error}") from error
+    if not ids:
+        raise UsageError(f"the prompt {prompt[:100]!r} has no tokens in this model's vocabulary")
+    return torch.tensor([ids])
+
+
+def generate(
+    text: TextModel,
+    prompt: Tensor,
+    write: Callable[[str], None],
+    *,
+    max_new_tokens: int | None = None,
+) -> Iterator[Report]:
+    """Generate greedily from int64 [1, T]; yield one Report, after all text was written.
+
+    write gets each piece of text as it comes. Ctrl-C ends the generation, the report says so. An
+    error is raised after everything that was generated is written and reported. Raises
+    ContextLengthError and ModelConfigError before anything runs, OutOfPagesError.
+    """
+    length = prompt.shape[1]
+    limit = new_tokens(text.context_length, length, max_new_tokens)
+    known, largest = text.model.get_input_embeddings().num_embeddings, int(prompt.max())
+    if largest >= known:
+        raise ModelConfigError(
+            f"the tokenizer gives token {largest}, the model knows {known}: they do not belong "
+            "together; download the model again"
+        )
+    stream = _Stream(text.tokenizer, write)
+    interrupted, failure = False, None
+    try:
+        with _quiet():
+            text.model.generate(
+                prompt.to(text.model.device),
+                attention_mask=torch.ones_like(prompt, device=text.model.device),
+                max_new_tokens=limit,
+                streamer=stream,
+            )
+    except KeyboardInterrupt:
+        interrupted = True
+    except Exception as error:
+        failure = error
+    with _quiet():
+        stream.flush()
+    yield Report(
+        prompt_tokens=length,
+        new_tokens=len(stream.ids),
+        prefill_seconds=stream.first - stream.start,
+        decode_seconds=stream.last - stream.first,
+        interrupted=interrupted,
+    )
+    if failure is not None:
+        raise failure
+
+
+def new_tokens(context: int | None, length: int, asked: int | None) -> int:
+    """Return how many tokens to generate after a prompt of `length`, None asked for no number.
+
+    Raises UsageError for a number that no prompt leaves room for, ContextLengthError.
+    """
+    most = MAX_TOKENS if context is None else context - 1
+    if asked is not None and not 1 <= asked <= max(1, most):
+        raise UsageError(
+            f"--max-new-tokens {asked}: at least 1"
+            + (f", at most {most} in a context of {context}" if context and asked > 1 else "")
+        )
+    if context is None:
+        return asked or MAX_NEW_TOKENS
+    if length + (asked or 1) > context:
+        more = f" and {asked} new tokens" if asked else ""
+        raise ContextLengthError(
+            f"a prompt of {length} tokens{more} for a context of {context}; shorten the prompt"
+            + (f" or ask for at most {context - length}" if asked and length < context else "")
+        )
+    return asked or min(MAX_NEW_TOKENS, context - length)
+
+
+class _Stream:
+    """A streamer as generate() wants one: text as soon as its characters are whole, and times."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self.ids: list[int] = []
+        self._from = self._to = 0  # tokens that give the context, and those written
+        self.start = self.first = self.last = time.perf_counter()
+        self._prompt = True
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then each new token."""
+        now = time.perf_counter()
+        if self._prompt:
+            self._prompt, self.start = False, now
+            self.first = self.last = now
+            return
+        self.first, self.last = (self.first if self.ids else now), now
+        self.ids += value.reshape(-1).tolist()
+        self._show(final=False)
+
+    def end(self) -> None:
+        """Do nothing: flush() is called in every case."""
+
+    def flush(self) -> None:
+        """Write what was held back."""
+        self._show(final=True)
+
+    def _show(self, final: bool) -> None:
+        # Decoding a few tokens more than are new keeps the spaces that a tokenizer drops at the
+        # start, and costs the same however long the text is.
+        before = self._decode(self.ids[self._from : self._to])
+        text = self._decode(self.ids[self._from :])
+        if not final and text.endswith("\ufffd"):
+            return  # the rest of a character is still to come
+        piece = text[len(before) :]
+        if piece:
+            # first, because Ctrl-C mostly strikes inside write: nothing may be written twice
+            self._from, self._to = self._to, len(self.ids)
+            self._write(piece)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _torch_device() -> torch.device:
+    here = probe_device().type
+    return torch.device("cuda" if here == "rocm" else here)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' own bars and remarks out of the stream."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

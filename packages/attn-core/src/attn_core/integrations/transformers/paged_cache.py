@@ -1,0 +1,188 @@
+"""The pages of one model: its pool, who owns which page of each view, and growth on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attn_core.cache.allocator import PageAllocator
+from attn_core.cache.page_table import num_pages_for
+from attn_core.cache.pool import KVPool
+from attn_core.errors import OutOfPagesError, UsageError
+from attn_core.integrations.transformers.architectures import ModelAttention
+from attn_core.ops.kv import copy_slots
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.selection.result import Selection
+
+_SLACK = 256  # tokens: what a view that grows on demand adds beyond the need
+
+
+class Memory:
+    """A KV pool, a PageAllocator for each view of it, and the dispatcher that attends over it.
+
+    windows: view → the longest window of its layers, None where they see everything. A request
+    has one key, in every view. num_pages: pages of each view, the dummy page 0 included; None
+    grows on demand. Raises UsageError for a selection that is not for such layers, and what
+    creating the backends raises.
+
+    lock: held for a whole pass and for every change of a cache, because the pool, its pages and the
+    backends' workspaces are one for all threads.
+    """
+
+    def __init__(
+        self,
+        attention: ModelAttention,
+        selection: Selection,
+        registry: Registry,
+        *,
+        dtype: str,
+        device: torch.device,
+        num_pages: int | Mapping[str, int] | None,
+    ) -> None:
+        if selection.page_size is None:
+            raise UsageError("the selection has no page size: it chose no backend")
+        kind = "mla" if attention.latent else "mha"
+        chosen = {selection.rows[role].kind for role in ("prefill", "decode")}
+        if chosen != {kind}:
+            raise UsageError(
+                f"the selection is for {', '.join(sorted(chosen))}, the model is {kind}"
+            )
+        self.selection, self.device, self.page_size = selection, device, selection.page_size
+        self.layers, self.latent, self.linear = (
+            attention.layers,
+            attention.latent,
+            attention.linear,
+        )
+        self.windows: dict[str, int | None] = {}
+        for x in self.layers:
+            known = self.windows.get(x.view)
+            self.windows[x.view] = max(known or 0, x.sliding_window or 0) or None
+        self.lock = threading.RLock()
+        # Keys of caches that became garbage. A finalizer may run in any thread and in the middle of
+        # a pass, so it only leaves the keys here.
+        self.dropped: deque[list[str]] = deque()
+        self._grows = num_pages is None
+        sizes = _sizes(self.windows, num_pages)
+        pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
+        self.pages = {view: PageAllocator(n, self.page_size) for view, n in sizes.items()}
+        self.dispatcher = HybridDispatcher.from_selection(
+            selection,
+            registry,
+            self.layers,
+            pool,
+            dtype=dtype,
+            vision_layers=attention.vision_layers,
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Pages that some request holds, of all views together."""
+        self.collect()
+        return sum(pages.num_held for pages in self.pages.values())
+
+    def collect(self) -> None:
+        """Give the pages of caches that became garbage back."""
+        with self.lock:
+            while self.dropped:
+                self.release(self.dropped.popleft())
+
+    def release(self, keys: list[str]) -> None:
+        """Give all pages of some requests back and empty the list of their keys."""
+        with self.lock:
+            for key in keys:
+                for pages in self.pages.values():
+                    if key in pages:
+                        pages.release(key)
+            keys.clear()
+
+    def reserve(self, asked: Mapping[str, int]) -> None:
+        """Make sure that so many pages of each view are free.
+
+        Raises OutOfPagesError and changes nothing.
+        """
+        self.collect()
+        lacking = {v: n - self.pages[v].num_free for v, n in asked.items()}
+        short = [view for view, n in lacking.items() if n > 0]
+        if short and not self._grows:
+            view, pages = short[0], self.pages[short[0]]
+            of = f' of view "{view}"' if len(self.pages) > 1 else ""
+            raise OutOfPagesError(
+                f"{asked[view]} more pages of {self.page_size} tokens{of} are asked, "
+                f"{pages.num_free} of {pages.total} are free; drop a cache, ask for fewer tokens "
+                "or give more with num_pages"
+            )
+        if short:
+            self._grow({view: lacking[view] for view in short})
+
+    def _grow(self, lacking: Mapping[str, int]) -> None:
+        slack = num_pages_for(_SLACK, self.page_size)
+        sizes = {view: pages.total + 1 for view, pages in self.pages.items()}
+        for view, n in lacking.items():
+            sizes[view] += max(n, self.pages[view].total) + slack
+        pool, old = self._pool(sizes), self.dispatcher.caches
+        for layer in self.layers:
+            held = self.pages[layer.view].total + 1
+            parts = zip(
+                pool.layer(layer.layer_id).parts(), old.layer(layer.layer_id).parts(), strict=True
+            )
+            for (to, _), (part, _) in parts:
+                to[:held] = part
+        self.dispatcher.caches = pool
+        for view in lacking:
+            self.pages[view].extend(sizes[view])
+
+    def behind(self, view: str, length: int) -> int:
+        """Return the first token that the token after the first `length` sees in a view."""
+        window = self.windows[view]
+        return 0 if window is None else max(0, length - window + 1)
+
+    def trim(self, key: str, length: int) -> None:
+        """Give back the pages that the token after the first `length` does not see."""
+        for view, window in self.windows.items():
+            if window is not None:
+                self.pages[view].release_before(key, self.behind(view, length))
+
+    def copy(self, view: str, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy tokens between slots of a view, in all its layers."""
+        if src:
+            a, b = (torch.tensor(slots, device=self.device) for slots in (src, dst))
+            for layer in self.layers:
+                if layer.view == view:
+                    copy_slots(self.dispatcher.caches.layer(layer.layer_id), a, b)
+
+    def _pool(self, num_pages: Mapping[str, int]) -> KVPool:
+        layout = self.selection.layout
+        assert layout in ("NHD", "HND")
+        try:
+            return KVPool(
+                self.layers,
+                num_pages=num_pages,
+                page_size=self.page_size,
+                kv_cache_dtype=self.selection.kv_cache_dtype,
+                device=self.device,
+                kind="mla" if self.latent else "mha",
+                layout="HND" if layout == "HND" else "NHD",
+            )
+        except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
+            said = str(error).partition("\n")[0][:300]
+            raise OutOfPagesError(
+                f"a pool of {max(num_pages.values())} pages of {self.page_size} tokens does not "
+                f"fit on {self.device} ({said}); drop a cache, ask for fewer tokens or a smaller "
+                "kv_cache_dtype"
+            ) from error
+
+
+def _sizes(
+    views: Mapping[str, object], num_pages: int | Mapping[str, int] | None
+) -> dict[str, int]:
+    if not isinstance(num_pages, Mapping):
+        return dict.fromkeys(views, num_pages or 1)
+    if num_pages.keys() != views.keys():
+        raise UsageError(
+            f"num_pages for the views {sorted(num_pages)} (the model has {sorted(views)})"
+        )
+    return dict(num_pages)

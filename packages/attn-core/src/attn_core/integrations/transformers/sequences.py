@@ -1,0 +1,289 @@
+"""The requests of one transformers cache: which tokens are real, which pages hold them."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.page_table import num_pages_for, pad_page_table
+from attn_core.errors import BatchError, UnsupportedError
+from attn_core.integrations.transformers.paged_cache import Memory
+from attn_core.runtime.backend import Metadata
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """One forward pass: planned once, used by every layer."""
+
+    batch: ForwardBatch | None  # None: nothing but padding
+    metadata: Metadata
+    real: Tensor | None  # int64 [N]: the real ones among the B · T tokens, None where all are
+    lens: list[int]
+    seen: Tensor
+
+
+class Requests:
+    """The rows of one cache, each a request; padding is no part of any.
+
+    Pages go back when the requests are released or garbage, whichever is first.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.first_layer_id = memory.layers[0].layer_id
+        self._keys: list[str] = []  # the allocator's name of each row; changed in place only
+        self._lens: list[int] = []
+        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns] on the host, True = real
+        self._pass: _Pass | None = None
+        self._keeps_past = False  # pages behind the window stay until the next crop
+        self._broken = False
+        weakref.finalize(self, memory.dropped.append, self._keys).atexit = False
+
+    @property
+    def columns(self) -> int:
+        """Columns of the rectangle that transformers sees, padding included."""
+        return self._seen.shape[1]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._keys)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether the enabled model is in the middle of a forward pass over these requests."""
+        return self._pass is not None
+
+    def belong_to(self, memory: Memory) -> bool:
+        """Say whether these requests lie in the pool of `memory`."""
+        return self._memory is memory
+
+    def __deepcopy__(self, memo: object) -> Requests:
+        raise UnsupportedError(
+            "a paged cache cannot be copied; to go on from one prompt several times, repeat its "
+            "rows with batch_repeat_interleave() or run the prompt again"
+        )
+
+    def _new_key(self) -> str:
+        return f"request {next(_NUMBERS)}"  # a text, because messages name it
+
+    def release(self) -> None:
+        """Give all pages back and forget all tokens."""
+        self._memory.release(self._keys)
+        self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool)
+
+    def keep_past(self) -> None:
+        """Keep the pages behind the window until the next crop, so that it may reach behind it."""
+        self._keeps_past = True
+
+    def begin(self, batch_size: int, num_tokens: int, mask: Tensor | None) -> None:
+        """Plan a pass of `num_tokens` new columns in each of `batch_size` rows.
+
+        mask: [batch_size, columns + num_tokens], non-zero = real, or None: all are. Nothing counts
+        as seen before `commit`. Raises BatchError where it does not go on from what was seen,
+        OutOfPagesError.
+        """
+        memory = self._memory
+        if self._broken:
+            raise UnsupportedError(
+                "a pass over this cache failed and left the model's linear layers in the middle "
+                "of it; start a new cache"
+            )
+        new = self._new_tokens(batch_size, num_tokens, mask)
+        if not self._keys:
+            self._keys += [self._new_key() for _ in range(batch_size)]
+            for pages in memory.pages.values():
+                for key in self._keys:
+                    pages.grow(key, 0)
+            self._lens = [0] * batch_size
+            self._seen = torch.zeros(batch_size, 0, dtype=torch.bool)
+        counts: list[int] = new.sum(1).tolist()
+        lens = [have + n for have, n in zip(self._lens, counts, strict=True)]
+        rows = [i for i, n in enumerate(counts) if n]
+        tables = self._grow(lens)
+        seen = torch.cat([self._seen, new], 1)
+        if not rows:
+            self._pass = _Pass(None, None, None, lens, seen)
+            return
+        queries, keys = tuple(counts[i] for i in rows), [lens[i] for i in rows]
+        views = {
+            view: CacheView.build(
+                page_table=pad_page_table([table[i] for i in rows], device=memory.device),
+                page_size=memory.page_size,
+                seq_lens=keys,
+                new_lens=queries,
+            )
+            for view, table in tables.items()
+        }
+        decodes = num_tokens == 1 and all(self._lens[i] for i in rows)
+        positions = [torch.arange(s - n, s) for s, n in zip(keys, queries, strict=True)]
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
+            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32).to(
+                memory.device
+            ),
+            positions=torch.cat(positions).to(memory.device),
+            max_q_len=max(queries),
+            views=views,
+            query_lens_host=queries,
+        )
+        metadata = self._memory.dispatcher.init_forward_metadata(batch)
+        real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(self._memory.device)
+        self._pass = _Pass(batch, metadata, real, lens, seen)
+
+    def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:
+        """Give every row room for lens[i] tokens; return the page tables of each view."""
+        size, views = self._memory.page_size, self._memory.pages
+        self._memory.reserve(
+            {
+                view: sum(
+                    max(0, num_pages_for(n, size) - len(pages.pages(key)))
+                    for key, n in zip(self._keys, lens, strict=True)
+                )
+                for view, pages in views.items()
+            }
+        )
+        return {
+            view: [pages.grow(key, n) for key, n in zip(self._keys, lens, strict=True)]
+            for view, pages in views.items()
+        }
+
+    def _new_tokens(self, batch_size: int, num_tokens: int, mask: Tensor | None) -> Tensor:
+        if self._keys and batch_size != self.batch_size:
+            raise BatchError(f"{batch_size} rows for a cache of {self.batch_size}")
+        if mask is None:
+            return torch.ones(batch_size, num_tokens, dtype=torch.bool)
+        expected = (batch_size, self.columns + num_tokens)
+        if tuple(mask.shape) != expected:
+            raise BatchError(f"attention_mask of shape {tuple(mask.shape)} (expected {expected})")
+        host = mask.to("cpu", torch.bool)
+        if self._keys and not torch.equal(host[:, : self.columns], self._seen):
+            raise UnsupportedError(
+                "the attention_mask differs from the one that the cached tokens were computed "
+                "with; padding stays padding: start a new cache"
+            )
+        return host[:, self.columns :]
+
+    def commit(self) -> None:
+        """Count the tokens of the pass as seen."""
+        assert self._pass is not None
+        self._lens, self._seen, self._pass = self._pass.lens, self._pass.seen, None
+        if not self._keeps_past:
+            self._trim()
+
+    def _trim(self) -> None:
+        for key, length in zip(self._keys, self._lens, strict=True):
+            self._memory.trim(key, length)
+
+    def abandon(self) -> None:
+        """Forget a pass that failed: what it wrote lies behind every length.
+
+        Linear layers of the model cannot forget: with them these requests end here.
+        """
+        self._pass, self._broken = None, self._memory.linear
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer
+    ) -> Tensor:
+        """Write and attend for one layer: [B, H, T, D] each → [B, T, Hq, Dv], padding 0.
+
+        value None: MLA, whose values are part of the keys.
+        """
+        current = self._pass
+        assert current is not None  # update() of the same layer looked
+        b, hq, t, _ = query.shape
+        shape = (b * t, hq, layer.v_head_dim)
+        if current.batch is None:
+            return query.new_zeros(shape).view(b, t, hq, layer.v_head_dim)
+
+        def ragged(x: Tensor) -> Tensor:
+            x = x.transpose(1, 2).flatten(0, 1)
+            return x if current.real is None else x[current.real]
+
+        q, k, v = ragged(query), ragged(key), None if value is None else ragged(value)
+        out = self._memory.dispatcher.forward(q, k, v, layer, current.batch, current.metadata)
+        assert isinstance(out, Tensor)  # no LSE was asked for
+        if current.real is not None:
+            out = out.new_zeros(shape).index_copy_(0, current.real, out)
+        return out.view(b, t, hq, layer.v_head_dim)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove columns.
+
+        Raises UnsupportedError for a positive number, and where pages behind a window are needed
+        again that were given back; keep_past() keeps them.
+        """
+        if tokens_to_remove > 0:
+            raise UnsupportedError(
+                f"crop({tokens_to_remove}): a length is deprecated in transformers; pass the "
+                f"number of tokens to remove as a negative number"
+            )
+        with self._memory.lock:
+            if tokens_to_remove and self._keys:
+                seen = self._seen[:, : max(0, self.columns + tokens_to_remove)]
+                self._rebuild(list(range(self.batch_size)), seen.sum(1).tolist())
+                self._seen = seen
+            self._trim()
+
+    def choose(self, sources: Sequence[int]) -> None:
+        """Let row i go on from what row sources[i] holds; rows may repeat or vanish."""
+        with self._memory.lock:
+            if self._keys:
+                self._rebuild(sources, [self._lens[i] for i in sources])
+                self._seen = self._seen[list(sources)]
+
+    def _rebuild(self, sources: Sequence[int], lens: Sequence[int]) -> None:
+        """Make row i the first lens[i] tokens of row sources[i]; all or nothing.
+
+        Whole pages are shared. The page that will be written next is never shared: it stays with
+        the first row that takes all of its source and is copied for the others.
+        """
+        memory, size = self._memory, self._memory.page_size
+        for source, length in zip(sources, lens, strict=True):
+            self._check_window(source, length)
+        keys, fresh, kept = [], [], set()
+        for source, length in zip(sources, lens, strict=True):
+            if length == self._lens[source] and source not in kept:
+                kept.add(source)
+                keys.append(self._keys[source])
+                continue
+            keys.append(self._new_key())
+            fresh.append((keys[-1], self._keys[source], length))
+        copies = sum(1 for _, _, length in fresh if length % size)
+        memory.reserve(dict.fromkeys(memory.pages, copies))
+        for view, pages in memory.pages.items():
+            src: list[int] = []
+            dst: list[int] = []
+            for key, source_key, length in fresh:
+                reused = pages.share(key, source_key, length, behind=memory.behind(view, length))
+                old, new = pages.pages(source_key), pages.grow(key, length)
+                for position in range(reused, length):
+                    page, offset = divmod(position, size)
+                    src.append(old[page] * size + offset)
+                    dst.append(new[page] * size + offset)
+            memory.copy(view, src, dst)
+            for i, key in enumerate(self._keys):
+                if i not in kept:
+                    pages.release(key)
+        self._keys[:] = keys
+        self._lens = list(lens)
+
+    def _check_window(self, source: int, length: int) -> None:
+        """Refuse to go back to a length whose window has lost pages."""
+        size = self._memory.page_size
+        for view, pages in self._memory.pages.items():
+            first = self._memory.behind(view, length) // size
+            if 0 in pages.pages(self._keys[source])[first : num_pages_for(length, size)]:
+                raise UnsupportedError(
+                    f"a crop to {length} of {self._lens[source]} tokens: the pages behind the "
+                    f"window of {self._memory.windows[view]} were given back; call "
+                    "activate_past_recording() of the cache before the tokens come"
+                )

@@ -1,0 +1,10 @@
+"""Requirements from a model's config.json: reads data only, without torch or transformers."""
+
+from attn_core.model_config.requirements import (
+    context_length,
+    is_encoder_decoder,
+    requirements_from_config,
+)
+from attn_core.model_config.source import read_config
+
+__all__ = ["context_length", "is_encoder_decoder", "read_config", "requirements_from_config"]

@@ -1,0 +1,1 @@
+"""Operations on caches and partial results, one function each."""

@@ -1,0 +1,89 @@
+"""Write, read and copy the tokens of a paged KV cache, on any device, never with a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.paged_tensor import put, take, take_pages
+from attn_core.errors import UnsupportedError, UsageError
+from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
+
+_Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, where → tokens
+
+
+def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
+    """Write new K and V into token slots, quantised as the cache stores them.
+
+    k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA), slots int64 [N] = page · page_size + offset;
+    padding goes to slot 0. k None: nothing to write. FP8 saturates; FP4 takes one e4m3 scale per
+    16 values from themselves. Never syncs. Raises UsageError where only v or only the V pool is.
+    """
+    if k is None:
+        return
+    if (v is None) != (cache.v is None):
+        latent = "v is given, but the cache is latent and stores none: give v None"
+        raise UsageError("v is None, but the cache stores V: give it" if v is None else latent)
+    blocks = cache.block_scales or (None, None)
+    sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
+    for values, pool, block_pool, scale in sides:
+        if values is None or pool is None:
+            continue
+        x = values.detach()
+        if block_pool is not None:
+            x, block = to_fp4(x, scale)
+            put(block_pool, cache.layout, slots, block)
+        elif pool.dtype.itemsize == 1:
+            x = to_fp8(x, pool.dtype, scale)
+        put(pool, cache.layout, slots, x.to(pool.dtype))
+
+
+def read_kv(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Gather token slots, int64 of any shape S, as k [*S, Hkv, D] and v [*S, Hkv, Dv] in `dtype`.
+
+    FP8 and FP4 are dequantised in float32. MLA: v is None, the values are k[..., :v_head_dim].
+    """
+    return _read(cache, slots, dtype, take)
+
+
+def read_pages(
+    cache: LayerCache, pages: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Gather whole pages, int of any shape S, as k [*S, page_size, Hkv, D] and v alike.
+
+    Both layouts come back token-major ("HND" as a transposed view). Else as read_kv.
+    """
+    return _read(cache, pages, dtype, take_pages)
+
+
+def _read(
+    cache: LayerCache, where: Tensor, dtype: torch.dtype, gather: _Gather
+) -> tuple[Tensor, Tensor | None]:
+    def side(pool: Tensor, block_pool: Tensor | None, scale: float) -> Tensor:
+        stored = gather(pool, cache.layout, where)
+        if block_pool is not None:
+            return from_fp4(stored, gather(block_pool, cache.layout, where), scale, dtype)
+        return from_fp8(stored, scale, dtype) if pool.dtype.itemsize == 1 else stored.to(dtype)
+
+    blocks = cache.block_scales or (None, None)
+    k = side(cache.k, blocks[0], cache.k_scale)
+    return k, None if cache.v is None else side(cache.v, blocks[1], cache.v_scale)
+
+
+def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
+    """Write index keys [N, index_dim] of sparse MLA into token slots int64 [N]."""
+    if cache.index is None:
+        raise UnsupportedError("this cache has no index keys; create the KVPool with index_dim")
+    put(cache.index, "NHD", slots, keys.detach().to(cache.index.dtype))
+
+
+def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:
+    """Copy tokens between slots, int64 [N] each, as if all were read before any is written.
+
+    For the partial last page of a draft branch, and to compact accepted tokens of a tree.
+    """
+    for t, layout in cache.parts():
+        put(t, layout, dst, take(t, layout, src))

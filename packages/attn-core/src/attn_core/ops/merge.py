@@ -1,0 +1,23 @@
+"""Merge partial attention states by their log-sum-exp, natural log."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge n partial attentions over disjoint keys into the attention over all of them.
+
+    out [n, T, H, Dv], lse [n, T, H]: natural log of the sum of exp(scores) of each part. Returns
+    out [T, H, Dv] in the dtype of `out` and lse float32 [T, H], accumulated in float32. A part
+    with lse -inf is empty: its `out` may hold anything; all empty gives zeros and -inf.
+    out = Σ exp(lse_i - lse) · out_i, lse = log Σ exp(lse_i) (FlashAttention-2, section 3.1).
+    """
+    lse = lse.float()
+    total = lse.logsumexp(0)
+    empty = lse == -torch.inf
+    # all empty: -inf - -inf is NaN; one empty: 0 · out is NaN where out was never written
+    weights = (lse - total).exp().masked_fill(empty, 0.0)[..., None]
+    merged = (out.masked_fill(empty[..., None], 0.0) * weights).sum(0)
+    return merged.to(out.dtype), total

@@ -1,0 +1,54 @@
+"""FP8 and FP4 (e2m1) numbers of the KV cache: encode with saturation, decode, never sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import FP4_BLOCK
+
+_FP4_MAX = 6.0
+_E4M3_MAX = 448.0
+
+
+def to_fp8(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return x / scale as float8 `dtype`, clamped to its largest finite number (448 or 57344).
+
+    A plain cast of a number out of range gives NaN or infinity on some devices and versions.
+    """
+    top = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-top, top).to(dtype)
+
+
+def from_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return x · scale in `dtype`; the product is taken in float32."""
+    return x.to(dtype) if scale == 1.0 else (x.float() * scale).to(dtype)
+
+
+def to_fp4(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Encode [..., D] as e2m1 with one scale per 16 values: x ≈ e2m1 · block · scale.
+
+    Returns codes uint8 [..., D / 2], low nibble first, and blocks float8_e4m3fn [..., D / 16].
+    A block is the largest magnitude / 6, so its largest value is ±6; ties round to the even code,
+    values beyond 6 · 448 · scale saturate, a NaN makes its whole block NaN. D % 16 must be 0.
+    """
+    y = x.float().reshape(*x.shape[:-1], -1, FP4_BLOCK) / scale
+    blocks = (y.abs().amax(-1) / _FP4_MAX).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    unit = blocks.float().unsqueeze(-1)
+    a = (y / unit.masked_fill(unit == 0, 1.0)).flatten(-2)
+    m = a.abs()
+    # comparisons instead of a table: nothing is copied to the device, so a graph can record it
+    code = (m > 0.25).to(torch.uint8) + (m >= 0.75) + (m > 1.25) + (m >= 1.75)
+    code = (code + (m > 2.5) + (m >= 3.5) + (m > 5.0)) | ((a < 0).to(torch.uint8) << 3)
+    return code[..., 0::2] | (code[..., 1::2] << 4), blocks
+
+
+def from_fp4(codes: Tensor, blocks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Decode what to_fp4 wrote: codes uint8 [..., D / 2], blocks [..., D / 16] → [..., D]."""
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    exponent, odd = (nibbles >> 1) & 3, nibbles & 1
+    # twice the magnitude: 0 1 2 3 4 6 8 12, exact in uint8
+    twice = torch.where(exponent == 0, odd, (2 + odd) << (exponent.clamp(min=1) - 1))
+    value = torch.where(nibbles > 7, -0.5, 0.5) * twice
+    unit = (blocks.float() * scale).unsqueeze(-1)
+    return (value.view(*blocks.shape, FP4_BLOCK) * unit).flatten(-2).to(dtype)

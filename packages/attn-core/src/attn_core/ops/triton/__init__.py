@@ -1,0 +1,1 @@
+"""The operations as Triton kernels."""

@@ -1,0 +1,178 @@
+"""Write new K and V into the pages of a cache, quantised as it stores them, in one launch."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernel: a parameter is a pointer or a number, which no annotation says.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.errors import UsageError
+
+_TILE = 2048  # numbers that a program writes
+_COLUMNS = 128  # of a head, at most: 576 are five times as many
+PLAIN = tl.constexpr(0)
+E4M3 = tl.constexpr(1)
+E5M2 = tl.constexpr(2)
+E2M1 = tl.constexpr(3)
+_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.uint8: 3}
+
+
+@triton.jit
+def fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
+    """Return float32 `x`, clamped to ±TOP and rounded to even, as the bits of a float8 in int32.
+
+    MANTISSA: its bits. BIAS: of its exponent. In integers, so that chips without float8 agree.
+    """
+    size = tl.minimum(tl.abs(x), TOP)
+    bits = size.to(tl.int32, bitcast=True)
+    DROP: tl.constexpr = 23 - MANTISSA
+    to_even = (1 << (DROP - 1)) - 1 + ((bits >> DROP) & 1)
+    normal = ((bits + to_even) >> DROP) - ((127 - BIAS) << MANTISSA)
+    # float32 numbers beside this one are as far apart as the smallest of float8
+    EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
+    small = (size + 2.0**EXPONENT).to(tl.int32, bitcast=True) - ((127 + EXPONENT) << 23)
+    code = tl.where(bits < ((128 - BIAS) << 23), small, normal)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(x == x, code, 0x7F) | sign
+
+
+@triton.jit
+def _fp4_codes(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return codes [ROWS, COLUMNS / 2], low nibble first, and e4m3 bits [ROWS, COLUMNS / 16]."""
+    y = tl.reshape(y, (ROWS, COLUMNS // 16, 16))
+    size = tl.abs(y)
+    broken = tl.max((size != size).to(tl.int32), 2) > 0
+    top = tl.div_rn(tl.max(size, 2), 6.0)
+    block = fp8_bits(tl.where(broken, float("nan"), top), 3, 7, 448.0)
+    normal = ((block + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    unit = tl.where(block < 8, block.to(tl.float32) * 2.0**-9, normal)
+    unit = tl.where(broken, float("nan"), tl.where(block == 0, 1.0, unit))
+    a = tl.div_rn(y, unit[:, :, None])
+    m = tl.abs(a)
+    # between two codes the even one is taken: the first of 0.25, the second of 0.75, …
+    code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32)
+    code += (m >= 1.75).to(tl.int32) + (m > 2.5).to(tl.int32)
+    code += (m >= 3.5).to(tl.int32) + (m > 5.0).to(tl.int32)
+    code |= (a < 0).to(tl.int32) << 3
+    low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
+    return low | (high << 4), block
+
+
+@triton.jit
+def _write_side(
+    values, pool, blocks, slots, scale, rows, slots_token,
+    values_token, values_head, values_dim,
+    pool_page, pool_token, pool_head,
+    blocks_page, blocks_token, blocks_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = row < rows
+    token = row // HEADS
+    head = row % HEADS
+    slot = tl.load(slots + token * slots_token, mask=here, other=0)
+    page = slot // PAGE
+    inner = slot % PAGE
+    pool += (page * pool_page + inner * pool_token + head * pool_head)[:, None]
+    first = tl.program_id(1) * COLUMNS
+    d = first + tl.arange(0, COLUMNS)
+    tile = here[:, None] & (d < DIM)[None, :]
+    values += (token * values_token + head * values_head)[:, None] + d[None, :] * values_dim
+    x = tl.load(values, mask=tile, other=0.0)
+    if FORMAT == PLAIN:
+        tl.store(pool + d[None, :], x.to(pool.dtype.element_ty), mask=tile)
+    else:
+        y = tl.div_rn(x.to(tl.float32), scale)
+        if FORMAT == E4M3:
+            tl.store(pool + d[None, :], fp8_bits(y, 3, 7, 448.0).to(tl.uint8), mask=tile)
+        if FORMAT == E5M2:
+            tl.store(pool + d[None, :], fp8_bits(y, 2, 15, 57344.0).to(tl.uint8), mask=tile)
+        if FORMAT == E2M1:
+            codes, block = _fp4_codes(y, ROWS, COLUMNS)
+            d = first // 2 + tl.arange(0, COLUMNS // 2)
+            tile = here[:, None] & (d < DIM // 2)[None, :]
+            tl.store(pool + d[None, :], codes.to(tl.uint8), mask=tile)
+            d = first // 16 + tl.arange(0, COLUMNS // 16)
+            tile = here[:, None] & (d < DIM // 16)[None, :]
+            blocks += (page * blocks_page + inner * blocks_token + head * blocks_head)[:, None]
+            tl.store(blocks + d[None, :], block.to(tl.uint8), mask=tile)
+
+
+@triton.jit
+def _write(
+    k, v, k_pool, v_pool, k_blocks, v_blocks, slots, k_scale, v_scale, rows, slots_token,
+    k_token, k_head, k_dim, v_token, v_head, v_dim,
+    k_page, k_inner, k_pool_head, v_page, v_inner, v_pool_head,
+    kb_page, kb_inner, kb_head, vb_page, vb_inner, vb_head,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        _write_side(
+            k, k_pool, k_blocks, slots, k_scale, rows, slots_token, k_token, k_head, k_dim,
+            k_page, k_inner, k_pool_head, kb_page, kb_inner, kb_head,
+            HEADS, D, PAGE, FORMAT, ROWS, COLUMNS,
+        )  # fmt: skip
+    elif DV > 0:
+        _write_side(
+            v, v_pool, v_blocks, slots, v_scale, rows, slots_token, v_token, v_head, v_dim,
+            v_page, v_inner, v_pool_head, vb_page, vb_inner, vb_head,
+            HEADS, DV, PAGE, FORMAT, ROWS, COLUMNS,
+        )  # fmt: skip
+
+
+def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
+    """Write new K and V into token slots, bit for bit what attn_core.ops.kv.write_kv writes.
+
+    k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N]; pools of any
+    strides but that of the last dimension, 1. One launch; allocates nothing and never syncs.
+    Raises UsageError where only v or only the V pool is, and for shapes that do not fit.
+    """
+    if k is None:
+        return
+    if (v is None) != (cache.v is None):
+        given, stored = ("no v", "V too") if v is None else ("v", "the latent alone")
+        raise UsageError(f"{given} to write, but the cache stores {stored}")
+    k_blocks, v_blocks = cache.block_scales or (None, None)
+    pools = [cache.k, cache.k if cache.v is None else cache.v]
+    blocks = [x if y is None else y for x, y in zip(pools, (k_blocks, v_blocks), strict=True)]
+    tensors = [_bytes(x) for x in (*pools, *blocks)]
+    token, head = (2, 1) if cache.layout == "HND" else (1, 2)
+    v_dim, other = (0, k) if v is None else (v.shape[-1], v)
+    count, heads, dim = slots.shape[0], cache.k.shape[head], k.shape[-1]
+    packed = 1 if k_blocks is None else 2  # numbers in one element of the pool
+    # the kernel reads and writes by these numbers alone
+    if k.shape != (count, heads, pools[0].shape[-1] * packed) or (
+        v is not None and v.shape != (count, heads, pools[1].shape[-1] * packed)
+    ):
+        raise UsageError(
+            f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {count} slots of a "
+            f"cache with {heads} heads of {[x.shape[-1] * packed for x in pools]} (expected "
+            "[slots, heads, head dim])"
+        )
+    columns = min(_COLUMNS, triton.next_power_of_2(max(dim, v_dim, 16)))
+    rows = _TILE // columns
+    grid = (
+        triton.cdiv(count * heads, rows),
+        triton.cdiv(max(dim, v_dim), columns),
+        1 if v is None else 2,
+    )
+    _write[grid](
+        k.detach(), other.detach(), *tensors, slots, cache.k_scale, cache.v_scale,
+        count * heads, slots.stride(0), *k.stride(), *other.stride(),
+        *(x.stride(axis) for x in tensors for axis in (0, token, head)),
+        HEADS=heads, D=dim, DV=v_dim, PAGE=cache.page_size,
+        FORMAT=_FORMATS.get(cache.k.dtype, 0), ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+
+
+def _bytes(pool: Tensor) -> Tensor:
+    if pool.stride(-1) != 1:
+        raise UsageError(f"a pool with stride {pool.stride(-1)} in its last dimension (supports 1)")
+    return pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool

@@ -1,0 +1,1 @@
+"""Finding plugins and checking what they declare; torch-free."""

@@ -1,0 +1,135 @@
+"""Which distributions are installed, and whether they meet what a row requires."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from attn_core.errors import BackendError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """A kernel library that is tied to one torch: with `torch` (a specifier) use `version`.
+
+    options: what pip needs beside, for example "--no-deps". why: the reason, for people. indexed
+    False: no index has it, so that no pip line installs it, and `why` says how it is got.
+    """
+
+    distribution: str
+    torch: str
+    version: str
+    why: str
+    options: str = ""
+    indexed: bool = True
+
+    @property
+    def pip(self) -> str:
+        """The command that installs it, "" where none does."""
+        if not self.indexed:
+            return ""
+        options = f"{self.options} " if self.options else ""
+        return f"pip install {options}'{self.distribution}{self.version}'"
+
+    def accepts(self, wanted: Requirement) -> bool:
+        """Say whether this is the distribution that is wanted, in a version that is."""
+        versions = SpecifierSet(self.version)
+        exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
+        return self.distribution == wanted.name and all(
+            wanted.specifier.contains(v, prereleases=True) for v in exact
+        )
+
+    def loads(self, torch: str | None) -> bool:
+        """Say whether this is for a version of torch; for no torch nothing is."""
+        if torch is None:
+            return False
+        return SpecifierSet(self.torch).contains(Version(torch).public, prereleases=True)
+
+
+# distribution → version; None: taken as installed, in a version that is new enough
+Libraries = Mapping[str, str | None]
+
+
+@functools.cache
+def alternatives(group: str) -> tuple[Requirement, ...]:
+    """Parse one any-of group: "flash-attn-3 or sglang-kernel>=0.4"."""
+    return tuple(Requirement(part) for part in group.split(" or "))
+
+
+def satisfies(requirement: Requirement, libraries: Libraries) -> bool:
+    """Say whether `libraries` holds the distribution in a version that fits."""
+    name = canonicalize_name(requirement.name)
+    if name not in libraries:
+        return False
+    version = libraries[name]
+    return version is None or requirement.specifier.contains(version, prereleases=True)
+
+
+def used(group: str, libraries: Libraries) -> Requirement | None:
+    """Return the first alternative of a group that is met, the one that backends load, or None."""
+    return next((w for w in alternatives(group) if satisfies(w, libraries)), None)
+
+
+def shortfall(group: str, libraries: Libraries) -> str | None:
+    """Say what is there instead of `group`, "triton 3.0" or what lacks; None where it is met."""
+    if used(group, libraries) is not None:
+        return None
+    wanted = alternatives(group)
+    found = [
+        f"{w.name} {libraries[name]}"
+        for w in wanted
+        if (name := canonicalize_name(w.name)) in libraries
+    ]
+    return " and ".join(found) or f"{' or '.join(w.name for w in wanted)} not installed"
+
+
+def installed(groups: Iterable[str]) -> dict[str, str | None]:
+    """Look up the installed version of every distribution named in `groups`, importing none."""
+    found: dict[str, str | None] = {}
+    for name in {canonicalize_name(w.name) for group in groups for w in alternatives(group)}:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:
+    """Parse NAME or NAME==VERSION as given to --assume-installed. Raises UsageError."""
+    libraries: dict[str, str | None] = {}
+    for text in names:
+        try:
+            requirement = Requirement(text)
+            pins = [s.version for s in requirement.specifier if s.operator == "=="]
+            if len(pins) != len(requirement.specifier) or len(pins) > 1:
+                raise InvalidRequirement("only == is possible")
+            version = str(Version(pins[0])) if pins else None
+        except ValueError as error:  # InvalidRequirement, InvalidVersion, too long a number
+            raise UsageError(
+                f"--assume-installed {text}: not NAME or NAME==VERSION ({error}); "
+                "for example triton or flashinfer-python==0.6.14"
+            ) from None
+        libraries[canonicalize_name(requirement.name)] = version
+    return libraries
+
+
+def chosen_distribution(name: str, group: str) -> str:
+    """Return the distribution of an any-of group that the backend `name` uses here.
+
+    Raises BackendError where none is installed: the backend was created without select().
+    """
+    found = installed([group])
+    wanted = used(group, found)
+    if wanted is None:
+        raise BackendError(
+            f"{name} needs {group}, here: {shortfall(group, found)}; install the one that "
+            "`attn doctor` names"
+        )
+    return wanted.name

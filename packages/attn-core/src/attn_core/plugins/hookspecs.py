@@ -1,0 +1,31 @@
+"""The hooks a plugin implements, in the entry-point group "attn_core"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pluggy
+
+from attn_core.plugins.dependencies import Pin
+from attn_core.spec.capabilities import BackendSpec
+
+GROUP = "attn_core"
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+
+
+@hookspec
+def attn_register_backends() -> Sequence[BackendSpec]:  # type: ignore[empty-body]  # a hookspec has no body
+    """Return the backends of this plugin.
+
+    Called once when plugins are loaded, before any device is touched: import no torch and no
+    kernel library here.
+    """
+
+
+@hookspec
+def attn_register_pins() -> Sequence[Pin]:  # type: ignore[empty-body]  # a hookspec has no body
+    """Return which version of a kernel library goes with which torch; `attn doctor` prints it.
+
+    Called once when plugins are loaded, like attn_register_backends. Optional.
+    """

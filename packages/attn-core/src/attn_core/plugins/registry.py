@@ -1,0 +1,277 @@
+"""Entry points become a Registry; a broken plugin is recorded with its error, never fatal."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pluggy
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import attn_core
+from attn_core.errors import UnknownBackendError
+from attn_core.formatting import near, printable
+from attn_core.plugins import hookspecs
+from attn_core.plugins.dependencies import Pin, installed
+from attn_core.plugins.streams import stdout_to_stderr
+from attn_core.plugins.validation import pin_problem, problem, too_many
+from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.kinds import Family
+
+BUILTIN = "attn-core"
+ERROR_LENGTH = 1000  # characters that are kept of an error
+SLOW_SECONDS = 1.0  # a plugin whose rows take longer is reported: every `attn` command waits for it
+Key = tuple[Family, str]
+
+
+class Distribution(Protocol):
+    """What load_plugins reads of an installed distribution."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def requires(self) -> list[str] | None: ...
+
+
+class EntryPoint(Protocol):
+    """What load_plugins reads of an entry point."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def dist(self) -> Any: ...  # a Distribution or None
+    def load(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a backend comes from."""
+
+    distribution: str
+    version: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class BrokenPlugin:
+    """A plugin, or one backend of it, that could not be taken in; `details` is the traceback."""
+
+    name: str
+    origin: Origin
+    error: str
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class SlowPlugin:
+    """A plugin that works, but whose rows took `seconds` to load."""
+
+    name: str
+    origin: Origin
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"its rows took {self.seconds:.1f} s to load, and every command waits for them; import "
+            "torch and kernel libraries in the module that `create` names, not beside the rows"
+        )
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Every declared backend by (family, name), its origin, and what is broken or slow."""
+
+    backends: Mapping[Key, BackendSpec] = field(default_factory=dict)
+    origins: Mapping[Key, Origin] = field(default_factory=dict)
+    broken: tuple[BrokenPlugin, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    slow: tuple[SlowPlugin, ...] = ()
+
+    def family(self, family: Family) -> tuple[BackendSpec, ...]:
+        """Return the backends of one family, by name."""
+        return tuple(spec for key, spec in sorted(self.backends.items()) if key[0] == family)
+
+    def get(self, name: str, family: Family = "softmax") -> BackendSpec:
+        """Return a backend by name or alias. Raises UnknownBackendError with the near names."""
+        return self._named(name, (family,))
+
+    def find(self, name: str) -> BackendSpec:
+        """Return a backend of either family by name or alias, softmax first; raises as get."""
+        return self._named(name, ("softmax", "linear"))
+
+    def _named(self, name: str, families: tuple[Family, ...]) -> BackendSpec:
+        specs = [spec for family in families for spec in self.family(family)]
+        called = [s for s in specs if s.name == name] + [s for s in specs if name in s.aliases]
+        if called:
+            return called[0]
+        broken = [b for b in self.broken if b.name == name]
+        if broken:
+            raise UnknownBackendError(
+                f"backend {name!r} is broken in {broken[0].origin}: {broken[0].error}"
+            )
+        known = [n for spec in specs for n in (spec.name, *spec.aliases)]
+        kind = "linear attention backend" if families == ("linear",) else "backend"
+        raise UnknownBackendError(f"unknown {kind} {name!r}: {near(name, known)}")
+
+    def requires(self) -> tuple[str, ...]:
+        """Return every requirement group that any row names."""
+        rows = (row for spec in self.backends.values() for row in spec.capabilities)
+        return tuple(sorted({group for row in rows for group in row.requires}))
+
+    def installed_libraries(self) -> dict[str, str | None]:
+        """Look up the libraries that the rows require, importing none of them."""
+        return installed(self.requires())
+
+
+def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
+    """Load every entry point of the group "attn_core", one by one.
+
+    A plugin that fails to import, whose hook raises or returns something else, that registers
+    nothing or more than can be weighed, takes a name or an alias that is taken, or whose
+    distribution requires another attn-core is listed in `broken` with its error. What it prints
+    goes to stderr, also from C and through the file descriptor.
+    Of two plugins with one name the built-in wins, else the alphabetically first distribution.
+    One that takes longer than SLOW_SECONDS is taken in and listed in `slow`.
+    """
+    backends: dict[Key, BackendSpec] = {}
+    origins: dict[Key, Origin] = {}
+    names: dict[Key, Origin] = {}  # and aliases
+    broken: list[BrokenPlugin] = []
+    pins: list[Pin] = []
+    slow: list[SlowPlugin] = []
+    points = _installed_points(broken) if entry_points is None else entry_points
+    found = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
+    for _, (origin, point) in sorted(
+        found.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
+    ):
+        start = time.perf_counter()
+        try:
+            _check_contract(point)
+            with stdout_to_stderr():  # stdout is the command's
+                specs, more = _call(point.load(), point.name)
+                wrongs = [problem(spec) for spec in specs]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's code may raise anything
+            broken.append(_broken(point.name, origin, error))
+            continue
+        if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
+            slow.append(SlowPlugin(_shown(point.name), origin, seconds))
+        pins += more
+        for spec, wrong in zip(specs, wrongs, strict=True):
+            wrong = wrong or _taken(spec, names)
+            if wrong is not None:
+                name = spec.name if type(spec) is BackendSpec else point.name
+                broken.append(BrokenPlugin(_shown(name), origin, wrong))
+                continue
+            key = (spec.family, spec.name)
+            backends[key], origins[key] = spec, origin
+            names |= {(spec.family, n): origin for n in (spec.name, *spec.aliases)}
+    return Registry(
+        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow)
+    )
+
+
+def _installed_points(broken: list[BrokenPlugin]) -> Iterable[EntryPoint]:
+    """Return the installed entry points; a distribution with unreadable ones is broken."""
+    try:
+        return importlib.metadata.entry_points(group=hookspecs.GROUP)
+    except Exception:  # one distribution spoils the call for all: ask each
+        return list(_points_one_by_one(broken))
+
+
+def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
+    for dist in importlib.metadata.distributions():
+        try:
+            yield from dist.entry_points.select(group=hookspecs.GROUP)
+        except Exception as error:  # whatever the parser of its entry_points.txt raises
+            origin = Origin(str(dist.name), str(dist.version), "entry_points.txt")
+            broken.append(_broken(str(dist.name), origin, error))
+
+
+def _origin(point: EntryPoint) -> Origin:
+    dist, module = point.dist, printable(point.value, ERROR_LENGTH)
+    if dist is None or dist.name is None:  # a distribution whose METADATA is lost has no name
+        return Origin("unknown", "?", module)
+    return Origin(
+        printable(canonicalize_name(dist.name)), printable(str(dist.version or "?")), module
+    )
+
+
+def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException as worse:  # the error's own __str__ is a plugin's code, too
+        text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
+    details = "".join(traceback.format_exception(error))
+    return BrokenPlugin(_shown(name), origin, printable(text, ERROR_LENGTH), printable(details))
+
+
+def _shown(name: object) -> str:
+    return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
+
+
+def _check_contract(point: EntryPoint) -> None:
+    for text in (point.dist.requires if point.dist is not None else None) or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if canonicalize_name(requirement.name) != BUILTIN or (
+            marker is not None and not marker.evaluate({"extra": ""})
+        ):
+            continue
+        if not requirement.specifier.contains(attn_core.__version__, prereleases=True):
+            raise ImportError(
+                f"requires attn-core{requirement.specifier}, {attn_core.__version__} is installed; "
+                f"pip install 'attn-core{requirement.specifier}' or another version of the plugin"
+            )
+
+
+def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
+    manager = pluggy.PluginManager(hookspecs.GROUP)
+    manager.add_hookspecs(hookspecs)
+    manager.register(module, name)  # refuses a hook with arguments that do not exist
+    backends = _results(manager.hook.attn_register_backends)
+    if backends is None:
+        raise TypeError("no hook attn_register_backends: mark a function with @hookimpl")
+    pins = _results(manager.hook.attn_register_pins) or []
+    if not backends and not pins:
+        raise ValueError("registers nothing: attn_register_backends returned an empty list")
+    if (excess := too_many(backends, pins)) is not None:
+        raise ValueError(excess)
+    wrong = next((text for text in map(pin_problem, pins) if text), None)
+    if wrong is not None:
+        raise TypeError(f"a pin is wrong: {wrong}")
+    return backends, pins
+
+
+def _results(hook: pluggy.HookCaller) -> list[Any] | None:
+    """Return what the implementations of a hook list, None where there is none."""
+    implementations, results = hook.get_hookimpls(), hook()
+    if not implementations:
+        return None
+    if len(results) < len(implementations):  # pluggy leaves None out
+        raise TypeError("a hook returned None, not a list")
+    for result in results:
+        if type(result) not in (list, tuple):
+            raise TypeError(f"a hook returned {type(result).__name__}, not a list")
+    return [item for result in results for item in result]
+
+
+def _taken(spec: BackendSpec, names: Mapping[Key, Origin]) -> str | None:
+    """Say which name or alias of a backend another one has."""
+    for what, name in [("name", spec.name), *(("alias", alias) for alias in spec.aliases)]:
+        if (owner := names.get((spec.family, name))) is not None:
+            return f"the {what} {name!r} is taken by {owner}; rename this one"
+    return None

@@ -1,0 +1,192 @@
+"""What is wrong with a declaration of a plugin: every field by its type, then by its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from attn_core.dtypes import KV_DTYPES, PLAIN_DTYPES
+from attn_core.formatting import printable
+from attn_core.plugins.dependencies import Pin, alternatives
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.kinds import Phase
+
+# A declaration is read by every command: it stays small enough to be weighed in no time.
+MAX_BACKENDS = 64  # of one plugin
+MAX_ROWS = 96  # of all backends of one plugin
+MAX_ITEMS = 1024  # of a set, a list or a mapping in a row
+MAX_NUMBER = 1 << 31
+MAX_NAME, MAX_TEXT = 64, 1000  # characters
+LAYOUTS = frozenset({"NHD", "HND"})
+
+
+def _parses(parse: Callable[[str], object]) -> Callable[[Any], bool]:
+    def ok(text: str) -> bool:
+        try:
+            parse(text)
+        except ValueError:  # what packaging raises is one
+            return False
+        return True
+
+    return ok
+
+
+def _class_name(text: str) -> bool:
+    module, _, name = text.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), name])
+
+
+def _positive(values: Any) -> bool:
+    return values == "any" or all(_positive(v) if isinstance(v, tuple) else v > 0 for v in values)
+
+
+# Beyond the type of a field: what holds of its value, and that in words. None is always fine.
+VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (bool, "not empty"),
+    "create": (_class_name, "'module:Class'"),
+    "capabilities": (bool, "at least one"),
+    "device": (bool, "a type or 'any'"),
+    "dtypes": (lambda v: v and v <= PLAIN_DTYPES, f"of {', '.join(sorted(PLAIN_DTYPES))}"),
+    "kv_dtypes": (lambda v: v and v <= KV_DTYPES, f"of {', '.join(sorted(KV_DTYPES))}"),
+    "layouts": (lambda v: v and v <= LAYOUTS, f"of {', '.join(sorted(LAYOUTS))}"),
+    "phases": (bool, "at least one"),
+    "min_runtime": (_parses(Version), "a version like 12.8"),
+    "requires": (
+        lambda v: all(map(_parses(alternatives), v)),
+        "requirements like 'triton>=3.4 or pytorch-triton-rocm>=3.4'",
+    ),
+    "torch": (_parses(SpecifierSet), "a specifier like '==2.13.*'"),
+    "version": (_parses(SpecifierSet), "a specifier like '==0.4.8'"),
+    **dict.fromkeys(
+        ("page_sizes", "head_dims", "head_dim_pairs", "q_heads", "group_sizes"),
+        (_positive, "above 0"),
+    ),
+    **dict.fromkeys(("max_page_size", "preferred_page_size"), (lambda v: v > 0, "above 0")),
+    **dict.fromkeys(("max_verify_topk", "max_session_topk"), (lambda v: v >= 0, "0 or more")),
+}
+HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities, Pin)}
+PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
+
+
+def too_many(specs: Sequence[object], pins: Sequence[object] = ()) -> str | None:
+    """Say that a plugin registers more than can be weighed in no time, None where it does not."""
+    rows = sum(len(spec.capabilities) for spec in specs if type(spec) is BackendSpec)
+    counts = {"backends": (len(specs), MAX_BACKENDS), "rows": (rows, MAX_ROWS)}
+    for what, (count, most) in {**counts, "pins": (len(pins), MAX_ITEMS)}.items():
+        if count > most:
+            return f"registers {count} {what} (at most {most}); leave out those that differ least"
+    return None
+
+
+def problem(spec: object) -> str | None:
+    """Say what is wrong with what attn_register_backends returned, None where it is sound."""
+    if type(spec) is not BackendSpec:
+        return f"attn_register_backends returned a {type(spec).__name__}, not a BackendSpec"
+    wrong = _fields(spec)
+    if wrong is not None:
+        return wrong
+    for name in (spec.name, *spec.aliases):
+        if not 0 < len(name) <= MAX_NAME or set(name) & set(" ,"):  # what flags split names at
+            return f"name {name!r} (expected 1 to {MAX_NAME} characters without blank and comma)"
+    for number, row in enumerate(spec.capabilities):
+        if (wrong := _fields(row)) is not None:
+            return f"row {number}: {wrong}" if len(spec.capabilities) > 1 else wrong
+        if not row.absorbed and (row.phases != {Phase.PREFILL} or row.max_verify_topk):
+            return (
+                f"row {number}: absorbed False (expected with phase prefill alone and "
+                "max_verify_topk 0)"
+            )
+    families = {row.family for row in spec.capabilities}
+    return "rows of both families, softmax and linear" if len(families) > 1 else None
+
+
+def pin_problem(pin: object) -> str | None:
+    """Say what is wrong with what attn_register_pins returned, None where it is sound."""
+    if type(pin) is not Pin:
+        return f"attn_register_pins returned a {type(pin).__name__}, not a Pin"
+    return _fields(pin)
+
+
+def _fields(record: BackendSpec | Capabilities | Pin) -> str | None:
+    hints = HINTS[type(record)]
+    for f in fields(record):
+        value, hint = getattr(record, f.name), hints[f.name]
+        if (most := _too_much(value)) is not None:
+            return f"{f.name} {_show(value)} (expected {most})"
+        fits, words = VALUES.get(f.name, (None, ""))
+        if not _is(value, hint) or (fits is not None and value is not None and not fits(value)):
+            expected = f"{_words(hint)}, {words}" if words else _words(hint)
+            return f"{f.name} {_show(value)} (expected {expected})"
+    return None
+
+
+def _too_much(value: object) -> str | None:
+    """Say what a value exceeds that is too large, or too odd, to be weighed and printed."""
+    if isinstance(value, str):
+        fits = len(value) <= MAX_TEXT and value.isprintable()
+        return None if fits else f"at most {MAX_TEXT} characters, all of them printable"
+    if value is None or value is True or value is False:
+        return None  # most fields: every command checks all rows
+    if isinstance(value, int):
+        return None if abs(value) <= MAX_NUMBER else f"at most {MAX_NUMBER}"
+    if not isinstance(value, Collection):
+        return None
+    if len(value) > MAX_ITEMS:
+        return f"at most {MAX_ITEMS} elements"
+    for part in (*value, *value.values()) if isinstance(value, Mapping) else value:
+        if (most := _too_much(part)) is not None:
+            return most
+    return None
+
+
+def _is(value: object, hint: Any) -> bool:
+    """Say whether a value is of a type hint, its elements included.
+
+    Classes are compared, so that True is no int, and a subclass of a row is no row.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return type(value) is str and value in inner
+    if origin in (Union, UnionType):
+        return any(_is(value, one) for one in inner)
+    if origin is tuple:
+        if not isinstance(value, tuple) or len(value) != len(inner):
+            return False
+        return all(_is(v, one) for v, one in zip(value, inner, strict=True))
+    if isinstance(value, Mapping) and origin is not None and issubclass(origin, Mapping):
+        return all(_is(k, inner[0]) and _is(v, inner[1]) for k, v in value.items())
+    if origin is not None:
+        return isinstance(value, origin) and all(_is(v, inner[0]) for v in value)
+    return type(value) is hint
+
+
+def _words(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(repr, inner))
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, inner))
+    if origin is Mapping:
+        return f"a mapping of {_words(inner[0])} to {_words(inner[1])}"
+    if origin is not None:
+        return f"{PLURAL[origin]} {_words(inner[0])}"
+    words = {str: "text", bool: "True or False", NoneType: "None"}
+    return words.get(hint) or str(hint.__name__)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, Collection) and not isinstance(value, str) and len(value) > MAX_ITEMS:
+        return f"of {len(value)} elements"
+    try:
+        text = repr(value)
+        if isinstance(value, frozenset):
+            text = "{" + ", ".join(sorted(map(repr, value))) + "}"
+    except Exception as error:  # a value's own code, or an int of thousands of digits
+        return f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
+    return printable(text if len(text) <= 100 else text[:97] + "...")

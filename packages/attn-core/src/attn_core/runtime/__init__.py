@@ -1,0 +1,1 @@
+"""Running a selection: batch, layer, backend contract, dispatcher, graphs, warm-up."""

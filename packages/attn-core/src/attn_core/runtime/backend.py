@@ -1,0 +1,243 @@
+"""What a third party subclasses: the contract of a softmax and of a linear attention backend."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from attn_core.errors import AttnError, BackendError, BackendNotImplementedError, UnsupportedError
+from attn_core.runtime.batch import ForwardBatch
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+
+if TYPE_CHECKING:
+    from attn_core.cache.layer_cache import LayerCache
+    from attn_core.cache.state_pool import StateCache
+
+Metadata = Any  # the backend's own value, handed back to it
+Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32 [T, Hq])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackendConfig:
+    """Everything a plan needs that does not change from pass to pass."""
+
+    name: str
+    row: Capabilities
+    layers: tuple[AttentionLayer, ...]
+    page_size: int
+    dtype: str
+    kv_cache_dtype: str  # what the cache stores, never "auto"
+    device: torch.device
+    arch: str | None = None  # "sm90", "gfx942": the Device's; None is not known
+    max_bs: int = 0  # 0: not known, grow as needed
+    max_num_tokens: int = 0
+    max_seq_len: int = 0
+    topk: int = 0
+    num_draft_tokens: int = 0
+    deterministic: bool = False
+
+
+class AttentionBackend(ABC):
+    """Softmax attention over a paged cache. Created once from a BackendConfig.
+
+    Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
+    LSE natural log, float32 [T, Hq], sinks included. `out`, where given, is filled and returned.
+    MLA, absorbed: q [T, H, 576], k [T, 1, 576], v None.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Plan one forward pass, once, before its first layer."""
+
+    @abstractmethod
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend in prefill, mixed, target verify and draft extend; once per layer."""
+
+    @abstractmethod
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend in decode and draft decode, one token per request; once per layer."""
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache: vision towers, encoders, MLA prefill (192/128), prefix chunks.
+
+        q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; cu_seqlens int32 [B + 1]. Causal is
+        bottom-right aligned: the last query sees the last key.
+        """
+        raise UnsupportedError(f"{self.config.name} has no ragged attention")
+
+    # CUDA graphs, optional: the row's cuda_graph level says how far.
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create, once, the static buffers that this backend derives from a batch."""
+        raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
+        """Plan as init_forward_metadata does, into the static buffers."""
+        raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Metadata
+    ) -> None:
+        """Refill the static buffers before a replay; on the critical path.
+
+        batch: what was captured, its tensors overwritten in place: a graph goes on reading them.
+        """
+        raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the KV length of padded rows."""
+        return 1
+
+
+class LinearAttentionBackend(ABC):
+    """Gated linear attention (GDN, KDA) over a pool of states. Created once from a BackendConfig.
+
+    q, k [T, Hk, K]; v [T, Hv, V]; g [T, Hv] log decay (<= 0), float32; beta [T, Hv] after the
+    sigmoid; output [T, Hv, V]. States [slots, Hv, V, K] are read and written at batch.state_slots;
+    slot -1 is padding and touches nothing.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Plan one forward pass, once, before its first layer."""
+
+    @abstractmethod
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layer: AttentionLayer,
+        state: StateCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+    ) -> Tensor:
+        """Run ragged new tokens through the recurrence and store each request's last state."""
+
+    @abstractmethod
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layer: AttentionLayer,
+        state: StateCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+    ) -> Tensor:
+        """Run one token per request and store the new state."""
+
+    def verify(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layer: AttentionLayer,
+        state: StateCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+    ) -> Tensor:
+        """Run draft tokens, leave the state, write one intermediate state per draft."""
+        raise UnsupportedError(f"{self.config.name} does not verify drafts")
+
+    def commit(self, state: StateCache, slots: Tensor, accepted: Tensor) -> None:
+        """Copy the intermediate state of the last accepted draft (int64 [B]) into each slot."""
+        raise UnsupportedError(f"{self.config.name} does not verify drafts")
+
+
+class DeclaredBackend:
+    """Stands for a backend that is declared but not built: creating it raises."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        raise BackendNotImplementedError(
+            f"{config.name} is declared, so it can be selected for another machine and explained, "
+            "but it is not implemented in 0.1; `attn backends` lists those that are"
+        )
+
+
+@overload
+def create_backend(
+    spec: BackendSpec, config: BackendConfig, family: Literal["softmax"] = ...
+) -> AttentionBackend: ...
+@overload
+def create_backend(
+    spec: BackendSpec, config: BackendConfig, family: Literal["linear"]
+) -> LinearAttentionBackend: ...
+def create_backend(
+    spec: BackendSpec, config: BackendConfig, family: str = "softmax"
+) -> AttentionBackend | LinearAttentionBackend:
+    """Import the class that `spec.create` names and create it.
+
+    Raises BackendNotImplementedError for a declared backend and BackendError, with the cause,
+    where the import or the constructor fails or the class is not of the contract.
+    """
+    module, _, attribute = spec.create.partition(":")
+    base = AttentionBackend if family == "softmax" else LinearAttentionBackend
+    try:
+        backend = getattr(importlib.import_module(module), attribute)(config)
+    except AttnError:
+        raise
+    except Exception as error:  # a plugin's code: keep its error, name its owner
+        raise BackendError(
+            f"{spec.name} ({spec.create}) cannot be created: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(backend, base):
+        raise BackendError(f"{spec.name}: {spec.create} is no {base.__name__}")
+    return backend

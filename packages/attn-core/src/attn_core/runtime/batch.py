@@ -1,0 +1,261 @@
+"""What one forward pass carries: its mode, its ragged batch, its speculation, its layer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attn_core.errors import BatchError
+
+
+class ForwardMode(enum.Enum):
+    """What a forward pass is."""
+
+    EXTEND = "extend"  # new tokens of one or more requests, with or without a cached prefix
+    DECODE = "decode"  # one token per request
+    MIXED = "mixed"  # extend and decode rows in one batch
+    TARGET_VERIFY = "target_verify"  # the target model scores n draft tokens per request
+    DRAFT_DECODE = "draft_decode"  # the draft model proposes: B·topk plain decode rows
+    DRAFT_EXTEND = "draft_extend"  # the draft model takes in accepted tokens
+    IDLE = "idle"  # no tokens: a rank that only keeps step
+    __hash__ = object.__hash__  # Enum's own is a call in Python, and every layer looks a mode up
+
+
+DECODE_MODES = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE})
+EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}  # as many queries for every request
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise BatchError(message)
+
+
+def _check_tensor(
+    name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], *, rows: bool = False
+) -> None:
+    _check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
+    fits = t.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(t.shape, shape, strict=True)
+    )
+    _check(fits, f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
+    # Refused, not copied: graphs overwrite these tensors in place. rows: they may lie apart.
+    dense = t.stride(-1) == 1 if rows else t.is_contiguous()
+    wanted = "stride(-1) 1" if rows else "contiguous"
+    _check(dense, f"{name} has strides {t.stride()} (expected {wanted}); call .contiguous()")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpecInfo:
+    """Speculation of one TARGET_VERIFY pass.
+
+    tree_mask: bool [B, n, n], n = num_draft_tokens; mask[b, i, j] = query i sees draft j. The
+    prefix is visible to all. None is a chain: query i sees drafts 0..i. Drafts may be named in any
+    order: a draft's position is the prefix plus the number of drafts it sees, itself not counted.
+    """
+
+    topk: int
+    num_draft_tokens: int
+    tree_mask: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CacheView:
+    """Where the requests of a batch lie in one pool.
+
+    page_table: int32 [B, max_pages], page ids, columns adjacent, rows at any stride; entries past
+    a request's pages, and those that lie behind the window of every layer of this view, hold a
+    valid page with any content. The other tensors are contiguous.
+    seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
+    out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to.
+    max_seq_len: the largest of seq_lens, or a bound of it. seq_lens_host: the same on the host.
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    out_cache_loc: Tensor
+    max_seq_len: int
+    seq_lens_host: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        b = self.page_table.shape[0]
+        _check_tensor("page_table", self.page_table, torch.int32, (b, None), rows=True)
+        _check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
+        _check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
+        devices = {str(t.device) for t in (self.page_table, self.seq_lens, self.out_cache_loc)}
+        _check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
+        host = self.seq_lens_host
+        if host is not None:
+            _check(len(host) == b, f"seq_lens_host has {len(host)} lengths for {b} requests")
+            low, top = min(host, default=0), max(host, default=0)
+            _check(low >= 0, f"negative length {low} in seq_lens_host")
+            _check(top <= self.max_seq_len, f"max_seq_len {self.max_seq_len} is below {top}")
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        page_table: Tensor,
+        page_size: int,
+        seq_lens: Sequence[int],
+        new_lens: Sequence[int],
+    ) -> CacheView:
+        """Build a view whose requests hold `seq_lens` tokens, the last `new_lens` of them new.
+
+        page_table: int32 [B, max_pages], its device is the view's. Raises BatchError where a
+        request has more tokens than its row of the table has room for.
+        """
+        device, room = page_table.device, page_table.shape[1] * page_size
+        _check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
+        _check(max(seq_lens, default=0) <= room, f"seq_len {max(seq_lens, default=0)} > {room}")
+        bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if n > s]
+        _check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
+        rows = torch.repeat_interleave(
+            torch.arange(len(seq_lens)), torch.tensor(list(new_lens), dtype=torch.int64)
+        )
+        pos = _positions(seq_lens, new_lens)
+        rows, pos = rows.to(device), pos.to(device)
+        slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size
+        return cls(
+            page_table=page_table,
+            seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
+            out_cache_loc=slots,
+            max_seq_len=max(seq_lens, default=0),
+            seq_lens_host=tuple(seq_lens),
+        )
+
+
+def _positions(seq_lens: Sequence[int], new_lens: Sequence[int]) -> Tensor:
+    parts = [torch.arange(s - n, s) for s, n in zip(seq_lens, new_lens, strict=True)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardBatch:
+    """One forward pass over B requests with T query tokens, checked once, here.
+
+    cu_seqlens_q: int32 [B + 1]. positions: int64 [T]. max_q_len: the longest query.
+    views: "full", "window", "cross" … → CacheView; a layer names its view.
+    state_slots: int32 [B] for linear layers, -1 = padding. query_lens_host: [B] on the host.
+    All tensors are contiguous. spec belongs to TARGET_VERIFY; no other mode takes a tree_mask.
+    Values are checked against the host copies only, so construction never syncs with a device.
+    """
+
+    forward_mode: ForwardMode
+    cu_seqlens_q: Tensor
+    positions: Tensor
+    max_q_len: int
+    views: Mapping[str, CacheView] = field(default_factory=dict)
+    spec: SpecInfo | None = None
+    state_slots: Tensor | None = None
+    query_lens_host: tuple[int, ...] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    def __post_init__(self) -> None:
+        b, t, mode = self.batch_size, self.num_tokens, self.forward_mode
+        _check_tensor("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (None,))
+        _check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
+        _check_tensor("positions", self.positions, torch.int64, (None,))
+        devices = {str(x.device) for x in (self.cu_seqlens_q, self.positions)}
+        for name, view in self.views.items():
+            rows = view.page_table.shape[0]
+            _check(rows == b, f"view {name!r} has {rows} requests, the batch {b}")
+            devices.add(str(view.page_table.device))
+        if self.state_slots is not None:
+            _check_tensor("state_slots", self.state_slots, torch.int32, (b,))
+            devices.add(str(self.state_slots.device))
+        _check(len(devices) == 1, f"a batch on several devices: {sorted(devices)}")
+        _check(mode is not ForwardMode.IDLE or t == 0, f"an idle pass with {t} tokens")
+        one_each = mode not in DECODE_MODES or t == b
+        _check(one_each, f"{mode.value}: {t} tokens for {b} requests (one each)")
+        self._check_spec(b)
+        self._check_host_lengths(b, t)
+
+    def _check_host_lengths(self, b: int, t: int) -> None:
+        lens, mode, most = self.query_lens_host, self.forward_mode, self.max_q_len
+        if lens is None:
+            _check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
+        else:
+            _check(len(lens) == b, f"query_lens_host has {len(lens)} lengths for {b} requests")
+            _check(sum(lens) == t, f"query lengths add up to {sum(lens)}, positions hold {t}")
+            low, top = min(lens, default=0), max(lens, default=0)
+            _check(low >= 0, f"negative length {low} in query_lens_host")
+            _check(top <= most, f"max_q_len {most} is below {top}")
+            _check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
+        known = {n: v.seq_lens_host for n, v in self.views.items() if v.seq_lens_host}
+        known.pop("cross", None)  # an encoder's lengths
+        for name, keys in known.items():
+            short = [i for i, (q, s) in enumerate(zip(lens or (), keys, strict=False)) if s < q]
+            if lens and short:
+                q, s = lens[short[0]], keys[short[0]]
+                raise BatchError(f"view {name!r}, request {short[0]}: length {s} < its {q} queries")
+        if len(set(map(tuple, known.values()))) > 1:
+            raise BatchError(f"views of one batch with different lengths: {known}")
+
+    def _check_spec(self, b: int) -> None:
+        mode, spec = self.forward_mode, self.spec
+        if mode is not ForwardMode.TARGET_VERIFY:
+            plain = spec is None or spec.tree_mask is None
+            return _check(plain, f"{mode.value} with a tree_mask (only target_verify takes one)")
+        if spec is None:
+            raise BatchError("target_verify without spec (SpecInfo)")
+        n, mask = spec.num_draft_tokens, spec.tree_mask
+        _check(self.num_tokens == b * n, f"{self.num_tokens} tokens for {b} requests of {n} drafts")
+        even = all(q == n for q in self.query_lens_host or ())
+        _check(even, f"query_lens_host has other lengths than {n}, the drafts of each request")
+        _check(spec.topk == 1 or mask is not None, f"topk {spec.topk} without a tree_mask")
+        if mask is not None:
+            _check_tensor("tree_mask", mask, torch.bool, (b, n, n))
+            _check(mask.device == self.positions.device, f"tree_mask on {mask.device}")
+
+    @classmethod
+    def build(
+        cls,
+        forward_mode: ForwardMode,
+        *,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        page_table: Tensor,
+        page_size: int,
+        spec: SpecInfo | None = None,
+        views: Mapping[str, CacheView] | None = None,
+        state_slots: Tensor | None = None,
+    ) -> ForwardBatch:
+        """Build a batch from ragged lengths.
+
+        query_lens, seq_lens: B ints each, seq_lens including this pass's tokens. page_table:
+        int32 [B, max_pages] of the view "full"; `views` adds more. Positions count up to the
+        sequence length; in a tree they are prefix + depth. Raises BatchError.
+        """
+        device = page_table.device
+        full = CacheView.build(
+            page_table=page_table, page_size=page_size, seq_lens=seq_lens, new_lens=query_lens
+        )
+        verified = spec if forward_mode is ForwardMode.TARGET_VERIFY else None
+        if verified is not None and verified.tree_mask is not None:
+            depth = verified.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself
+            prefix = torch.tensor([s - verified.num_draft_tokens for s in seq_lens], device=device)
+            positions = (prefix[:, None] + depth).reshape(-1)
+        else:
+            positions = _positions(seq_lens, query_lens).to(device)
+        return cls(
+            forward_mode=forward_mode,
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
+            positions=positions,
+            max_q_len=max(query_lens, default=0),
+            views={"full": full, **(views or {})},
+            spec=spec,
+            state_slots=state_slots,
+            query_lens_host=tuple(query_lens),
+        )

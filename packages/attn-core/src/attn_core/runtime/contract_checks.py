@@ -1,0 +1,156 @@
+"""Refuse what the chosen row of a backend does not honour: nothing is dropped silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from attn_core.errors import BackendError, UnsupportedError
+from attn_core.runtime.backend import BackendConfig, Output
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.selection.compatibility import layer_gaps
+from attn_core.spec.requirements import LayerRequirements
+
+
+def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
+    """Raise UnsupportedError for a shape or a field of a layer that the row does not honour."""
+    row = config.row
+    needs = LayerRequirements(
+        kind=row.kind,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        num_q_heads=layer.num_q_heads,
+        num_kv_heads=layer.num_kv_heads,
+        sliding_window=layer.sliding_window,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks is not None,
+        cross=layer.is_cross,
+        encoder=not (layer.is_causal or layer.is_cross),
+    )
+    gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
+    if gaps:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "
+            "it; state it in the Requirements, so that select() finds a backend that does"
+        )
+
+
+def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:
+    """Raise UnsupportedError for a sliding window without causal order, which `name` has not.
+
+    causal: of this call, where that is not the layer's own.
+    """
+    causal = layer.is_causal if causal is None else causal
+    if layer.sliding_window is not None and (layer.is_cross or not causal):
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: a sliding window of {layer.sliding_window} without causal "
+            f"order; {name} windows only causal self-attention: unset the one or the other"
+        )
+
+
+def refuse_unplanned(layer: AttentionLayer, planned: Iterable[object]) -> NoReturn:
+    """Raise BackendError for a layer that the plan of this pass lacks; planned: what it has."""
+    raise BackendError(
+        f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not in "
+        f"BackendConfig.layers or the batch has no such view; planned: {list(planned)}"
+    )
+
+
+def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False) -> None:
+    """Raise UnsupportedError for an LSE, or for topk_indices (sparse), that the row has not."""
+    if return_lse and not config.row.lse:
+        raise UnsupportedError(
+            f"return_lse: the chosen row of {config.name} returns no log-sum-exp; select with "
+            "Requirements(lse=True)"
+        )
+    if sparse and config.row.kind != "dsa":
+        raise UnsupportedError(
+            f"topk_indices: the chosen row of {config.name} is of kind {config.row.kind!r} (only "
+            "'dsa' takes them); select with layers of kind 'dsa'"
+        )
+
+
+def refuse_mode(config: BackendConfig, mode: ForwardMode) -> None:
+    """Raise UnsupportedError for a pass over the cache, of a row of MLA that only runs ragged."""
+    if config.row.absorbed:
+        return
+    raise UnsupportedError(
+        f"{mode.value}: the chosen row of {config.name} has no absorbed attention, no pass over "
+        "the latent cache; write the new latents with write_kv and call forward_ragged on the "
+        "heads before absorption (192/128), for a prefix chunk by chunk, merged by log-sum-exp; "
+        "or select another prefill backend"
+    )
+
+
+def refuse_capture(config: BackendConfig, mode: ForwardMode) -> None:
+    """Raise UnsupportedError for a pass that the row's graph level does not reach."""
+    level, needed = config.row.cuda_graph, "decode" if mode in DECODE_MODES else "full"
+    if level not in (needed, "full"):
+        raise UnsupportedError(
+            f"{mode.value} passes in CUDA graphs need cuda_graph {needed!r}, the chosen row of "
+            f"{config.name} has {level!r}; run the pass eagerly, or select with "
+            "Requirements(graphs=True)"
+        )
+
+
+def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:
+    """Raise UnsupportedError for a verify pass whose drafts the row cannot verify."""
+    if batch.forward_mode is not ForwardMode.TARGET_VERIFY or batch.spec is None:
+        return
+    limit, topk, tree = (
+        config.row.max_verify_topk,
+        batch.spec.topk,
+        batch.spec.tree_mask is not None,
+    )
+    if topk <= limit and (limit > 1 or not tree):
+        return
+    chains = "chains, topk 1 without a tree_mask" if limit == 1 else "no drafts"
+    possible = f"trees up to topk {limit}" if limit > 1 else chains
+    raise UnsupportedError(
+        f"{config.name} asked to verify topk {topk}{' with a tree_mask' * tree}, its chosen row "
+        f"verifies {possible}; select with this speculation in the Requirements"
+    )
+
+
+def refuse_output(
+    config: BackendConfig,
+    result: Output,
+    q: Tensor,
+    layer: AttentionLayer,
+    out: Tensor | None,
+    return_lse: bool,
+) -> None:
+    """Raise BackendError where a backend returned something else than the contract says.
+
+    That is [T, Hq, Dv] in the dtype of q, or `out` itself where it was given; with return_lse
+    also the LSE, float32 [T, Hq].
+    """
+    rows = (q.shape[0], layer.num_q_heads)
+    owed: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("out", (*rows, layer.v_head_dim), q.dtype if out is None else out.dtype)
+    ]
+    given: tuple[Output, ...] = (result,)
+    if return_lse:
+        owed.append(("lse", rows, torch.float32))
+        given = result if isinstance(result, tuple) else (result,)
+    if len(given) != len(owed):
+        _broke(config, layer, f"{len(given)} value", "(out, lse)")
+    for value, (name, shape, dtype) in zip(given, owed, strict=True):
+        expected = f"{list(shape)} {dtype}"
+        if not isinstance(value, Tensor):
+            _broke(config, layer, f"{name} as {type(value).__name__}", f"a tensor {expected}")
+        if value.shape != shape or value.dtype != dtype:
+            _broke(config, layer, f"{name} {list(value.shape)} {value.dtype}", expected)
+    if out is not None and given[0] is not out:
+        _broke(config, layer, "a new tensor", "the one given as `out`, filled")
+
+
+def _broke(config: BackendConfig, layer: AttentionLayer, got: str, expected: str) -> NoReturn:
+    raise BackendError(
+        f"{config.name} returned {got} for layer {layer.layer_id} (expected {expected}): its "
+        "backend breaks the contract, tell its author"
+    )

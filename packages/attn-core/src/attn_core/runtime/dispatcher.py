@@ -1,0 +1,333 @@
+"""Send each forward pass to the backend of its mode, with new K/V written first: routing only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.pool import KVPool
+from attn_core.errors import AttnError, UnsupportedError, UsageError
+from attn_core.ops.kv import write_kv
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.backend import (
+    AttentionBackend,
+    BackendConfig,
+    Metadata,
+    Output,
+    create_backend,
+)
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
+from attn_core.runtime.contract_checks import (
+    refuse_call,
+    refuse_capture,
+    refuse_drafts,
+    refuse_layer,
+    refuse_mode,
+    refuse_output,
+)
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
+from attn_core.runtime.run_errors import named, run_error
+from attn_core.selection.result import Selection
+from attn_core.spec.capabilities import Capabilities
+
+_T = TypeVar("_T")
+
+Role = Literal["prefill", "decode", "verify", "draft", "encode"]
+
+ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
+    ForwardMode.EXTEND: "prefill",
+    ForwardMode.MIXED: "prefill",
+    ForwardMode.DECODE: "decode",
+    ForwardMode.TARGET_VERIFY: "verify",
+    ForwardMode.DRAFT_DECODE: "draft",
+    ForwardMode.DRAFT_EXTEND: "draft",
+}
+MISSING: Mapping[Role, str] = {
+    "verify": "without speculation; select again with --speculative-eagle-topk",
+    "draft": "without speculation; select again with --speculative-eagle-topk",
+    "encode": "without a vision tower; select again with the model's vision config",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Route:
+    """Where the passes of one mode go: what is looked up once, not in every layer.
+
+    checked: (layer, with LSE) whose output was found to keep the contract.
+    """
+
+    backend: AttentionBackend
+    run: Callable[..., Output]
+    writes: bool
+    checked: set[tuple[int, bool]] = field(default_factory=set)
+
+
+class HybridDispatcher:
+    """Routes the passes of one model over its backends and its KV cache.
+
+    routes: role → backend; "prefill" and "decode" are required. Which backend verifies and drafts
+    was decided by the selection. Raises UnsupportedError where a backend's row does not honour a
+    field of its config's layers. Whatever else than an AttnError a backend raises while it plans
+    or runs comes as BackendRunError with its cause; unless that says to restart, cache and
+    dispatcher are good for the next pass.
+    """
+
+    def __init__(self, routes: Mapping[Role, AttentionBackend], caches: KVPool) -> None:
+        for role in ("prefill", "decode"):
+            if role not in routes:
+                raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
+        self.routes = dict(routes)
+        self.caches = caches
+        self._by_mode: dict[ForwardMode, _Route] = {}
+        self._ragged: set[tuple[Role, int, bool]] = set()  # as _Route.checked
+        for backend in _distinct(self.routes.values()):
+            for layer in backend.config.layers:
+                refuse_layer(backend.config, layer)
+
+    @classmethod
+    def from_selection(
+        cls,
+        selection: Selection,
+        registry: Registry,
+        layers: Iterable[AttentionLayer],
+        caches: KVPool,
+        *,
+        dtype: str,
+        vision_layers: Iterable[AttentionLayer] = (),
+        max_bs: int = 0,
+        max_num_tokens: int = 0,
+        max_seq_len: int = 0,
+        topk: int = 0,
+        num_draft_tokens: int = 0,
+    ) -> HybridDispatcher:
+        """Create the selected backends, one instance where roles name the same row of the same one.
+
+        dtype: the model's. The limits are BackendConfig's; those of speculation, and determinism,
+        are what the selection was asked for unless given. Page size, store and device are the
+        pool's; UsageError where they are not the selection's. Raises what create_backend raises.
+        """
+        needs, drafts = selection.requirements, selection.requirements.speculation
+        pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
+        chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
+        if pool != chosen:
+            raise UsageError(
+                f"the pool is {pool}, the selection {chosen} (page size, store, layout)"
+            )
+        serving, vision = tuple(layers), tuple(vision_layers)
+        made: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
+        routes: dict[Role, AttentionBackend] = {}
+        for role, (chosen_as, name) in selected(selection).items():
+            if name is None:
+                continue
+            row, encodes = selection.rows[chosen_as], role == "encode"
+            # a vision tower has layers of its own, so its backend is a second instance
+            if (name, row, encodes) not in made:
+                config = BackendConfig(
+                    name=name,
+                    row=row,
+                    layers=vision if encodes else serving,
+                    page_size=caches.page_size,
+                    dtype=dtype,
+                    kv_cache_dtype=caches.kv_cache_dtype,
+                    device=caches.device,
+                    arch=selection.device.arch,
+                    max_bs=max_bs,
+                    max_num_tokens=max_num_tokens,
+                    max_seq_len=max_seq_len,
+                    topk=topk or (drafts.topk if drafts else 0),
+                    num_draft_tokens=num_draft_tokens or (drafts.num_draft_tokens if drafts else 0),
+                    deterministic=needs.deterministic,
+                )
+                spec = registry.get(name, "softmax")
+                made[name, row, encodes] = create_backend(spec, config)
+            routes[role] = made[name, row, encodes]
+        return cls(routes, caches)
+
+    def backend(self, role: Role) -> AttentionBackend:
+        """Return the backend of a role. Raises UnsupportedError where the selection has none."""
+        try:
+            return self.routes[role]
+        except KeyError:
+            raise UnsupportedError(f"no backend for {role}: selected {MISSING[role]}") from None
+
+    def _of(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.backend(ROLE_OF_MODE[batch.forward_mode])
+
+    def _route(self, mode: ForwardMode) -> _Route:
+        backend = self.backend(ROLE_OF_MODE[mode])
+        refuse_mode(backend.config, mode)
+        run = backend.forward_decode if mode in DECODE_MODES else backend.forward_extend
+        route = _Route(backend, run, not backend.config.row.fused_kv_write)
+        self._by_mode[mode] = route
+        return route
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Let the backend of this pass plan it, once, before its first layer; None when idle.
+
+        Raises UnsupportedError where its row does not verify such a draft.
+        """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return None
+        backend = self._of(batch)
+        refuse_drafts(backend.config, batch)
+        with named(backend.config, "init_forward_metadata", batch):
+            return backend.init_forward_metadata(batch)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        metadata: Metadata,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Write new K/V into the cache and attend; once per layer.
+
+        q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] go to the N slots of the layer's view, None is
+        nothing to write. Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32
+        [T, Hq]. Any strides will do. IDLE gives empty tensors. Raises UnsupportedError, BatchError
+        for a missing view and for shapes that are not this pass's, BackendError where the
+        backend's first output for a layer breaks the contract.
+        """
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
+            return _nothing(q, layer, out, return_lse)
+        route = self._by_mode.get(mode) or self._route(mode)
+        config = route.backend.config
+        if return_lse or topk_indices is not None:
+            refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
+        layer_id = layer.layer_id
+        cache = self.caches.layer(layer_id)
+        check_pass(q, k, v, layer, batch, out)
+        q, dense = q if q.is_contiguous() else readable(q), fillable(out)
+        if k is not None:
+            k, v = readable(k), None if v is None else readable(v)
+            if route.writes:
+                write_kv(cache, k, v, batch.views[layer.view].out_cache_loc)
+        try:
+            result = route.run(
+                q, k, v, layer, cache, batch, metadata,
+                out=dense, return_lse=return_lse, topk_indices=topk_indices,
+            )  # fmt: skip
+        except AttnError:
+            raise
+        except Exception as error:  # a plugin's code: keep its error, name its owner
+            doing = "forward_decode" if mode in DECODE_MODES else "forward_extend"
+            raise run_error(config, doing, error, batch, layer) from error
+        if (layer_id, return_lse) not in route.checked:
+            refuse_output(config, result, q, layer, dense, return_lse)
+            route.checked.add((layer_id, return_lse))
+        return result if out is None or out is dense else filled(out, result)
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        role: Literal["prefill", "encode"] = "prefill",
+    ) -> Output:
+        """Attend without a cache, as AttentionBackend.forward_ragged; role "encode" for vision."""
+        backend = self.backend(role)
+        refuse_call(backend.config, return_lse=return_lse)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+        check_ragged(q, k, v, layer, *lengths, out)
+        q, k, v, dense = readable(q), readable(k), readable(v), fillable(out)
+        with named(backend.config, "forward_ragged", layer=layer):
+            result = backend.forward_ragged(
+                q, k, v, layer, *lengths, causal=causal, out=dense, return_lse=return_lse
+            )
+        if (role, layer.layer_id, return_lse) not in self._ragged:
+            refuse_output(backend.config, result, q, layer, dense, return_lse)
+            self._ragged.add((role, layer.layer_id, return_lse))
+        return result if out is None or out is dense else filled(out, result)
+
+    @property
+    def captured(self) -> tuple[AttentionBackend, ...]:
+        """The backends whose passes are captured in CUDA graphs.
+
+        The decode backend where its row has graphs, with it the one that verifies and drafts
+        where its row has them too. Without the decode backend's nothing is captured.
+        """
+        roles: tuple[Role, ...] = ("decode", "verify", "draft")
+        able = [self.routes[r] for r in roles if r in self.routes]
+        if self.routes["decode"].config.row.cuda_graph == "none":
+            return ()
+        return _distinct(b for b in able if b.config.row.cuda_graph != "none")
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the static buffers of the captured backends, once."""
+        for backend in self.captured:
+            with named(backend.config, "init_cuda_graph_state"):
+                backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
+        """Plan a pass into static buffers; None when idle.
+
+        Raises UnsupportedError where the backend of this pass is not captured, or not in this mode.
+        """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return None
+        backend = self._of(batch)
+        if backend not in self.captured:
+            names = ", ".join(b.config.name for b in self.captured) or "nothing"
+            raise UnsupportedError(
+                f"{batch.forward_mode.value} passes run on {backend.config.name}, which is not "
+                f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
+            )
+        refuse_capture(backend.config, batch.forward_mode)
+        refuse_drafts(backend.config, batch)
+        with named(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
+            return backend.init_forward_metadata_capture_cuda_graph(batch)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Metadata
+    ) -> None:
+        """Refill the static buffers before a replay."""
+        if batch.forward_mode is not ForwardMode.IDLE:
+            backend = self._of(batch)
+            with named(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
+                backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the KV length of padded rows: the decode backend's."""
+        return self.routes["decode"].get_cuda_graph_seq_len_fill_value()
+
+
+def _distinct(items: Iterable[_T]) -> tuple[_T, ...]:
+    return tuple({id(x): x for x in items}.values())
+
+
+def _nothing(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
+    empty = q.new_empty(0, layer.num_q_heads, layer.v_head_dim) if out is None else out
+    lse = q.new_empty(0, layer.num_q_heads, dtype=torch.float32)
+    return (empty, lse) if return_lse else empty
+
+
+def selected(selection: Selection) -> dict[Role, tuple[str, str | None]]:
+    """Give each role its name in a Selection's rows, and the backend chosen for it."""
+    return {
+        "prefill": ("prefill", selection.prefill),
+        "decode": ("decode", selection.decode),
+        "verify": ("verify", selection.verify),
+        "draft": ("draft", selection.draft),
+        "encode": ("multimodal", selection.multimodal),
+    }

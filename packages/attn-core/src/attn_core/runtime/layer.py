@@ -1,0 +1,81 @@
+"""Which layers share a plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attn_core.errors import UsageError
+from attn_core.spec.requirements import check_layer
+
+
+class LayerGroup(NamedTuple):
+    """What of a layer decides its plan; layers that agree share one."""
+
+    view: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None
+    causal: bool
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, *, causal: bool | None = None) -> LayerGroup:
+        """Return the class of a layer; `causal` overrides the layer's own."""
+        if causal is None:
+            causal = layer.is_causal and not layer.is_cross
+        return cls(
+            layer.view,
+            layer.num_q_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.v_head_dim,
+            layer.sliding_window,
+            causal,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionLayer:
+    """One attention layer, with this rank's heads; a field that a row does not honour is refused.
+
+    scale multiplies q·k. logit_cap c: c · tanh(s / c), before the mask. sliding_window W: a token
+    sees itself and the W-1 before it. sinks: float [num_q_heads], one more logit per head that
+    takes probability and adds no value; contiguous. view: the CacheView that holds its K/V. MLA,
+    absorbed: head_dim 576, v_head_dim 512, one KV head. Off is None: UsageError for a window of 0.
+    """
+
+    layer_id: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    view: str = "full"
+    logit_cap: float | None = None
+    sliding_window: int | None = None
+    sinks: Tensor | None = None
+    is_causal: bool = True
+    is_cross: bool = False
+
+    def __post_init__(self) -> None:
+        name, q, kv = f"layer {self.layer_id}", self.num_q_heads, self.num_kv_heads
+        check_layer(self, name)
+        if q % kv and kv % q:  # linear layers have more value heads than query heads
+            raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
+        if not 0 < self.scale < math.inf:
+            raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
+        x = self.sinks
+        if x is not None and (x.shape != (q,) or not x.is_floating_point() or x.stride() != (1,)):
+            raise UsageError(
+                f"{name}: sinks {x.dtype} {x.shape}, strides {x.stride()} (expected [{q}] floats)"
+            )

@@ -1,0 +1,122 @@
+"""The tensors of one call: refused where they do not fit, made dense where a kernel needs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_core.errors import BatchError
+from attn_core.runtime.backend import Output
+from attn_core.runtime.batch import ForwardBatch
+from attn_core.runtime.layer import AttentionLayer
+
+# Backends read q, k and v at any strides but the last, which is 1, and fill a contiguous `out`.
+
+
+def check_pass(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    out: Tensor | None,
+) -> None:
+    """Raise BatchError for tensors that are not those of a layer in this pass.
+
+    New keys need one slot each in the layer's view: those of the pass or, in cross attention,
+    those of the encoder.
+    """
+    t = batch.num_tokens
+    _check_queries(q, layer, t, out)
+    if k is None:
+        if v is None:
+            return
+        raise BatchError(f"layer {layer.layer_id}: v without k; give both, or None for both")
+    view = batch.views.get(layer.view)
+    if view is None:
+        raise BatchError(
+            f"layer {layer.layer_id} needs view {layer.view!r}, the batch has {sorted(batch.views)}"
+        )
+    slots = view.out_cache_loc.shape[0]
+    if slots != t and not layer.is_cross:
+        raise BatchError(
+            f"layer {layer.layer_id}: out_cache_loc of view {layer.view!r} has {slots} slots for "
+            f"the {t} tokens of this pass"
+        )
+    _check_keys(k, v, layer, slots)
+
+
+def check_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: AttentionLayer,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    out: Tensor | None,
+) -> None:
+    """Raise BatchError for tensors that do not fit each other in attention without a cache."""
+    tokens = {"q": q.shape[0], "k": k.shape[0]}
+    _check_queries(q, layer, tokens["q"], out)
+    _check_keys(k, v, layer, tokens["k"])
+    size = cu_seqlens_q.shape
+    for side, cu, most in (("q", cu_seqlens_q, max_q), ("k", cu_seqlens_k, max_k)):
+        if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.is_contiguous():
+            raise BatchError(
+                f"cu_seqlens_{side} is {cu.dtype} {list(cu.shape)} of strides {cu.stride()} "
+                "(expected contiguous int32 [B + 1])"
+            )
+        if cu.shape != size or cu.device != q.device:
+            raise BatchError(
+                f"cu_seqlens_{side} is {list(cu.shape)} on {cu.device} (expected {list(size)}, as "
+                f"cu_seqlens_q, on {q.device})"
+            )
+        if tokens[side] > (cu.shape[0] - 1) * most:
+            raise BatchError(
+                f"{tokens[side]} tokens of {side} in {cu.shape[0] - 1} requests: more than "
+                f"max_{side} {most} each"
+            )
+
+
+def _check_queries(q: Tensor, layer: AttentionLayer, tokens: int, out: Tensor | None) -> None:
+    heads = layer.num_q_heads
+    if q.shape != (tokens, heads, layer.head_dim):
+        _misfit("q", q, layer, (tokens, heads, layer.head_dim))
+    if out is not None and out.shape != (tokens, heads, layer.v_head_dim):
+        _misfit("out", out, layer, (tokens, heads, layer.v_head_dim))
+
+
+def _check_keys(k: Tensor, v: Tensor | None, layer: AttentionLayer, tokens: int) -> None:
+    heads = layer.num_kv_heads
+    if k.shape != (tokens, heads, layer.head_dim):
+        _misfit("k", k, layer, (tokens, heads, layer.head_dim))
+    if v is not None and v.shape != (tokens, heads, layer.v_head_dim):
+        _misfit("v", v, layer, (tokens, heads, layer.v_head_dim))
+
+
+def _misfit(name: str, x: Tensor, layer: AttentionLayer, expected: tuple[int, ...]) -> None:
+    raise BatchError(
+        f"layer {layer.layer_id}: {name} is {list(x.shape)} (expected {list(expected)}: tokens of "
+        "this pass, heads, head dim)"
+    )
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return `x`, or a copy where its last dimension is strided."""
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
+def fillable(out: Tensor | None) -> Tensor | None:
+    """Return `out`, or a contiguous tensor to fill in its place."""
+    if out is None or out.is_contiguous():
+        return out
+    return torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def filled(out: Tensor, result: Output) -> Output:
+    """Copy a result into the strided `out` that it was computed for; the LSE stays as it is."""
+    if isinstance(result, Tensor):
+        return out.copy_(result)
+    return out.copy_(result[0]), result[1]

@@ -1,0 +1,97 @@
+"""What a backend's failure in the middle of a pass means: who, in which pass, and what to do."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_core.errors import AttnError, BackendRunError
+from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.batch import ForwardBatch
+from attn_core.runtime.layer import AttentionLayer
+
+# A pass may be run again after a failure, for nothing is left half done: new K and V lie in the
+# slots that the batch names for them, where the same or another pass overwrites them; the pages
+# of other tokens are only read; what was planned belongs to the pass, and a backend's buffers are
+# filled anew by every plan.
+
+# What CUDA and ROCm call the errors after which every call of the process fails.
+_STICKY = (
+    "illegal memory access",
+    "unspecified launch failure",
+    "device-side assert triggered",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "hardware stack error",
+    "not supported on global/shared address space",
+    "launch timed out and was terminated",
+    "uncorrectable ECC error",
+)
+_MEMORY = ("out of memory", "can't allocate memory", "Buffer overflow when allocating")
+
+
+def run_error(
+    config: BackendConfig,
+    doing: str,
+    error: Exception,
+    batch: ForwardBatch | None = None,
+    layer: AttentionLayer | None = None,
+) -> BackendRunError:
+    """Return the error to raise from what a backend raised while `doing` (a method's name).
+
+    It names the backend, the pass (mode, layer, batch size, tokens), the backend's own words and
+    the remedy: less memory, another process, or other kernels.
+    """
+    said = f"{type(error).__name__}: {error}"
+    parts = [f"{config.name} failed in {doing}"]
+    if layer is not None:
+        parts.append(f"layer {layer.layer_id}")
+    if batch is not None:
+        mode = batch.forward_mode.value
+        article = "an" if mode[0] in "ei" else "a"
+        parts.append(f"{article} {mode} pass of batch size {batch.batch_size}")
+        parts.append(f"{batch.num_tokens} tokens")
+    restart = _mentions(said, _STICKY)
+    if restart:
+        remedy = (
+            "the device's context is lost: restart the process; CUDA_LAUNCH_BLOCKING=1 shows the "
+            "kernel that it was"
+        )
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or _mentions(said, _MEMORY):
+        remedy = (
+            "run a smaller batch (max_bs, max_num_tokens) or give the KV cache fewer pages; the "
+            "next pass may be run"
+        )
+    else:
+        remedy = (
+            "`attn doctor` looks at its libraries, `attn warmup` builds its kernels ahead of time; "
+            "or choose another with --attention-backend or --deny; the next pass may be run"
+        )
+    return BackendRunError(f"{', '.join(parts)}: {said}; {remedy}", restart=restart)
+
+
+def _mentions(said: str, texts: tuple[str, ...]) -> bool:
+    return any(text in said for text in texts)
+
+
+class named:  # noqa: N801  # called like the function that it would be, were that as fast
+    """Raise what run_error makes of a backend's error; errors of attn-core pass through."""
+
+    __slots__ = ("batch", "config", "doing", "layer")
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        doing: str,
+        batch: ForwardBatch | None = None,
+        layer: AttentionLayer | None = None,
+    ) -> None:
+        self.config, self.doing, self.batch, self.layer = config, doing, batch, layer
+
+    def __enter__(self) -> None:
+        """Enter."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Name the owner of a plugin's error, and keep it as the cause."""
+        if isinstance(error, Exception) and not isinstance(error, AttnError):
+            raise run_error(self.config, self.doing, error, self.batch, self.layer) from error

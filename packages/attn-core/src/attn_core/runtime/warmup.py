@@ -1,0 +1,289 @@
+"""Run every kind of pass once on a dummy batch, so that no request waits for a compiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.pool import KVPool
+from attn_core.errors import UsageError
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher, Role
+from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.selection.result import Selection
+from attn_core.spec.requirements import LayerRequirements, Requirements
+
+# Every page of a dummy batch is page 0: it is nobody's, whatever is written there.
+_ROOM = 128  # tokens of the longest dummy request
+_MORE = (0, 1000, 2000)  # keys before these: backends choose kernels by length
+_MLA_RAGGED = (192, 128)  # head dims of MLA's prefill without absorption, as all its models have
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One pass that was run: by which backend, what it was, and the seconds of its first run."""
+
+    backend: str
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    what: str
+    role: Role
+    run: Callable[[], None]
+
+
+def warmup(
+    dispatcher: HybridDispatcher,
+    *,
+    max_bs: int = 1,
+    step: Callable[[str, str, int], None] = lambda backend, what, passes: None,
+) -> list[Warmed]:
+    """Run what serving will run and time it; kernels are compiled on the way.
+
+    Prefill with and without a prefix, a mixed batch, decode of one and of max_bs requests; verify
+    and drafts where the dispatcher has backends for them; attention without a cache for encoders,
+    MLA and the vision tower. All but causal passes without a cache run at three lengths, since
+    backends choose kernels by length. Layers that share a plan and its options run once. Nothing
+    but page 0 of the pool is written. step(backend, pass, number of passes) is called before each.
+    Raises what the dispatcher raises: BackendRunError names the backend and the pass.
+    """
+    found = []
+    passes = list(_passes(dispatcher, max_bs))
+    with torch.no_grad():
+        for one in passes:
+            name = dispatcher.backend(one.role).config.name
+            step(name, one.what, len(passes))
+            start = time.perf_counter()
+            one.run()
+            _wait(dispatcher.caches.device)
+            found.append(Warmed(name, one.what, time.perf_counter() - start))
+    return found
+
+
+def create(
+    selection: Selection,
+    requirements: Requirements,
+    registry: Registry,
+    device: torch.device,
+    *,
+    max_bs: int = 1,
+) -> HybridDispatcher:
+    """Create the selected backends over a pool of a few pages, for nothing but a warm-up.
+
+    Raises UsageError where head dims or numbers of heads are unknown, and what
+    HybridDispatcher.from_selection raises.
+    """
+    needs = requirements.softmax_layers
+    layers = [_layer(i, x, device) for i, x in enumerate(needs)]
+    vision = [] if requirements.vision is None else [_layer(0, requirements.vision, device)]
+    kind = needs[0].kind if needs else "mha"
+    assert kind in ("mha", "mla", "dsa")  # the softmax kinds
+    pool = KVPool(
+        layers,
+        num_pages={x.view: 2 for x in layers},
+        page_size=selection.page_size or 1,
+        kv_cache_dtype=selection.kv_cache_dtype,
+        device=device,
+        kind=kind,
+        layout="HND" if selection.layout == "HND" else "NHD",
+    )
+    return HybridDispatcher.from_selection(
+        selection,
+        registry,
+        layers,
+        pool,
+        dtype=requirements.dtype,
+        vision_layers=vision,
+        max_bs=max_bs,
+    )
+
+
+def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> AttentionLayer:
+    d, heads, kv_heads = needs.head_dim, needs.num_q_heads, needs.num_kv_heads
+    if d is None or heads is None:
+        raise UsageError(
+            f"head_dim {d}, num_q_heads {heads}: a warm-up runs kernels and must know both; name "
+            "a model, or give --head-dim, --num-q-heads and --num-kv-heads"
+        )
+    return AttentionLayer(
+        layer_id=layer_id,
+        num_q_heads=heads,
+        num_kv_heads=kv_heads or (1 if needs.kind in ("mla", "dsa") else heads),
+        head_dim=d,
+        v_head_dim=needs.v_head_dim or d,
+        scale=d**-0.5,
+        view="cross" if needs.cross else "full",
+        logit_cap=needs.logit_cap,
+        sliding_window=needs.sliding_window,
+        sinks=torch.zeros(heads, device=device) if needs.sinks else None,
+        is_causal=not needs.encoder,
+        is_cross=needs.cross,
+    )
+
+
+def _passes(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
+    """Yield every pass, each by the mode that decides its backend."""
+    if _cached(dispatcher.routes["prefill"].config.layers):
+        yield from _over_the_cache(dispatcher, max_bs)
+    yield from _ragged(dispatcher, "prefill")
+    if "encode" in dispatcher.routes:
+        yield from _ragged(dispatcher, "encode")
+
+
+def _over_the_cache(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
+    modes = ForwardMode
+    if dispatcher.routes["prefill"].config.row.absorbed:
+        yield _paged(dispatcher, "prefill", modes.EXTEND, (1, 100), (1, 100))
+        yield _paged(dispatcher, "prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
+        yield _paged(dispatcher, "mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
+    for size in sorted({1, max_bs}):
+        what = f"decode, batch size {size}"
+        yield _paged(dispatcher, what, modes.DECODE, (1,) * size, (_ROOM,) * size)
+    if "verify" in dispatcher.routes:
+        config = dispatcher.routes["verify"].config
+        n, topk = config.num_draft_tokens or 4, max(config.topk, 1)
+        # a tree of topk branches, one level deep
+        mask = torch.eye(n, dtype=torch.bool) | (torch.arange(n) == 0)
+        device = dispatcher.caches.device
+        tree = mask.expand(1, n, n).contiguous().to(device) if topk > 1 else None
+        spec = SpecInfo(topk=topk, num_draft_tokens=n, tree_mask=tree)
+        what = f"verify, {n} drafts"
+        yield _paged(dispatcher, what, modes.TARGET_VERIFY, (n,), (n + 60,), spec)
+        yield _paged(dispatcher, "draft decode", modes.DRAFT_DECODE, (1,) * topk, (61,) * topk)
+        yield _paged(dispatcher, "draft extend", modes.DRAFT_EXTEND, (1, 3), (18, 33))
+
+
+def _paged(
+    dispatcher: HybridDispatcher,
+    what: str,
+    mode: ForwardMode,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    spec: SpecInfo | None = None,
+) -> _Pass:
+    """Return a pass over the cache, of every class of layers that has one, at several lengths."""
+    role, pool = ROLE_OF_MODE[mode], dispatcher.caches
+
+    def run() -> None:
+        for more in _MORE:
+            run_at([n + more for n in seq_lens])
+
+    def run_at(seq_lens: Sequence[int]) -> None:
+        config = dispatcher.backend(role).config
+        layers = _cached(config.layers)
+        columns = -(-max(*seq_lens, _ROOM) // pool.page_size)
+        table = torch.zeros(len(seq_lens), columns, dtype=torch.int32, device=pool.device)
+        new = {"cross": [0] * len(seq_lens)}
+        views = {
+            x.view: CacheView.build(
+                page_table=table,
+                page_size=pool.page_size,
+                seq_lens=seq_lens,
+                new_lens=new.get(x.view, query_lens),
+            )
+            for x in layers
+        }
+        batch = ForwardBatch.build(
+            mode,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            page_table=table,
+            page_size=pool.page_size,
+            spec=spec,
+            views=views,
+        )
+        metadata = dispatcher.init_forward_metadata(batch)
+        for layer in layers:
+            tokens = batch.num_tokens, config.dtype, pool.device
+            q = _zeros(*tokens, layer.num_q_heads, layer.head_dim)
+            k = v = None
+            if not layer.is_cross:
+                k = _zeros(*tokens, layer.num_kv_heads, layer.head_dim)
+            if k is not None and pool.kind == "mha":
+                v = _zeros(*tokens, layer.num_kv_heads, layer.v_head_dim)
+            dispatcher.forward(q, k, v, layer, batch, metadata)
+
+    return _Pass(what, role, run)
+
+
+def _ragged(dispatcher: HybridDispatcher, role: Role) -> Iterator[_Pass]:
+    """Yield attention without a cache: of encoders and vision towers, and of MLA's prefill."""
+    config = dispatcher.routes[role].config
+    for layer in _distinct(config.layers):
+        if not (layer.is_causal or layer.is_cross):
+            what = "vision" if role == "encode" else "encoder"
+            yield _Pass(what, role, _without_cache(dispatcher, role, layer, causal=False))
+        elif config.row.chunked_prefix:
+            d, dv = _MLA_RAGGED
+            heads = layer.num_q_heads
+            wide = replace(layer, num_kv_heads=heads, head_dim=d, v_head_dim=dv)
+            run = _without_cache(dispatcher, role, wide, causal=True, lse=True)
+            yield _Pass("ragged prefill", role, run)
+            run = _without_cache(dispatcher, role, wide, causal=False, lse=True)
+            yield _Pass("chunk of a prefix", role, run)
+
+
+def _without_cache(
+    dispatcher: HybridDispatcher,
+    role: Role,
+    layer: AttentionLayer,
+    *,
+    causal: bool,
+    lse: bool = False,
+) -> Callable[[], None]:
+    def run() -> None:
+        for more in (0,) if causal else _MORE:
+            run_at(more)
+
+    def run_at(more: int) -> None:
+        config = dispatcher.routes[role].config
+        of = config.dtype, config.device
+        ends = torch.tensor([0, 17, 50], dtype=torch.int32, device=config.device)
+        key_ends = torch.tensor([0, 17, 50 + more], dtype=torch.int32, device=config.device)
+        dispatcher.forward_ragged(
+            _zeros(50, *of, layer.num_q_heads, layer.head_dim),
+            _zeros(50 + more, *of, layer.num_kv_heads, layer.head_dim),
+            _zeros(50 + more, *of, layer.num_kv_heads, layer.v_head_dim),
+            layer,
+            ends,
+            key_ends,
+            33,
+            33 + more,
+            causal=causal,
+            return_lse=lse and config.row.lse,
+            role="encode" if role == "encode" else "prefill",
+        )
+
+    return run
+
+
+def _cached(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    return [x for x in _distinct(layers) if x.is_causal or x.is_cross]
+
+
+def _distinct(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """Return one layer of each class that a kernel may be compiled for."""
+    return [
+        *{
+            (LayerGroup.of(x), x.logit_cap, x.sinks is None, x.is_causal, x.is_cross): x
+            for x in layers
+        }.values()
+    ]
+
+
+def _zeros(tokens: int, dtype: str, device: torch.device, heads: int, dim: int) -> Tensor:
+    return torch.zeros(tokens, heads, dim, dtype=TORCH_DTYPES[dtype], device=device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

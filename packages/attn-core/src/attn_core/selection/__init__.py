@@ -1,0 +1,1 @@
+"""Choosing backends and answering why: pure, torch-free."""

@@ -1,0 +1,128 @@
+"""What a decision leaves to be said: what runs today instead, and which flag would serve better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from attn_core.errors import AttnError
+from attn_core.selection.mismatch import MACHINE, Fix, changed
+from attn_core.selection.ranking import RowJudge
+from attn_core.selection.result import NoBackendError, Overrides, Selection
+from attn_core.spec.kinds import Family, Phase
+
+Solve = Callable[[RowJudge], Selection]
+TRIES = 24  # flags that are tried one by one, cheapest first
+SHOWN = 2  # of those that help
+
+
+def runs_today(s: RowJudge, chosen: Selection, solve: Solve) -> dict[str, str | None]:
+    """Name, per role whose backend is only declared, the best implemented one; None: none fits.
+
+    All roles are solved together again: they still share one cache.
+    """
+    declared = [
+        role for role, family, name in roles(chosen) if not s.registry.get(name, family).implemented
+    ]
+    if not declared:
+        return {}
+    try:
+        today = solve(replace(s, simulated=False, overrides=_implemented(s)))
+    except AttnError:
+        return dict.fromkeys(declared)
+    names = {role: name for role, _, name in roles(today)}
+    return {role: names.get(role) for role in declared}
+
+
+def roles(selection: Selection) -> Iterator[tuple[str, Family, str]]:
+    """Yield every role that has a backend, as `Selection.why` calls it, with family and name."""
+    for role in ("prefill", "decode", "verify", "draft", "multimodal"):
+        name = getattr(selection, role)
+        if name is not None:
+            yield role, "softmax", name
+    for role in ("prefill", "decode", "verify"):
+        name = getattr(selection.linear, role, None)
+        if name is not None:
+            yield f"linear {role}", "linear", name
+
+
+def _implemented(s: RowJudge) -> Overrides:
+    """Return the overrides without the names of backends that are only declared."""
+    names: dict[str, Any] = {}
+    for field, value in vars(s.overrides).items():
+        family: Family = "linear" if field.startswith("linear_attn") else "softmax"
+        if isinstance(value, str) and not s.registry.get(value, family).implemented:
+            names[field] = None
+    return replace(s.overrides, **names)
+
+
+def advice(s: RowJudge, chosen: Selection, solve: Solve) -> tuple[str, ...]:
+    """Say what is slow on this accelerator and the flag that avoids it, tried before it is told."""
+    if s.device.type == "cpu":
+        return ()
+    found = [_reference(s, chosen, solve, phase) for phase in (Phase.PREFILL, Phase.DECODE)]
+    return tuple(text for text in (*found, _float32(s, chosen, solve)) if text)
+
+
+def _references(s: RowJudge, chosen: Selection) -> set[Phase]:
+    """Return the phases that a reference backend serves without being named for it."""
+    return {
+        phase
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        if (row := chosen.rows.get(phase.value)) is not None
+        and row.priority <= 0
+        and s.named("softmax", phase) is None
+    }
+
+
+def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> str:
+    slow = _references(s, chosen)
+    if phase not in slow:
+        return ""
+    changes = {
+        change
+        for verdict in s.weigh("softmax", phase)
+        for reason in verdict.reasons
+        for change in reason.changes
+        if change.target in ("requirements", "speculation") and change.cost < MACHINE
+    }
+    helping = []
+    for change in sorted(changes, key=lambda c: (c.cost, c.text))[:TRIES]:
+        after = _solved(s, change, solve)
+        if after is not None and _references(s, after) <= slow - {phase}:
+            helping.append(change)
+        if len(helping) == SHOWN or (helping and helping[0].cost < change.cost):
+            break
+    ways = " or ".join(c.text for c in helping if c.cost == helping[0].cost)
+    name = getattr(chosen, phase.value)
+    return (
+        f"{phase.value} runs on {name}, a reference that is written to be right and not fast: "
+        f"many times slower than a kernel on {s.device}; "
+        + (f"{ways} avoids it" if ways else "no single flag avoids it")
+    )
+
+
+def _float32(s: RowJudge, chosen: Selection, solve: Solve) -> str:
+    if s.needs.dtype != "fp32" or chosen.prefill is None:
+        return ""
+    change = Fix("requirements", (("dtype", "bf16"),), 0, "--dtype bf16")
+    after = _solved(s, change, solve)
+    if after is None:
+        return ""
+    gains = []
+    if chosen.kv_cache_dtype == "fp32":
+        gains.append("halves the cache")
+    if (after.prefill, after.decode) != (chosen.prefill, chosen.decode):
+        gains.append(f"runs prefill on {after.prefill} and decode on {after.decode}")
+    what = "the model is float32, and so is its KV cache"
+    if chosen.kv_cache_dtype != "fp32":
+        what = "the model is float32"
+    return f"{what}: {change.text} {' and '.join(gains)}" if gains else ""
+
+
+def _solved(s: RowJudge, change: Fix, solve: Solve) -> Selection | None:
+    try:
+        return solve(replace(s, needs=changed(s.needs, change)))
+    except NoBackendError:
+        return None

@@ -1,0 +1,302 @@
+"""The gap between a row and what is asked: each unmet need and the changes that close it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from attn_core.dtypes import PLAIN_DTYPES
+from attn_core.formatting import listing
+from attn_core.plugins.dependencies import Libraries, alternatives, shortfall
+from attn_core.selection.mismatch import (
+    DTYPE,
+    FEATURE,
+    FLAG,
+    INSTALL,
+    KIND,
+    MACHINE,
+    MODEL,
+    RUNTIME,
+    Fix,
+    Mismatch,
+    Target,
+)
+from attn_core.spec.capabilities import ANY_TOPK, Capabilities, places
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Family, Phase, VerifyMode
+from attn_core.spec.page_size import takes_page
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+
+
+def mismatches(
+    row: Capabilities,
+    needs: Requirements,
+    device: Device,
+    libraries: Libraries,
+    phase: Phase,
+    *,
+    speculates: bool = False,
+) -> tuple[Mismatch, ...]:
+    """List what `row` lacks for `phase`; an empty tuple means that it fits.
+
+    speculates: the backend of this phase also verifies and drafts.
+    """
+    found = [*_where(row, device), *_libraries(row, libraries)]
+    if phase not in row.phases:
+        phases = listing(p.value for p in row.phases)
+        found.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
+    if needs.dtype not in row.dtypes:
+        options = [_set(f"--dtype {d}", DTYPE, dtype=d) for d in sorted(row.dtypes)]
+        found.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
+    target: Target = "vision" if phase is Phase.ENCODE else row.family
+    for layer in _layers(row, needs, phase):
+        found.extend(x for x in layer_gaps(row, layer, target) if x not in found)
+    if not any(x.family == row.family for x in needs.layers) and phase is not Phase.ENCODE:
+        found.append(_without(row.family, row))
+    if phase is Phase.ENCODE and needs.vision is None:
+        tower = LayerRequirements(encoder=True)
+        change = Fix("vision", (("tower", tower),), KIND, "a model with a vision tower")
+        found.append(Mismatch("vision", "a vision tower", "the model has none", (change,)))
+    if row.family == "softmax" and phase is not Phase.ENCODE:
+        found.extend(_store(row, needs))
+        found.extend(_flags(row, needs, phase, speculates))
+    found.extend(_speculation(row, needs, speculates))
+    return tuple(found)
+
+
+def _without(family: Family, row: Capabilities) -> Mismatch:
+    added = (("layers", (LayerRequirements(kind=row.kind),)),)
+    change = Fix(family, added, KIND, f"a model with {row.kind} layers")
+    return Mismatch(family, f"{family} attention", f"the model has no {family} layers", (change,))
+
+
+def _set(text: str, cost: int, **values: Any) -> Fix:
+    return Fix("requirements", tuple(values.items()), cost, text)
+
+
+def _no(need: str, asked: object, supported: str, changes: Iterable[Fix] = ()) -> Mismatch:
+    possible = f"supports {supported}" if supported else "not supported"
+    return Mismatch(need, f"{need} {asked}", possible, tuple(changes))
+
+
+def _where(row: Capabilities, device: Device) -> Iterator[Mismatch]:
+    here = row.device in ("any", device.type)
+    if not here or (row.archs and device.arch not in row.archs):
+        kind = device.type if row.device == "any" else row.device
+        named = sorted(row.archs, key=lambda a: (len(a), a))
+        cost = MACHINE if here else MACHINE + 1
+        moves = [
+            Fix("device", (("type", kind), ("arch", arch)), cost, f"--device {Device(kind, arch)}")
+            for arch in named or (None,)
+        ]
+        if not here and device.runtime is not None:  # a version of another library
+            moves += [
+                Fix(
+                    "device",
+                    (*move.values, ("runtime", None)),
+                    move.cost + 1,
+                    f"{move.text} without --runtime-version",
+                )
+                for move in moves
+            ]
+        yield _no("device", device, places([row]), moves)
+    elif row.min_runtime and device.runtime and Version(device.runtime) < Version(row.min_runtime):
+        newer = Fix(
+            "device",
+            (("runtime", row.min_runtime),),
+            RUNTIME,
+            f"a runtime of {row.min_runtime} or newer (--runtime-version {row.min_runtime})",
+        )
+        yield _no("runtime", device.runtime, f">= {row.min_runtime}", [newer])
+
+
+def _libraries(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
+    for group in row.requires:
+        there = shortfall(group, libraries)
+        if there is not None:
+            installs = [
+                Fix("libraries", ((canonicalize_name(w.name), None),), INSTALL, f"install {w}")
+                for w in alternatives(group)
+            ]
+            yield Mismatch("library", there, f"needs {group}", tuple(installs))
+
+
+def _layers(row: Capabilities, needs: Requirements, phase: Phase) -> tuple[LayerRequirements, ...]:
+    if row.family == "linear":
+        return needs.linear_layers
+    if phase is Phase.ENCODE:
+        return (needs.vision,) if needs.vision is not None else ()
+    # an encoder runs once, before decoding
+    return tuple(x for x in needs.softmax_layers if phase is Phase.PREFILL or not x.encoder)
+
+
+def _model(target: Target, text: str, **values: Any) -> Fix:
+    cost = KIND if "kind" in values else MODEL
+    return Fix(target, tuple(values.items()), cost, f"a model {text}")
+
+
+def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> Iterator[Mismatch]:
+    """List what `row` lacks for one layer; the changes are made to the layers of `target`."""
+    if layer.kind != row.kind:
+        other = _model(
+            target,
+            f"with {row.kind} layers",
+            kind=row.kind,
+            head_dim=None,
+            v_head_dim=None,
+            num_q_heads=None,
+            num_kv_heads=None,
+        )
+        yield _no("kind", layer.kind, row.kind, [other])
+        return
+    if row.family == "softmax":
+        yield from _head_dims(row, layer, target)
+    elif layer.head_dim is not None and row.head_dims and layer.head_dim not in row.head_dims:
+        options = [_model(target, f"with head_dim {d}", head_dim=d) for d in sorted(row.head_dims)]
+        yield _no("head_dim", layer.head_dim, listing(row.head_dims), options)
+    hq, hkv = layer.num_q_heads, layer.num_kv_heads
+    if hq is not None and row.q_heads and hq not in row.q_heads:
+        options = [
+            _model(target, f"with {h} query heads", num_q_heads=h, num_kv_heads=None)
+            for h in sorted(row.q_heads)
+        ]
+        yield _no("num_q_heads", hq, listing(row.q_heads), options)
+    if hq and hkv and row.group_sizes and hq // hkv not in row.group_sizes:
+        options = [
+            _model(target, f"with {g} query heads per KV head", num_q_heads=g, num_kv_heads=1)
+            for g in sorted(row.group_sizes)
+        ]
+        yield _no("group_size", hq // hkv, listing(row.group_sizes), options)
+    for name, able, without in (
+        ("sliding_window", row.sliding_window, None),
+        ("logit_cap", row.logit_cap, None),
+        ("sinks", row.sinks, False),
+        ("cross", row.cross_attention, False),
+        ("encoder", row.encoder, False),
+    ):
+        value = getattr(layer, name)
+        if value and not able:
+            said = "" if value is True else f" {value:g}"
+            change = _model(target, f"without {name}", **{name: without})
+            yield Mismatch(name, f"{name}{said}", "not supported", (change,))
+
+
+def _head_dims(row: Capabilities, layer: LayerRequirements, target: Target) -> Iterator[Mismatch]:
+    d, dv = layer.head_dim, layer.v_head_dim
+    if d is None:
+        return
+    dv = d if dv is None else dv
+    pairs = row.head_dim_pairs
+    if d == dv:
+        fits = not row.head_dims or d in row.head_dims
+    else:
+        fits = pairs == "any" or (d, dv) in pairs
+    if fits:
+        return
+    possible = listing(row.head_dims) or "equal dims"
+    options = [
+        _model(target, f"with head_dim {x}", head_dim=x, v_head_dim=x)
+        for x in sorted(row.head_dims, key=lambda x: abs(x - d))
+    ]
+    if not row.head_dims:
+        options = [_model(target, f"with v_head_dim {d}", head_dim=d, v_head_dim=d)]
+    if pairs and pairs != "any":
+        some = sorted(pairs)
+        possible += ", " + (listing(some) if len(some) < 6 else f"{some[0]} … {some[-1]}")
+        options += [
+            _model(target, f"with head_dim {x}/{y}", head_dim=x, v_head_dim=y) for x, y in some[:6]
+        ]
+    yield _no("head_dim", d if d == dv else f"{d}/{dv}", possible, options)
+
+
+def _store(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
+    store = needs.store_dtype
+    mixed = store in PLAIN_DTYPES and store != needs.dtype and not row.kv_dtype_may_differ
+    follows = needs.kv_cache_dtype == "auto" and needs.dtype not in row.dtypes  # said already
+    if (store not in row.kv_dtypes or mixed) and not follows:
+        options = sorted(
+            d for d in row.kv_dtypes if d not in PLAIN_DTYPES or row.kv_dtype_may_differ
+        )
+        if needs.dtype in row.kv_dtypes or needs.dtype not in row.dtypes:
+            options.append("auto")  # it follows the dtype, which has to change where it is refused
+        alike = {d: FLAG if d[:3] == store[:3] else FLAG + 1 for d in options}  # FP8 stays FP8
+        changes = [
+            _set(f"--kv-cache-dtype {d}", alike[d], kv_cache_dtype=d)
+            for d in sorted(options, key=alike.__getitem__)
+            if d != needs.kv_cache_dtype
+        ]
+        if needs.dtype in row.dtypes:
+            changes += [
+                _set(f"--dtype {d}", DTYPE, dtype=d)
+                for d in sorted(row.dtypes & row.kv_dtypes - {needs.dtype})
+            ]
+        asked = f"{store} of a {needs.dtype} model" if mixed else store
+        possible = options if mixed else sorted(row.kv_dtypes)
+        yield _no("kv_cache_dtype", asked, ", ".join(possible), changes)
+    page = needs.page_size
+    if page is not None and not takes_page(row, page):
+        sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""
+        if row.max_page_size is not None:
+            sizes = f"{sizes}, " * bool(sizes) + f"at most {row.max_page_size}"
+        sizes = sizes.replace(" and multiples", "") if len(row.page_sizes) > 1 else sizes
+        # the selection puts the page that it would choose in the place of None
+        yield _no("page_size", page, sizes, [_set("no --page-size", FLAG, page_size=None)])
+    linear = bool(needs.linear_layers)
+    if row.with_linear_layers is not None and row.with_linear_layers != linear:
+        gdn = () if linear else (LayerRequirements(kind="gdn"),)
+        change = Fix(
+            "linear",
+            (("layers", gdn),),
+            MODEL if linear else KIND,
+            "a model without linear layers" if linear else "a model with gdn layers",
+        )
+        asked = "full attention beside linear layers" if linear else "full attention alone"
+        yield Mismatch("with_linear_layers", asked, "not supported", (change,))
+
+
+def _flags(
+    row: Capabilities, needs: Requirements, phase: Phase, speculates: bool
+) -> Iterator[Mismatch]:
+    if needs.lse and not row.lse:
+        yield _no("lse", "asked", "", [_set("no log-sum-exp output", FEATURE, lse=False)])
+    if needs.deterministic and not row.deterministic:
+        change = _set("no determinism", FEATURE, deterministic=False)
+        yield _no("deterministic", "asked", "", [change])
+    # verify and draft extend are captured as a whole, prefill never
+    short = row.cuda_graph != "full" if speculates else row.cuda_graph == "none"
+    if needs.graphs and short and (speculates or phase is Phase.DECODE):
+        asked, possible = ("full", row.cuda_graph) if speculates else ("asked", "")
+        spec = needs.speculation if speculates else None
+        options = [] if spec is None else _verified_elsewhere(spec)
+        without = _set("no CUDA graphs", FEATURE, graphs=False)
+        yield _no("cuda_graph", asked, possible, [without, *options])
+
+
+def _verified_elsewhere(spec: Speculation) -> list[Fix]:
+    """List the changes after which the backend of this phase verifies no drafts."""
+    mode: VerifyMode = "decode" if spec.mode == "prefill" else "prefill"
+    text = f"--speculative-attention-mode {mode}"
+    none = _set("no speculation", FEATURE + 1, speculation=None)
+    return [none, Fix("speculation", (("mode", mode),), FLAG + 1, text)]
+
+
+def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> Iterator[Mismatch]:
+    spec = needs.speculation
+    if spec is None:
+        return
+    limit = (
+        ANY_TOPK if row.max_session_topk is None or row.family == "linear" else row.max_session_topk
+    )
+    if speculates:
+        limit = min(limit, row.max_verify_topk)
+    if spec.topk <= limit:
+        return
+    options = _verified_elsewhere(spec)[: 2 if speculates and row.family == "softmax" else 1]
+    if limit >= 1:
+        text = f"--speculative-eagle-topk {limit}"
+        options.insert(0, Fix("speculation", (("topk", limit),), FEATURE, text))
+    possible = f"topk up to {limit}" if limit else "no speculation"
+    yield _no("speculative topk", spec.topk, possible, options)

@@ -1,0 +1,191 @@
+"""Why a backend is not chosen, and the smallest change that makes it fit: tried, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from attn_core.plugins.dependencies import Libraries
+from attn_core.plugins.evidence import proved
+from attn_core.plugins.registry import Registry
+from attn_core.selection.fix_search import Apply, Goal, Search, drop
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.selection.mismatch import Fix
+from attn_core.selection.result import NoBackendError, Overrides, Selection
+from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.device import Device, torch_build
+from attn_core.spec.kinds import Family, Phase
+from attn_core.spec.requirements import Requirements
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """The answer to "why not this backend".
+
+    fits: it can be named as things are. chosen: the roles that it has in the decision as asked.
+    reasons: (phase, what it lacks). naming: the flag that gives it a role, "" where none is needed.
+    changes: the cheapest changes after which it serves, () where none is needed, None where nothing
+    that a caller can change is enough. after: the situation with the changes and the flag, in which
+    it serves. decision: the one asked about, as far as it came.
+    """
+
+    backend: str
+    family: Family
+    fits: bool
+    chosen: tuple[str, ...]
+    reasons: tuple[tuple[str, str], ...]
+    naming: str
+    changes: tuple[Fix, ...] | None
+    after: SelectionInputs | None
+    decision: Selection
+    notes: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> tuple[Fix, ...]:
+        """The flag of `naming` as a change, to apply beside the others."""
+        option, _, name = self.naming.removeprefix("--").partition(" ")
+        values = ((option.replace("-", "_"), name),)
+        return (Fix("overrides", values, 1, self.naming),) if name else ()
+
+
+def why_not(
+    backend: str,
+    requirements: Requirements,
+    device: Device,
+    registry: Registry,
+    libraries: Libraries,
+    overrides: Overrides | None = None,
+    *,
+    simulated: bool = False,
+    family: Family = "softmax",
+    apply: Apply | None = None,
+) -> WhyNot:
+    """Answer why `backend` has no role, or not every one, and what would have to change.
+
+    The suggested changes were run through select(), the backend then served, and without any one of
+    them it did not. An alias of a vision backend (--mm-attention-backend) asks about that role.
+    apply: how the changes are asked for, from the situation here where None; a command line puts
+    them into its flags. Raises UnknownBackendError.
+    """
+    spec = registry.get(backend, family)
+    here = SelectionInputs(requirements, device, libraries, overrides or Overrides(), simulated)
+    failure = ""
+    try:
+        decision = here.select(registry)
+    except NoBackendError as error:
+        decision, failure = error.selection, str(error)
+    roles = () if failure else _roles(decision, spec)  # half a decision gives nobody a role
+    reasons = tuple(
+        (v.phase.value, str(r)) for v in decision.verdicts if v.spec is spec for r in v.reasons
+    )
+    if not any(layer.family == family for layer in requirements.layers):
+        reasons += (("", f"the model has no {family} attention layers"),)
+    pair = (("pair", c) for c in decision.conflicts if spec.name in c)
+    reasons = tuple(dict.fromkeys((*reasons, *pair)))
+    module = registry.origins[(spec.family, spec.name)].module
+    said: tuple[str, ...] = () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
+
+    def answer(
+        naming: str, changes: tuple[Fix, ...] | None, after: SelectionInputs | None
+    ) -> WhyNot:
+        fits, notes = changes == (), said
+        if after is not None:
+            layers = after.requirements.layers
+            kinds = dict.fromkeys(x.kind for x in layers if x.family == family)
+            notes += tuple(proved(module, spec.name, kind, str(after.device)) for kind in kinds)
+        return WhyNot(
+            spec.name, family, fits, roles, reasons, naming, changes, after, decision, notes
+        )
+
+    if roles and not (family == "softmax" and len(set(roles) & {"prefill", "decode"}) == 1):
+        return answer("", (), here)
+    encodes = all(row.phases == {Phase.ENCODE} for row in spec.capabilities)
+    vision_only = encodes or backend != spec.name
+    torch = None if simulated else torch_build().get("version")
+    search = Search(spec, registry, apply or here.apply, torch)
+    found = search.run(_goals(spec.name, here, family, roles, vision_only))
+    if found is None:
+        if not reasons:  # it fits alone: what fails is another role
+            reasons = (("", failure or f"no change gives {spec.name} a role"),)
+        return answer("", () if roles else None, None)
+    changes, after = found
+    flags = {_flag(f.name) for f in fields(Overrides) if f.name.endswith("backend")}
+    naming = next((c for c in changes if c.text.partition(" ")[0] in flags), None)
+    rest = tuple(c for c in changes if c is not naming)
+    return answer(naming.text if naming else "", rest, after)
+
+
+def _roles(selection: Selection, spec: BackendSpec) -> tuple[str, ...]:
+    if spec.family == "linear":
+        linear = selection.linear
+        return tuple(r for r in ("prefill", "decode") if linear and getattr(linear, r) == spec.name)
+    every = ("prefill", "decode", "multimodal")
+    return tuple(r for r in every if getattr(selection, r) == spec.name)
+
+
+def _goals(
+    name: str, here: SelectionInputs, family: Family, roles: tuple[str, ...], vision_only: bool
+) -> Iterator[Goal]:
+    """Yield the ways to give a backend a role that it has not, with and without a flag for it."""
+    o = here.overrides
+
+    def goals(phases: tuple[Phase, ...], field: str, others: tuple[str, ...], cost: int) -> Any:
+        """Name it by `field`; `others` would still name another backend for one of the phases."""
+        drops = tuple(drop(f, getattr(o, f)) for f in others if getattr(o, f) not in (None, name))
+        if not drops and all(o.flag(family, p)[1] in (None, name) for p in phases):
+            yield Goal(phases, (), cost)
+        named = Fix("overrides", ((field, name),), 1, f"{_flag(field)} {name}")
+        yield Goal(phases, (*drops, named), cost)
+
+    text = {Phase.PREFILL, Phase.DECODE} if not vision_only else set()
+    linear = "linear_attn_" if family == "linear" else ""
+    base = f"{linear}backend" if linear else "attention_backend"
+    own = {
+        phase: f"{linear}{phase.value}_backend" if linear else f"{phase.value}_attention_backend"
+        for phase in (Phase.PREFILL, Phase.DECODE)
+    }
+    if text and not set(roles) & {"prefill", "decode"}:
+        yield from goals(tuple(own), base, tuple(own.values()), 0)
+    for phase, field in own.items():
+        if not text or phase.value in roles:
+            continue
+        other = next(f for f in own.values() if f != field)
+        # another backend is named for the other phase: then the question is about this one
+        asked = getattr(o, other) not in (None, name) and getattr(o, field) in (None, name)
+        yield from goals((phase,), field, (), 0 if asked else 1)
+    if family == "softmax" and (vision_only or here.requirements.vision is not None):
+        # last for a backend of text: the question is about text
+        cost = 0 if vision_only else 3
+        yield from goals((Phase.ENCODE,), "mm_attention_backend", (), cost)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def describe(answer: WhyNot, command: str = "") -> str:
+    """Write the answer for people. command: the whole command line in which it serves."""
+    name = f"{answer.backend} (linear)" if answer.family == "linear" else answer.backend
+    decision, lines = answer.decision, []
+    if answer.chosen:
+        lines.append(f"{name} is chosen for {' and '.join(answer.chosen)}")
+    elif answer.fits:
+        lines.append(f"{name} fits, but is not chosen")
+        for role in ("prefill", "decode"):
+            chosen = getattr(decision.linear if answer.family == "linear" else decision, role, None)
+            key = f"linear {role}" if answer.family == "linear" else role
+            if chosen is not None:
+                lines.append(f"  {role:<8} {chosen}: {decision.why.get(key, '')}")
+    else:
+        lines.append(f"{name} does not fit")
+    lines += [f"  {phase:<8} {reason}" for phase, reason in answer.reasons]
+    if answer.changes is None:
+        lines.append("nothing that can be changed here makes it fit")
+    elif answer.changes or answer.naming:
+        lines.append("smallest change:" if answer.changes else "to use it:")
+        lines += [f"  {c.text}" for c in answer.changes]
+        lines += [f"  {answer.naming}"] if answer.naming else []
+        lines += ["as one command:", f"  {command}"] if command else []
+    lines += [f"note: {note}" for note in answer.notes]
+    return "\n".join(lines)

@@ -1,0 +1,242 @@
+"""The cheapest changes after which a backend serves, each tried, none of them superfluous."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from attn_core.errors import AttnError
+from attn_core.plugins.dependencies import alternatives
+from attn_core.plugins.registry import Registry
+from attn_core.selection.compatibility import mismatches
+from attn_core.selection.inputs import SelectionInputs
+from attn_core.selection.mismatch import FEATURE, FLAG, INSTALL, Fix, Mismatch
+from attn_core.selection.result import NoBackendError, Selection
+from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.kinds import Phase
+
+MAX_EXPLORED = 1000  # situations that the search looks at before it gives up
+NEAREST = 2  # backends of the other phase that it tries to bring about, where none fits it
+# What is asked after some changes, None where that cannot be asked.
+Apply = Callable[[tuple[Fix, ...]], SelectionInputs | None]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Phases that a backend may serve, and the changes that this begins with.
+
+    cost: what the goal costs beside its changes; a goal that answers less of the question is dear.
+    """
+
+    phases: tuple[Phase, ...]
+    start: tuple[Fix, ...] = ()
+    cost: int = 0
+
+
+@dataclass(frozen=True)
+class Search:
+    """Uniform-cost search over changes, from what is asked to where `spec` serves.
+
+    torch: the version beside which libraries are installed, None where it is unknown.
+    """
+
+    spec: BackendSpec
+    registry: Registry
+    apply: Apply
+    torch: str | None = None
+
+    def run(self, goals: Iterable[Goal]) -> tuple[tuple[Fix, ...], SelectionInputs] | None:
+        """Return the cheapest changes that reach one of the goals, and what is then asked."""
+        tie = itertools.count()
+        queue: list[tuple[int, int, Goal, tuple[Capabilities, ...], tuple[Fix, ...]]] = []
+
+        def push(goal: Goal, rows: tuple[Capabilities, ...], changes: tuple[Fix, ...]) -> None:
+            cost = goal.cost + sum(c.cost for c in changes)
+            heapq.heappush(queue, (cost, next(tie), goal, rows, changes))
+
+        for goal in goals:
+            for rows in _row_sets(self.spec, goal.phases):
+                push(goal, rows, goal.start)
+        seen: set[tuple[int, tuple[int, ...], frozenset[Fix]]] = set()
+        failed: dict[tuple[int, frozenset[Fix]], tuple[Fix, ...]] = {}
+        for _ in range(MAX_EXPLORED):
+            if not queue:
+                return None
+            _, _, goal, rows, changes = heapq.heappop(queue)
+            asked = (id(goal), frozenset(changes))
+            key = (asked[0], tuple(map(id, rows)), asked[1])
+            after = None if key in seen else self.apply(changes)
+            seen.add(key)
+            if after is None:
+                continue
+            gaps = self._gaps(after, rows, goal.phases)
+            if gaps:
+                options = self._options(gaps[0], after)
+            elif asked in failed:
+                options = failed[asked]
+            else:
+                result = self._select(after)
+                if self._serves(result, goal):
+                    return self._least(goal, changes, result)
+                options = failed[asked] = tuple(_ways_out(after, goal, result))
+            for option in options:
+                push(goal, rows, _added(changes, option))
+        return None
+
+    def _select(self, asked: SelectionInputs) -> Selection | NoBackendError | None:
+        """Select; return the refusal where nothing fits, None where nothing can be asked."""
+        try:
+            return asked.select(self.registry, advise=False)
+        except NoBackendError as error:
+            return error
+        except AttnError:
+            return None
+
+    def _serves(self, result: Selection | NoBackendError | None, goal: Goal) -> bool:
+        if not isinstance(result, Selection):
+            return False
+        of = result.linear if self.spec.family == "linear" else result
+        roles = ("multimodal" if p is Phase.ENCODE else p.value for p in goal.phases)
+        return all(getattr(of, role, None) == self.spec.name for role in roles)
+
+    def _works(self, goal: Goal, changes: tuple[Fix, ...]) -> SelectionInputs | None:
+        after = self.apply(changes)
+        return after if after and self._serves(self._select(after), goal) else None
+
+    def _least(
+        self, goal: Goal, changes: tuple[Fix, ...], result: Selection | NoBackendError | None
+    ) -> tuple[tuple[Fix, ...], SelectionInputs] | None:
+        """Leave out what other changes made superfluous, the dearest first."""
+        for change in sorted(changes, key=lambda c: -c.cost):
+            rest = tuple(c for c in changes if c is not change)
+            if self._works(goal, rest):
+                return self._least(goal, rest, result)
+        page = result.page_size if isinstance(result, Selection) else None
+        named = tuple(_page(c, page) for c in changes)
+        for least in (named, changes):
+            after = self._works(goal, least)
+            if after is not None:
+                return least, after
+        return None
+
+    def _gaps(
+        self, asked: SelectionInputs, rows: tuple[Capabilities, ...], phases: tuple[Phase, ...]
+    ) -> list[Mismatch]:
+        speculation = asked.requirements.speculation
+        mode = speculation.mode if speculation and self.spec.family == "softmax" else None
+        needs, device, libraries = asked.requirements, asked.device, asked.libraries
+        gaps = [
+            gap
+            for row, phase in zip(rows, phases, strict=True)
+            for gap in mismatches(
+                row, needs, device, libraries, phase, speculates=mode == phase.value
+            )
+        ]
+        elsewhere = any(g.need == "device" for g in gaps)
+        if not self.spec.implemented and not asked.simulated and not elsewhere:
+            gaps.insert(0, Mismatch("implementation", self.spec.name, "not implemented in 0.1"))
+        o, name = asked.overrides, self.spec.name
+        if o.allow is not None and name not in o.allow:
+            change = _override(f"add {name} to --allow", 1, allow=(*o.allow, name))
+            gaps.append(Mismatch("allow", name, "--allow lacks it", (change,)))
+        if name in o.deny:
+            rest = tuple(d for d in o.deny if d != name)
+            change = _override(f"take {name} from --deny", 1, deny=rest)
+            gaps.append(Mismatch("deny", name, "--deny has it", (change,)))
+        # the fewest ways out first: a gap that nothing closes ends the branch at once
+        return sorted(dict.fromkeys(gaps), key=lambda g: len(g.changes))
+
+    def _options(self, gap: Mismatch, asked: SelectionInputs) -> tuple[Fix, ...]:
+        """Return the changes that close a gap; of libraries those that can be installed first."""
+        if gap.need != "library":
+            return gap.changes
+        wanted = alternatives(gap.supported.removeprefix("needs "))
+        found = []
+        for change, library in zip(gap.changes, wanted, strict=True):
+            pins = [p for p in self.registry.pins if p.distribution == library.name]
+            fitting = [p for p in pins if p.accepts(library) and p.loads(self.torch)]
+            installable = next((p for p in fitting if p.pip), None)
+            if installable is not None:
+                text = change.text if asked.simulated else installable.pip
+                found.append(replace(change, text=text))
+            elif not pins:
+                text = change.text if asked.simulated else f"pip install '{library}'"
+                found.append(replace(change, text=text))
+            elif any(not p.indexed for p in pins):
+                why = next(p.why for p in pins if not p.indexed)
+                found.append(replace(change, cost=INSTALL + 2, text=f"{change.text}: {why}"))
+            else:
+                known = " or ".join(dict.fromkeys(p.torch for p in pins if p.accepts(library)))
+                text = f"{change.text} beside torch{known}" if self.torch else change.text
+                found.append(replace(change, cost=INSTALL + 1, text=text))
+        return tuple(found)
+
+
+def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Capabilities, ...]]:
+    """Yield a row per phase; rows of two kinds or two devices never serve together."""
+    able = [[r for r in spec.capabilities if p in r.phases] for p in phases]
+    for rows in itertools.product(*able):
+        first = rows[0]
+        if all(
+            r.kind == first.kind
+            and (r.device == first.device or "any" in (r.device, first.device))
+            and (not r.archs or not first.archs or r.archs & first.archs)
+            for r in rows
+        ):
+            yield rows
+
+
+def _added(changes: tuple[Fix, ...], option: Fix) -> tuple[Fix, ...]:
+    """Add a change; one that it overwrites is left out."""
+    new = {name for name, _ in option.values}
+    kept = (c for c in changes if c.target != option.target or {n for n, _ in c.values} - new)
+    return (*kept, option)
+
+
+def _override(text: str, cost: int, **values: object) -> Fix:
+    return Fix("overrides", tuple(values.items()), cost, text)
+
+
+def _ways_out(
+    after: SelectionInputs, goal: Goal, result: Selection | NoBackendError | None
+) -> Iterator[Fix]:
+    """Yield what may help where the backend fits alone, and the selection fails all the same.
+
+    A page size that no pair shares, drafts that no linear backend verifies, a flag of the caller
+    that names another backend or leaves none to the other phase, or what the other phase lacks.
+    """
+    if isinstance(result, Selection):
+        return  # it is possible, and others rank before the backend
+    if after.requirements.page_size is not None:
+        free = (("page_size", None),)
+        yield Fix("requirements", free, FLAG, "no --page-size")
+    if after.requirements.speculation is not None:  # linear layers that nobody verifies
+        without = (("speculation", None),)
+        yield Fix("requirements", without, FEATURE + 1, "no speculation")
+    own = {name for change in goal.start for name, _ in change.values}
+    for field in fields(after.overrides):
+        value = getattr(after.overrides, field.name)
+        if value not in (None, ()) and field.name not in own and field.name != "prefer":
+            yield drop(field.name, value)
+    verdicts = result.selection.verdicts if result is not None else ()
+    served = {v.phase for v in verdicts if v.fits}
+    unserved = [v for v in verdicts if v.phase not in served and v.phase not in goal.phases]
+    for verdict in sorted(unserved, key=lambda v: (len(v.reasons), v.cost))[:NEAREST]:
+        for reason in verdict.reasons:
+            yield from (c for c in reason.changes if c.target not in ("device", "overrides"))
+
+
+def drop(field: str, value: object) -> Fix:
+    """Return the change that takes a flag of the caller back."""
+    said = ",".join(value) if isinstance(value, tuple) else value
+    empty = () if field in ("prefer", "deny") else None
+    return _override(f"no --{field.replace('_', '-')} {said}", FLAG, **{field: empty})
+
+
+def _page(change: Fix, page: int | None) -> Fix:
+    """Put the page size that was chosen in the place of "no --page-size"."""
+    if change.values != (("page_size", None),) or page is None:
+        return change
+    return replace(change, values=(("page_size", page),), text=f"--page-size {page}")

@@ -1,0 +1,165 @@
+"""Every row weighed for a phase: its verdict, its rank, and what to say where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from attn_core.formatting import listing
+from attn_core.plugins.dependencies import Libraries
+from attn_core.plugins.registry import Registry
+from attn_core.selection.compatibility import mismatches
+from attn_core.selection.mismatch import Fix, Mismatch
+from attn_core.selection.result import Overrides, Verdict
+from attn_core.spec.capabilities import BackendSpec, Capabilities, places
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Family, Phase
+from attn_core.spec.requirements import Requirements
+
+Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
+
+
+@dataclass(frozen=True)
+class RowJudge:
+    """The arguments of one select() call, and how a row is judged and ranked under them."""
+
+    needs: Requirements
+    device: Device
+    registry: Registry
+    libraries: Libraries
+    overrides: Overrides
+    profile: Profile
+    simulated: bool
+
+    def weigh(self, family: Family, phase: Phase) -> tuple[Verdict, ...]:
+        """Give every row of a family its verdict for a phase."""
+        spec_mode = self.needs.speculation and self.needs.speculation.mode
+        return tuple(
+            Verdict(
+                spec,
+                phase,
+                row,
+                mismatches(
+                    row,
+                    self.needs,
+                    self.device,
+                    self.libraries,
+                    phase,
+                    speculates=family == "softmax" and spec_mode == phase.value,
+                )
+                + self._policy(spec),
+                tuple(n for n in (self._not_built(spec), _ragged_only(spec, row), row.note) if n),
+            )
+            for spec in self.registry.family(family)
+            for row in spec.capabilities
+        )
+
+    def _not_built(self, spec: BackendSpec) -> str:
+        return "" if spec.implemented else f"{spec.name} is not implemented in 0.1"
+
+    def _policy(self, spec: BackendSpec) -> tuple[Mismatch, ...]:
+        found = []
+        allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
+        if not spec.implemented and not self.simulated:
+            found.append(
+                Mismatch("implementation", f"{name} is declared", "not implemented in 0.1")
+            )
+        if allow is not None and name not in allow:
+            change = Fix("overrides", (("allow", (*allow, name)),), 1, f"--allow {name}")
+            found.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (change,)))
+        if name in deny:
+            rest = tuple(d for d in deny if d != name)
+            change = Fix("overrides", (("deny", rest),), 1, f"no --deny {name}")
+            found.append(Mismatch("deny", name, "--deny has it", (change,)))
+        return tuple(found)
+
+    def rank(self, verdict: Verdict) -> tuple[float, ...]:
+        """Order fitting rows, best first: preferred, then measured, then by priority."""
+        prefer, name = self.overrides.prefer, verdict.spec.name
+        place = prefer.index(name) if name in prefer else len(prefer)
+        cost = self.profile.get((name, verdict.phase.value))
+        measured = (0, cost) if cost is not None else (1, 0)  # what is measured ranks first
+        return (place, *measured, -verdict.row.priority)
+
+    def named(self, family: Family, phase: Phase) -> str | None:
+        """Return the name that the caller gave this phase, after checking that it exists."""
+        name = self.overrides.flag(family, phase)[1]
+        return None if name is None else self.registry.get(name, family).name
+
+    def candidates(self, verdicts: tuple[Verdict, ...], family: Family) -> list[Verdict]:
+        """Return the verdicts that may be chosen, best first, ties by name."""
+        name = self.named(family, verdicts[0].phase) if verdicts else None
+        fitting = [v for v in verdicts if v.fits and name in (None, v.spec.name)]
+        return sorted(fitting, key=lambda v: (self.rank(v), v.spec.name))
+
+    def reason(self, chosen: Verdict, family: Family) -> str:
+        """Say why `chosen` was taken for its phase."""
+        flag, name = self.overrides.flag(family, chosen.phase)
+        if name is not None:
+            return f"named by {flag}"
+        if chosen.spec.name in self.overrides.prefer:
+            return "preferred by --prefer"
+        if (chosen.spec.name, chosen.phase.value) in self.profile:
+            return "measured fastest of those that fit"
+        return f"highest priority of those that fit ({chosen.row.priority})"
+
+
+def _ragged_only(spec: BackendSpec, row: Capabilities) -> str:
+    """Say what a caller has to do where a row of MLA has no pass over the cache."""
+    if row.absorbed:
+        return ""
+    return (
+        f"{spec.name} prefills MLA without its cache: write new latents with write_kv, then call "
+        "forward_ragged on the heads before absorption (192/128) and merge a prefix in chunks by "
+        "log-sum-exp"
+    )
+
+
+def best_per_backend(verdicts: tuple[Verdict, ...], s: RowJudge) -> tuple[Verdict, ...]:
+    """Keep one row a backend: the best that fits, else the one nearest to fitting."""
+    best: dict[tuple[str, str], Verdict] = {}
+    for v in sorted(verdicts, key=lambda v: (not v.fits, _distance(v), s.rank(v))):
+        best.setdefault((v.phase.value, v.spec.name), v)
+    for key, v in best.items():
+        best[key] = replace(v, reasons=tuple(_everywhere(r, v, verdicts) for r in v.reasons))
+    return tuple(
+        sorted(
+            best.values(),
+            key=lambda v: (list(Phase).index(v.phase), not v.fits, s.rank(v), v.spec.name),
+        )
+    )
+
+
+def _distance(verdict: Verdict) -> tuple[bool, bool, int]:
+    """Order what does not fit: rows of another kind last, before them those of another device."""
+    needs = {r.need for r in verdict.reasons}
+    return "kind" in needs, "device" in needs, verdict.cost
+
+
+def _everywhere(reason: Mismatch, verdict: Verdict, verdicts: tuple[Verdict, ...]) -> Mismatch:
+    """Let a refused kind or device name those of all rows of the backend, not of the nearest."""
+    if reason.need == "kind":
+        kinds = {v.row.kind for v in verdicts if v.spec is verdict.spec}
+        return replace(reason, supported=f"supports {listing(kinds)}")
+    if reason.need != "device":
+        return reason
+    mine = (v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases)
+    rows = [row for row in mine if row.kind == verdict.row.kind]
+    return replace(reason, supported=f"supports {places(rows)}") if rows else reason
+
+
+def nothing_fits(s: RowJudge, verdicts: tuple[Verdict, ...], phase: Phase) -> str:
+    family: Family = verdicts[0].spec.family if verdicts else "softmax"
+    flag, asked = s.overrides.flag(family, phase)
+    if asked is not None:
+        name = s.registry.get(asked, family).name
+        near = [v for v in verdicts if v.phase is phase and v.spec.name == name]
+        reasons = "; ".join(str(r) for v in near for r in v.reasons)
+        return f"{flag} {asked} cannot run {phase.value} on {s.device}: {reasons}"
+    near = sorted((v for v in verdicts if v.phase is phase), key=_distance)[:3]
+    shown = "; ".join(f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in near)
+    return (
+        f"no backend fits {phase.value} on {s.device}"
+        + (f"; nearest are {shown}" if shown else ": none is declared")
+        + "; `attn why-not BACKEND` says what to change"
+    )

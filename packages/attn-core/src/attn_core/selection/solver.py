@@ -1,0 +1,291 @@
+"""The choice: one joint solve over the phases, pure, that keeps every reason."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attn_core.errors import UsageError
+from attn_core.plugins.dependencies import Libraries
+from attn_core.plugins.registry import Registry
+from attn_core.selection.advice import advice, runs_today
+from attn_core.selection.ranking import Profile, RowJudge, best_per_backend, nothing_fits
+from attn_core.selection.result import (
+    LinearSelection,
+    NoBackendError,
+    Overrides,
+    Selection,
+    Verdict,
+)
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase
+from attn_core.spec.page_size import smallest_page, takes_page
+from attn_core.spec.requirements import Requirements
+
+
+def select(
+    requirements: Requirements,
+    device: Device,
+    registry: Registry,
+    libraries: Libraries,
+    overrides: Overrides | None = None,
+    profile: Profile | None = None,
+    *,
+    simulated: bool = False,
+    advise: bool = True,
+) -> Selection:
+    """Choose a backend for every role, all phases at once. Pure and torch-free.
+
+    libraries: distribution → version (None: new enough). profile: measured costs that rank before
+    priorities. simulated: the device is not this machine's, so that a backend which is declared
+    but not implemented may be chosen, with a note. advise: also try what runs today, and which
+    flag avoids what is slow.
+
+    Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
+    a name that nobody declares; UsageError for a flag that has nothing to decide.
+    """
+    overrides = _canonical(overrides or Overrides(), registry)
+    s = RowJudge(requirements, device, registry, libraries, overrides, profile or {}, simulated)
+    _check(s)
+    chosen = _solve(s)
+    if not advise:
+        return chosen
+    return replace(
+        chosen, runs_today=runs_today(s, chosen, _solve), advice=advice(s, chosen, _solve)
+    )
+
+
+def _solve(s: RowJudge) -> Selection:
+    base = Selection(
+        requirements=s.needs,
+        kv_cache_dtype=s.needs.store_dtype,
+        device=s.device,
+        assumptions=s.needs.assumptions,
+    )
+    return _solve_linear(s, _solve_vision(s, _solve_softmax(s, base)))
+
+
+def _canonical(overrides: Overrides, registry: Registry) -> Overrides:
+    """Replace aliases in the lists by names. Raises UnknownBackendError."""
+
+    def names(given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(registry.find(name).name for name in given))
+
+    return replace(
+        overrides,
+        prefer=names(overrides.prefer),
+        allow=None if overrides.allow is None else names(overrides.allow),
+        deny=names(overrides.deny),
+    )
+
+
+def _check(s: RowJudge) -> None:
+    o = s.overrides
+    linear = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
+    if any(linear) and not s.needs.linear_layers:
+        raise UsageError("--linear-attn-backend: the model has no linear attention layers")
+    softmax = (o.attention_backend, o.prefill_attention_backend, o.decode_attention_backend)
+    if any(softmax) and not s.needs.softmax_layers:
+        raise UsageError("--attention-backend: the model has no softmax attention layers")
+    if o.mm_attention_backend and s.needs.vision is None:
+        raise UsageError("--mm-attention-backend: the model has no vision tower")
+    if s.needs.page_size is not None and s.needs.page_size < 1:
+        raise UsageError(f"--page-size {s.needs.page_size}: at least 1")
+
+
+def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
+    if not s.needs.softmax_layers:
+        return base  # nothing to attend with: no cache, no backend
+    phases = [Phase.PREFILL, Phase.DECODE]
+    if all(x.encoder for x in s.needs.softmax_layers):
+        if s.overrides.decode_attention_backend is not None:
+            raise UsageError("--decode-attention-backend: the model has no layers that decode")
+        phases.remove(Phase.DECODE)
+    weighed = {p: s.weigh("softmax", p) for p in phases}
+    verdicts = best_per_backend(tuple(itertools.chain(*weighed.values())), s)
+    base = replace(base, verdicts=verdicts)
+    fitting = {p: s.candidates(w, "softmax") for p, w in weighed.items()}
+    for phase, options in fitting.items():
+        if not options:
+            raise NoBackendError(nothing_fits(s, verdicts, phase), base)
+    pairs = {
+        (
+            *(a + b for a, b in zip(s.rank(pre), s.rank(dec), strict=True)),
+            (pre.row is not dec.row, pre.spec.name, dec.spec.name, i),
+        ): (pre, dec)
+        for i, (pre, dec) in enumerate(
+            itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE])
+            if Phase.DECODE in fitting
+            else ((v, v) for v in fitting[Phase.PREFILL])
+        )
+    }
+    conflicts: dict[tuple[str, str], str] = {}  # pairs that rank before the chosen one
+    for key in sorted(pairs):
+        pre, dec = pairs[key]
+        problem = _conflict(s, pre, dec)
+        if problem is None:
+            break
+        conflicts.setdefault((pre.spec.name, dec.spec.name), problem)
+    else:
+        raise NoBackendError(
+            "no pair of backends can share one cache: "
+            + "; ".join(conflicts.values())
+            + "; name another backend for one phase",
+            replace(base, conflicts=tuple(conflicts.values())),
+        )
+    conflicts.pop((pre.spec.name, dec.spec.name), None)  # other rows of the same two
+    base = replace(base, conflicts=tuple(conflicts.values()))
+    page, page_note = _page(s, pre, dec)
+    why = {"prefill": s.reason(pre, "softmax"), "decode": s.reason(dec, "softmax")}
+    if Phase.DECODE not in fitting:
+        why["decode"] = "the model does not decode: as prefill"
+    why["page_size"] = page_note
+    rows = {"prefill": pre.row, "decode": dec.row}
+    verifier = None
+    if s.needs.speculation is not None:
+        mode = s.needs.speculation.mode
+        verifier = {"prefill": pre, "decode": dec}[mode].spec.name
+        rows["verify"] = rows["draft"] = rows[mode]
+        why["verify"] = why["draft"] = f"--speculative-attention-mode {mode}"
+    why |= _notes(why, pre, dec)
+    return replace(
+        base,
+        prefill=pre.spec.name,
+        decode=dec.spec.name,
+        verify=verifier,
+        draft=verifier,
+        page_size=page,
+        layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
+        why=why,
+        rows=rows,
+    )
+
+
+def _notes(why: Mapping[str, str], *chosen: Verdict) -> dict[str, str]:
+    """Add the notes of the chosen rows to those that are there."""
+    notes = [why["notes"]] if "notes" in why else []
+    once = len(chosen) > 1 and len({(v.spec.name, v.row.note) for v in chosen}) == 1
+    for v in chosen:
+        who = v.spec.name if once else f"{v.spec.name} ({v.phase.value})"
+        notes += [f"{who}: {n}" if n == v.row.note else n for n in v.notes]
+    return {"notes": "; ".join(dict.fromkeys(notes))} if notes else {}
+
+
+def _conflict(s: RowJudge, pre: Verdict, dec: Verdict) -> str | None:
+    """Say why two rows that fit alone cannot share a cache, None where they can."""
+    pair = f"{pre.spec.name} (prefill) with {dec.spec.name} (decode)"
+    ban = pre.row.bans.get(dec.spec.name) or dec.row.bans.get(pre.spec.name)
+    if ban:
+        return f"{pair}: {ban}"
+    if not pre.row.layouts & dec.row.layouts:
+        return f"{pair}: no common KV layout ({set(pre.row.layouts)} and {set(dec.row.layouts)})"
+    if s.needs.page_size is None and smallest_page((pre.row, dec.row)) is None:
+        limits = ", ".join(
+            f"{v.spec.name} takes {sorted(v.row.page_sizes) or 'any'}"
+            + (f" up to {v.row.max_page_size}" if v.row.max_page_size else "")
+            for v in (pre, dec)
+        )
+        return f"{pair}: no common page size ({limits})"
+    return None
+
+
+def _page(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[int, str]:
+    rows = (pre.row, dec.row)
+    if s.needs.page_size is not None:
+        return s.needs.page_size, "named by --page-size"
+    smallest = smallest_page(rows) or 1
+    for v in (dec, pre):
+        page = v.row.preferred_page_size
+        if page and page != smallest and all(takes_page(row, page) for row in rows):
+            return page, (
+                f"{v.spec.name} prefers {page} to {smallest}: {v.row.preferred_page_reason}; a "
+                f"cached prefix is then reused in whole pages of {page} tokens"
+            )
+    return smallest, "the smallest that every chosen row takes (best prefix reuse)"
+
+
+def _solve_vision(s: RowJudge, base: Selection) -> Selection:
+    if s.needs.vision is None:
+        return base
+    weighed = s.weigh("softmax", Phase.ENCODE)
+    verdicts = best_per_backend(weighed, s)
+    base = replace(base, verdicts=base.verdicts + verdicts)
+    options = s.candidates(weighed, "softmax")
+    if not options:
+        problem = nothing_fits(s, verdicts, Phase.ENCODE)
+        if s.overrides.mm_attention_backend:
+            raise NoBackendError(problem, base)
+        kept = f"the vision tower keeps the model's own attention: {problem}"
+        return replace(base, assumptions=(*base.assumptions, kept))
+    best = options[0]
+    return replace(
+        base,
+        multimodal=best.spec.name,
+        why={
+            **base.why,
+            **_notes(base.why, best),
+            "multimodal": s.reason(best, "softmax"),
+        },
+        rows={**base.rows, "multimodal": best.row},
+    )
+
+
+def _solve_linear(s: RowJudge, base: Selection) -> Selection:
+    if not s.needs.linear_layers:
+        return base
+    best: dict[str, Verdict] = {}
+    problems = []
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        weighed = s.weigh("linear", phase)
+        verdicts = best_per_backend(weighed, s)
+        base = replace(base, verdicts=base.verdicts + verdicts)
+        options = s.candidates(weighed, "linear")
+        if options:
+            best[phase.value] = options[0]
+        else:
+            problems.append(nothing_fits(s, verdicts, phase))
+    o = s.overrides
+    named = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
+    if problems and any(named):  # a name is honoured, or all of it is refused
+        raise NoBackendError("; ".join(problems), base)
+    verifier = None
+    if s.needs.speculation is not None:
+        verifier = _linear_verifier(s, base, best)
+        base = replace(base, rows={**base.rows, "linear_verify": verifier.row})
+    if problems:
+        kept = f"the model keeps its own linear attention layers: {'; '.join(problems)}"
+        return replace(base, assumptions=(*base.assumptions, kept))
+    prefill, decode = best["prefill"], best["decode"]
+    return replace(
+        base,
+        linear=LinearSelection(
+            prefill.spec.name, decode.spec.name, verifier.spec.name if verifier else None
+        ),
+        why={
+            **base.why,
+            **_notes(base.why, prefill, decode),
+            **{f"linear {p}": s.reason(v, "linear") for p, v in best.items()},
+        },
+        rows={**base.rows, **{f"linear_{p}": v.row for p, v in best.items()}},
+    )
+
+
+def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) -> Verdict:
+    """Choose who verifies drafts in linear layers: the decode kernels where they can.
+
+    A model's own layers cannot: nobody takes their state back to the accepted draft.
+    """
+    topk = s.needs.speculation.topk if s.needs.speculation is not None else 0
+    able = [v for v in s.weigh("linear", Phase.DECODE) if v.fits and v.row.max_verify_topk >= topk]
+    if len(best) < 2 or not able:
+        raise NoBackendError(
+            f"no linear backend verifies topk {topk} on {s.device}, and the state of the model's "
+            "own linear layers cannot be taken back to the accepted draft; run without speculation",
+            base,
+        )
+    chosen = best["decode"].spec.name
+    return min(able, key=lambda v: (v.spec.name != chosen, s.rank(v), v.spec.name))
+
+
+__all__ = ["LinearSelection", "Overrides", "Profile", "Selection", "Verdict", "select"]

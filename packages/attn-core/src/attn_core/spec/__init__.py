@@ -1,0 +1,1 @@
+"""What plugins declare and models need: torch-free data."""

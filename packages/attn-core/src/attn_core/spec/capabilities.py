@@ -1,0 +1,132 @@
+"""What a backend can do: the rows of the support matrix, plain data, torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import LINEAR_KINDS, SERVING, Family, GraphLevel, Kind, Phase
+
+ANY_TOPK = 1 << 30  # a max_verify_topk that means: any tree of draft tokens
+
+
+def _collect(record: object, name: str, make: Callable[[Any], object], expected: str) -> None:
+    """Freeze a field that holds a collection; text would be taken apart letter by letter."""
+    value = getattr(record, name)
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        object.__setattr__(record, name, make(value))
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} {value!r} (expected {expected})") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """One row of the support matrix: everything in it holds at the same time.
+
+    A conditional limit (a tree only with page size 1) is a second row. An empty set of archs,
+    page_sizes, head_dims, q_heads or group_sizes means any. Sets may be given as any iterable
+    but text, which raises TypeError.
+
+    requires_finite_padding: the kernels load whole tiles and multiply what no query sees by 0, and
+    0 · NaN is NaN. Then the tails of last pages and the pages behind a window must hold finite
+    numbers, and, in a pass without a cache, the keys and values of the next request.
+    """
+
+    kind: Kind
+    device: str  # a Device.type, or "any"
+    dtypes: AbstractSet[str]
+    kv_dtypes: AbstractSet[str]  # what the cache may store; for linear kinds the dtype of the state
+    priority: int  # 30 default on this arch, 20 tuned, 10 portable, 5 by name or last, 0 reference
+    archs: AbstractSet[str] = frozenset()
+    min_runtime: str | None = None
+    requires: Sequence[str] = ()  # distributions: "flash-attn-3 or sglang-kernel>=0.4"
+    phases: AbstractSet[Phase] = SERVING
+    kv_dtype_may_differ: bool = False  # a plain kv dtype may differ from the model's dtype
+    page_sizes: AbstractSet[int] = frozenset()  # the kernel's; a pool page is a multiple
+    max_page_size: int | None = None  # the largest pool page this row runs on
+    preferred_page_size: int | None = None  # with its measured reason
+    preferred_page_reason: str = ""
+    layouts: AbstractSet[str] = frozenset({"NHD"})
+    head_dims: AbstractSet[int] = frozenset()
+    head_dim_pairs: AbstractSet[tuple[int, int]] | Literal["any"] = frozenset()  # unequal (D, Dv)
+    q_heads: AbstractSet[int] = frozenset()
+    group_sizes: AbstractSet[int] = frozenset()  # q heads per kv head
+    sliding_window: bool = False
+    logit_cap: bool = False
+    sinks: bool = False
+    cross_attention: bool = False
+    encoder: bool = False  # bidirectional layers without a cache, ragged
+    absorbed: bool = True  # MLA over its latent cache; False: ragged prefill and its chunks alone
+    chunked_prefix: bool = False  # MLA: prefix in chunks, merged by LSE
+    max_verify_topk: int = 0  # verifies and drafts: 0 no, 1 chains, ANY_TOPK any tree
+    max_session_topk: int | None = None  # largest topk of a run in which this row serves any phase
+    lse: bool = False
+    deterministic: bool = False
+    cuda_graph: GraphLevel = "none"
+    with_linear_layers: bool | None = (
+        None  # True only beside linear layers, False never, None either
+    )
+    needs_host_lengths: bool = False
+    requires_finite_padding: bool = (
+        False  # what lies beside a request's keys and values must be finite
+    )
+    fused_kv_write: bool = False  # the kernel writes new K/V itself
+    quantizes_q_to_fp8: bool = (
+        False  # with an FP8 store, queries and probabilities are rounded to it too
+    )
+    bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if str(f.type).startswith("AbstractSet"):
+                if f.name == "head_dim_pairs" and self.head_dim_pairs == "any":
+                    continue
+                _collect(self, f.name, frozenset, "a set")
+        _collect(self, "requires", tuple, "a list")
+        _collect(self, "bans", dict, "a mapping")
+
+    @property
+    def family(self) -> Family:
+        return "linear" if self.kind in LINEAR_KINDS else "softmax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """A declared backend: its name, its rows and, as text, the class that runs it.
+
+    `create` is "module:Class", or a function that chooses one, called with a BackendConfig; it is
+    imported only then.
+    `implemented` False: declared, selectable on a simulated device, but creation raises.
+    `aliases` are other documented names of it (for --mm-attention-backend).
+    `matrix_deviations` says, per cell ("mha.fp8_kv"), why it differs from the documented matrix.
+    """
+
+    name: str
+    capabilities: Sequence[Capabilities]
+    create: str
+    implemented: bool = True
+    aliases: Sequence[str] = ()
+    matrix_deviations: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _collect(self, "capabilities", tuple, "a list")
+        _collect(self, "aliases", tuple, "a list")
+        _collect(self, "matrix_deviations", dict, "a mapping")
+
+    @property
+    def family(self) -> Family:
+        """ "softmax" or "linear": the two families of names."""
+        return self.capabilities[0].family
+
+
+def places(rows: Iterable[Capabilities]) -> str:
+    """Name the devices that rows run on: "cuda:sm80, cuda:sm90"."""
+    found = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
+    order = sorted(found, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
+    return ", ".join(map(str, order))

@@ -1,0 +1,170 @@
+"""This machine as a Device, and devices by name; torch is looked at, never imported."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import pathlib
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from attn_core.errors import UsageError
+from attn_core.formatting import near
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where attention runs: `cuda:sm90` with runtime "12.8", `cpu:amx`.
+
+    `runtime` is the version of CUDA, ROCm or CANN; None is unknown and counts as the newest.
+    """
+
+    type: str
+    arch: str | None = None
+    runtime: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.arch}" if self.arch else self.type
+
+
+RUNTIMES = ("cuda", "rocm", "npu")  # types with a version: of CUDA, of ROCm, of CANN
+# Per type its architectures; the first is its newest data-centre part.
+ARCHS: dict[str, tuple[str, ...]] = {
+    "cuda": ("sm103", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm110", "sm120"),
+    "rocm": ("gfx950", "gfx90a", "gfx942", "gfx1100"),
+    "npu": ("910c", "910b"),
+    "xpu": ("pvc", "bmg", "dg2"),
+    "cpu": ("amx", "avx512", "avx2", "neon"),
+}
+# Chips that run what another member of their family runs, by CUDA's rules of compatibility: Jetson
+# Orin, Thor under its name before CUDA 13, and the GB10 of a DGX Spark.
+FAMILY = {"sm87": "sm86", "sm88": "sm86", "sm101": "sm110", "sm121": "sm120"}
+
+
+def parse_device(
+    text: str,
+    runtime: str | None = None,
+    extra: Iterable[str] = (),
+    here: Device | None = None,
+) -> Device:
+    """Parse "cuda", "cuda:sm90" …; a type alone means its newest data-centre part.
+
+    A member of a family is the architecture that it runs: "cuda:sm121" is cuda:sm120, as the probe
+    of such a machine says too.
+    runtime: version of CUDA, ROCm or CANN; a CPU and an XPU have none. extra: types that plugins
+    declare beside the known ones, any architecture. here: this machine, whose own architecture may
+    be named where no list has it. Raises UsageError with what is possible.
+    """
+    if runtime is not None:
+        try:
+            Version(runtime)
+        except ValueError:  # InvalidVersion, or too long a number
+            raise UsageError(f"--runtime-version {runtime}: not a version like 12.8") from None
+    kind, _, arch = text.strip().lower().partition(":")
+    if kind not in ARCHS:
+        if kind in set(extra):
+            return Device(kind, arch or None, runtime)
+        raise UsageError(f"unknown device type {kind!r}: {near(kind, [*ARCHS, *extra])}")
+    if runtime is not None and kind not in RUNTIMES:
+        have = ", ".join(RUNTIMES)
+        raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {have})")
+    if not arch:
+        return Device(kind, ARCHS[kind][0], runtime)
+    if kind == "cuda":
+        arch = FAMILY.get(arch, arch)
+    if arch not in ARCHS[kind] and (here is None or str(here) != f"{kind}:{arch}"):
+        known = [f"{kind}:{a}" for a in ARCHS[kind]]
+        raise UsageError(f"unknown device {text!r}: {near(f'{kind}:{arch}', known)}")
+    return Device(kind, arch, runtime)
+
+
+def torch_build() -> dict[str, str]:
+    """Read the installed torch's version, cuda and hip from its version file, without import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        text = (pathlib.Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return {}
+    found = re.findall(r"^(__version__|cuda|hip|xpu)\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.M)
+    return {("version" if name == "__version__" else name): value for name, value in found}
+
+
+def probe_device() -> Device:
+    """Say where attention runs on this machine: an accelerator that torch can use, else CPU."""
+    build = torch_build()
+    if "cuda" in build and (arch := _cuda_arch()):
+        return Device("cuda", arch, build["cuda"])
+    if "hip" in build and (arch := _rocm_arch()):
+        return Device("rocm", arch, ".".join(build["hip"].split(".")[:2]))
+    if importlib.util.find_spec("torch_npu") and any(pathlib.Path("/dev").glob("davinci[0-9]*")):
+        return Device("npu", _npu_arch(), None)
+    if "xpu" in build and (arch := _xpu_arch()):
+        return Device("xpu", arch, None)
+    return Device("cpu", _cpu_arch(), None)
+
+
+def _cuda_arch() -> str | None:
+    """Ask the driver for the compute capability of the first GPU."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    if cuda.cuInit(0) != 0:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    failed = cuda.cuDeviceGet(ctypes.byref(device), 0)
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+    failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    if failed:
+        return None
+    arch = f"sm{major.value * 10 + minor.value}"
+    return FAMILY.get(arch, arch)
+
+
+def _rocm_arch() -> str | None:
+    """Read the first GPU's gfx name from the kernel's topology."""
+    for path in sorted(pathlib.Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+        found = re.search(r"^gfx_target_version (\d+)$", path.read_text(), re.M)
+        if found and (number := int(found[1])):
+            return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
+    return None
+
+
+def _npu_arch() -> str | None:
+    text = "".join(p.read_text() for p in pathlib.Path("/proc/driver").glob("**/*version*"))
+    found = re.search(r"910[bc]", text.lower())
+    return found[0] if found else None
+
+
+def _xpu_arch() -> str | None:
+    """Tell Intel GPUs apart by PCI device id (8086:0bd5 is a Data Center GPU Max)."""
+    for path in sorted(pathlib.Path("/sys/class/drm").glob("card*/device/vendor")):
+        if path.read_text().strip() != "0x8086":
+            continue
+        number = int((path.parent / "device").read_text(), 16)
+        for arch, low, high in (("pvc", 0x0BD0, 0x0BDF), ("dg2", 0x5690, 0x56CF)):
+            if low <= number <= high:
+                return arch
+        if 0xE200 <= number <= 0xE2FF:
+            return "bmg"
+    return None
+
+
+def _cpu_arch() -> str | None:
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return "neon"
+    try:
+        flags = set(pathlib.Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return None
+    for arch, flag in (("amx", "amx_tile"), ("avx512", "avx512f"), ("avx2", "avx2")):
+        if flag in flags:
+            return arch
+    return None

@@ -1,0 +1,22 @@
+"""The one rule of page sizes: a pool page runs on a row if some page it takes divides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import lcm
+
+from attn_core.spec.capabilities import Capabilities
+
+
+def takes_page(row: Capabilities, page_size: int) -> bool:
+    """Say whether a pool of this page size runs on a row: some page it takes divides the pool's."""
+    fits = not row.page_sizes or any(page_size % p == 0 for p in row.page_sizes)
+    return fits and (row.max_page_size is None or page_size <= row.max_page_size)
+
+
+def smallest_page(rows: Iterable[Capabilities]) -> int | None:
+    """Return the smallest pool page that every row takes, None where there is none."""
+    rows, pages = tuple(rows), {1}
+    for row in rows:
+        pages = {lcm(p, q) for p in pages for q in (row.page_sizes or {1})}
+    return min((p for p in pages if all(takes_page(row, p) for row in rows)), default=None)

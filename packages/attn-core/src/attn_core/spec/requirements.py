@@ -1,0 +1,118 @@
+"""What a model and its workload need of attention: plain data, torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from attn_core.errors import UsageError
+from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
+
+
+def check_layer(layer: Any, name: str) -> None:
+    """Check the fields that LayerRequirements and AttentionLayer share; None passes.
+
+    Raises UsageError for a head count or dim below 1, a window below 1 and a cap that is not above
+    0. Engines spell "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
+    """
+    for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
+        value = getattr(layer, what)
+        if value is not None and not value >= 1:
+            raise UsageError(f"{name}: {what} {value!r} (expected 1 or more)")
+    window, cap = layer.sliding_window, layer.logit_cap
+    if window is not None and not window >= 1:
+        raise UsageError(f"{name}: sliding_window {window!r} (expected 1 or more; None is off)")
+    if cap is not None and not 0 < cap < math.inf:
+        raise UsageError(f"{name}: logit_cap {cap!r} (expected a number above 0; None is off)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRequirements:
+    """What one class of attention layers of a model needs; None is unknown and constrains nothing.
+
+    Heads are those of one tensor-parallel rank. For "mla" and "dsa" `head_dim` is latent + rope
+    (512 + 64) and `v_head_dim` the latent. For linear kinds `head_dim` is K and `v_head_dim` V.
+    `sliding_window` W: a token sees itself and the W-1 before it. No window and no cap are None:
+    UsageError for 0 or -1, for heads and dims below 1, and for query heads of a softmax kind that
+    are no multiple of the KV heads.
+    """
+
+    kind: Kind = "mha"
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    sliding_window: int | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
+    cross: bool = False
+    encoder: bool = False
+
+    def __post_init__(self) -> None:
+        check_layer(self, f"layers of kind {self.kind}")
+        q, kv = self.num_q_heads, self.num_kv_heads
+        if self.family == "softmax" and q and kv and q % kv:
+            raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
+
+    @property
+    def family(self) -> Family:
+        return "linear" if self.kind in LINEAR_KINDS else "softmax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Speculative decoding: `topk` draft tokens a step; `mode` is the phase that verifies.
+
+    Raises UsageError for a number below 1 or another mode.
+    """
+
+    topk: int = 1
+    num_draft_tokens: int = 4
+    mode: VerifyMode = "prefill"
+
+    def __post_init__(self) -> None:
+        for name in ("topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"speculation with {name} {value!r} (expected 1 or more)")
+        if self.mode not in get_args(VerifyMode):
+            known = " or ".join(get_args(VerifyMode))
+            raise UsageError(f"speculation with mode {self.mode!r} (expected {known})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a model and its workload need.
+
+    layers: distinct layer classes, softmax and linear. vision: the vision tower, if any.
+    dtype: "bf16", "fp16" or "fp32"; kv_cache_dtype: "auto" (the model's) or a store.
+    page_size: tokens a page, None lets the selection choose.
+    lse / deterministic: True asks every serving backend for it. graphs: True asks the roles that
+    are captured in CUDA graphs, decode at level "decode" and verify and draft at level "full".
+    assumptions: sentences about what was not known and how it was taken.
+    """
+
+    layers: tuple[LayerRequirements, ...] = (LayerRequirements(),)
+    vision: LayerRequirements | None = None
+    dtype: str = "bf16"
+    kv_cache_dtype: str = "auto"
+    page_size: int | None = None
+    speculation: Speculation | None = None
+    lse: bool = False
+    deterministic: bool = False
+    graphs: bool = False
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def softmax_layers(self) -> tuple[LayerRequirements, ...]:
+        return tuple(x for x in self.layers if x.family == "softmax")
+
+    @property
+    def linear_layers(self) -> tuple[LayerRequirements, ...]:
+        return tuple(x for x in self.layers if x.family == "linear")
+
+    @property
+    def store_dtype(self) -> str:
+        """The dtype that the KV cache stores: `dtype` where kv_cache_dtype is "auto"."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

@@ -1,0 +1,162 @@
+"""What must agree with itself: chunks and the whole, prefill and decode, any order of pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.ops.merge import merge_states
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.harness import Bench
+from attn_core.testing.inputs import Inputs, Point, make_layer, mapped, to_device
+from attn_core.testing.passes import (
+    attend,
+    compare,
+    create,
+    indptr,
+    prepared,
+    ragged_inputs,
+    returned,
+)
+from attn_core.testing.pools import raw
+from attn_core.testing.tolerance import Measure, require, within_budget, worst
+
+Span = tuple[int, int]  # of a request's tokens
+
+
+def _partly(
+    inputs: Inputs, point: Point, mode: ForwardMode, spans: Sequence[Span]
+) -> tuple[Inputs, list[slice]]:
+    """Return the pass that brings these spans of new tokens, and where they lie in the whole."""
+    starts = [0, *torch.tensor(inputs.batch.query_lens_host).cumsum(0).tolist()]
+    rows = [slice(at + a, at + b) for at, (a, b) in zip(starts, spans, strict=False)]
+    batch = ForwardBatch.build(
+        mode,
+        query_lens=[b - a for a, b in spans],
+        seq_lens=[b for _, b in spans],
+        page_table=inputs.batch.views["full"].page_table,
+        page_size=point.page_size,
+    )
+
+    def pick(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.cat([x[r] for r in rows])
+
+    q = torch.cat([inputs.q[r] for r in rows])
+    part = dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
+    return part, rows
+
+
+def _in_parts(
+    bench: Bench,
+    case: Case,
+    point: Point,
+    steps: Sequence[tuple[ForwardMode, Sequence[Span]]],
+) -> Measure:
+    """Run a prefill without prefix in several passes over one cache; compare with the oracle."""
+    inputs, right = prepared(bench, case, point)
+    backend = create(bench, case, inputs, point)
+    cache = mapped(inputs.cache, torch.Tensor.clone)
+    shape = (inputs.q.shape[0], inputs.layer.num_q_heads, inputs.layer.v_head_dim)
+    whole = inputs.q.new_full(shape, torch.nan)
+    for mode, spans in steps:
+        part, rows = _partly(inputs, point, mode, spans)
+        out, _ = attend(backend, part, cache=cache)
+        at = 0
+        for r in rows:
+            whole[r] = out[at : at + r.stop - r.start]
+            at += r.stop - r.start
+    return within_budget("the passes together", whole, right[0][0], right[1][0], whole.dtype)
+
+
+def in_chunks(bench: Bench, case: Case, point: Point) -> Measure:
+    """A prefill in three chunks is the prefill in one."""
+    lens = case.query_lens
+    cuts = [[n * part // 3 + (1 if 0 < part < 3 else 0) for n in lens] for part in range(4)]
+    steps = [(ForwardMode.EXTEND, list(zip(a, b, strict=True))) for a, b in pairwise(cuts)]
+    return _in_parts(bench, case, point, steps)
+
+
+def then_decode(bench: Bench, case: Case, point: Point) -> Measure:
+    """A prefill of n + 2 tokens is a prefill of n and two decodes."""
+    lens = case.query_lens
+    steps = [(ForwardMode.EXTEND, [(0, n - 2) for n in lens])]
+    steps += [(ForwardMode.DECODE, [(n - i, n - i + 1) for n in lens]) for i in (2, 1)]
+    return _in_parts(bench, case, point, steps)
+
+
+def with_pages_moved(inputs: Inputs, point: Point) -> Inputs:
+    """Return the same pass over the same tokens in other pages; the dummy stays page 0."""
+    pages = inputs.cache.num_pages
+    order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(3)) + 1
+    moved = torch.cat([torch.zeros(1, dtype=torch.long), order]).to(inputs.q.device)
+    back = moved.argsort()
+
+    def move(t: Tensor) -> Tensor:
+        return raw(t)[back].view(t.dtype)
+
+    view = inputs.batch.views["full"]
+    table = moved[view.page_table.long()].int()
+    slots = view.out_cache_loc
+    slots = moved[slots // point.page_size] * point.page_size + slots % point.page_size
+    view = dataclasses.replace(view, page_table=table, out_cache_loc=slots)
+    return dataclasses.replace(
+        inputs,
+        cache=mapped(inputs.cache, move),
+        after=mapped(inputs.after, move),
+        batch=dataclasses.replace(inputs.batch, views={"full": view}),
+    )
+
+
+def pages_moved(bench: Bench, case: Case, point: Point) -> Measure:
+    """Where the pages lie does not matter, and no plan outlives its pass."""
+    inputs, right = prepared(bench, case, point)
+    backend = create(bench, case, inputs, point)
+    tokens, dtype = inputs.real_tokens, TORCH_DTYPES[point.dtype]
+    passes = (inputs, with_pages_moved(inputs, point), inputs)
+    return worst([compare(attend(backend, x), right, tokens, dtype, "output") for x in passes])
+
+
+def twice(bench: Bench, case: Case, point: Point) -> Measure:
+    """A row that declares `deterministic` gives the same bits again, in a new backend too."""
+    inputs, right = prepared(bench, case, point)
+    first = attend(create(bench, case, inputs, point), inputs)[0][: inputs.real_tokens]
+    backend = create(bench, case, inputs, point)
+    for _ in range(2):
+        again = attend(backend, inputs)[0][: inputs.real_tokens]
+        require(torch.equal(first, again), "not deterministic: the same pass gave other bits")
+    return within_budget("output", first, right[0][0], right[1][0], first.dtype)
+
+
+def prefix_in_chunks(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
+    """A long prefix in chunks, merged by log-sum-exp, is the attention over all of it."""
+    (q, k, v), right = ragged_inputs(case, dtype)
+    layer = make_layer(case, torch.Generator().manual_seed(1))
+    q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
+    backend = bench.create((layer,), dtype=dtype)
+    [n], [s] = case.query_lens, case.key_lens
+    cuts, outs, lses = (0, s - n - 37, s - n, s), [], []
+    for a, b in pairwise(cuts):
+        got = backend.forward_ragged(
+            q,
+            k[a:b],
+            v[a:b],
+            layer,
+            indptr((n,), q.device),
+            indptr((b - a,), q.device),
+            n,
+            b - a,
+            causal=b == s,
+            return_lse=True,
+        )
+        shape = (n, layer.num_q_heads, layer.v_head_dim)
+        out, lse = returned(got, shape, q.dtype, out=None, return_lse=True)
+        outs.append(out)
+        lses.append(lse if lse is not None else q.new_zeros(shape[:2]))
+    merged = merge_states(torch.stack(outs), torch.stack(lses))
+    return compare(merged, right, n, q.dtype, "merged chunks")

@@ -1,0 +1,1 @@
+"""What the command line shows beside a selection: matrix, doctor, variables; torch-free."""

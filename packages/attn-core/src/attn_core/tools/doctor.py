@@ -1,0 +1,235 @@
+"""What is installed here, whether it fits together, and the line that mends it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import attn_core
+from attn_core.plugins.dependencies import Libraries, Pin, alternatives, shortfall, used
+from attn_core.plugins.evidence import faults
+from attn_core.plugins.registry import Registry
+from attn_core.spec.device import Device, probe_device, torch_build
+
+Level = Literal["ok", "note", "problem"]
+BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what was found, the verdict and the command that mends it."""
+
+    subject: str
+    found: str
+    level: Level
+    verdict: str
+    fix: str = ""
+
+
+def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
+    """Look at Python, torch, driver, packages, plugins and the kernel libraries of this device."""
+    here = device or probe_device()
+    build = torch_build()
+    libraries = registry.installed_libraries()
+    return [
+        Finding("python", platform.python_version(), "ok", "3.11 or newer"),
+        *_torch(build),
+        *_driver(build),
+        _device(here, device is not None, build),
+        *_packages(registry),
+        *_kernel_libraries(registry, here, libraries, build.get("version")),
+    ]
+
+
+def _torch(build: dict[str, str]) -> Iterator[Finding]:
+    version = build.get("version")
+    if version is None:
+        yield Finding("torch", "not installed", "problem", "needed", "pip install 'torch>=2.8'")
+    elif Version(version) < Version("2.8"):
+        text = "too old, 2.8 or newer is needed"
+        yield Finding("torch", version, "problem", text, "pip install --upgrade 'torch>=2.8'")
+    else:
+        kinds = [f"{k} {build[k]}" for k in ("cuda", "hip", "xpu") if k in build]
+        yield Finding("torch", version, "ok", f"built for {kinds[0] if kinds else 'CPU'}")
+
+
+def _driver(build: dict[str, str]) -> Iterator[Finding]:
+    version = _cuda_driver()
+    if version is None:
+        if "cuda" in build:
+            text = "torch is built for CUDA, but no driver answers: attention runs on the CPU"
+            yield Finding("cuda driver", "none", "note", text)
+        else:
+            yield Finding(
+                "cuda driver", "none", "ok", "no NVIDIA driver: nothing runs on CUDA here"
+            )
+        return
+    if "cuda" not in build:
+        text = "a GPU driver is here, but torch is not built for CUDA"
+        yield Finding("cuda driver", version, "problem", text, "pip install --upgrade torch")
+    elif Version(version).major < Version(build["cuda"]).major:
+        text = f"older than torch's CUDA {build['cuda']}: update the driver"
+        yield Finding("cuda driver", version, "problem", text)
+    else:
+        yield Finding("cuda driver", version, "ok", f"runs CUDA up to {version}")
+
+
+def _device(here: Device, assumed: bool, build: dict[str, str]) -> Finding:
+    runtime = f", runtime {here.runtime}" if here.runtime else ""
+    if not assumed:
+        return Finding("device", str(here), "ok", f"found{runtime}")
+    if here.type in BUILDS and BUILDS[here.type] not in build:
+        text = f"assumed{runtime}; this torch is not built for {here.type} and cannot use it"
+        return Finding("device", str(here), "note", text)
+    return Finding("device", str(here), "ok", f"assumed{runtime}")
+
+
+def _cuda_driver() -> str | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _packages(registry: Registry) -> Iterator[Finding]:
+    core = attn_core.__version__
+    yield Finding("attn-core", core, "ok", "the contract")
+    origins = {o.distribution: o.version for o in registry.origins.values()}
+    for name, version in sorted(origins.items()):
+        if name == "attn-core":
+            continue
+        lockstep = not name.startswith("attn-") or version == core or name.count("-") != 1
+        yield Finding(name, version, "ok" if lockstep else "note", "backends registered")
+    for slow in registry.slow:
+        yield Finding(f"{slow.name} ({slow.origin})", "slow", "note", str(slow))
+    for broken in registry.broken:
+        subject = f"{broken.name} ({broken.origin})"
+        yield Finding(subject, "broken", "problem", broken.error)
+    for fault in faults(o.module for o in registry.origins.values()):
+        yield Finding("evidence", "unreadable", "problem", fault)
+
+
+def _kernel_libraries(
+    registry: Registry, here: Device, libraries: dict[str, str | None], torch: str | None
+) -> Iterator[Finding]:
+    """Judge what the backends of this device require, each advice once; install nothing in vain.
+
+    A backend that is declared and not implemented asks for no library: none helps it.
+    """
+    wanted: dict[str, list[str]] = {}  # group → the implemented backends that require it
+    declared: list[str] = []
+    for spec in registry.backends.values():
+        for row in spec.capabilities:
+            if row.device not in ("any", here.type) or (row.archs and here.arch not in row.archs):
+                continue
+            name = f"{spec.name} (linear)" if spec.family == "linear" else spec.name
+            if row.requires and not spec.implemented and name not in declared:
+                declared.append(name)
+            for group in row.requires:
+                users = wanted.setdefault(group, [])
+                if spec.implemented and spec.name not in users:
+                    users.append(spec.name)
+    merged: dict[tuple[str, ...], tuple[Finding, list[str], list[str]]] = {}
+    for group, users in sorted(wanted.items()):
+        for key, finding in _group(group, registry.pins, libraries, torch):
+            if not users and finding.level == "note":
+                continue
+            _, groups, names = merged.setdefault(key, (finding, [], []))
+            groups.append(group)
+            names.extend(name for name in users if name not in names)
+    for key, (finding, groups, names) in merged.items():
+        serves = f"for {', '.join(sorted(names))}" if names else "for no implemented backend"
+        verdict = f"{serves}; {finding.verdict}" if finding.verdict else serves
+        finding = replace(finding, verdict=verdict)
+        yield finding if len(groups) == 1 else _together(finding, groups, *key[:2])
+    if declared:
+        text = "declared, not implemented in 0.1: their libraries are not asked for"
+        yield Finding("no library helps", ", ".join(sorted(declared)), "ok", text)
+
+
+def _together(finding: Finding, groups: list[str], kind: str, name: str) -> Finding:
+    """Let one finding stand for several groups that one installation closes."""
+    if kind == "installed":
+        return finding
+    named = [n for g in groups for n in alternatives(g) if n.name == name]
+    limits = SpecifierSet(",".join(sorted({str(s) for n in named for s in n.specifier})))
+    fix = finding.fix if kind == "pinned" else f"pip install '{name}{limits}'"
+    return replace(finding, subject=f"{name}{limits}", found=f"{name} not installed", fix=fix)
+
+
+def _group(
+    group: str, pins: tuple[Pin, ...], libraries: dict[str, str | None], torch: str | None
+) -> Iterator[tuple[tuple[str, ...], Finding]]:
+    """Judge one any-of group: what of it is installed, else how to install it.
+
+    Findings with one key say the same: ("pinned" | "free" | "installed", distribution, …).
+    """
+    names = alternatives(group)
+    known = [p for p in pins if any(p.accepts(n) for n in names)]
+    fitting = {p.distribution: p for p in known if p.loads(torch)}
+    tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
+    lacking = shortfall(group, libraries)
+    key: tuple[str, ...]
+    if lacking is not None:
+        pin = next((p for p in fitting.values() if p.pip), None)
+        free = [n for n in names if n.name not in tied | set(fitting)]
+        new = not any(canonicalize_name(n.name) in libraries for n in names)
+        if pin is not None:
+            key = ("pinned", pin.distribution, pin.pip) if new else (group,)
+            yield key, Finding(group, lacking, "note", pin.why, pin.pip)
+        elif free:
+            key = ("free", free[0].name) if new else (group,)
+            yield key, Finding(group, lacking, "note", "", f"pip install '{free[0]}'")
+        else:
+            texts = [f"{p.distribution}: {p.why}" for p in fitting.values()]
+            others: dict[str, list[str]] = {}
+            for p in known:
+                if not p.loads(torch):
+                    others.setdefault(p.distribution, []).append(p.torch)
+            if others:
+                has = ", ".join(f"{d} for torch{' or '.join(t)}" for d, t in others.items())
+                texts.insert(0, f"none for torch {torch}: {has}")
+            yield (group,), Finding(group, lacking, "note", "; ".join(texts))
+        return
+    for name in names:
+        version = libraries.get(canonicalize_name(name.name))
+        if version is None:
+            continue
+        turn = _turn(name, group, libraries)
+        pin = fitting.get(name.name)
+        fits = pin is None or SpecifierSet(pin.version).contains(version, prereleases=True)
+        level: Level = "problem"
+        if name.name in tied:
+            text, fix = f"no version of it is known to work with torch {torch}", ""
+        elif pin is not None and not fits:
+            text, fix = f"not the version for torch {torch}: {pin.why}", pin.pip
+        else:
+            level, text, fix = "ok", "", ""
+        verdict = "; ".join(t for t in (turn, text) if t)
+        key = ("installed", name.name, verdict)
+        yield key, Finding(name.name, version, level, verdict, fix)
+
+
+def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
+    """Say whether this one of a group that is met is used, and before or instead of which."""
+    names, first = alternatives(group), used(group, libraries)
+    if len(names) == 1 or first is None:
+        return ""
+    if name.name != first.name:
+        return f"not used, {first.name} goes before it"
+    before = [n.name for n in names[: names.index(first)]]
+    after = [n.name for n in names[names.index(first) + 1 :]]
+    lacking = f", for lack of {' and '.join(before)}" if before else ""
+    return f"used{lacking}" + (f", before {' and '.join(after)}" if after else "")

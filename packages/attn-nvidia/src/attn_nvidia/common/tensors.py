@@ -1,0 +1,94 @@
+"""Tensors as kernels load them: 16 bytes at a time, as FP8 beside FP8, token by token."""
+
+from __future__ import annotations
+
+import torch
+from attn_core import AttentionLayer, Output
+from torch import Tensor
+
+_E4M3_MAX = 448.0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x [T, H, D] itself where kernels can load 16 bytes at a time, else a dense copy.
+
+    D is taken as a multiple of 16 bytes. A slice of fused Q, K and V is no copy. A dim of size 1
+    may have any stride, which TMA reads all the same.
+    """
+    unit = 16 // x.element_size()
+    token, head, column = x.stride()
+    if column == 1 and not (token % unit or head % unit or x.data_ptr() % 16):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return x itself where a kernel that takes no strides can load it, else a dense copy."""
+    if x.is_contiguous() and not x.data_ptr() % 16:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def rounded(q: Tensor) -> Tensor:
+    """Return q as dense e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
+    within = q.clamp(-_E4M3_MAX, _E4M3_MAX)
+    return within.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+
+
+def capturing(device: torch.device) -> bool:
+    """Say whether a graph is captured: what is written now has its value from the replay on."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Scales:
+    """The scales of FP8 stores as kernels read them, float32 [1] on the device.
+
+    A scale is made on first use and kept. The first use may be in a capture: then the tensor is the
+    graph's, which fills it in each replay, and the next call makes its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[float, Tensor] = {}
+        self.of(1.0)  # what most stores have
+
+    def of(self, scale: float) -> Tensor:
+        """Return the tensor of this scale."""
+        held = self._held.get(scale)
+        if held is None:
+            held = torch.full((1,), scale, device=self._device)
+            if not capturing(self._device):
+                self._held[scale] = held
+        return held
+
+
+def request_of_token(cu_seqlens_q: Tensor, num_tokens: int) -> Tensor:
+    """Return the request of each token, int64 [num_tokens], from int32 [B + 1]; never syncs.
+
+    Tokens past the last request, which pad a batch, count as its.
+    """
+    requests = cu_seqlens_q.shape[0] - 1
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens_q.device)
+    found = torch.searchsorted(cu_seqlens_q.narrow(0, 1, requests), tokens, right=True)
+    return found.clamp_(max=requests - 1)
+
+
+def dense(q: Tensor, v_dim: int, out: Tensor | None) -> Tensor:
+    """Return what a kernel that knows no strides of its output can fill, `out` where possible."""
+    return q.new_empty(*q.shape[:2], v_dim) if out is None or not out.is_contiguous() else out
+
+
+def as_asked(result: Tensor, out: Tensor | None) -> Tensor:
+    """Return what a kernel gave in a buffer of its own, in `out` where that was given."""
+    return result if out is None or out is result else out.copy_(result)
+
+
+def no_keys(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
+    """Return what queries see that see no key: zeros, and the sink or -inf as the LSE [T, Hq]."""
+    if out is None:
+        out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+    out.zero_()
+    if not return_lse:
+        return out
+    lse = q.new_full(out.shape[:2], -torch.inf, dtype=torch.float32)
+    return out, lse if layer.sinks is None else lse.copy_(layer.sinks.expand_as(lse))

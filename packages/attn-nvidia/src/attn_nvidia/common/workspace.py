@@ -1,0 +1,38 @@
+"""Scratch memory of the kernels: one zeroed buffer per device, stream and use, shared by all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Process-wide, since sharing is the point: the layers of a pass run one after the other on one
+# stream, so every backend, model and plan of that stream can use the same scratch.
+_HELD: dict[tuple[torch.device, int, str], Tensor] = {}
+
+
+def workspace(device: torch.device, use: str, nbytes: int) -> Tensor:
+    """Return a uint8 buffer [at least nbytes] for one use on a device's current stream.
+
+    Zeroed when created: kernels that need zeros (semaphores) leave zeros behind, so a use must
+    never be shared by kernels of another kind. Where a larger one is asked for, a new one takes
+    its place; who captured the old one in a CUDA graph must hold on to it. Ask when planning,
+    never inside a capture. attn_nvidia.common.workspace_bytes says how much each library needs.
+    """
+    stream = 0
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
+        # what torch's own generated code asks; a Stream object costs ten times as much
+        stream = torch._C._cuda_getCurrentRawStream(index)
+    held = _HELD.get((device, stream, use))
+    if held is None or held.numel() < nbytes:
+        held = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        _HELD[device, stream, use] = held
+    return held
+
+
+def processors(device: torch.device) -> int:
+    """Return the multiprocessors of a device; off CUDA those of an H200, for emulations."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,243 @@
+"""fa3: FlashAttention-3 over the paged cache, one kernel for prefill, decode and verify."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from attn_core import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    LayerCache,
+    LayerGroup,
+    Output,
+    merge_states,
+    refuse_call,
+    refuse_layer,
+    refuse_unplanned,
+    refuse_window,
+)
+from torch import Tensor
+
+from attn_nvidia.common.tensors import Scales, aligned, no_keys, rounded
+from attn_nvidia.fa3.library import load
+from attn_nvidia.fa3.plan import Call, Kind, Plan, Planner, Plans, window_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """What every call of one layer is given; sinks go with the last call of a plan."""
+
+    kind: Kind
+    arguments: dict[str, Any]
+    with_sinks: dict[str, Any]
+
+
+def create(config: BackendConfig) -> AttentionBackend:
+    """Create the backend for the row's kind: paged K and V, or the latent of MLA."""
+    if config.row.kind == "mla":
+        latent = importlib.import_module("attn_nvidia.fa3.mla")
+        backend: AttentionBackend = latent.FA3MLA(config)
+        return backend
+    return FA3(config)
+
+
+class FA3(AttentionBackend):
+    """Every pass over the cache is one call of flash_attn_with_kvcache, but for trees of drafts.
+
+    A tree is a pass over the prefix, which all drafts see, merged with one in which every draft is
+    a request of its own with a page table of what it sees. With a window the second does it all.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        library = load(config.row.requires[0])
+        self._paged, self._ragged = library.paged, library.ragged
+        self._planner = Planner(config, library)
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        self._layers = {layer: self._prepare(layer) for layer in config.layers}
+        self._kinds = {x.kind for x in self._layers.values() if self._in_cache(x.kind.layer)}
+        self._scales = Scales(config.device)
+
+    def _in_cache(self, which: LayerGroup) -> bool:
+        return True
+
+    def _prepare(self, layer: AttentionLayer) -> _Layer:
+        refuse_layer(self.config, layer)
+        refuse_window(self.config.name, layer)
+        capped = layer.logit_cap is not None
+        arguments = {"softmax_scale": layer.scale, "softcap": layer.logit_cap or 0.0}
+        with_sinks: dict[str, Any] = arguments
+        if layer.sinks is not None:
+            # the one dtype that the kernel takes
+            with_sinks = {**arguments, "sinks": layer.sinks.to(torch.bfloat16)}
+        return _Layer(Kind(LayerGroup.of(layer), capped), arguments, with_sinks)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+        """Plan every kind of layer: the tiles of a pass, and what the drafts of a tree see."""
+        kinds = [k for k in self._kinds if k.layer.view in batch.views] if batch.num_tokens else []
+        return {kind: self._planner.plan(kind, batch) for kind in kinds}
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Do nothing: what a captured pass derives is small and belongs to its plan."""
+
+    init_forward_metadata_capture_cuda_graph = init_forward_metadata
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
+        """Derive again what depends on the lengths, into the tensors of the capture."""
+        for kind, plan in metadata.items():
+            for held, fresh in zip(plan, self._planner.plan(kind, batch, plan), strict=True):
+                for name, value in fresh.arguments.items():
+                    mine = held.arguments[name]
+                    if isinstance(value, Tensor) and value.data_ptr() != mine.data_ptr():
+                        mine.copy_(value)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Plans,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the cache, which holds the new tokens already; k and v are not read."""
+        if topk_indices is not None:
+            refuse_call(self.config, return_lse=return_lse, sparse=True)
+        mine = self._layers.get(layer) or self._adopt(layer)
+        plan = metadata.get(mine.kind)
+        if plan is None:
+            if not batch.num_tokens:
+                return no_keys(q, layer, out, return_lse)
+            refuse_unplanned(layer, metadata)
+        if len(plan) > 1:
+            return self._merged(plan, mine, q, layer, cache, out, return_lse)
+        result = self._run(plan[0], mine.with_sinks, q, layer, cache, out, return_lse)
+        return _returned(result, layer, out, return_lse)
+
+    forward_decode = forward_extend  # decode is the same by another plan
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache; nothing is planned."""
+        mine = self._layers.get(layer) or self._adopt(layer)
+        refuse_window(self.config.name, layer, causal=causal)
+        if not k.shape[0]:  # the library would give +inf as the log-sum-exp
+            return no_keys(q, layer, out, return_lse)
+        result = self._ragged(
+            aligned(q),
+            aligned(k),
+            aligned(v),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            causal=causal,
+            window_size=window_of(layer.sliding_window),
+            out=out,
+            return_softmax_lse=return_lse,
+            **mine.with_sinks,
+        )
+        return _returned(result, layer, out, return_lse)
+
+    def _adopt(self, layer: AttentionLayer) -> _Layer:
+        """Prepare a layer that the config does not list; one of a planned kind runs as well."""
+        self._layers[layer] = mine = self._prepare(layer)
+        return mine
+
+    def _run(
+        self,
+        call: Call,
+        arguments: dict[str, Any],
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Any:
+        k, v = cache.k, cache.v
+        if call.tokens and v is not None:
+            k, v = k.view(-1, 1, *k.shape[2:]), v.view(-1, 1, *v.shape[2:])
+        if self._fp8:
+            q, arguments = self._quantised(q, arguments, call, layer, cache)
+        return self._paged(
+            aligned(q), k, v, out=out, return_softmax_lse=return_lse, **arguments, **call.arguments
+        )
+
+    def _quantised(
+        self,
+        q: Tensor,
+        arguments: dict[str, Any],
+        call: Call,
+        layer: AttentionLayer,
+        cache: LayerCache,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Round the queries to the cache's e4m3, since the kernel multiplies like with like."""
+        shape = (call.arguments["cache_seqlens"].shape[0], layer.num_kv_heads)
+        descales = {
+            "k_descale": self._scales.of(cache.k_scale).expand(shape),
+            "v_descale": self._scales.of(cache.v_scale).expand(shape),
+        }
+        return rounded(q), {**arguments, **descales}
+
+    def _merged(
+        self,
+        plan: Plan,
+        mine: _Layer,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Output:
+        parts = q.new_empty(len(plan), q.shape[0], layer.num_q_heads, layer.v_head_dim)
+        lses = []
+        for part, call in zip(parts, plan, strict=True):
+            arguments = mine.with_sinks if call.last else mine.arguments
+            lses.append(self._run(call, arguments, q, layer, cache, part, True)[1])
+        states = torch.stack(lses).transpose(1, 2)
+        if q.is_cuda:
+            kernel = importlib.import_module("attn_core.ops.triton.merge")
+            total = q.new_empty(states.shape[1:], dtype=torch.float32)
+            out = torch.empty_like(parts[0]) if out is None else out
+            kernel.merge_states(parts, states, into=(out, total))
+        else:
+            merged, total = merge_states(parts, states)
+            out = merged if out is None else out.copy_(merged)
+        return (out, total) if return_lse else out
+
+
+def _returned(result: Any, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
+    """Return out and LSE [T, Hq] of one call; the library leaves -inf where no key is seen.
+
+    Its kernels read no sink for a tile without keys. Any other LSE is at least the sink.
+    """
+    if not return_lse:
+        filled: Tensor = result
+        return filled if out is None else out
+    lse = result[1].T
+    if layer.sinks is not None:
+        lse = torch.maximum(lse, layer.sinks).float()
+    return result[0] if out is None else out, lse

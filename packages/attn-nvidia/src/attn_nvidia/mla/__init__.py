@@ -1,0 +1,1 @@
+"""Decode of absorbed MLA: FlashMLA, CUTLASS MLA."""

@@ -1,0 +1,71 @@
+"""cutlass_mla: CUTLASS's latent decode on sm100; FlashInfer's prefill and verification."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from attn_core import (
+    DECODE_MODES,
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    LayerGroup,
+    Output,
+    Phase,
+)
+from torch import Tensor
+
+from attn_nvidia.common.tensors import aligned, as_asked
+from attn_nvidia.common.workspace import workspace
+from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
+from attn_nvidia.mla.decode import DecodePlan, MlaDecode
+
+
+def create(config: BackendConfig) -> AttentionBackend:
+    """Create what serves config.row: this decode, or FlashInfer's MLA where it is for prefill."""
+    return (CutlassMLA if Phase.DECODE in config.row.phases else FlashInferMLA)(config)
+
+
+class CutlassMLA(MlaDecode):
+    """One query a request, 128 heads, pages of 128.
+
+    The kernel is sglang-kernel's: FlashInfer's own wrapper of it copies the whole cache in every
+    call and has the scale of heads of 192 built in (flashinfer 0.6.14).
+    """
+
+    modes = DECODE_MODES
+    page = 128
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._library: Any = importlib.import_module("sgl_kernel.attention")
+
+    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Tensor:
+        """Return the scratch that this batch needs."""
+        batch, width = table.shape
+        nbytes = self._library.cutlass_mla_get_workspace_size(width * self.page, batch)
+        return workspace(table.device, "cutlass_mla", max(nbytes, 1))
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        layer: AttentionLayer,
+        plan: DecodePlan,
+        k_scale: float,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Output:
+        """Call the kernel; it has no LSE, and neither has the row."""
+        q_latent, q_rope = aligned(q).split_with_sizes((LATENT, ROPE), -1)
+        result: Tensor = self._library.cutlass_mla_decode(
+            q_latent,
+            q_rope,
+            pages.squeeze(2),
+            plan.seq_lens,
+            plan.table,
+            plan.extra,
+            layer.scale,
+        )
+        return as_asked(result, out)

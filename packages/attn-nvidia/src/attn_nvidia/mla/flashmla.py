@@ -1,0 +1,96 @@
+"""flashmla: FlashMLA's dense decode on Hopper; FlashInfer's prefill."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+from attn_core import AttentionLayer, BackendConfig, LayerGroup, Output, chosen_distribution
+from torch import Tensor
+
+from attn_nvidia.common.tensors import Scales, aligned, as_asked, rounded
+from attn_nvidia.flashinfer.mla import LATENT
+from attn_nvidia.mla.decode import DecodePlan, MlaDecode
+
+# distribution → module; both carry the same kernels of sm90
+_MODULES = {"sgl-flash-mla": "flash_mla", "sglang-kernel": "sgl_kernel.flash_mla"}
+
+
+class _Schedule(NamedTuple):
+    """Which tiles a multiprocessor takes: as the call takes it, and the tensors behind it."""
+
+    metadata: Any
+    splits: Tensor | None
+    tensors: tuple[Tensor, Tensor]
+
+
+class FlashMLA(MlaDecode):
+    """Decode and chains over pages of 64, scheduled on the device once per pass.
+
+    Over an FP8 cache the queries are rounded to e4m3 as well: its kernels take no others. Of its
+    libraries the first that is installed is taken, in the order of the row's `requires`.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        module = _MODULES[chosen_distribution(config.name, config.row.requires[0])]
+        self._library: Any = importlib.import_module(module)
+        # the current kernels of the fork have neither dense decode nor sm90
+        self._legacy = {"use_legacy": True} if module == "flash_mla" else {}
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        self._kernels: dict[str, Any] = self._legacy | (
+            {"is_fp8_kvcache": True} if self._fp8 else {}
+        )
+        self._scales = Scales(config.device)
+
+    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
+        """Schedule the tiles on the device."""
+        library, rows = self._library, queries * which.num_q_heads
+        if not self._legacy:
+            tiles, splits = library.get_mla_metadata(seq_lens, rows, 1, **self._kernels)
+            return _Schedule(tiles, splits, (tiles, splits))
+        tiles, splits = library.get_mla_decoding_metadata(seq_lens, rows, 1, **self._kernels)
+        metadata, _ = library.get_mla_metadata()
+        metadata.tile_scheduler_metadata, metadata.num_splits = tiles, splits
+        return _Schedule(metadata, None, (tiles, splits))
+
+    def refill(self, which: LayerGroup, plan: DecodePlan) -> None:
+        """Schedule a replay; a schedule has the same shape for all lengths."""
+        fresh = self.plan(which, plan.table, plan.seq_lens, plan.queries)
+        for old, new in zip(plan.extra.tensors, fresh.tensors, strict=True):
+            old.copy_(new)
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        layer: AttentionLayer,
+        plan: DecodePlan,
+        k_scale: float,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Output:
+        """Call the kernel, whose LSE is natural, [B, H, queries]."""
+        tokens, heads, dim = q.shape
+        q = rounded(q) if self._fp8 else aligned(q)
+        result, lse = self._library.flash_mla_with_kvcache(
+            q.view(-1, plan.queries, heads, dim),
+            pages,
+            plan.table,
+            plan.seq_lens,
+            LATENT,
+            plan.extra.metadata,
+            plan.extra.splits,
+            softmax_scale=layer.scale,
+            causal=plan.queries > 1,
+            **self._arguments(k_scale),
+        )
+        result = as_asked(result.view(tokens, heads, LATENT), out)
+        return (result, lse.transpose(1, 2).reshape(tokens, heads)) if return_lse else result
+
+    def _arguments(self, k_scale: float) -> dict[str, Any]:
+        """Return what selects the kernels and, for FP8's, how queries and keys were scaled."""
+        if not self._fp8:
+            return self._kernels
+        of = self._scales.of
+        return {**self._kernels, "descale_q": of(1.0), "descale_k": of(k_scale)}

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's kernels, through FlashInfer."""

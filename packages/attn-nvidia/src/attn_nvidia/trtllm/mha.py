@@ -1,0 +1,202 @@
+"""trtllm_mha: TensorRT-LLM's kernels through FlashInfer; XQA, or trtllm-gen on sm100."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from attn_core import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    CacheView,
+    ForwardBatch,
+    LayerCache,
+    Output,
+    refuse_call,
+    refuse_unplanned,
+    split_cache,
+)
+from torch import Tensor
+
+from attn_nvidia.common.tensors import as_asked, dense, packed
+
+Key = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
+Plan = TypeVar("Plan")
+
+
+def create(config: BackendConfig) -> AttentionBackend:
+    """Create the backend of the kernels that the config's row is for."""
+    from attn_nvidia.rows_mha import BLACKWELL
+    from attn_nvidia.trtllm.gen import TrtllmGen
+    from attn_nvidia.trtllm.xqa import Xqa
+
+    return TrtllmGen(config) if config.row.archs <= BLACKWELL else Xqa(config)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What all calls of a layer share: its cache in the kernel's pages, its scales, its window.
+
+    pages: K and V. blocks: the scales of FP4. window_left: keys before the query's own, -1 is all.
+    """
+
+    layer: AttentionLayer
+    cache: LayerCache
+    key: Key
+    pages: tuple[Tensor, Tensor]
+    blocks: tuple[Tensor, Tensor] | None
+    layout: str
+    bmm1_scale: float
+    bmm2_scale: float
+    window_left: int
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """The requests of a view as the kernels read them: dense int32, in the kernel's pages.
+
+    own: table and lens are copies, to be filled again where the view changes.
+    """
+
+    table: Tensor
+    lens: Tensor
+    own: bool
+
+    @classmethod
+    def of(cls, view: CacheView, parts: int, *, derived: bool = False) -> Requests:
+        """Take a view whose pool pages are `parts` kernel pages each, without a copy if possible.
+
+        The kernels take an address and no strides. derived: the view's tensors are not the
+        batch's, so a graph cannot read them where they lie.
+        """
+        table, lens = view.page_table, view.seq_lens
+        if parts == 1 and table.is_contiguous() and lens.is_contiguous() and not derived:
+            return cls(table, lens, own=False)
+        rows, columns = table.shape
+        found = cls(table.new_empty(rows, columns * parts), torch.empty_like(lens), own=True)
+        found.fill(view, parts)
+        return found
+
+    def fill(self, view: CacheView, parts: int) -> None:
+        """Write the view into the copies, with no new memory."""
+        if not self.own:
+            return
+        self.lens.copy_(view.seq_lens)
+        pages = self.table.view(*view.page_table.shape, parts)
+        pages.copy_(view.page_table[:, :, None])
+        if parts > 1:
+            within = torch.arange(parts, dtype=torch.int32, device=pages.device)
+            pages.mul_(parts).add_(within)
+
+
+class TrtllmMha(AttentionBackend, Generic[Plan]):
+    """What XQA and trtllm-gen have in common: a plan per view and window, one call per layer."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        fits = (p for p in config.row.page_sizes if config.page_size % p == 0)
+        self._page = max(fits)
+        self._parts = config.page_size // self._page
+        self._layers: dict[Key, list[AttentionLayer]] = {}
+        for layer in config.layers:
+            self._layers.setdefault((layer.view, layer.sliding_window), []).append(layer)
+        # made here, not in a first call, which a graph may capture
+        self._sinks = {layer: _float(layer.sinks) for layer in config.layers}
+        self._prepared: dict[int, Prepared] = {}
+
+    @abstractmethod
+    def _plan(self, key: Key, batch: ForwardBatch) -> Plan:
+        """Plan one pass over the layers of a view and a window."""
+
+    @abstractmethod
+    def _refill(self, plan: Plan, key: Key, batch: ForwardBatch) -> None:
+        """Bring the tensors of a plan up to date; a graph has captured them."""
+
+    @abstractmethod
+    def _attend(
+        self, q: Tensor, this: Prepared, batch: ForwardBatch, plan: Plan, out: Tensor, lse: bool
+    ) -> Tensor | None:
+        """Fill out, dense as q is; return the LSE where it is asked for."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[Key, Plan]:
+        """Plan every view and window of the model; kernels are built here, not in a layer."""
+        if not batch.num_tokens:
+            return {}
+        return {key: self._plan(key, batch) for key in self._layers if key[0] in batch.views}
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Do nothing: what is derived from a batch belongs to the plan of its capture."""
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Mapping[Key, Plan]:
+        """Plan as ever: a plan keeps the tensors that a graph captures."""
+        return self.init_forward_metadata(batch)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Mapping[Key, Plan]
+    ) -> None:
+        """Refill the tables that are copies; the batch's own are read where they lie."""
+        for key, plan in metadata.items():
+            self._refill(plan, key, batch)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Mapping[Key, Plan],
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the cache, which holds k and v already."""
+        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        this = self._prepared.get(layer.layer_id)
+        if this is None or this.cache is not cache or this.layer is not layer:
+            this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
+        q = packed(q)
+        mine, lse = dense(q, layer.v_head_dim, out), None
+        if q.shape[0]:
+            plan = metadata.get(this.key)
+            if plan is None:
+                refuse_unplanned(layer, metadata)
+            lse = self._attend(q, this, batch, plan, mine, return_lse)
+        result = as_asked(mine, out)
+        if not return_lse:
+            return result
+        return result, q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
+
+    forward_decode = forward_extend  # decode is the same by another plan
+
+    def _prepare(self, layer: AttentionLayer, cache: LayerCache) -> Prepared:
+        pages = split_cache(cache, self._page)
+        assert pages.v is not None  # rows of kind "mha"
+        blocks = pages.block_scales
+        quantised = pages.k.element_size() == 1
+        window = layer.sliding_window
+        listed = layer in self._sinks
+        sinks = self._sinks[layer] if listed else _float(layer.sinks)
+        return Prepared(
+            layer=layer,
+            cache=cache,
+            key=(layer.view, window),
+            pages=(pages.k, pages.v),
+            blocks=None if blocks is None or blocks[1] is None else (blocks[0], blocks[1]),
+            layout=cache.layout,
+            bmm1_scale=float(layer.scale * (cache.k_scale if quantised else 1.0)),
+            bmm2_scale=float(cache.v_scale) if quantised else 1.0,
+            window_left=-1 if window is None else window - 1,  # it counts the query's own key
+            sinks=sinks,
+        )
+
+
+def _float(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.float()

@@ -1,0 +1,200 @@
+"""trtllm_mla: TensorRT-LLM's latent decode and ragged prefill on sm100, the rest FlashInfer's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from attn_core import (
+    EVEN_MODES,
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    ForwardMode,
+    LayerGroup,
+    Output,
+    refuse_call,
+)
+from torch import Tensor
+
+from attn_nvidia.common import workspace_bytes
+from attn_nvidia.common.jit_log import building
+from attn_nvidia.common.tensors import (
+    aligned,
+    as_asked,
+    dense,
+    no_keys,
+    packed,
+    request_of_token,
+    rounded,
+)
+from attn_nvidia.common.workspace import processors, workspace
+from attn_nvidia.flashinfer.lse import natural
+from attn_nvidia.flashinfer.mla import LATENT, ROPE
+from attn_nvidia.flashinfer.mla_plan import PerPassCache
+from attn_nvidia.mla.decode import DecodePlan, MlaDecode
+
+_NOPE = 128  # of a head before absorption
+_LEAST = 150 * workspace_bytes.MIB  # what the documented system gives it
+
+
+class TrtllmMLA(MlaDecode):
+    """Decode and chains by trtllm-gen over pages of 32 or 64; ragged prefill by its own kernel.
+
+    Absorbed extend over a prefix is FlashInfer's, as in the documented system. FlashInfer has none
+    over an FP8 cache on sm100: there prefill is ragged alone, and what drafts extend by, in ragged
+    numbers, is trtllm-gen's too. Its queries are rounded to e4m3: it takes no others.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        mla: Any = importlib.import_module("flashinfer.mla")
+        prefill: Any = importlib.import_module("flashinfer.prefill")
+        self._decode = mla.trtllm_batch_decode_with_kv_cache_mla
+        self._ragged = prefill.trtllm_ragged_attention_deepseek
+        self.page = 64 if config.page_size % 64 == 0 else 32
+        self.columns = 128 // self.page  # it loads 128 keys at a time
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        if self._fp8:
+            self.modes = EVEN_MODES | {ForwardMode.DRAFT_EXTEND}
+        self._processors = processors(config.device)
+        self._lengths: PerPassCache[tuple[Tensor, Tensor | None]] = PerPassCache()
+        self._called: set[str] = set()
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Any:
+        """Plan a pass; nothing of it is read on the host unless FlashInfer runs it."""
+        self._lengths.clear()
+        return super().init_forward_metadata(batch)
+
+    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Tensor:
+        """Return the scratch, with room for the LSE."""
+        return self._scratch(which.num_q_heads, LATENT, table.shape[0], queries)
+
+    def _scratch(self, heads: int, v_dim: int, requests: int, queries: int) -> Tensor:
+        rows = requests * (-(-queries // 256) * 256)
+        need = workspace_bytes.trtllm_gen(self._processors, heads, v_dim, rows)
+        # trtllm_mha's: the counters at its front are left 0 by all kernels of generation
+        return workspace(self.config.device, "trtllm_gen decode", max(need, _LEAST))
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        layer: AttentionLayer,
+        plan: DecodePlan,
+        k_scale: float,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Output:
+        """Call the kernel, whose LSE is log2, [T, H]; ragged queries have none."""
+        tokens, heads, dim = q.shape
+        result = dense(q, LATENT, out)
+        q = rounded(q) if self._fp8 else aligned(q)
+        shape: tuple[int, ...] = (-1, plan.queries, heads)
+        scale = k_scale if self._fp8 else 1.0
+        more: dict[str, Any] = {"return_lse": return_lse}
+        if plan.cu_queries is not None:
+            shape = (tokens, heads)
+            more = {"cum_seq_lens_q": plan.cu_queries, "max_q_len": min(plan.queries, tokens)}
+
+        def call() -> Any:
+            return self._decode(
+                q.view(*shape, dim),
+                pages.squeeze(2),
+                plan.extra,
+                _NOPE,
+                LATENT,
+                ROPE,
+                plan.table,
+                plan.seq_lens,
+                plan.longest,
+                out=result.view(*shape, LATENT),
+                bmm1_scale=layer.scale * scale,
+                bmm2_scale=scale,
+                backend="trtllm-gen",
+                **more,
+            )
+
+        found = self._first("decode", call)
+        result = as_asked(result, out)
+        return (result, natural(found[1])) if return_lse else result
+
+    def _first(self, what: str, call: Any) -> Any:
+        """Call a kernel; the first call may build or fetch it."""
+        if what in self._called:
+            return call()
+        with building(f"trtllm-gen's {what} kernels"):
+            found = call()
+        self._called.add(what)
+        return found
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        causal: bool,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Output:
+        """Attend without a cache, heads of 192/128; no length is read on the host."""
+        refuse_call(self.config, return_lse=return_lse)
+        if not q.shape[0] or not k.shape[0]:
+            return no_keys(q, layer, out, return_lse)
+        of = (cu_seqlens_q, cu_seqlens_k)
+        lengths, blind = self._lengths.get(
+            of, (q.shape[0], causal), lambda: _lengths(*of, q, causal)
+        )
+        result = dense(q, v.shape[-1], out)
+
+        def call() -> Any:
+            return self._ragged(
+                packed(q),  # it takes strides of keys and values alone
+                aligned(k),
+                aligned(v),
+                self._scratch(q.shape[1], v.shape[-1], lengths.shape[0], max_q),
+                lengths,
+                max_q,
+                max_k,
+                layer.scale,
+                1.0,
+                -1.0,
+                lengths.shape[0],
+                -1,
+                *of,
+                None,
+                causal,
+                return_lse,
+                out=result,
+            )
+
+        found = self._first("prefill", call)
+        if blind is not None:
+            result.masked_fill_(blind[:, None, None], 0.0)
+        result = as_asked(result, out)
+        if not return_lse:
+            return result
+        lse = natural(found[1])
+        return result, lse if blind is None else lse.masked_fill_(blind[:, None], -torch.inf)
+
+
+def _lengths(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the KV lengths int32 [B], and which queries see no key, bool [T], None for none.
+
+    The kernel leaves the rows of requests without keys unwritten: those whose prefix has no more
+    chunks. Causal attention has none, since the new tokens are among its keys.
+    """
+    lengths = cu_seqlens_k.diff()
+    if causal:
+        return lengths, None
+    blind = (lengths == 0).index_select(0, request_of_token(cu_seqlens_q, q.shape[0]))
+    return lengths, blind
