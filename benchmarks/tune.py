@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import attn_core.backends.triton.backend as backend
 import torch
+from attn_core.backends.triton import backend
 from attn_core.backends.triton.tuning import Launch
 from attn_core.plugins.registry import load_plugins
 

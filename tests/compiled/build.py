@@ -15,7 +15,7 @@ import time
 
 import torch
 import triton
-from attn_core.backends import triton as backend
+from attn_core.backends.triton import backend
 from launch_site import NotDeclared, described
 from sites import GROUPS, SITES, chip
 from triton.backends.compiler import GPUTarget

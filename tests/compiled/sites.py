@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from attn_core.backends import triton as backend
+from attn_core.backends.triton import backend
 from attn_core.backends.triton.split_kv import SHORT
 from attn_core.ops.triton.merge import merge_states
 from attn_core.plugins.registry import load_plugins

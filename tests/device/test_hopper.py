@@ -3,9 +3,9 @@
 import itertools
 import random
 
-import attn_core.backends.triton.backend as backend
 import pytest
 import torch
+from attn_core.backends.triton import backend
 from attn_core.backends.triton.tuning import Launch
 from attn_core.cache.page_table import slot_table
 from attn_core.cache.pool import KVPool

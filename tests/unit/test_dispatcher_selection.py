@@ -101,9 +101,7 @@ def test_the_pool_must_be_the_selections(registry):
 
 
 def test_a_declared_backend_says_that_it_is_not_built():
-    spec = BackendSpec(
-        name="a", capabilities=[ROW], create="attn_core.runtime.backend:DeclaredBackend"
-    )
+    spec = BackendSpec(name="a", capabilities=[ROW])
     declared = Registry(backends={("softmax", "a"): spec}, origins={}, broken=())
     with pytest.raises(BackendNotImplementedError, match="a is declared"):
         from_selection(selection("a", "a", decode_row=ROW), declared)

@@ -111,7 +111,7 @@ def doctor_of(monkeypatch, libraries, torch="2.13.0", **backends):
     specs, origins = {}, {}
     for name, (implemented, groups) in backends.items():
         (spec,) = registry(*groups).backends.values()
-        specs["softmax", name] = replace(spec, name=name, implemented=implemented)
+        specs["softmax", name] = replace(spec, name=name, create="a:b" if implemented else None)
         origins["softmax", name] = Origin("attn-x", "0.1.0", "attn_x")
     monkeypatch.setattr(doctor, "torch_build", lambda: {"version": torch, "cuda": "13.0"})
     monkeypatch.setattr(Registry, "installed_libraries", lambda self: libraries)

@@ -11,78 +11,105 @@ import attn_core
 import pytest
 
 ROOT = pathlib.Path(attn_core.__file__).parent
-# From the data to the kernels: a module imports from its own layer or from one before it.
-LAYERS = (
-    {"errors", "capabilities", "libraries", "environment", "streams"},
-    {"hookspecs", "page_size", "listing"},
-    {"declared"},
-    {"changes"},
-    {"unmet"},
-    {"plugins", "proofs", "device", "decision", "models"},
-    {"explain", "weigh", "matrix", "doctor"},
-    {"advice"},
-    {"selection"},
-    {"situation"},
-    {"change_search"},
-    {"why_not"},
-    # here torch begins
-    {"forward", "quant", "slots", "merge"},
-    {"kv_cache"},
-    {"page_table"},
-    {"allocator"},
-    {"backend", "operands", "refusals", "roles"},
-    {"backends", "failures"},
-    {"dispatcher", "graph"},
-    {"integrations", "testing", "warmup"},
-    {"cli"},
+REPOSITORY = pathlib.Path(__file__).parents[2]
+# A module imports from its own folder or from one before it.
+TORCH_FREE = (
+    "errors",
+    "dtypes",
+    "formatting",
+    "spec",
+    "plugins",
+    "selection",
+    "model_config",
+    "tools",
 )
-DATA = set().union(*LAYERS[:12])
-LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-FREE = {  # may be imported before their layer: lazily, inside the function that needs them
-    ("decision", "explain"),
-}
+WITH_TORCH = ("cache", "ops", "runtime", "backends", "integrations", "testing")
+ORDER = {name: place for place, name in enumerate((*TORCH_FREE, *WITH_TORCH, "cli"))}
 
 
-def top(path: pathlib.Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def modules(package: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Return the modules of a package, dotted name → file."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
 
 
-def imports(path: pathlib.Path) -> set[str]:
+def imports(path: pathlib.Path, known: dict[str, pathlib.Path]) -> set[str]:
+    """Return what a file imports of `known`, inside functions and for type checkers too."""
     found = set()
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):  # annotations are no arrows
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = [ast.Pass()]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attn_core"):
-            parts = (node.module or "").split(".")
-            found |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in known else node.module)
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("attn_core.")}
-    return found & LAYER_OF.keys()
+            found |= {alias.name for alias in node.names}
+    return found & known.keys()
 
 
-def test_every_module_has_a_layer():
-    modules = {top(p) for p in ROOT.rglob("*.py")} - {"__init__"}
-    assert modules <= LAYER_OF.keys(), f"give {modules - LAYER_OF.keys()} a layer"
+def folder(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_folder_has_a_place():
+    folders = {folder(m) for m in modules(ROOT)} - {""}
+    assert folders == ORDER.keys()
 
 
 def test_no_arrow_points_back():
+    known = modules(ROOT)
     wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in ROOT.rglob("*.py")
-        if (mine := top(path)) != "__init__"
-        for name in imports(path)
-        if LAYER_OF[name] > LAYER_OF[mine] and (mine, name) not in FREE
+        f"{module} imports {name}"
+        for module, path in known.items()
+        for name in imports(path, known) - {"attn_core"}  # its version
+        if module != "attn_core" and ORDER[folder(name)] > ORDER[folder(module)]
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", ["attn-core", "attn-nvidia"])
+def test_no_imports_form_a_circle(package):
+    [source] = (REPOSITORY / "packages" / package / "src").iterdir()
+    known = modules(source)
+    graph = {m: imports(p, known) - {source.name, m} for m, p in known.items()}
+    while leaves := {m for m, names in graph.items() if not names & graph.keys()}:
+        graph = {m: names for m, names in graph.items() if m not in leaves}
+    assert sorted(graph) == [], "these import each other, or what does"
+
+
+PLUGINS = [
+    *(f"packages/attn-{vendor}/src" for vendor in ("nvidia", "rocm", "ascend", "intel")),
+    "docs/examples/attn-acme/src",
+]
+
+
+@pytest.mark.parametrize("source", PLUGINS)
+def test_a_plugin_imports_public_names_only(source):
+    public = set(attn_core.__all__)
+    private = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno} {ast.unparse(node)}"
+        for path in (REPOSITORY / source).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "attn_core"
+            and not (node.module == "attn_core" and {a.name for a in node.names} <= public)
+        )
+        or (
+            isinstance(node, ast.Import)
+            and any(a.name.startswith("attn_core.") for a in node.names)
+        )
+    ]
+    assert private == []
 
 
 def test_the_data_side_imports_no_torch():
     torchy = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in ROOT.rglob("*.py")
-        if top(path) in DATA
+        if path.relative_to(ROOT).parts[0].removesuffix(".py") in TORCH_FREE
         for node in ast.walk(ast.parse(path.read_text()))
         if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch")
         or (

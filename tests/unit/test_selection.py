@@ -93,7 +93,6 @@ def _renamed(point, name):
             name=name,
             capabilities=spec.capabilities,
             create=spec.create,
-            implemented=spec.implemented,
         )
     ]
 
@@ -435,8 +434,6 @@ def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
                     BackendSpec(
                         name="soon",
                         capabilities=[row(priority=30)],
-                        create="a:B",
-                        implemented=False,
                     ),
                     BackendSpec(name="now", capabilities=[row(priority=20)], create="a:B"),
                 ],

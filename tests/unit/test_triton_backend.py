@@ -13,7 +13,7 @@ from attn_core.testing.inputs import mapped, to_device
 
 pytest.importorskip("triton")
 
-from attn_core.backends import triton as module
+from attn_core.backends.triton import backend as module
 from attn_core.backends.triton.portable.decode import plan_splits
 from attn_core.backends.triton.split_kv import Splits
 from attn_core.runtime.layer import LayerGroup

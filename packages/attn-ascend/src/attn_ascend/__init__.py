@@ -62,8 +62,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         BackendSpec(
             name="ascend",
             capabilities=_rows(),
-            create="attn_core.runtime.backend:DeclaredBackend",
-            implemented=False,
             aliases=["ascend_attn"],
             matrix_deviations={
                 "mha.page_sizes": "the documented matrix says any, its text says that the page "

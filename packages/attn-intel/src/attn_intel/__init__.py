@@ -12,7 +12,6 @@ from attn_intel.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
 
-DECLARED: Final = "attn_core.runtime.backend:DeclaredBackend"
 HALF: Final = frozenset({"fp16", "bf16"})
 ENCODE: Final = frozenset({Phase.ENCODE})
 BY_OPTION: Final = "the documented matrix says no, while its option --mm-attention-backend takes "
@@ -47,8 +46,6 @@ def _intel_xpu() -> BackendSpec:
     return BackendSpec(
         name="intel_xpu",
         capabilities=[row, vision],
-        create=DECLARED,
-        implemented=False,
         aliases=["xpu_attn"],
         matrix_deviations={
             "mha.page_sizes": "the documented matrix says any, its backend takes 64 and 128",
@@ -96,8 +93,6 @@ def _intel_amx() -> BackendSpec:
     return BackendSpec(
         name="intel_amx",
         capabilities=[row, ipex, mla, replace(row, phases=ENCODE)],
-        create=DECLARED,
-        implemented=False,
         aliases=["amx_attn"],
         matrix_deviations={
             "mha.sliding_window": "the CPU operators take a window, and the documented system "

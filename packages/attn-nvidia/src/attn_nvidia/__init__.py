@@ -33,15 +33,12 @@ def _cutedsl() -> Sequence[Capabilities]:
 def _spec(
     name: str,
     *rows: Sequence[Capabilities],
-    create: str | None = None,
     aliases: Sequence[str] = (),
     matrix_deviations: Mapping[str, str] | None = None,
 ) -> BackendSpec:
     return BackendSpec(
         name=name,
         capabilities=[row for group in rows for row in group],
-        create=create or "attn_core.runtime.backend:DeclaredBackend",
-        implemented=create is not None,
         aliases=aliases,
         matrix_deviations=matrix_deviations or {},
     )
@@ -55,7 +52,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             "flashinfer",
             rows_mha.flashinfer(),
             rows_mla.flashinfer(),
-            create="attn_nvidia.flashinfer:create",
             aliases=["flashinfer_cudnn"],
             matrix_deviations={
                 "mha.multimodal": "the documented matrix says no, while its option "
@@ -67,12 +63,11 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "mla.fp4_kv": "FlashInfer's MLA wrapper refuses any cache but 16-bit and e4m3",
             },
         ),
-        _spec("fa3", rows_mha.fa3(), rows_mla.fa3(), create="attn_nvidia.fa3.backend:create"),
+        _spec("fa3", rows_mha.fa3(), rows_mla.fa3()),
         _spec(
             "fa4",
             rows_mha.fa4(),
             rows_mla.fa4(),
-            create="attn_nvidia.fa4:FA4",
             matrix_deviations={
                 "mha.sliding_window": "FA4's kernels take a window (they compile with one for sm90 "
                 "and sm100); later revisions of the documented matrix say yes too",
@@ -85,11 +80,10 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "needs; later revisions of the documented matrix say yes too",
             },
         ),
-        _spec("trtllm_mha", rows_mha.trtllm_mha(), create="attn_nvidia.trtllm.mha:create"),
+        _spec("trtllm_mha", rows_mha.trtllm_mha()),
         _spec(
             "trtllm_mla",
             rows_mla.trtllm_mla(),
-            create="attn_nvidia.trtllm.mla:TrtllmMLA",
             matrix_deviations={
                 "mla.fp4_kv": "FlashInfer's trtllm MLA passes no block scales: it has no FP4 cache",
             },
@@ -97,7 +91,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         _spec(
             "cutlass_mla",
             rows_mla.cutlass_mla(),
-            create="attn_nvidia.mla.cutlass_mla:create",
             matrix_deviations={
                 "mla.fp8_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
                 "mla.fp4_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
@@ -106,7 +99,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         _spec(
             "flashmla",
             rows_mla.flashmla(),
-            create="attn_nvidia.mla.flashmla:FlashMLA",
             matrix_deviations={
                 "mla.fp4_kv": "FlashMLA's dense decode has no FP4 cache: its FP4 format is for "
                 "sparse attention",

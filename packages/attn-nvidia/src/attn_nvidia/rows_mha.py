@@ -34,6 +34,7 @@ def flashinfer() -> Sequence[Capabilities]:
     """Return FlashInfer's rows: the tuned backend of every CUDA architecture from sm80."""
     row = Capabilities(
         kind="mha",
+        create="attn_nvidia.flashinfer.mha:FlashInfer",
         device="cuda",
         archs=AMPERE | {"sm120"},
         requires=[FLASHINFER],
@@ -52,12 +53,12 @@ def flashinfer() -> Sequence[Capabilities]:
         cuda_graph="full",
         needs_host_lengths=True,  # plans are made on the host
     )
-    hopper = replace(
-        row, archs=HOPPER, requires_finite_padding=True
-    )  # its ragged kernel loads V by TMA
+    # its ragged kernel loads V by TMA
+    hopper = replace(row, archs=HOPPER, requires_finite_padding=True)
     blackwell = replace(row, archs=BLACKWELL, with_linear_layers=False)
     vision = Capabilities(  # cuDNN's attention, --mm-attention-backend flashinfer_cudnn
         kind="mha",
+        create="attn_nvidia.flashinfer.vision:Cudnn",
         device="cuda",
         archs=AMPERE | HOPPER | BLACKWELL | {"sm120"},
         requires=(FLASHINFER, "nvidia-cudnn-frontend"),
@@ -76,6 +77,7 @@ def fa3() -> Sequence[Capabilities]:
     """Return FlashAttention-3's rows: the default on Hopper, by name on Ampere and Ada."""
     row = Capabilities(
         kind="mha",
+        create="attn_nvidia.fa3.backend:FA3",
         device="cuda",
         archs=HOPPER,
         min_runtime="12.3",
@@ -95,9 +97,8 @@ def fa3() -> Sequence[Capabilities]:
         cuda_graph="full",
         requires_finite_padding=True,  # TMA reads whole pages: 0 · NaN would leak
     )
-    ampere = replace(
-        row, archs=AMPERE, priority=5, head_dim_pairs=frozenset()
-    )  # no unequal head dims below sm90
+    # no unequal head dims below sm90
+    ampere = replace(row, archs=AMPERE, priority=5, head_dim_pairs=frozenset())
     bf16 = frozenset({"bf16"})
     fp8 = replace(
         row,
@@ -133,6 +134,7 @@ def fa4() -> Sequence[Capabilities]:
     """
     row = Capabilities(
         kind="mha",
+        create="attn_nvidia.fa4:FA4",
         device="cuda",
         archs=HOPPER,
         requires=["flash-attn-4==4.0.0b18"],
@@ -198,6 +200,7 @@ def trtllm_mha() -> Sequence[Capabilities]:
     """Return the rows of TensorRT-LLM's kernels: default on Blackwell, decode by name elsewhere."""
     gen = Capabilities(
         kind="mha",
+        create="attn_nvidia.trtllm.gen:TrtllmGen",
         device="cuda",
         archs=BLACKWELL,
         min_runtime="12.8",
@@ -218,6 +221,7 @@ def trtllm_mha() -> Sequence[Capabilities]:
     )
     hopper = replace(
         gen,
+        create="attn_nvidia.trtllm.xqa:Xqa",
         archs=HOPPER,
         min_runtime=None,
         kv_dtypes=HALF,

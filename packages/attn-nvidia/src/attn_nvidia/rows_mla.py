@@ -31,6 +31,7 @@ def flashinfer() -> Sequence[Capabilities]:
     """Return FlashInfer's MLA rows: pages of any size, chains of drafts, an FP8 cache on Hopper."""
     row = Capabilities(
         kind="mla",
+        create="attn_nvidia.flashinfer.mla:FlashInferMLA",
         device="cuda",
         archs=AMPERE | {"sm120"},
         requires=[FLASHINFER],
@@ -47,9 +48,8 @@ def flashinfer() -> Sequence[Capabilities]:
         cuda_graph="full",
         needs_host_lengths=True,
     )
-    hopper = replace(
-        row, archs=HOPPER, requires_finite_padding=True
-    )  # its ragged kernel loads V by TMA
+    # its ragged kernel loads V by TMA
+    hopper = replace(row, archs=HOPPER, requires_finite_padding=True)
     fp8 = replace(hopper, dtypes=frozenset({"bf16"}), kv_dtypes=E4M3)
     return [row, hopper, replace(row, archs=BLACKWELL, with_linear_layers=False), fp8]
 
@@ -58,6 +58,7 @@ def flashmla() -> Sequence[Capabilities]:
     """Return FlashMLA's rows: dense decode on Hopper; its prefill is FlashInfer's."""
     row = replace(
         flashinfer()[0],
+        create="attn_nvidia.mla.flashmla:FlashMLA",
         archs=HOPPER,
         requires_finite_padding=True,  # FlashInfer's ragged kernel loads V by TMA
         requires=(f"sgl-flash-mla or {SGL_KERNEL}", FLASHINFER),
@@ -90,6 +91,7 @@ def cutlass_mla() -> Sequence[Capabilities]:
     )
     decode = replace(
         prefill,
+        create="attn_nvidia.mla.cutlass_mla:CutlassMLA",
         phases=frozenset({Phase.DECODE}),
         requires=(SGL_KERNEL_CUTLASS, FLASHINFER),
         q_heads=frozenset({128}),
@@ -105,6 +107,7 @@ def trtllm_mla() -> Sequence[Capabilities]:
     """Return the rows of TensorRT-LLM's MLA kernels: the default on sm100 and sm103."""
     row = Capabilities(
         kind="mla",
+        create="attn_nvidia.trtllm.mla:TrtllmMLA",
         device="cuda",
         archs={"sm100", "sm103"},
         min_runtime="12.8",
@@ -144,6 +147,7 @@ def fa3() -> Sequence[Capabilities]:
     return [
         Capabilities(
             kind="mla",
+            create="attn_nvidia.fa3.mla:FA3MLA",
             device="cuda",
             archs=HOPPER,
             min_runtime="12.3",
@@ -169,6 +173,7 @@ def fa4() -> Sequence[Capabilities]:
     """Return FlashAttention-4's MLA rows: absorbed on Blackwell, ragged prefill on Hopper."""
     row = Capabilities(
         kind="mla",
+        create="attn_nvidia.fa4:FA4",
         device="cuda",
         archs=BLACKWELL,
         requires=["flash-attn-4==4.0.0b18"],

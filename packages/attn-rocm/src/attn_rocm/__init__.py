@@ -12,7 +12,6 @@ from attn_rocm.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
 
-DECLARED: Final = "attn_core.runtime.backend:DeclaredBackend"
 HALF: Final = frozenset({"fp16", "bf16"})
 
 
@@ -63,8 +62,6 @@ def _aiter() -> BackendSpec:
     return BackendSpec(
         name="aiter",
         capabilities=[*chains, *trees, vision, mla],
-        create=DECLARED,
-        implemented=False,
         aliases=["aiter_attn"],
         matrix_deviations={
             "mha.sliding_window": "aiter's unified_attention takes a window; later revisions of "
@@ -89,7 +86,7 @@ def _wave() -> BackendSpec:
         cuda_graph="decode",
         needs_host_lengths=True,
     )
-    return BackendSpec(name="wave", capabilities=[row], create=DECLARED, implemented=False)
+    return BackendSpec(name="wave", capabilities=[row])
 
 
 @hookimpl

@@ -11,7 +11,6 @@ from attn_core.plugins.hookspecs import hookimpl
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
 
-DECLARED: Final = "attn_core.runtime.backend:DeclaredBackend"
 FP8: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
 FP4: Final = frozenset({"fp4_e2m1"})
 ENCODE: Final = frozenset({Phase.ENCODE})
@@ -213,8 +212,6 @@ def _triton_linear() -> BackendSpec:
     return BackendSpec(
         name="triton",
         capabilities=[*gdn, *(replace(row, kind="kda") for row in gdn)],
-        create=DECLARED,
-        implemented=False,
     )
 
 

@@ -202,16 +202,6 @@ class LinearAttentionBackend(ABC):
         raise UnsupportedError(f"{self.config.name} does not verify drafts")
 
 
-class DeclaredBackend:
-    """Stands for a backend that is declared but not built: creating it raises."""
-
-    def __init__(self, config: BackendConfig) -> None:
-        raise BackendNotImplementedError(
-            f"{config.name} is declared, so it can be selected for another machine and explained, "
-            "but it is not implemented in 0.1; `attn backends` lists those that are"
-        )
-
-
 @overload
 def create_backend(
     spec: BackendSpec, config: BackendConfig, family: Literal["softmax"] = ...
@@ -223,12 +213,18 @@ def create_backend(
 def create_backend(
     spec: BackendSpec, config: BackendConfig, family: str = "softmax"
 ) -> AttentionBackend | LinearAttentionBackend:
-    """Import the class that `spec.create` names and create it.
+    """Import the class that runs `config.row` and create it.
 
-    Raises BackendNotImplementedError for a declared backend and BackendError, with the cause,
-    where the import or the constructor fails or the class is not of the contract.
+    Raises BackendNotImplementedError for a row that is only declared, and BackendError, with the
+    cause, where the import or the constructor fails or the class is not of the contract.
     """
-    module, _, attribute = spec.create.partition(":")
+    create = spec.creator(config.row)
+    if create is None:
+        raise BackendNotImplementedError(
+            f"{spec.name} is declared, so it can be selected for another machine and explained, "
+            "but it is not implemented in 0.1; `attn backends` lists those that are"
+        )
+    module, _, attribute = create.partition(":")
     base = AttentionBackend if family == "softmax" else LinearAttentionBackend
     try:
         backend = getattr(importlib.import_module(module), attribute)(config)
@@ -236,8 +232,8 @@ def create_backend(
         raise
     except Exception as error:  # a plugin's code: keep its error, name its owner
         raise BackendError(
-            f"{spec.name} ({spec.create}) cannot be created: {type(error).__name__}: {error}"
+            f"{spec.name} ({create}) cannot be created: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(backend, base):
-        raise BackendError(f"{spec.name}: {spec.create} is no {base.__name__}")
+        raise BackendError(f"{spec.name}: {create} is no {base.__name__}")
     return backend

@@ -47,20 +47,17 @@ class RowJudge:
                     phase,
                     speculates=family == "softmax" and spec_mode == phase.value,
                 )
-                + self._policy(spec),
-                tuple(n for n in (self._not_built(spec), _ragged_only(spec, row), row.note) if n),
+                + self._policy(spec, row),
+                tuple(n for n in (_not_built(spec, row), _ragged_only(spec, row), row.note) if n),
             )
             for spec in self.registry.family(family)
             for row in spec.capabilities
         )
 
-    def _not_built(self, spec: BackendSpec) -> str:
-        return "" if spec.implemented else f"{spec.name} is not implemented in 0.1"
-
-    def _policy(self, spec: BackendSpec) -> tuple[Mismatch, ...]:
+    def _policy(self, spec: BackendSpec, row: Capabilities) -> tuple[Mismatch, ...]:
         found = []
         allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
-        if not spec.implemented and not self.simulated:
+        if spec.creator(row) is None and not self.simulated:
             found.append(
                 Mismatch("implementation", f"{name} is declared", "not implemented in 0.1")
             )
@@ -102,6 +99,10 @@ class RowJudge:
         if (chosen.spec.name, chosen.phase.value) in self.profile:
             return "measured fastest of those that fit"
         return f"highest priority of those that fit ({chosen.row.priority})"
+
+
+def _not_built(spec: BackendSpec, row: Capabilities) -> str:
+    return "" if spec.creator(row) else f"{spec.name} is not implemented in 0.1"
 
 
 def _ragged_only(spec: BackendSpec, row: Capabilities) -> str:

@@ -81,6 +81,7 @@ class Capabilities:
     )
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
     note: str = ""
+    create: str | None = None  # "module:Class" that runs this row, None: the spec's
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -100,17 +101,16 @@ class Capabilities:
 class BackendSpec:
     """A declared backend: its name, its rows and, as text, the class that runs it.
 
-    `create` is "module:Class", or a function that chooses one, called with a BackendConfig; it is
-    imported only then.
-    `implemented` False: declared, selectable on a simulated device, but creation raises.
+    `create` is "module:Class", called with a BackendConfig and imported only then; a row may name
+    its own. A row for which neither does is declared, not implemented: it can be selected for
+    another machine and explained, and creating it raises BackendNotImplementedError.
     `aliases` are other documented names of it (for --mm-attention-backend).
     `matrix_deviations` says, per cell ("mha.fp8_kv"), why it differs from the documented matrix.
     """
 
     name: str
     capabilities: Sequence[Capabilities]
-    create: str
-    implemented: bool = True
+    create: str | None = None
     aliases: Sequence[str] = ()
     matrix_deviations: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -118,6 +118,15 @@ class BackendSpec:
         _collect(self, "capabilities", tuple, "a list")
         _collect(self, "aliases", tuple, "a list")
         _collect(self, "matrix_deviations", dict, "a mapping")
+
+    def creator(self, row: Capabilities) -> str | None:
+        """Return the "module:Class" that runs a row, None where it is not implemented."""
+        return row.create or self.create
+
+    @property
+    def implemented(self) -> bool:
+        """Whether any row can be created."""
+        return any(self.creator(row) for row in self.capabilities)
 
     @property
     def family(self) -> Family:

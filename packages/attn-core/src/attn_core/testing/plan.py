@@ -34,7 +34,7 @@ def usable_rows(
     Raises UnsupportedError with the reason where it has rows and none of them runs here.
     """
     rows, reasons = [], []
-    for row in (r for r in spec.capabilities if r.kind == kind):
+    for row in (r for r in spec.capabilities if r.kind == kind and spec.creator(r)):
         gaps = mismatches(row, Requirements(layers=()), device, libraries, Phase.PREFILL)
         reasons.append("; ".join(str(g) for g in gaps if g.need in _HERE))
         if not reasons[-1]:

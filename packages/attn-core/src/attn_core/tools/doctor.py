@@ -135,11 +135,11 @@ def _kernel_libraries(
             if row.device not in ("any", here.type) or (row.archs and here.arch not in row.archs):
                 continue
             name = f"{spec.name} (linear)" if spec.family == "linear" else spec.name
-            if row.requires and not spec.implemented and name not in declared:
+            if row.requires and not spec.creator(row) and name not in declared:
                 declared.append(name)
             for group in row.requires:
                 users = wanted.setdefault(group, [])
-                if spec.implemented and spec.name not in users:
+                if spec.creator(row) and spec.name not in users:
                     users.append(spec.name)
     merged: dict[tuple[str, ...], tuple[Finding, list[str], list[str]]] = {}
     for group, users in sorted(wanted.items()):

@@ -80,7 +80,7 @@ def _cells(
     for name, has in CELLS[kind].items():  # what a vision tower's row has is no answer for text
         cells[name] = any(has(r) for r in (rows if name == "multimodal" else serving))
     names = [c for c in cells if c != "devices"]
-    cells["implemented"] = spec.implemented
+    cells["implemented"] = any(map(spec.creator, rows))
     cells["evidence"] = {c: evidence.get(c, LEVELS[0]) for c in names}
     prefix = f"{kind}."
     cells["matrix_deviations"] = {

@@ -37,15 +37,6 @@ class _Layer:
     with_sinks: dict[str, Any]
 
 
-def create(config: BackendConfig) -> AttentionBackend:
-    """Create the backend for the row's kind: paged K and V, or the latent of MLA."""
-    if config.row.kind == "mla":
-        latent = importlib.import_module("attn_nvidia.fa3.mla")
-        backend: AttentionBackend = latent.FA3MLA(config)
-        return backend
-    return FA3(config)
-
-
 class FA3(AttentionBackend):
     """Every pass over the cache is one call of flash_attn_with_kvcache, but for trees of drafts.
 

@@ -7,24 +7,17 @@ from typing import Any
 
 from attn_core import (
     DECODE_MODES,
-    AttentionBackend,
     AttentionLayer,
     BackendConfig,
     LayerGroup,
     Output,
-    Phase,
 )
 from torch import Tensor
 
 from attn_nvidia.common.tensors import aligned, as_asked
 from attn_nvidia.common.workspace import workspace
-from attn_nvidia.flashinfer.mla import LATENT, ROPE, FlashInferMLA
+from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
-
-
-def create(config: BackendConfig) -> AttentionBackend:
-    """Create what serves config.row: this decode, or FlashInfer's MLA where it is for prefill."""
-    return (CutlassMLA if Phase.DECODE in config.row.phases else FlashInferMLA)(config)
 
 
 class CutlassMLA(MlaDecode):

@@ -28,15 +28,6 @@ Key = tuple[str, int | None]  # the view and the window of a layer: what a plan 
 Plan = TypeVar("Plan")
 
 
-def create(config: BackendConfig) -> AttentionBackend:
-    """Create the backend of the kernels that the config's row is for."""
-    from attn_nvidia.rows_mha import BLACKWELL
-    from attn_nvidia.trtllm.gen import TrtllmGen
-    from attn_nvidia.trtllm.xqa import Xqa
-
-    return TrtllmGen(config) if config.row.archs <= BLACKWELL else Xqa(config)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """What all calls of a layer share: its cache in the kernel's pages, its scales, its window.
