@@ -22,7 +22,7 @@ from benchmarks.suites import FIXED
 def our_backend(name: str, registry: Registry, device: torch.device) -> Contestant:
     """Return one of our backends as a contestant. Raises UnknownBackendError."""
     spec = registry.get(name)
-    kind = device_kind(device)
+    origin, kind = registry.origins["softmax", spec.name], device_kind(device)
 
     def refuses(case: Case) -> str:
         try:
@@ -63,8 +63,8 @@ def our_backend(name: str, registry: Registry, device: torch.device) -> Contesta
 
     return Contestant(
         name=spec.name,
-        distribution=registry.origins["softmax", spec.name].distribution,
-        module=spec.create.partition(":")[0],
+        distribution=origin.distribution,
+        module=origin.module.partition(":")[0],
         phases=frozenset(FIXED),
         prepare=prepare,
         refuses=refuses,

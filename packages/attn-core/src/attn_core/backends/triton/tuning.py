@@ -77,7 +77,7 @@ def decode_launch(
 
     short: no request is cut. tree: a request's last block is masked by what is loaded, which more
     programs hide. fp4: the store is packed, which costs registers. Measured on an H200, which has
-    kernels of its own for tiles of 64 by 64 (on_hopper.py).
+    kernels of its own for tiles of 64 by 64 (hopper/launch.py).
     """
     if arch == "sm90" and store_bytes == 2:
         if head_dim == 576 and lines > 16:

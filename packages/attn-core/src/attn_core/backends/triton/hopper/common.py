@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-SEE_CAUSAL = gl.constexpr(1)  # as in tiles.py
+SEE_CAUSAL = gl.constexpr(1)  # as in portable/common.py
 SEE_TREE = gl.constexpr(2)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 GATHER_BELOW = gl.constexpr(8)  # smaller pages than the swizzle goes over are gathered by rows

@@ -17,7 +17,7 @@ from attn_core.errors import UsageError
 from attn_core.runtime.batch import SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 
-SEE_ALL, SEE_CAUSAL, SEE_TREE = 0, 1, 2  # as tiles.py has them
+SEE_ALL, SEE_CAUSAL, SEE_TREE = 0, 1, 2  # as portable/common.py has them
 
 
 def plan(
