@@ -13,8 +13,9 @@ import torch
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
 from attn_core.runtime.batch import DECODE_MODES
-from attn_core.runtime.dispatcher import HybridDispatcher, Role
+from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.spec.device import Device
+from attn_core.spec.kinds import Role
 
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.ours import row_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import BackendConfig, create_backend
-from attn_core.runtime.batch import DECODE_MODES, ForwardMode
+from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
+from attn_core.runtime.dispatcher import ROLE_OF_MODE
 from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.capabilities import Capabilities
@@ -51,11 +52,9 @@ def our_backend(name: str, registry: Registry, device: torch.device) -> Contesta
         refuse_drafts(config, batch)
         backend = create_backend(spec, config)
         metadata = backend.init_forward_metadata(batch)
-        decodes = batch.forward_mode in DECODE_MODES
-        forward = backend.forward_decode if decodes else backend.forward_extend
 
         def call() -> Tensor:
-            out = forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
+            out = backend.forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
             assert isinstance(out, Tensor)  # a pair only where the LSE is asked
             return out
 
@@ -102,5 +101,4 @@ def row_of(name: str, case: Case, registry: Registry, device: Device) -> Capabil
     both = Overrides(attention_backend=name)
     names = Overrides(decode_attention_backend=name) if decodes else both
     chosen = select(needs, device, registry, registry.installed_libraries(), names)
-    role = {ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
-    return chosen.rows[role.get(case.mode, "prefill")]
+    return chosen.roles[ROLE_OF_MODE[case.mode]].row

@@ -124,10 +124,9 @@ def paged(shape: Shape, data: Data, page_size: int) -> tuple[Callable[[], Tensor
     planned = time.perf_counter() - start
     q = data.q.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty_like(q)
-    forward = backend.forward_decode if shape.decode else backend.forward_extend
 
     def call() -> Tensor:
-        got = forward(q, None, None, layer, cache, batch, metadata, out=out)
+        got = backend.forward(q, None, None, layer, cache, batch, metadata, out=out)
         assert isinstance(got, Tensor)
         return got
 

@@ -74,10 +74,15 @@ class Hybrid(Bench):
     def dispatcher(self, layers, pool, **limits) -> HybridDispatcher:
         """Create the selected backends over a pool."""
         registry = load_plugins()
+        for asked in ("dtype", "topk", "num_draft_tokens"):  # of the selection
+            limits.pop(asked)
         made = HybridDispatcher.from_selection(self.selection, registry, layers, pool, **limits)
         names = {role: backend.config.name for role, backend in made.routes.items()}
         chosen = self.selection
-        assert (names["prefill"], names["decode"]) == (chosen.prefill, chosen.decode)
+        assert (names["prefill"], names["decode"]) == (
+            chosen.backend("prefill"),
+            chosen.backend("decode"),
+        )
         return made
 
     @property
@@ -131,10 +136,10 @@ def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hy
         with contextlib.suppress(AttnError):
             chosen = selection(features | {feature}, page)
             features.add(feature)
-    rows = [row for row in chosen.rows.values() if row is not None]
+    rows = [choice.row for choice in chosen.roles.values()]
     speculates = {"plain": 0, "chain": 1, "tree": ANY_TOPK}[how if how == "plain" else how[0]]
     row = replace(
-        chosen.rows["decode"],
+        chosen.roles["decode"].row,
         phases=frozenset({Phase.PREFILL, Phase.DECODE}),
         lse=all(r.lse for r in rows),
         requires_finite_padding=any(r.requires_finite_padding for r in rows),

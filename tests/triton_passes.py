@@ -123,7 +123,7 @@ class Requests:
         backend = self.backend(**config)
         plan = backend.init_forward_metadata(batch)
         tokens = (q, None, None, self.layer, self.cache, batch, plan)
-        return backend.forward_extend(*tokens, return_lse=True)
+        return backend.forward(*tokens, return_lse=True)
 
     def check(self, got, q, queries, lengths=None, *, causal=True, trees=None):
         """Compare out and LSE with float64, request by request."""

@@ -101,7 +101,7 @@ def check_cross(name, mode, *, sinks, arch, device):
     batch = replace(own, views={**own.views, "cross": cross})
     k, v = torch.randn(2, 5, size, 2, 64).bfloat16().to(device)
     q = torch.randn(2 * new, 4, 64).bfloat16().to(device)
-    out, lse = backend.forward_extend(
+    out, lse = backend.forward(
         q, None, None, layer, LayerCache(k=k, v=v), batch, backend.init_forward_metadata(batch),
         return_lse=True,
     )  # fmt: skip

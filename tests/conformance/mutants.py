@@ -432,10 +432,10 @@ class WritesPaddedRows(Reference):
 class WritesTheFirstLayer(Reference):
     first = None
 
-    def forward_extend(self, q, k, v, layer, cache, *args, **kwargs):
+    def forward(self, q, k, v, layer, cache, *args, **kwargs):
         if layer.layer_id == 0:
             self.first = cache
-        return super().forward_extend(q, k, v, layer, cache, *args, **kwargs)
+        return super().forward(q, k, v, layer, cache, *args, **kwargs)
 
     def write(self, cache, k, v, slots):
         super().write(self.first, k, v, slots)
@@ -560,12 +560,12 @@ class SinkLostWithoutKeys(Reference):
 class NoKeysNowhere(Reference):
     """A pass in which no request has a key gives its buffer back."""
 
-    def forward_extend(self, q, k, v, layer, cache, batch, metadata, *, out=None, **kwargs):
+    def forward(self, q, k, v, layer, cache, batch, metadata, *, out=None, **kwargs):
         if not any(r.length for r in self.rows(metadata["batch"], layer.view)):
             lse = torch.full(q.shape[:2], -torch.inf)
             out = torch.empty_like(q).fill_(torch.nan) if out is None else out
             return (out, lse) if kwargs.get("return_lse") else out
-        return super().forward_extend(q, k, v, layer, cache, batch, metadata, out=out, **kwargs)
+        return super().forward(q, k, v, layer, cache, batch, metadata, out=out, **kwargs)
 
 
 class BatchEndsAtTheFirstEmptyRequest(Reference):
@@ -592,8 +592,8 @@ class WindowOfAllQueriesButOneIgnored(Reference):
 class LseHeadsFirst(Reference):
     """The LSE is [Hq, T] in memory, and called [T, Hq]."""
 
-    def forward_extend(self, *args, **kwargs):
-        got = super().forward_extend(*args, **kwargs)
+    def forward(self, *args, **kwargs):
+        got = super().forward(*args, **kwargs)
         return (got[0], got[1].T.reshape(got[1].shape)) if isinstance(got, tuple) else got
 
 
@@ -696,9 +696,9 @@ class PlanOfAllInstances(Reference):
         self.plans[:] = [batch]
         return self.plans
 
-    def forward_extend(self, q, k, v, layer, cache, batch, metadata, **kwargs):
+    def forward(self, q, k, v, layer, cache, batch, metadata, **kwargs):
         metadata = metadata if isinstance(metadata, dict) else {"batch": metadata[0]}
-        return super().forward_extend(q, k, v, layer, cache, batch, metadata, **kwargs)
+        return super().forward(q, k, v, layer, cache, batch, metadata, **kwargs)
 
 
 class ScratchOfAllThreads(Reference):

@@ -75,7 +75,7 @@ class Reference(AttentionBackend):
 
     # the passes
 
-    def forward_extend(
+    def forward(
         self, q, k, v, layer, cache, batch, metadata, *, out=None, return_lse=False,
         topk_indices=None,
     ):  # fmt: skip
@@ -91,9 +91,6 @@ class Reference(AttentionBackend):
                 part = self.attend(self.queries(q)[rows.tokens], keys, values, layer, rows)
                 out[rows.tokens], lse[rows.tokens] = part
         return (out, lse) if return_lse else out
-
-    def forward_decode(self, *args, **kwargs):
-        return self.forward_extend(*args, **kwargs)
 
     def forward_ragged(
         self, q, k, v, layer, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, out=None,
@@ -290,7 +287,7 @@ ROW = Capabilities(
     max_verify_topk=ANY_TOPK,
     lse=True,
     deterministic=True,
-    cuda_graph="full",
+    cuda_graph="uniform",
 )
 LATENT = dataclasses.replace(
     ROW,

@@ -105,7 +105,7 @@ class World:
         batch, slots = self.batch(mode, rows, news)
         metadata = backend.init_forward_metadata(batch)
         total = sum(news)
-        run = backend.forward_decode if mode is ForwardMode.DECODE else backend.forward_extend
+        run = backend.forward
         for layer in LAYERS:
             cache = self.pool.layer(layer.layer_id)
             k, v = (self.randn(total, KV_HEADS, DIM) for _ in range(2))
@@ -188,7 +188,7 @@ def test_passes_without_queries_give_nothing():
     )
     metadata = backend.init_forward_metadata(batch)
     q = torch.zeros(0, HEADS, DIM)
-    out = backend.forward_extend(q, None, None, FULL, world.pool.layer(0), batch, metadata)
+    out = backend.forward(q, None, None, FULL, world.pool.layer(0), batch, metadata)
     assert out.shape == (0, HEADS, DIM)
 
 
@@ -215,7 +215,7 @@ def test_lengths_on_the_device_alone_are_enough(one_pass):
     views = {k: dataclasses.replace(v, seq_lens_host=None) for k, v in batch.views.items()}
     bare = dataclasses.replace(batch, views=views, query_lens_host=None)
     outs = [
-        backend.forward_extend(q, None, None, FULL, cache, b, backend.init_forward_metadata(b))
+        backend.forward(q, None, None, FULL, cache, b, backend.init_forward_metadata(b))
         for b in (batch, bare)
     ]
     assert torch.equal(*outs)
@@ -224,12 +224,12 @@ def test_lengths_on_the_device_alone_are_enough(one_pass):
 def test_what_is_not_honoured_is_refused(one_pass):
     backend, args = one_pass
     with pytest.raises(UnsupportedError, match="no log-sum-exp"):
-        backend.forward_extend(*args, return_lse=True)
+        backend.forward(*args, return_lse=True)
     with pytest.raises(UnsupportedError, match="topk_indices"):
-        backend.forward_extend(*args, topk_indices=torch.zeros(1))
+        backend.forward(*args, topk_indices=torch.zeros(1))
     stranger = dataclasses.replace(FULL, layer_id=9, view="cross")
     with pytest.raises(BackendError, match=r"layer 9 \(view 'cross'\)"):
-        backend.forward_extend(*args[:3], stranger, *args[4:])
+        backend.forward(*args[:3], stranger, *args[4:])
     for change in ({"is_causal": False}, {"is_cross": True}, {"sinks": torch.zeros(HEADS)}):
         with pytest.raises(UnsupportedError, match="layer 0 needs"):
             create((dataclasses.replace(FULL, **change),))

@@ -252,8 +252,8 @@ def invoke(*arguments):
 
 def test_attn_check_names_the_fault_and_exits_1(monkeypatch, tmp_path):
     spec = replace(
-        spec_of(max_verify_topk=0, cuda_graph="none"),
-        capabilities=[replace(ROW, max_verify_topk=0, cuda_graph="none", dtypes={"fp32"})],
+        spec_of(max_verify_topk=0, cuda_graph="never"),
+        capabilities=[replace(ROW, max_verify_topk=0, cuda_graph="never", dtypes={"fp32"})],
         create="mutants:SinksIgnored",
     )
     registry = load_plugins()

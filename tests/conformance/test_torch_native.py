@@ -279,9 +279,7 @@ def test_an_idle_pass_gives_an_empty_output():
     )
     backend = backend_of(inputs.layer)
     metadata = backend.init_forward_metadata(batch)
-    out = backend.forward_extend(
-        inputs.q[:0], None, None, inputs.layer, inputs.cache, batch, metadata
-    )
+    out = backend.forward(inputs.q[:0], None, None, inputs.layer, inputs.cache, batch, metadata)
     assert out.shape == (0, 4, 64)
 
 
@@ -296,9 +294,9 @@ def test_what_is_not_honoured_is_refused():
     metadata = backend.init_forward_metadata(inputs.batch)
     args = (inputs.q, None, None)
     with pytest.raises(UnsupportedError, match="topk_indices"):
-        backend.forward_extend(
+        backend.forward(
             *args, layer, inputs.cache, inputs.batch, metadata, topk_indices=torch.zeros(1)
         )
     other = dataclasses.replace(layer, sliding_window=7, layer_id=3)
     with pytest.raises(BackendError, match="layer 3"):
-        backend.forward_extend(*args, other, inputs.cache, inputs.batch, metadata)
+        backend.forward(*args, other, inputs.cache, inputs.batch, metadata)

@@ -122,7 +122,7 @@ class Wrapper(AttentionBackend):
     def mask(self, window):
         return {"causal": True, "window_left": -1 if window is None else window - 1}
 
-    def forward_extend(
+    def forward(
         self, q, k, v, layer, cache, batch, metadata, *, out=None, return_lse=False,
         topk_indices=None,
     ):  # fmt: skip
@@ -131,9 +131,6 @@ class Wrapper(AttentionBackend):
         new, lse = run_paged(plan, q, cache.k, cache.v, **self.arguments(layer, cache))
         out = self.handed_over(new, out)
         return (out, self.natural(lse)) if return_lse else out
-
-    def forward_decode(self, *args, **kwargs):
-        return self.forward_extend(*args, **kwargs)
 
     def arguments(self, layer, cache):
         """What the library takes per call beside the tensors."""

@@ -164,7 +164,7 @@ def test_equals_float64(case, monkeypatch):
         )  # fmt: skip
     else:
         plan = made.init_forward_metadata(batch)
-        got = made.forward_extend(q, None, None, layer, cache, batch, plan, return_lse=True)
+        got = made.forward(q, None, None, layer, cache, batch, plan, return_lse=True)
     assert used, "the portable kernel ran"
     for b, n in enumerate(lengths):
         i = torch.arange(queries[b], device="cuda")[:, None] + n - queries[b]
@@ -219,9 +219,7 @@ def test_a_deterministic_prompt_does_not_depend_on_its_neighbour(dim):
         )  # fmt: skip
         made = backend.Triton(config)
         plan = made.init_forward_metadata(batch)
-        out = made.forward_extend(
-            q[: sum(lengths[:requests])], None, None, layer, cache, batch, plan
-        )
+        out = made.forward(q[: sum(lengths[:requests])], None, None, layer, cache, batch, plan)
         return out[: lengths[0]]
 
     assert torch.equal(first(1, fixed=True), first(2, fixed=True))

@@ -60,7 +60,7 @@ def test_a_captured_pass_of_many_queries_serves_other_lengths(page):
 
     def run():
         tokens = (q, None, None, layer, requests.cache, static, plan)
-        return backend.forward_extend(*tokens, out=out, return_lse=True)
+        return backend.forward(*tokens, out=out, return_lse=True)
 
     with launches() as names:
         replay, lse = captured(run)

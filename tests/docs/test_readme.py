@@ -59,7 +59,7 @@ def test_the_plugin_joins_the_choice_and_is_right(acme):
     assert acme.broken == ()
     assert str(acme.origins["softmax", "acme"]) == "attn-acme 1.0"
     chosen = select(Requirements(dtype="fp32"), Device("cpu", "avx2"), acme, {})
-    assert (chosen.prefill, chosen.decode) == ("acme", "acme")
+    assert (chosen.backend("prefill"), chosen.backend("decode")) == ("acme", "acme")
 
     torch.manual_seed(0)
     layer = AttentionLayer(

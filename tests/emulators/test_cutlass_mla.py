@@ -41,7 +41,7 @@ def test_decode_has_no_lse():
     metadata = backend.init_forward_metadata(inputs.batch)
     args = (inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
     with pytest.raises(UnsupportedError, match="return_lse"):
-        backend.forward_decode(*args, return_lse=True)
+        backend.forward(*args, return_lse=True)
 
 
 def test_prefill_is_flashinfers_and_needs_no_other_library():

@@ -63,7 +63,7 @@ def test_a_suite_leaves_one_file_per_kind(evidence, tmp_path):
 
 
 def test_what_fails_is_no_evidence(evidence, tmp_path, capsys):
-    place = "attn_core.backends.torch_native.backend.TorchNative.forward_extend"
+    place = "attn_core.backends.torch_native.backend.TorchNative.forward"
     wrong = f'"""; monkeypatch.setattr("{place}", None)'
     (tmp_path / "test_broken.py").write_text(SUITE.replace('FAULT"""', wrong))
     assert evidence.main(["torch_native", "--out", str(tmp_path)], tests=tmp_path) == 1

@@ -150,7 +150,7 @@ class Serving:
         if metadata is None:
             metadata = self.backend.init_forward_metadata(batch)
         cache, q = self.pool.layer(layer.layer_id), self.q[: len(self.lens)]
-        return self.backend.forward_decode(q, None, None, layer, cache, batch, metadata, **more)
+        return self.backend.forward(q, None, None, layer, cache, batch, metadata, **more)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_a_tree_is_two_calls_and_one_with_a_window(calls):
     metadata = serving.backend.init_forward_metadata(batch)
     for x in serving.layers:
         cache = serving.pool.layer(x.layer_id)
-        serving.backend.forward_extend(serving.q[:8], None, None, x, cache, batch, metadata)
+        serving.backend.forward(serving.q[:8], None, None, x, cache, batch, metadata)
     prefix, drafts, both = named(calls, "flash_attn_with_kvcache")
     assert prefix["cache_seqlens"].tolist() == [36, 3]
     assert prefix["page_table"] is batch.views["full"].page_table
@@ -437,7 +437,7 @@ def test_sinks_of_a_tree_are_counted_once(monkeypatch):
         serving = Serving(layer)
         batch = serving.batch(ForwardMode.TARGET_VERIFY, [4, 4], spec_info)
         metadata = serving.backend.init_forward_metadata(batch)
-        return serving.backend.forward_extend(
+        return serving.backend.forward(
             serving.q[:8], None, None, layer, serving.pool.layer(0), batch, metadata,
             return_lse=True,
         )  # fmt: skip
@@ -464,7 +464,7 @@ def test_a_replay_of_one_request(parents, window):
     backend, cache, q = serving.backend, serving.pool.layer(0), serving.q[:n]
 
     def run(batch, metadata):
-        return backend.forward_extend(q, None, None, layer, cache, batch, metadata, return_lse=True)
+        return backend.forward(q, None, None, layer, cache, batch, metadata, return_lse=True)
 
     static = serving.batch(mode, [n], tree)
     metadata = backend.init_forward_metadata_capture_cuda_graph(static)

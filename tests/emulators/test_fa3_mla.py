@@ -77,7 +77,7 @@ def decode(layer):
     backend = create_backend(spec, config)
     q = torch.randn(2, layer.num_q_heads, 576, generator=rng).bfloat16()
     metadata = backend.init_forward_metadata(batch)
-    out = backend.forward_decode(q, None, None, layer, pool.layer(0), batch, metadata)
+    out = backend.forward(q, None, None, layer, pool.layer(0), batch, metadata)
     return out, q, latents.split(lens), pool.layer(0)
 
 

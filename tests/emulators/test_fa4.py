@@ -15,6 +15,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.selection.result import notes_of
 from attn_core.selection.solver import Overrides, select
 from attn_core.spec.device import parse_device
 from attn_core.spec.requirements import LayerRequirements, Requirements
@@ -111,9 +112,7 @@ def decode(layer, *, page_size=128, backend=None, **more):
     )
     metadata = backend.init_forward_metadata(batch)
     q = torch.randn(2, layer.num_q_heads, layer.head_dim).bfloat16()
-    got = backend.forward_decode(
-        q, None, None, layer, pool.layer(layer.layer_id), batch, metadata, **more
-    )
+    got = backend.forward(q, None, None, layer, pool.layer(layer.layer_id), batch, metadata, **more)
     return backend, got, metadata
 
 
@@ -295,10 +294,10 @@ def deepseek():
         Overrides(prefill_attention_backend="fa4", decode_attention_backend="fa3"),
         simulated=True,
     )
-    assert (selection.prefill, selection.decode) == ("fa4", "fa3")
-    assert "fa4 prefills MLA without its cache: write new" in selection.why["notes"]
+    assert (selection.backend("prefill"), selection.backend("decode")) == ("fa4", "fa3")
+    assert "fa4 prefills MLA without its cache: write new" in notes_of(selection)
     pool = KVPool([LATENT], num_pages=80, page_size=1, kv_cache_dtype="bf16", kind="mla")
-    dispatcher = HybridDispatcher.from_selection(selection, registry, [LATENT], pool, dtype="bf16")
+    dispatcher = HybridDispatcher.from_selection(selection, registry, [LATENT], pool)
     return dispatcher, pool
 
 
@@ -319,7 +318,7 @@ def test_an_absorbed_prefill_is_refused_on_hopper_before_anything_is_written(dee
             dispatcher.forward(q, k, None, LATENT, batch, metadata)
     backend = dispatcher.backend("prefill")
     with pytest.raises(UnsupportedError, match=message):
-        backend.forward_extend(q, k, None, LATENT, pool.layer(0), batch, metadata)
+        backend.forward(q, k, None, LATENT, pool.layer(0), batch, metadata)
     assert not pool.layer(0).k.any()
 
 

@@ -126,7 +126,7 @@ def attend(backend, layer, batch, metadata=None, **more):
     """Run one pass."""
     metadata = backend.init_forward_metadata(batch) if metadata is None else metadata
     q, cache = make_q(layer, batch), make_cache(layer, batch)
-    return backend.forward_extend(q, None, None, layer, cache, batch, metadata, **more)
+    return backend.forward(q, None, None, layer, cache, batch, metadata, **more)
 
 
 def kernels(backend, batch):
@@ -250,7 +250,7 @@ def test_a_window_counts_positions_in_whatever_order_drafts_are_named(window, se
 
     def run(batch, q, cache):
         metadata = backend.init_forward_metadata(batch)
-        return backend.forward_extend(q, None, None, layer, cache, batch, metadata)
+        return backend.forward(q, None, None, layer, cache, batch, metadata)
 
     right = run(one, q, cache).unflatten(0, (2, n))[:, tokens].flatten(0, 1)
     got = run(other, q.unflatten(0, (2, n))[:, tokens].flatten(0, 1), LayerCache(**cache_of))

@@ -110,7 +110,7 @@ def test_an_fp8_cache_is_read_with_rounded_queries(case, found, monkeypatch):
     inputs, q = that.inputs, that.inputs.q.clone()
     q[0, 0, 0] = 1e4  # a plain cast of it is NaN
     metadata = backend.init_forward_metadata(inputs.batch)
-    got = backend.forward_extend(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
+    got = backend.forward(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
     assert got.isfinite().all()
     for (given, *_, descale_q, descale_k), _ in calls:
         assert given.dtype == torch.float8_e4m3fn

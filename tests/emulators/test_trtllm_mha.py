@@ -262,7 +262,7 @@ def test_what_is_given_as_out_may_have_gaps():
     wide = inputs.q.new_full((*inputs.q.shape[:2], 128), torch.nan)
     out = wide[..., 32:96]
     metadata = backend.init_forward_metadata(inputs.batch)
-    got = backend.forward_decode(
+    got = backend.forward(
         inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata, out=out
     )
     assert got is out

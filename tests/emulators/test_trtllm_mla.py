@@ -58,8 +58,8 @@ def test_an_output_buffer_with_strides_is_filled_all_the_same():
     room = torch.full((inputs.q.shape[0], 4, 1024), torch.nan, dtype=torch.bfloat16)
     out = room[..., :512]
     args = (inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
-    assert backend.forward_decode(*args, out=out) is out
-    right = backend.forward_decode(*args)
+    assert backend.forward(*args, out=out) is out
+    right = backend.forward(*args)
     real = slice(0, inputs.real_tokens)
     assert torch.equal(out[real], right[real])
     assert room[..., 512:].isnan().all()
@@ -127,7 +127,7 @@ def test_an_fp8_cache_is_read_with_rounded_queries_ragged_ones_too(case, monkeyp
     backend, inputs, q = that.backend(), that.inputs, that.inputs.q.clone()
     q[0, 0, 0] = 1e4  # a plain cast of it is NaN
     metadata = backend.init_forward_metadata(inputs.batch)
-    got = backend.forward_extend(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
+    got = backend.forward(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
     assert got[: inputs.real_tokens].isfinite().all()
     for args, more in calls:
         assert args[0].dtype == torch.float8_e4m3fn
@@ -164,7 +164,7 @@ def test_prefill_over_an_fp8_cache_is_ragged_alone():
     backend, inputs = that.backend(), that.inputs
     assert backend.init_forward_metadata(inputs.batch) is None  # planned, as any pass is
     with pytest.raises(UnsupportedError, match="extend: the chosen row of trtllm_mla has no abs"):
-        backend.forward_extend(inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, None)
+        backend.forward(inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, None)
     query_lens, key_lens = (5, 9), (30, 17)
     tensors, indptr = ragged(query_lens, key_lens)
     dims = {"num_kv_heads": 4, "head_dim": 192, "v_head_dim": 128, "scale": 192**-0.5}

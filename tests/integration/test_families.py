@@ -508,7 +508,7 @@ def test_latents_are_all_that_is_stored() -> None:
 def test_the_vision_tower_attends_ragged() -> None:
     model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
     with enable(model, page_size=16) as engine:
-        assert engine.selection.multimodal == "torch_native"
+        assert engine.selection.backend("encode") == "torch_native"
         calls: list[tuple[Any, ...]] = []
         ragged = engine.dispatcher.forward_ragged
 
@@ -587,7 +587,7 @@ def test_linear_layers_stay_the_models_own(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     with enable(model, page_size=16) as engine:
         chosen = engine.selection
-        assert chosen.linear is None
+        assert chosen.backend("linear_prefill") is None
         assert any("own" in sentence for sentence in chosen.assumptions)
         assert [x.layer_id for x in engine.layers] == [1]
     with pytest.raises(UnsupportedError, match="model's own code here"):

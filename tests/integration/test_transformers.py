@@ -296,8 +296,8 @@ def test_fp8_takes_a_quarter_of_fp32(llama: Any) -> None:
 
 def test_the_selection_is_obeyed(llama: Any) -> None:
     with enable(llama, page_size=8, overrides=Overrides(decode_attention_backend="sdpa")) as one:
-        assert one.selection.decode == "torch_native"
-        assert one.selection.why["decode"] == "named by --decode-attention-backend"
+        assert one.selection.backend("decode") == "torch_native"
+        assert one.selection.roles["decode"].reason == "named by --decode-attention-backend"
     with enable(llama, one.selection) as two:
         assert two.page_size == 8
     with pytest.raises(UsageError, match="belong to the selection"):

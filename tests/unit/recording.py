@@ -79,7 +79,7 @@ ROW = Capabilities(
     head_dim_pairs="any",
     lse=True,
     max_verify_topk=ANY_TOPK,
-    cuda_graph="full",
+    cuda_graph="uniform",
 )
 LAYERS = tuple(
     AttentionLayer(

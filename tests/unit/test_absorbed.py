@@ -5,7 +5,7 @@ import torch
 from attn_core.errors import UnsupportedError
 from attn_core.plugins.registry import Registry
 from attn_core.plugins.validation import problem
-from attn_core.selection.result import NoBackendError
+from attn_core.selection.result import NoBackendError, notes_of
 from attn_core.selection.solver import Overrides, select
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import parse_device
@@ -53,12 +53,12 @@ def choose(*specs, **more):
 
 def test_the_selection_tells_that_prefill_runs_ragged():
     selection = choose(spec("wide", row(**RAGGED, priority=30)), spec("latent", row()))
-    assert (selection.prefill, selection.decode) == ("wide", "latent")
+    assert (selection.backend("prefill"), selection.backend("decode")) == ("wide", "latent")
     said = "wide prefills MLA without its cache: write new latents with write_kv"
-    assert said in selection.why["notes"]
+    assert said in notes_of(selection)
     assert said in selection.explain()
     alone = choose(spec("latent", row()))
-    assert "notes" not in alone.why
+    assert not notes_of(alone)
 
 
 def test_it_neither_decodes_nor_verifies():
@@ -67,9 +67,9 @@ def test_it_neither_decodes_nor_verifies():
         choose(spec("wide", RAGGED_ROW), spec("latent", row()), overrides=named)
     both = spec("wide", row(**RAGGED, priority=30)), spec("latent", row(max_verify_topk=1))
     chosen = choose(*both, speculation=Speculation(mode="decode"))
-    assert (chosen.prefill, chosen.verify) == ("wide", "latent")
+    assert (chosen.backend("prefill"), chosen.backend("verify")) == ("wide", "latent")
     chosen = choose(*both, speculation=Speculation(mode="prefill"))
-    assert chosen.prefill == "latent"
+    assert chosen.backend("prefill") == "latent"
 
 
 @pytest.mark.parametrize("mode", [M.EXTEND, M.MIXED, M.DECODE, M.DRAFT_EXTEND])

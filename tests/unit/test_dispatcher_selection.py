@@ -7,7 +7,7 @@ from attn_core.cache.pool import KVPool
 from attn_core.errors import BackendNotImplementedError, UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.dispatcher import HybridDispatcher
-from attn_core.selection.solver import Selection
+from attn_core.selection.result import Choice, Selection
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Phase
@@ -30,33 +30,29 @@ def registry():
 
 
 def selection(prefill="a", decode="b", verify=None, multimodal=None, decode_row=DECODE_ROW):
-    rows = {"prefill": ROW, "decode": decode_row}
+    roles = {"prefill": Choice(prefill, ROW, ""), "decode": Choice(decode, decode_row, "")}
     if verify:
-        rows["verify"] = rows["draft"] = ROW if verify == prefill else decode_row
+        roles["verify"] = roles["draft"] = roles["prefill" if verify == prefill else "decode"]
     if multimodal:
-        rows["multimodal"] = ENCODE_ROW
+        roles["encode"] = Choice(multimodal, ENCODE_ROW, "")
     return Selection(
-        prefill=prefill,
-        decode=decode,
-        verify=verify,
-        draft=verify,
-        multimodal=multimodal,
+        requirements=Requirements(dtype="fp32", speculation=Speculation(topk=2)),
+        roles=roles,
         page_size=4,
         kv_cache_dtype="fp32",
         device=Device("cpu"),
-        rows=rows,
     )
 
 
 def from_selection(chosen, registry, **more):
     pool = KVPool(LAYERS, num_pages=3, page_size=4, kv_cache_dtype="fp32")
-    return HybridDispatcher.from_selection(chosen, registry, LAYERS, pool, dtype="fp32", **more)
+    return HybridDispatcher.from_selection(chosen, registry, LAYERS, pool, **more)
 
 
 def test_from_a_selection_each_role_gets_its_backend(registry):
     vision = (dataclasses.replace(LAYERS[0], is_causal=False),)
     d = from_selection(
-        selection(verify="a", multimodal="a"), registry, vision_layers=vision, max_bs=7, topk=2
+        selection(verify="a", multimodal="a"), registry, vision_layers=vision, max_bs=7
     )
     assert {r: b.config.name for r, b in d.routes.items()} == {
         "prefill": "a",
@@ -82,8 +78,6 @@ def test_what_was_asked_of_the_selection_reaches_every_backend(registry, determi
     configs = [b.config for b in from_selection(chosen, registry).routes.values()]
     assert {c.deterministic for c in configs} == {deterministic}
     assert {(c.topk, c.num_draft_tokens) for c in configs} == {(3, 6)}
-    given = from_selection(chosen, registry, topk=2, num_draft_tokens=4).routes["verify"].config
-    assert (given.topk, given.num_draft_tokens) == (2, 4)
 
 
 def test_roles_with_the_same_row_of_the_same_backend_share_an_instance(registry):
@@ -97,7 +91,7 @@ def test_roles_with_the_same_row_of_the_same_backend_share_an_instance(registry)
 def test_the_pool_must_be_the_selections(registry):
     pool = KVPool(LAYERS, num_pages=3, page_size=8, kv_cache_dtype="fp32")
     with pytest.raises(UsageError, match=r"the pool is \(8, 'fp32', 'NHD'\), the selection \(4,"):
-        HybridDispatcher.from_selection(selection(), registry, LAYERS, pool, dtype="fp32")
+        HybridDispatcher.from_selection(selection(), registry, LAYERS, pool)
 
 
 def test_a_declared_backend_says_that_it_is_not_built():

@@ -61,7 +61,8 @@ def test_what_a_backend_raises_names_it_and_the_pass(method, fault):
     error = raised(lambda: CALLS[method](dispatcher, batch(M.DECODE)))
     where = {"forward_decode": f", layer 1, {PASS}", "init_cuda_graph_state": ""}
     said = f"{type(fault).__name__}: {fault}"
-    expected = f"acme failed in {method}{where.get(method, f', {PASS}')}: {said}; `attn doctor`"
+    shown = "forward" if method == "forward_decode" else method  # the dispatcher's call
+    expected = f"acme failed in {shown}{where.get(method, f', {PASS}')}: {said}; `attn doctor`"
     assert str(error).startswith(expected)
     assert "--attention-backend" in str(error)
     assert error.__cause__ is fault
@@ -77,7 +78,7 @@ def test_an_extend_pass_and_ragged_attention_are_named_too():
     dispatcher = make(None, prefill=prefill)[0]
     b, cu = batch(M.EXTEND), torch.tensor([0, 2], dtype=torch.int32)
     error = raised(lambda: dispatcher.forward(*qkv(4), LAYERS[0], b, None))
-    said = "acme failed in forward_extend, layer 0, a extend pass of batch size 2, 4 tokens: "
+    said = "acme failed in forward, layer 0, a extend pass of batch size 2, 4 tokens: "
     assert str(error).startswith(said.replace("a extend", "an extend"))
     error = raised(lambda: dispatcher.forward_ragged(*qkv(2), LAYERS[0], cu, cu, 2, 2, causal=True))
     assert str(error).startswith("acme failed in forward_ragged, layer 0: RuntimeError: CUDA")

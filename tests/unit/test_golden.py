@@ -8,6 +8,7 @@ from attn_core.cache.page_table import reusable_prefix
 from attn_core.errors import AttnError
 from attn_core.plugins.dependencies import alternatives
 from attn_core.plugins.registry import load_plugins
+from attn_core.selection.result import notes_of
 from attn_core.selection.solver import Overrides, select
 from attn_core.spec.device import parse_device
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
@@ -70,22 +71,29 @@ def ask(rule, registry):
     )
 
 
+POOL = {"page_size", "kv_cache_dtype", "layout"}
+ROLE_OF = {"multimodal": "encode", "linear": "linear_prefill"}
+
+
 def check(selection, expect):
     for key, want in expect.items():
-        notes = selection.why.get("notes", "")
+        notes = notes_of(selection)
         if key == "note":
             assert want in notes
         elif key == "no_note":
             assert want not in notes
         elif key == "why":
-            assert want in selection.why["page_size"]
+            assert want in selection.page_size_reason
         elif key in ("assumption", "advice"):
             texts = selection.assumptions if key == "assumption" else selection.advice
             assert any(want in text for text in texts)
         elif key == "linear" and want:
-            assert want == {role: getattr(selection.linear, role, None) for role in want}
+            assert want == {role: selection.backend(f"linear_{role}") for role in want}
         else:
-            assert getattr(selection, key) == (want or None), key
+            found = (
+                getattr(selection, key) if key in POOL else selection.backend(ROLE_OF.get(key, key))
+            )
+            assert found == (want or None), key
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[f"{i:03}-{r['page']}" for i, r in enumerate(RULES)])

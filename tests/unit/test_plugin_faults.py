@@ -28,11 +28,10 @@ class Bad(AttentionBackend):
     def init_forward_metadata(self, batch):
         return None
 
-    def forward_extend(self, q, k, v, layer, cache, batch, metadata, *, out=None,
+    def forward(self, q, k, v, layer, cache, batch, metadata, *, out=None,
                        return_lse=False, topk_indices=None):
         RETURN
 
-    forward_decode = forward_extend
 """
 
 
@@ -146,7 +145,7 @@ FAULTS = {
     "create is a class": (
         ROWS.replace('"attn_bad_backend:Bad"', "dict"),
         "NAME",
-        "create <class 'dict'> (expected text, 'module:Class')",
+        "create <class 'dict'> (expected text or None, 'module:Class')",
     ),
     "duplicate": (
         ROWS.replace("NAME", "torch_native"),
@@ -372,8 +371,8 @@ IN_USE = {
         "bad: attn_bad_backend:Bad is no AttentionBackend",
     ),
     "method missing": (
-        BACKEND.replace("    forward_decode = forward_extend\n", ""),
-        "cannot be created: TypeError: Can't instantiate abstract class Bad",
+        BACKEND.replace("def forward(", "def forward_extend("),
+        "has neither `forward` nor both of forward_extend and forward_decode",
     ),
     "wrong shape": (
         BACKEND.replace("RETURN", "return q.transpose(0, 1)"),

@@ -61,7 +61,7 @@ class NoHook:
         ),
         (
             gen.point("bad", [BackendSpec(name="b", capabilities=[ROW], create="nowhere")]),
-            "create 'nowhere' (expected text, 'module:Class')",
+            "create 'nowhere' (expected text or None, 'module:Class')",
         ),
         (
             gen.point("bad", [BackendSpec(name="b", capabilities=[ROW, GDN], create="a:b")]),
@@ -129,7 +129,7 @@ def test_a_broken_plugin_is_listed_and_the_others_live(point, message):
         ("max_verify_topk", True, "max_verify_topk True (expected int"),
         ("max_session_topk", -1, "max_session_topk -1 (expected int or None, 0 or more)"),
         ("priority", "30", "priority '30' (expected int)"),
-        ("cuda_graph", "yes", "cuda_graph 'yes' (expected 'none', 'decode', 'full')"),
+        ("cuda_graph", "yes", "cuda_graph 'yes' (expected 'never', 'decode', 'uniform', 'always')"),
         ("with_linear_layers", "no", "with_linear_layers 'no' (expected True or False or None)"),
         ("bans", {"fa4": None}, "bans {'fa4': None} (expected a mapping of text to text)"),
         ("note", None, "note None (expected text)"),

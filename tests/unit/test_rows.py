@@ -11,7 +11,7 @@ import pytest
 from attn_core.cli.backends import backends_command
 from attn_core.errors import BackendNotImplementedError
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.selection.result import NoBackendError
+from attn_core.selection.result import NoBackendError, notes_of
 from attn_core.selection.solver import Overrides, select
 from attn_core.spec.capabilities import ANY_TOPK
 from attn_core.spec.device import ARCHS, parse_device
@@ -154,7 +154,7 @@ def test_a_cpu_never_gets_triton(arch, kind, here):
     needs, place = Requirements(layers=(LayerRequirements(kind=kind),)), parse_device(f"cpu:{arch}")
     libraries = {"triton": None}
     chosen = select(needs, place, REGISTRY, libraries, simulated=not here)
-    assert "triton" not in (chosen.prefill, chosen.decode)
+    assert "triton" not in (chosen.backend("prefill"), chosen.backend("decode"))
     named = Overrides(attention_backend="triton")
     with pytest.raises(NoBackendError, match=rf"device cpu:{arch} \(supports cuda"):
         select(needs, place, REGISTRY, libraries, named, simulated=not here)
@@ -195,7 +195,7 @@ def test_triton_has_no_latent_attention_on_turing():
     with pytest.raises(NoBackendError, match=r"device cuda:sm75 \(supports cuda:sm80"):
         select(needs, parse_device("cuda:sm75"), REGISTRY, libraries, named, simulated=True)
     chosen = select(needs, parse_device("cuda:sm80"), REGISTRY, libraries, named, simulated=True)
-    assert chosen.decode == "triton"
+    assert chosen.backend("decode") == "triton"
 
 
 def test_creating_a_declared_backend_says_so():
@@ -257,9 +257,9 @@ def test_the_portable_ones_stand_beside_linear_layers_where_that_is_free(name, m
             select(needs, place, REGISTRY, libraries, named, simulated=True)
         return
     chosen = select(needs, place, REGISTRY, libraries, named, simulated=True)
-    assert chosen.prefill == chosen.decode == name
+    assert chosen.backend("prefill") == chosen.backend("decode") == name
     assert (
-        chosen.rows["prefill"].priority
+        chosen.roles["prefill"].row.priority
         == {
             "flex_attention": 5,
             "torch_native": 20 if place.type == "cpu" else 0,
@@ -291,8 +291,8 @@ def test_a_note_of_decode_is_printed_once():
         Overrides(attention_backend="fa4"),
         simulated=True,
     )
-    assert chosen.why["notes"].count("split-KV") == 1
-    assert "fa4 (decode): FA4 decode on Hopper" in chosen.why["notes"]
+    assert notes_of(chosen).count("split-KV") == 1
+    assert "fa4 (decode): FA4 decode on Hopper" in notes_of(chosen)
 
 
 def test_no_pip_line_for_what_no_index_has():

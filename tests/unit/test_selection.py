@@ -147,7 +147,10 @@ def test_every_backend_has_a_verdict_and_every_rejected_one_a_reason(
         assert len(mine) == len(softmax)
     for v in selection.verdicts:
         assert v.fits or all(str(r) for r in v.reasons)
-    for role, name in (("prefill", selection.prefill), ("decode", selection.decode)):
+    for role, name in (
+        ("prefill", selection.backend("prefill")),
+        ("decode", selection.backend("decode")),
+    ):
         if name is not None and role in {p.value for p in phases}:
             (v,) = [x for x in selection.verdicts if (x.phase.value, x.spec.name) == (role, name)]
             assert v.fits
@@ -160,9 +163,9 @@ def test_the_chosen_rows_really_share_a_cache(points, needs, device, libs, sim):
     except NoBackendError:
         return
     if not needs.softmax_layers:
-        assert chosen.prefill is chosen.decode is chosen.page_size is None
+        assert chosen.backend("prefill") is chosen.backend("decode") is chosen.page_size is None
         return
-    rows = [chosen.rows["prefill"], chosen.rows["decode"]]
+    rows = [chosen.roles["prefill"].row, chosen.roles["decode"].row]
     for row in rows:
         assert chosen.layout in row.layouts
         assert not row.page_sizes or any(chosen.page_size % p == 0 for p in row.page_sizes)
@@ -186,8 +189,8 @@ def flags_of(names: list[str]) -> st.SearchStrategy[Overrides]:
 
 def serving(selection, family):
     if family == "linear":
-        return [getattr(selection.linear, role, None) for role in ("prefill", "decode")]
-    return [selection.prefill, selection.decode, selection.multimodal]
+        return [selection.backend(f"linear_{role}") for role in ("prefill", "decode")]
+    return [selection.backend("prefill"), selection.backend("decode"), selection.backend("encode")]
 
 
 def gained(selection, spec, answer):
@@ -349,8 +352,8 @@ def test_a_measured_profile_ranks_before_priorities():
     registry = registry_of(a=row(priority=30), b=row(priority=10))
     profile = {("b", "decode"): 1.0, ("b", "prefill"): 2.0, ("a", "decode"): 3.0}
     chosen = select(Requirements(), HERE, registry, {}, profile=profile)
-    assert (chosen.prefill, chosen.decode) == ("b", "b")
-    assert "measured" in chosen.why["decode"]
+    assert (chosen.backend("prefill"), chosen.backend("decode")) == ("b", "b")
+    assert "measured" in chosen.roles["decode"].reason
 
 
 def test_one_solve_over_both_phases_agrees_on_page_layout_and_cache():
@@ -361,7 +364,7 @@ def test_one_solve_over_both_phases_agrees_on_page_layout_and_cache():
         both=row(priority=10),
     )
     chosen = select(Requirements(), HERE, registry, {})
-    assert (chosen.prefill, chosen.decode) == ("both", "dec")
+    assert (chosen.backend("prefill"), chosen.backend("decode")) == ("both", "dec")
     assert any("no common KV layout" in c for c in chosen.conflicts)
 
 
@@ -382,8 +385,8 @@ def test_a_preferred_page_size_says_what_it_costs_in_reuse():
     )
     chosen = select(Requirements(), HERE, registry, {})
     assert chosen.page_size == 64
-    assert "1.17 x faster" in chosen.why["page_size"]
-    assert "whole pages of 64 tokens" in chosen.why["page_size"]
+    assert "1.17 x faster" in chosen.page_size_reason
+    assert "whole pages of 64 tokens" in chosen.page_size_reason
 
 
 def test_an_impossible_pair_is_explained_as_a_pair():
@@ -404,7 +407,7 @@ def test_flags_with_nothing_to_decide_are_refused():
 def test_linear_layers_without_a_backend_stay_the_models_own():
     needs = Requirements(layers=(LayerRequirements(), LayerRequirements(kind="gdn")))
     chosen = select(needs, HERE, registry_of(a=row()), {})
-    assert chosen.linear is None
+    assert chosen.backend("linear_prefill") is None
     assert any("keeps its own linear attention layers" in a for a in chosen.assumptions)
 
 
@@ -421,8 +424,12 @@ def test_speculation_asks_the_backend_that_verifies():
     ):
         needs = Requirements(speculation=Speculation(topk=topk, mode=mode))
         chosen = select(needs, HERE, registry, {})
-        assert (chosen.prefill, chosen.decode, chosen.verify) == expected
-        assert chosen.draft == chosen.verify
+        assert (
+            chosen.backend("prefill"),
+            chosen.backend("decode"),
+            chosen.backend("verify"),
+        ) == expected
+        assert chosen.backend("draft") == chosen.backend("verify")
 
 
 def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
@@ -442,7 +449,10 @@ def test_a_declared_backend_is_chosen_beside_the_best_that_runs_today():
     )
     asked = (Requirements(), HERE, registry, {})
     chosen = select(*asked, simulated=True)
-    assert (chosen.prefill, chosen.runs_today) == ("soon", {"prefill": "now", "decode": "now"})
+    assert (chosen.backend("prefill"), chosen.runs_today) == (
+        "soon",
+        {"prefill": "now", "decode": "now"},
+    )
     assert "runs today: now" in chosen.explain()
     assert chosen.to_json()["runs_today"] == {"prefill": "now", "decode": "now"}
     named = select(*asked, Overrides(prefill_attention_backend="soon"), simulated=True)
@@ -460,7 +470,7 @@ def test_a_reference_backend_on_an_accelerator_is_said_to_be_slow_and_how_to_avo
     )
     needs = Requirements(speculation=Speculation(topk=4))
     chosen = select(needs, HERE, registry, {})
-    assert (chosen.prefill, chosen.decode) == ("ref", "fast_decode")
+    assert (chosen.backend("prefill"), chosen.backend("decode")) == ("ref", "fast_decode")
     (said,) = chosen.advice
     assert "prefill runs on ref, a reference" in said
     assert "; --speculative-attention-mode decode avoids it" in said

@@ -174,7 +174,7 @@ def test_a_request_without_keys_gets_zeros():
     empty = replace(batch, views={"full": replace(view, seq_lens=lengths)})
     backend.init_forward_metadata_replay_cuda_graph(empty, plans)
     layer = make_layer()
-    out, lse = backend.forward_decode(
+    out, lse = backend.forward(
         server.q[rows], None, None, layer, server.cache(layer), empty, plans, return_lse=True
     )
     assert (out[1] == 0).all()

@@ -169,7 +169,7 @@ def test_the_pages_of_a_cache_may_be_parts_of_a_larger_tensor(name, layout, stor
     def attend(form):
         store = mapped(cache, form)
         metadata = backend.init_forward_metadata(batch)
-        return backend.forward_extend(*tokens, store, batch, metadata, return_lse=True)
+        return backend.forward(*tokens, store, batch, metadata, return_lse=True)
 
     def beside(t):
         both = torch.zeros(t.shape[0], 2, *t.shape[1:], dtype=t.dtype, device=DEVICE)
@@ -193,7 +193,7 @@ def test_a_cache_of_spread_columns_is_refused():
     cache = mapped(server.cache(make_layer()), spread)
     backend = make_backend()
     with pytest.raises(UsageError, match=r"a cache with stride 2 in its last dimension"):
-        backend.forward_decode(
+        backend.forward(
             server.q, None, None, make_layer(), cache, batch, backend.init_forward_metadata(batch)
         )
 
@@ -259,7 +259,7 @@ def test_a_cache_that_lies_far_apart(name, layout, axis):
 
     def attend(k, v):
         cache = LayerCache(k=k, v=v, layout=layout)
-        return backend.forward_extend(q, None, None, layer, cache, batch, metadata, return_lse=True)
+        return backend.forward(q, None, None, layer, cache, batch, metadata, return_lse=True)
 
     want = attend(k, v)
     assert equal(attend(far(k, axis), v), want)

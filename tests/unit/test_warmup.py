@@ -123,9 +123,7 @@ def test_flex_attention_compiles_before_the_first_request():
 def test_a_failure_names_backend_and_pass():
     dispatcher, _, dec = make(None)
     dec.forward_decode = lambda *_, **__: 1 / 0
-    said = (
-        r"decoder failed in forward_decode, layer 0, a decode pass of batch size 1, 1 tokens: Zer"
-    )
+    said = r"decoder failed in forward, layer 0, a decode pass of batch size 1, 1 tokens: Zer"
     with pytest.raises(BackendRunError, match=said):
         warmup(dispatcher)
 

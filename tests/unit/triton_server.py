@@ -87,10 +87,8 @@ class Server:
         """Run one layer with the new tokens in `rows`; return out and LSE."""
         layer = layer or make_layer()
         metadata = backend.init_forward_metadata(batch) if metadata is None else metadata
-        decodes = batch.forward_mode is M.DECODE
-        run = backend.forward_decode if decodes else backend.forward_extend
         tokens = (self.q[rows], self.k[rows], self.v[rows])
-        return run(*tokens, layer, self.cache(layer), batch, metadata, return_lse=True)
+        return backend.forward(*tokens, layer, self.cache(layer), batch, metadata, return_lse=True)
 
 
 def same(a, b):

@@ -14,7 +14,7 @@ _HOME = {
         "ContextLengthError ModelConfigError OutOfPagesError UnknownBackendError "
         "UnsupportedError UsageError"
     ),
-    "spec.kinds": "Family GraphLevel Kind Phase",
+    "spec.kinds": "Family GraphLevel Kind Phase Role",
     "spec.device": "Device parse_device probe_device",
     "spec.requirements": "LayerRequirements Requirements Speculation",
     "spec.capabilities": "ANY_TOPK BackendSpec Capabilities",
@@ -22,7 +22,7 @@ _HOME = {
     "plugins.hookspecs": "hookimpl",
     "plugins.registry": "Registry load_plugins",
     "selection.mismatch": "Fix Mismatch",
-    "selection.result": "NoBackendError Overrides Selection Verdict",
+    "selection.result": "Choice NoBackendError Overrides Selection Verdict",
     "selection.solver": "select",
     "selection.diagnosis": "WhyNot",
     "model_config": "context_length read_config requirements_from_config",
@@ -44,7 +44,7 @@ _HOME = {
     "runtime.contract_checks": (
         "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
     ),
-    "runtime.dispatcher": "HybridDispatcher Role",
+    "runtime.dispatcher": "HybridDispatcher",
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *_NAMES]

@@ -59,12 +59,12 @@ from attn_core.runtime.contract_checks import refuse_mode as refuse_mode
 from attn_core.runtime.contract_checks import refuse_unplanned as refuse_unplanned
 from attn_core.runtime.contract_checks import refuse_window as refuse_window
 from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
-from attn_core.runtime.dispatcher import Role as Role
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix
 from attn_core.selection.mismatch import Mismatch as Mismatch
+from attn_core.selection.result import Choice as Choice
 from attn_core.selection.result import NoBackendError as NoBackendError
 from attn_core.selection.result import Overrides as Overrides
 from attn_core.selection.result import Selection as Selection
@@ -80,6 +80,7 @@ from attn_core.spec.kinds import Family as Family
 from attn_core.spec.kinds import GraphLevel as GraphLevel
 from attn_core.spec.kinds import Kind as Kind
 from attn_core.spec.kinds import Phase as Phase
+from attn_core.spec.kinds import Role as Role
 from attn_core.spec.requirements import LayerRequirements as LayerRequirements
 from attn_core.spec.requirements import Requirements as Requirements
 from attn_core.spec.requirements import Speculation as Speculation

@@ -25,7 +25,7 @@ def _cutedsl() -> Sequence[Capabilities]:
             priority=5,
             phases={Phase.DECODE},
             head_dims={128},
-            cuda_graph="full",
+            cuda_graph="uniform",
         )
     ]
 

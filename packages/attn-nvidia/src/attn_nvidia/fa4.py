@@ -120,11 +120,6 @@ class FA4(AttentionBackend):
             plans[which] = Plan(arguments, None if which.causal else _keyless(batch, view))
         return plans
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: a captured pass reads the batch's own tensors and those of its plan."""
-
-    init_forward_metadata_capture_cuda_graph = init_forward_metadata
-
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
         """Split the pages again, where they are not the kernel's; see who has keys."""
         for which, plan in metadata.items():
@@ -135,7 +130,7 @@ class FA4(AttentionBackend):
             if plan.blind is not None:
                 plan.blind.copy_(_keyless(batch, view))
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -172,8 +167,6 @@ class FA4(AttentionBackend):
             x.split_with_sizes(cut, -1) for x in (aligned(q), keys)
         )
         return self._call(mine, True, q_rope, rope, latent, out, return_lse, given, qv=q_latent)
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

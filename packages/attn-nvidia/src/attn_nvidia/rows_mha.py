@@ -50,7 +50,7 @@ def flashinfer() -> Sequence[Capabilities]:
         max_verify_topk=ANY_TOPK,  # packed masks: trees at any page size
         lse=True,
         deterministic=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         needs_host_lengths=True,  # plans are made on the host
     )
     # its ragged kernel loads V by TMA
@@ -94,7 +94,7 @@ def fa3() -> Sequence[Capabilities]:
         max_verify_topk=ANY_TOPK,  # the drafts of a tree are a second call, over pages of one token
         lse=True,
         deterministic=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         requires_finite_padding=True,  # TMA reads whole pages: 0 · NaN would leak
     )
     # no unequal head dims below sm90
@@ -149,7 +149,7 @@ def fa4() -> Sequence[Capabilities]:
         max_verify_topk=1,
         lse=True,
         deterministic=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         requires_finite_padding=True,  # pages come by TMA, so 0 · NaN would leak from the tail
     )
     bf16 = frozenset({"bf16"})  # the one dtype that its sinks have
@@ -216,7 +216,7 @@ def trtllm_mha() -> Sequence[Capabilities]:
         max_verify_topk=1,  # verifies by causal masking only
         max_session_topk=1,
         lse=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         requires_finite_padding=True,  # pages come by TMA, so 0 · NaN would leak from the tail
     )
     hopper = replace(

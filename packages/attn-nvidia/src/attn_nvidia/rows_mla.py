@@ -45,7 +45,7 @@ def flashinfer() -> Sequence[Capabilities]:
         max_session_topk=1,
         lse=True,
         deterministic=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         needs_host_lengths=True,
     )
     # its ragged kernel loads V by TMA
@@ -122,13 +122,13 @@ def trtllm_mla() -> Sequence[Capabilities]:
         max_verify_topk=1,
         max_session_topk=1,
         lse=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         with_linear_layers=False,
         requires_finite_padding=True,  # its ragged kernel loads V by TMA
     )
     # Absorbed prefill is FlashInfer's, which reads FP8 latents on Hopper alone.
     prefill = replace(
-        row, kv_dtypes=E4M3, phases=PREFILL, absorbed=False, max_verify_topk=0, cuda_graph="none"
+        row, kv_dtypes=E4M3, phases=PREFILL, absorbed=False, max_verify_topk=0, cuda_graph="never"
     )
     decode = replace(
         row,
@@ -163,7 +163,7 @@ def fa3() -> Sequence[Capabilities]:
             max_verify_topk=ANY_TOPK,
             lse=True,
             deterministic=True,
-            cuda_graph="full",
+            cuda_graph="uniform",
             requires_finite_padding=True,  # pages come by TMA, so 0 · NaN would leak from the tail
         )
     ]
@@ -186,7 +186,7 @@ def fa4() -> Sequence[Capabilities]:
         encoder=True,  # ragged, without causal order
         chunked_prefix=True,
         lse=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         requires_finite_padding=True,  # V comes by TMA, so 0 · NaN would leak from the tail
     )
     hopper = replace(
@@ -194,7 +194,7 @@ def fa4() -> Sequence[Capabilities]:
         archs=HOPPER,
         phases=PREFILL,
         absorbed=False,  # its kernels of sm90 refuse qv, by which the latent joins the logits
-        cuda_graph="none",
+        cuda_graph="never",
     )
     return [row, hopper]
 
@@ -214,7 +214,7 @@ def nsa() -> Sequence[Capabilities]:
         head_dim_pairs={LATENT_PAIR},
         max_verify_topk=1,
         max_session_topk=1,
-        cuda_graph="full",
+        cuda_graph="uniform",
     )
     sinks = replace(fp8, kv_dtypes=frozenset({"bf16"}), sinks=True)  # sinks need a bf16 cache
     return [fp8, sinks]

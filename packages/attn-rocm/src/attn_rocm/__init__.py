@@ -30,7 +30,7 @@ def _aiter() -> BackendSpec:
         logit_cap=True,
         sinks=True,
         max_verify_topk=1,
-        cuda_graph="full",
+        cuda_graph="uniform",
         needs_host_lengths=True,
     )
     # CDNA 2 has no prebuilt kernels and no FP8; RDNA (gfx1100) has no kernels at all.

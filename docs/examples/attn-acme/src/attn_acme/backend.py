@@ -21,7 +21,7 @@ class Acme(AttentionBackend):
         page_size = self.config.page_size
         return {name: slot_table(v.page_table, page_size) for name, v in batch.views.items()}
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -51,8 +51,6 @@ class Acme(AttentionBackend):
             out[rows], lse[rows] = attend(q[rows].float(), keys, values, layer)
             start += new
         return (out, lse) if return_lse else out
-
-    forward_decode = forward_extend  # one new token per request is a short extend
 
 
 def first_seen(position: int, window: int | None) -> int:

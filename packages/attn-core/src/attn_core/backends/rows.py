@@ -119,7 +119,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         fused_kv_write=True,
         layouts={"NHD", "HND"},
     )
@@ -164,7 +164,7 @@ def _triton_mla() -> Sequence[Capabilities]:
         max_verify_topk=1,
         lse=True,
         deterministic=True,
-        cuda_graph="full",
+        cuda_graph="uniform",
         fused_kv_write=True,
     )
     needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
@@ -201,13 +201,13 @@ def _triton_linear() -> BackendSpec:
         priority=10,
         head_dim_pairs="any",
         max_verify_topk=ANY_TOPK,
-        cuda_graph="full",
+        cuda_graph="uniform",
     )
     rocm = replace(cuda, device="rocm", requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",))
     # Documented without target verification. triton-ascend owns the module name triton on an NPU;
     # the CPU path is compiled code behind the same name, so it requires no Triton.
     npu = replace(cuda, device="npu", requires=("triton-ascend>=3.2",), max_verify_topk=0)
-    cpu = replace(cuda, device="cpu", requires=(), max_verify_topk=0, cuda_graph="none")
+    cpu = replace(cuda, device="cpu", requires=(), max_verify_topk=0, cuda_graph="never")
     gdn = (cuda, rocm, npu, cpu)
     return BackendSpec(
         name="triton",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from attn_core.integrations.transformers.engine import Engine
     from attn_core.integrations.transformers.generate import Report, TextModel
+    from attn_core.selection.result import Choice
 
 _STEPS = 5  # of loading: importing, then those that load() names
 _LONGEST = 1 << 24  # characters of a prompt: more than any context takes
@@ -154,14 +155,18 @@ def _load(
     return text
 
 
+def _chosen(choice: Choice) -> str:
+    return f"{choice.backend}: {choice.reason}"
+
+
 def _print_report(engine: Engine, report: Report) -> None:
     chosen, out = engine.selection, console()
     steps = max(0, report.new_tokens - 1)  # the first new token is the prefill's
     rate = f"{steps / report.decode_seconds:.1f} tokens/s" if report.decode_seconds else "-"
     lines = [
-        ("prefill", f"{chosen.prefill}: {chosen.why['prefill']}"),
-        ("decode", f"{chosen.decode}: {chosen.why['decode']}"),
-        ("page size", f"{engine.page_size}: {chosen.why['page_size']}"),
+        ("prefill", _chosen(chosen.roles["prefill"])),
+        ("decode", _chosen(chosen.roles["decode"])),
+        ("page size", f"{engine.page_size}: {chosen.page_size_reason}"),
         ("KV cache", f"{chosen.kv_cache_dtype}, {engine.kv_bytes / 1e6:.1f} MB on {chosen.device}"),
         ("prompt", f"{report.prompt_tokens} tokens in {report.prefill_seconds:.2f} s"),
         ("new tokens", f"{report.new_tokens}, {rate}"),

@@ -46,7 +46,7 @@ def warmup_command(
     asked = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)
     _must_be_here(asked, here)
     selection = asked.select(registry)
-    if selection.prefill is None or selection.decode is None:
+    if not {"prefill", "decode"} <= selection.roles.keys():
         raise UsageError("this model has no softmax attention: there is nothing to warm up")
 
     _must_fit(asked.requirements, max_bs, selection.page_size or 1)

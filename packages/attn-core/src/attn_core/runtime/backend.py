@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import AttnError, BackendError, BackendNotImplementedError, UnsupportedError
-from attn_core.runtime.batch import ForwardBatch
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 
@@ -46,6 +46,9 @@ class BackendConfig:
 class AttentionBackend(ABC):
     """Softmax attention over a paged cache. Created once from a BackendConfig.
 
+    A subclass writes init_forward_metadata and `forward`, or the pair forward_extend and
+    forward_decode in its place; forward_ragged and the graph functions where its row declares them.
+
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
     LSE natural log, float32 [T, Hq], sinks included. `out`, where given, is filled and returned.
     MLA, absorbed: q [T, H, 576], k [T, 1, 576], v None.
@@ -58,7 +61,32 @@ class AttentionBackend(ABC):
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan one forward pass, once, before its first layer."""
 
-    @abstractmethod
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend over the cache, once per layer.
+
+        A backend overrides this method, or forward_extend and forward_decode where its two
+        halves have nothing in common.
+        """
+        decodes = batch.forward_mode in DECODE_MODES
+        run = self.forward_decode if decodes else self.forward_extend
+        return run(
+            q, k, v, layer, cache, batch, metadata,
+            out=out, return_lse=return_lse, topk_indices=topk_indices,
+        )  # fmt: skip
+
     def forward_extend(
         self,
         q: Tensor,
@@ -73,9 +101,12 @@ class AttentionBackend(ABC):
         return_lse: bool = False,
         topk_indices: Tensor | None = None,
     ) -> Output:
-        """Attend in prefill, mixed, target verify and draft extend; once per layer."""
+        """Attend in prefill, mixed, target verify and draft extend."""
+        return self.forward(
+            q, k, v, layer, cache, batch, metadata,
+            out=out, return_lse=return_lse, topk_indices=topk_indices,
+        )  # fmt: skip
 
-    @abstractmethod
     def forward_decode(
         self,
         q: Tensor,
@@ -90,7 +121,11 @@ class AttentionBackend(ABC):
         return_lse: bool = False,
         topk_indices: Tensor | None = None,
     ) -> Output:
-        """Attend in decode and draft decode, one token per request; once per layer."""
+        """Attend in decode and draft decode, one token per request."""
+        return self.forward(
+            q, k, v, layer, cache, batch, metadata,
+            out=out, return_lse=return_lse, topk_indices=topk_indices,
+        )  # fmt: skip
 
     def forward_ragged(
         self,
@@ -114,14 +149,15 @@ class AttentionBackend(ABC):
         """
         raise UnsupportedError(f"{self.config.name} has no ragged attention")
 
-    # CUDA graphs, optional: the row's cuda_graph level says how far.
+    # CUDA graphs, as far as the row's cuda_graph level says. The defaults are right for a backend
+    # whose kernels read the batch's own tensors and which derives none from them.
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create, once, the static buffers that this backend derives from a batch."""
-        raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
+        return
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
         """Plan as init_forward_metadata does, into the static buffers."""
-        raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
+        return self.init_forward_metadata(batch)
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
@@ -130,7 +166,7 @@ class AttentionBackend(ABC):
 
         batch: what was captured, its tensors overwritten in place: a graph goes on reading them.
         """
-        raise UnsupportedError(f"{self.config.name} has no CUDA graphs")
+        return
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded rows."""
@@ -236,4 +272,18 @@ def create_backend(
         ) from error
     if not isinstance(backend, base):
         raise BackendError(f"{spec.name}: {create} is no {base.__name__}")
+    if isinstance(backend, AttentionBackend) and not _attends(type(backend)):
+        raise BackendError(
+            f"{spec.name}: {create} has neither `forward` nor both of forward_extend and "
+            "forward_decode; write one of the two"
+        )
     return backend
+
+
+def _attends(backend: type[AttentionBackend]) -> bool:
+    """Say whether a class attends itself: the base's three methods only call each other."""
+
+    def own(name: str) -> bool:
+        return getattr(backend, name) is not getattr(AttentionBackend, name)
+
+    return own("forward") or (own("forward_extend") and own("forward_decode"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from attn_core.runtime.backend import BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.compatibility import layer_gaps
+from attn_core.spec.kinds import GraphLevel
 from attn_core.spec.requirements import LayerRequirements
 
 
@@ -86,14 +87,22 @@ def refuse_mode(config: BackendConfig, mode: ForwardMode) -> None:
     )
 
 
-def refuse_capture(config: BackendConfig, mode: ForwardMode) -> None:
+def graph_level(batch: ForwardBatch) -> GraphLevel:
+    """Return the least level of CUDA graphs that captures such a pass."""
+    if batch.forward_mode in DECODE_MODES:
+        return "decode"
+    return "uniform" if batch.num_tokens == batch.batch_size * batch.max_q_len else "always"
+
+
+def refuse_capture(config: BackendConfig, batch: ForwardBatch) -> None:
     """Raise UnsupportedError for a pass that the row's graph level does not reach."""
-    level, needed = config.row.cuda_graph, "decode" if mode in DECODE_MODES else "full"
-    if level not in (needed, "full"):
+    levels = get_args(GraphLevel)
+    level, needed = config.row.cuda_graph, graph_level(batch)
+    if levels.index(level) < levels.index(needed):
         raise UnsupportedError(
-            f"{mode.value} passes in CUDA graphs need cuda_graph {needed!r}, the chosen row of "
-            f"{config.name} has {level!r}; run the pass eagerly, or select with "
-            "Requirements(graphs=True)"
+            f"this {batch.forward_mode.value} pass in a CUDA graph needs cuda_graph {needed!r}, "
+            f"the chosen row of {config.name} has {level!r}; run the pass eagerly, or select "
+            "with Requirements(graphs=True)"
         )
 
 

@@ -20,7 +20,7 @@ from attn_core.runtime.backend import (
     Output,
     create_backend,
 )
-from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
     refuse_call,
     refuse_capture,
@@ -32,12 +32,11 @@ from attn_core.runtime.contract_checks import (
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
 from attn_core.runtime.run_errors import named, run_error
-from attn_core.selection.result import Selection
+from attn_core.selection.result import SOFTMAX_ROLES, Selection
 from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.kinds import Role
 
 _T = TypeVar("_T")
-
-Role = Literal["prefill", "decode", "verify", "draft", "encode"]
 
 ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
     ForwardMode.EXTEND: "prefill",
@@ -97,55 +96,54 @@ class HybridDispatcher:
         layers: Iterable[AttentionLayer],
         caches: KVPool,
         *,
-        dtype: str,
         vision_layers: Iterable[AttentionLayer] = (),
         max_bs: int = 0,
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
-        topk: int = 0,
-        num_draft_tokens: int = 0,
     ) -> HybridDispatcher:
         """Create the selected backends, one instance where roles name the same row of the same one.
 
-        dtype: the model's. The limits are BackendConfig's; those of speculation, and determinism,
-        are what the selection was asked for unless given. Page size, store and device are the
-        pool's; UsageError where they are not the selection's. Raises what create_backend raises.
+        What was asked for, dtype, speculation and determinism, is the selection's; the limits are
+        BackendConfig's. Linear roles are not routed here. Raises UsageError where the pool's page
+        size, store or layout are not the selection's, and what create_backend raises.
         """
-        needs, drafts = selection.requirements, selection.requirements.speculation
+        asked = selection.requirements
         pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
         chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
         if pool != chosen:
             raise UsageError(
                 f"the pool is {pool}, the selection {chosen} (page size, store, layout)"
             )
-        serving, vision = tuple(layers), tuple(vision_layers)
-        made: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
+        layers, vision = tuple(layers), tuple(vision_layers)
+        created: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
         routes: dict[Role, AttentionBackend] = {}
-        for role, (chosen_as, name) in selected(selection).items():
-            if name is None:
+        for role in SOFTMAX_ROLES:
+            if role not in selection.roles:
                 continue
-            row, encodes = selection.rows[chosen_as], role == "encode"
+            choice, encodes = selection.roles[role], role == "encode"
             # a vision tower has layers of its own, so its backend is a second instance
-            if (name, row, encodes) not in made:
+            key = (choice.backend, choice.row, encodes)
+            if key not in created:
                 config = BackendConfig(
-                    name=name,
-                    row=row,
-                    layers=vision if encodes else serving,
+                    name=choice.backend,
+                    row=choice.row,
+                    layers=vision if encodes else layers,
                     page_size=caches.page_size,
-                    dtype=dtype,
+                    dtype=asked.dtype,
                     kv_cache_dtype=caches.kv_cache_dtype,
                     device=caches.device,
                     arch=selection.device.arch,
                     max_bs=max_bs,
                     max_num_tokens=max_num_tokens,
                     max_seq_len=max_seq_len,
-                    topk=topk or (drafts.topk if drafts else 0),
-                    num_draft_tokens=num_draft_tokens or (drafts.num_draft_tokens if drafts else 0),
-                    deterministic=needs.deterministic,
+                    topk=asked.speculation.topk if asked.speculation else 0,
+                    num_draft_tokens=(
+                        asked.speculation.num_draft_tokens if asked.speculation else 0
+                    ),
+                    deterministic=asked.deterministic,
                 )
-                spec = registry.get(name, "softmax")
-                made[name, row, encodes] = create_backend(spec, config)
-            routes[role] = made[name, row, encodes]
+                created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
+            routes[role] = created[key]
         return cls(routes, caches)
 
     def backend(self, role: Role) -> AttentionBackend:
@@ -161,8 +159,7 @@ class HybridDispatcher:
     def _route(self, mode: ForwardMode) -> _Route:
         backend = self.backend(ROLE_OF_MODE[mode])
         refuse_mode(backend.config, mode)
-        run = backend.forward_decode if mode in DECODE_MODES else backend.forward_extend
-        route = _Route(backend, run, not backend.config.row.fused_kv_write)
+        route = _Route(backend, backend.forward, not backend.config.row.fused_kv_write)
         self._by_mode[mode] = route
         return route
 
@@ -222,8 +219,7 @@ class HybridDispatcher:
         except AttnError:
             raise
         except Exception as error:  # a plugin's code: keep its error, name its owner
-            doing = "forward_decode" if mode in DECODE_MODES else "forward_extend"
-            raise run_error(config, doing, error, batch, layer) from error
+            raise run_error(config, "forward", error, batch, layer) from error
         if (layer_id, return_lse) not in route.checked:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
@@ -269,9 +265,9 @@ class HybridDispatcher:
         """
         roles: tuple[Role, ...] = ("decode", "verify", "draft")
         able = [self.routes[r] for r in roles if r in self.routes]
-        if self.routes["decode"].config.row.cuda_graph == "none":
+        if self.routes["decode"].config.row.cuda_graph == "never":
             return ()
-        return _distinct(b for b in able if b.config.row.cuda_graph != "none")
+        return _distinct(b for b in able if b.config.row.cuda_graph != "never")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers of the captured backends, once."""
@@ -293,7 +289,7 @@ class HybridDispatcher:
                 f"{batch.forward_mode.value} passes run on {backend.config.name}, which is not "
                 f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
             )
-        refuse_capture(backend.config, batch.forward_mode)
+        refuse_capture(backend.config, batch)
         refuse_drafts(backend.config, batch)
         with named(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
             return backend.init_forward_metadata_capture_cuda_graph(batch)
@@ -320,14 +316,3 @@ def _nothing(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: b
     empty = q.new_empty(0, layer.num_q_heads, layer.v_head_dim) if out is None else out
     lse = q.new_empty(0, layer.num_q_heads, dtype=torch.float32)
     return (empty, lse) if return_lse else empty
-
-
-def selected(selection: Selection) -> dict[Role, tuple[str, str | None]]:
-    """Give each role its name in a Selection's rows, and the backend chosen for it."""
-    return {
-        "prefill": ("prefill", selection.prefill),
-        "decode": ("decode", selection.decode),
-        "verify": ("verify", selection.verify),
-        "draft": ("draft", selection.draft),
-        "encode": ("multimodal", selection.multimodal),
-    }

@@ -14,9 +14,10 @@ from attn_core.cache.pool import KVPool
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher, Role
+from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
 from attn_core.selection.result import Selection
+from attn_core.spec.kinds import Role
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 # Every page of a dummy batch is page 0: it is nobody's, whatever is written there.
@@ -101,7 +102,6 @@ def create(
         registry,
         layers,
         pool,
-        dtype=requirements.dtype,
         vision_layers=vision,
         max_bs=max_bs,
     )

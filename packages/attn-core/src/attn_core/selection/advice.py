@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from attn_core.errors import AttnError
 from attn_core.selection.mismatch import MACHINE, Fix, changed
 from attn_core.selection.ranking import RowJudge
-from attn_core.selection.result import NoBackendError, Overrides, Selection
-from attn_core.spec.kinds import Family, Phase
+from attn_core.selection.result import Choice, NoBackendError, Overrides, Selection, role_of
+from attn_core.spec.kinds import Family, Phase, Role
 
 Solve = Callable[[RowJudge], Selection]
 TRIES = 24  # flags that are tried one by one, cheapest first
 SHOWN = 2  # of those that help
 
 
-def runs_today(s: RowJudge, chosen: Selection, solve: Solve) -> dict[str, str | None]:
+def runs_today(s: RowJudge, chosen: Selection, solve: Solve) -> dict[Role, str | None]:
     """Name, per role whose backend is only declared, the best implemented one; None: none fits.
 
     All roles are solved together again: they still share one cache.
     """
-    declared = [
-        role for role, family, name in roles(chosen) if not s.registry.get(name, family).implemented
-    ]
+    declared = [role for role, c in chosen.roles.items() if not _creator(s, role, c)]
     if not declared:
         return {}
     try:
         today = solve(replace(s, simulated=False, overrides=_implemented(s)))
     except AttnError:
         return dict.fromkeys(declared)
-    names = {role: name for role, _, name in roles(today)}
-    return {role: names.get(role) for role in declared}
+    return {role: today.backend(role) for role in declared}
 
 
-def roles(selection: Selection) -> Iterator[tuple[str, Family, str]]:
-    """Yield every role that has a backend, as `Selection.why` calls it, with family and name."""
-    for role in ("prefill", "decode", "verify", "draft", "multimodal"):
-        name = getattr(selection, role)
-        if name is not None:
-            yield role, "softmax", name
-    for role in ("prefill", "decode", "verify"):
-        name = getattr(selection.linear, role, None)
-        if name is not None:
-            yield f"linear {role}", "linear", name
+def _creator(s: RowJudge, role: Role, choice: Choice) -> str | None:
+    family: Family = "linear" if role.startswith("linear") else "softmax"
+    return s.registry.get(choice.backend, family).creator(choice.row)
 
 
 def _implemented(s: RowJudge) -> Overrides:
@@ -70,8 +60,8 @@ def _references(s: RowJudge, chosen: Selection) -> set[Phase]:
     return {
         phase
         for phase in (Phase.PREFILL, Phase.DECODE)
-        if (row := chosen.rows.get(phase.value)) is not None
-        and row.priority <= 0
+        if (choice := chosen.roles.get(role_of("softmax", phase))) is not None
+        and choice.row.priority <= 0
         and s.named("softmax", phase) is None
     }
 
@@ -95,7 +85,7 @@ def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> st
         if len(helping) == SHOWN or (helping and helping[0].cost < change.cost):
             break
     ways = " or ".join(c.text for c in helping if c.cost == helping[0].cost)
-    name = getattr(chosen, phase.value)
+    name = chosen.backend(role_of("softmax", phase))
     return (
         f"{phase.value} runs on {name}, a reference that is written to be right and not fast: "
         f"many times slower than a kernel on {s.device}; "
@@ -104,7 +94,7 @@ def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> st
 
 
 def _float32(s: RowJudge, chosen: Selection, solve: Solve) -> str:
-    if s.needs.dtype != "fp32" or chosen.prefill is None:
+    if s.needs.dtype != "fp32" or "prefill" not in chosen.roles:
         return ""
     change = Fix("requirements", (("dtype", "bf16"),), 0, "--dtype bf16")
     after = _solved(s, change, solve)
@@ -113,8 +103,9 @@ def _float32(s: RowJudge, chosen: Selection, solve: Solve) -> str:
     gains = []
     if chosen.kv_cache_dtype == "fp32":
         gains.append("halves the cache")
-    if (after.prefill, after.decode) != (chosen.prefill, chosen.decode):
-        gains.append(f"runs prefill on {after.prefill} and decode on {after.decode}")
+    serving = [(x.backend("prefill"), x.backend("decode")) for x in (chosen, after)]
+    if serving[0] != serving[1]:
+        gains.append("runs prefill on {} and decode on {}".format(*serving[1]))
     what = "the model is float32, and so is its KV cache"
     if chosen.kv_cache_dtype != "fp32":
         what = "the model is float32"

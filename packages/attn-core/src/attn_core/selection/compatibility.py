@@ -266,9 +266,9 @@ def _flags(
         change = _set("no determinism", FEATURE, deterministic=False)
         yield _no("deterministic", "asked", "", [change])
     # verify and draft extend are captured as a whole, prefill never
-    short = row.cuda_graph != "full" if speculates else row.cuda_graph == "none"
+    short = row.cuda_graph in (("never", "decode") if speculates else ("never",))
     if needs.graphs and short and (speculates or phase is Phase.DECODE):
-        asked, possible = ("full", row.cuda_graph) if speculates else ("asked", "")
+        asked, possible = ("uniform", row.cuda_graph) if speculates else ("asked", "")
         spec = needs.speculation if speculates else None
         options = [] if spec is None else _verified_elsewhere(spec)
         without = _set("no CUDA graphs", FEATURE, graphs=False)

@@ -12,7 +12,7 @@ from attn_core.plugins.registry import Registry
 from attn_core.selection.fix_search import Apply, Goal, Search, drop
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.mismatch import Fix
-from attn_core.selection.result import NoBackendError, Overrides, Selection
+from attn_core.selection.result import NoBackendError, Overrides, Selection, role_of
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import Device, torch_build
 from attn_core.spec.kinds import Family, Phase
@@ -117,11 +117,9 @@ def why_not(
 
 
 def _roles(selection: Selection, spec: BackendSpec) -> tuple[str, ...]:
-    if spec.family == "linear":
-        linear = selection.linear
-        return tuple(r for r in ("prefill", "decode") if linear and getattr(linear, r) == spec.name)
-    every = ("prefill", "decode", "multimodal")
-    return tuple(r for r in every if getattr(selection, r) == spec.name)
+    """Return the roles of a backend, each as `--json` spells it within its family."""
+    served = (p for p in Phase if selection.backend(role_of(spec.family, p)) == spec.name)
+    return tuple("multimodal" if p is Phase.ENCODE else p.value for p in served)
 
 
 def _goals(
@@ -172,11 +170,10 @@ def describe(answer: WhyNot, command: str = "") -> str:
         lines.append(f"{name} is chosen for {' and '.join(answer.chosen)}")
     elif answer.fits:
         lines.append(f"{name} fits, but is not chosen")
-        for role in ("prefill", "decode"):
-            chosen = getattr(decision.linear if answer.family == "linear" else decision, role, None)
-            key = f"linear {role}" if answer.family == "linear" else role
-            if chosen is not None:
-                lines.append(f"  {role:<8} {chosen}: {decision.why.get(key, '')}")
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            choice = decision.roles.get(role_of(answer.family, phase))
+            if choice is not None:
+                lines.append(f"  {phase.value:<8} {choice.backend}: {choice.reason}")
     else:
         lines.append(f"{name} does not fit")
     lines += [f"  {phase:<8} {reason}" for phase, reason in answer.reasons]

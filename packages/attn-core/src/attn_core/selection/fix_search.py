@@ -13,7 +13,7 @@ from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.mismatch import FEATURE, FLAG, INSTALL, Fix, Mismatch
-from attn_core.selection.result import NoBackendError, Selection
+from attn_core.selection.result import NoBackendError, Selection, role_of
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
 
@@ -97,9 +97,8 @@ class Search:
     def _serves(self, result: Selection | NoBackendError | None, goal: Goal) -> bool:
         if not isinstance(result, Selection):
             return False
-        of = result.linear if self.spec.family == "linear" else result
-        roles = ("multimodal" if p is Phase.ENCODE else p.value for p in goal.phases)
-        return all(getattr(of, role, None) == self.spec.name for role in roles)
+        roles = (role_of(self.spec.family, phase) for phase in goal.phases)
+        return all(result.backend(role) == self.spec.name for role in roles)
 
     def _works(self, goal: Goal, changes: tuple[Fix, ...]) -> SelectionInputs | None:
         after = self.apply(changes)

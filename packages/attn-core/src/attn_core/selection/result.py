@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from attn_core.errors import AttnError
 from attn_core.selection.mismatch import Mismatch
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
-from attn_core.spec.kinds import Family, Phase
+from attn_core.spec.kinds import Family, Phase, Role
 from attn_core.spec.requirements import Requirements
 
 
@@ -65,44 +65,50 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class LinearSelection:
-    """The kernels of linear layers; verify is None without speculation."""
+class Choice:
+    """Who serves a role: the backend, the row that it serves it with, and why it was chosen.
 
-    prefill: str
-    decode: str
-    verify: str | None = None
+    notes: what the caller should know of this row. They never refuse.
+    """
+
+    backend: str
+    row: Capabilities
+    reason: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The decision: names per role, what the pool must be, and why.
+    """The decision: a choice per role, what the pool must be, and why.
 
-    requirements: what was asked for. verify and draft are None without speculation; multimodal
-    without a vision tower; linear without linear layers, or where the model keeps its own. rows:
-    the chosen row per role. conflicts: pairs that were refused, each in one sentence. runs_today:
-    per role whose backend is declared and not implemented, the best implemented one, None where
-    none fits. advice: sentences about what is slow here, with the flag that avoids it. Nothing is
-    applied: the caller creates the pool with page_size, kv_cache_dtype and layout.
+    requirements: what was asked for.
+    roles: "prefill" and "decode", where the model has softmax layers; "verify" and "draft" with
+    speculation; "encode" with a vision tower; "linear_prefill", "linear_decode" and
+    "linear_verify" with linear layers. A role is absent where the model keeps its own layers.
+    page_size, kv_cache_dtype, layout: the caller creates the pool with them; nothing is applied.
+    page_size is None without softmax layers; page_size_reason says why it was taken.
+    conflicts: pairs of backends that cannot share a cache, each in one sentence.
+    runs_today: per role whose row is declared and not implemented, the best implemented backend,
+    None where none fits.
+    advice: sentences about what is slow here, with the flag that avoids it.
     """
 
     requirements: Requirements = field(default_factory=Requirements)
-    prefill: str | None = None
-    decode: str | None = None
-    verify: str | None = None
-    draft: str | None = None
-    multimodal: str | None = None
-    linear: LinearSelection | None = None
+    roles: Mapping[Role, Choice] = field(default_factory=dict)
     page_size: int | None = None
+    page_size_reason: str = ""
     kv_cache_dtype: str = "bf16"
     layout: str = "NHD"
     device: Device = field(default_factory=lambda: Device("cpu"))
     assumptions: tuple[str, ...] = ()
-    why: Mapping[str, str] = field(default_factory=dict)
     verdicts: tuple[Verdict, ...] = ()
     conflicts: tuple[str, ...] = ()
-    rows: Mapping[str, Capabilities] = field(default_factory=dict)
-    runs_today: Mapping[str, str | None] = field(default_factory=dict)
+    runs_today: Mapping[Role, str | None] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
+
+    def backend(self, role: Role) -> str | None:
+        """Return the name of the backend of a role, None where it has none."""
+        return self.roles[role].backend if role in self.roles else None
 
     def explain(self) -> str:
         """Write the decision for people: roles, why, what was assumed, what was rejected."""
@@ -121,30 +127,66 @@ class NoBackendError(AttnError):
         self.selection = selection
 
 
-ROLES = ("prefill", "decode", "verify", "draft", "multimodal")
+SOFTMAX_ROLES: tuple[Role, ...] = ("prefill", "decode", "verify", "draft", "encode")
+LINEAR_ROLES: tuple[Role, ...] = ("linear_prefill", "linear_decode", "linear_verify")
+
+
+def role_of(family: Family, phase: Phase) -> Role:
+    """Return the role in which a backend of this family serves a phase."""
+    return cast("Role", f"linear_{phase.value}" if family == "linear" else phase.value)
+
+
+def label(role: Role) -> str:
+    """Return a role as the output of the commands spells it: "multimodal", "linear prefill"."""
+    return "multimodal" if role == "encode" else role.replace("_", " ")
 
 
 def to_json(selection: Selection, error: str | None = None) -> dict[str, Any]:
     """Return the decision as plain data; `error` is added where no backend was found."""
-    linear = selection.linear
-    data: dict[str, Any] = {role: getattr(selection, role) for role in ROLES}
+    linear = [selection.backend(role) for role in LINEAR_ROLES]
+    data: dict[str, Any] = {label(role): selection.backend(role) for role in SOFTMAX_ROLES}
     data |= {
-        "linear": None
-        if linear is None
-        else {"prefill": linear.prefill, "decode": linear.decode, "verify": linear.verify},
+        "linear": dict(zip(("prefill", "decode", "verify"), linear, strict=True))
+        if any(linear)
+        else None,
         "page_size": selection.page_size,
         "kv_cache_dtype": selection.kv_cache_dtype,
         "layout": selection.layout,
         "device": str(selection.device),
         "runtime": selection.device.runtime,
         "assumptions": list(selection.assumptions),
-        "why": dict(selection.why),
+        "why": _reasons(selection),
         "conflicts": list(selection.conflicts),
-        "runs_today": dict(selection.runs_today),
+        "runs_today": {label(role): name for role, name in selection.runs_today.items()},
         "advice": list(selection.advice),
         "verdicts": [_verdict(v) for v in selection.verdicts],
     }
     return data | ({} if error is None else {"error": error})
+
+
+def _reasons(selection: Selection) -> dict[str, str]:
+    """Return every reason by what it is for: a role, the page size, the notes of all rows."""
+    reasons = {label(role): c.reason for role, c in selection.roles.items() if c.reason}
+    if selection.page_size is not None:
+        reasons["page_size"] = selection.page_size_reason
+    return reasons | ({"notes": notes} if (notes := notes_of(selection)) else {})
+
+
+def notes_of(selection: Selection) -> str:
+    """Return what the caller should know of the chosen rows, each sentence once."""
+    found: list[str] = []
+    groups: tuple[tuple[Role, ...], ...] = (
+        ("prefill", "decode"),
+        ("encode",),
+        ("linear_prefill", "linear_decode"),
+    )
+    for group in groups:
+        chosen = [(r, selection.roles[r]) for r in group if r in selection.roles]
+        same = len(chosen) > 1 and len({(c.backend, c.row.note) for _, c in chosen}) == 1
+        for role, c in chosen:
+            name = c.backend if same else f"{c.backend} ({role.removeprefix('linear_')})"
+            found += [f"{name}: {note}" if note == c.row.note else note for note in c.notes]
+    return "; ".join(dict.fromkeys(found))
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
@@ -161,47 +203,42 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 def explain(selection: Selection) -> str:
     """Write the decision: who runs what and why, the pool, assumptions, everybody's verdict."""
     lines = [f"on {selection.device}"]
-    for role in ROLES:
-        name = getattr(selection, role)
-        if name is not None:
-            lines.append(f"  {role:<11}{name:<16}{_why(selection, role)}")
-    if selection.linear is not None:
-        for role in ("prefill", "decode", "verify"):
-            name = getattr(selection.linear, role)
-            if name is not None:
-                lines.append(f"  linear {role:<8}{name:<12}{_why(selection, f'linear {role}')}")
+    for role in SOFTMAX_ROLES:
+        if role in selection.roles:
+            name = selection.roles[role].backend
+            lines.append(f"  {label(role):<11}{name:<16}{_why(selection, role)}")
+    for role in LINEAR_ROLES:
+        if role in selection.roles:
+            name = selection.roles[role].backend
+            lines.append(f"  {label(role):<15}{name:<12}{_why(selection, role)}")
     if selection.page_size is not None:
-        lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.why['page_size']}")
+        lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.page_size_reason}")
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")
-    if "notes" in selection.why:
-        lines.append(f"  {'note':<11}{selection.why['notes']}")
+    if notes := notes_of(selection):
+        lines.append(f"  {'note':<11}{notes}")
     lines += [f"  {'advice':<11}{a}" for a in selection.advice]
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]
-    rest = [v for v in selection.verdicts if not _serves(selection, v)]
-    if rest:
+    others = [v for v in selection.verdicts if not _serves(selection, v)]
+    if others:
         lines.append("others:")
-    for v in rest:
+    for v in others:
         text = "; ".join(map(str, v.reasons)) or f"fits, priority {v.row.priority}"
         family = "linear " if v.spec.family == "linear" else ""
         lines.append(f"  {family}{v.phase.value:<8} {v.spec.name:<22}{text}")
     return "\n".join(lines)
 
 
-def _why(selection: Selection, role: str) -> str:
+def _why(selection: Selection, role: Role) -> str:
     """Say why a role has its backend, and where that is only declared, what runs today."""
-    why = selection.why.get(role, "")
+    reason = selection.roles[role].reason
     if role not in selection.runs_today:
-        return why
+        return reason
     today = selection.runs_today[role] or "nothing that is implemented"
-    return f"{why}; runs today: {today}" if why else f"runs today: {today}"
+    return f"{reason}; runs today: {today}" if reason else f"runs today: {today}"
 
 
 def _serves(selection: Selection, verdict: Verdict) -> bool:
     """Say whether this verdict is the one of a chosen backend."""
-    if verdict.spec.family == "linear":
-        chosen = getattr(selection.linear, verdict.phase.value, None)
-    else:
-        role = "multimodal" if verdict.phase is Phase.ENCODE else verdict.phase.value
-        chosen = getattr(selection, role)
-    return bool(verdict.spec.name == chosen)
+    role = role_of(verdict.spec.family, verdict.phase)
+    return selection.backend(role) == verdict.spec.name

@@ -12,14 +12,15 @@ from attn_core.plugins.registry import Registry
 from attn_core.selection.advice import advice, runs_today
 from attn_core.selection.ranking import Profile, RowJudge, best_per_backend, nothing_fits
 from attn_core.selection.result import (
-    LinearSelection,
+    Choice,
     NoBackendError,
     Overrides,
     Selection,
     Verdict,
+    role_of,
 )
 from attn_core.spec.device import Device
-from attn_core.spec.kinds import Phase
+from attn_core.spec.kinds import Phase, Role
 from attn_core.spec.page_size import smallest_page, takes_page
 from attn_core.spec.requirements import Requirements
 
@@ -136,40 +137,28 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
         )
     conflicts.pop((pre.spec.name, dec.spec.name), None)  # other rows of the same two
     base = replace(base, conflicts=tuple(conflicts.values()))
-    page, page_note = _page(s, pre, dec)
-    why = {"prefill": s.reason(pre, "softmax"), "decode": s.reason(dec, "softmax")}
+    page, page_reason = _page(s, pre, dec)
+    roles: dict[Role, Choice] = {
+        "prefill": _choice(pre, s.reason(pre, "softmax")),
+        "decode": _choice(dec, s.reason(dec, "softmax")),
+    }
     if Phase.DECODE not in fitting:
-        why["decode"] = "the model does not decode: as prefill"
-    why["page_size"] = page_note
-    rows = {"prefill": pre.row, "decode": dec.row}
-    verifier = None
+        roles["decode"] = _choice(dec, "the model does not decode: as prefill")
     if s.needs.speculation is not None:
         mode = s.needs.speculation.mode
-        verifier = {"prefill": pre, "decode": dec}[mode].spec.name
-        rows["verify"] = rows["draft"] = rows[mode]
-        why["verify"] = why["draft"] = f"--speculative-attention-mode {mode}"
-    why |= _notes(why, pre, dec)
+        verifier = replace(roles[mode], reason=f"--speculative-attention-mode {mode}")
+        roles["verify"] = roles["draft"] = verifier
     return replace(
         base,
-        prefill=pre.spec.name,
-        decode=dec.spec.name,
-        verify=verifier,
-        draft=verifier,
+        roles=roles,
         page_size=page,
+        page_size_reason=page_reason,
         layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
-        why=why,
-        rows=rows,
     )
 
 
-def _notes(why: Mapping[str, str], *chosen: Verdict) -> dict[str, str]:
-    """Add the notes of the chosen rows to those that are there."""
-    notes = [why["notes"]] if "notes" in why else []
-    once = len(chosen) > 1 and len({(v.spec.name, v.row.note) for v in chosen}) == 1
-    for v in chosen:
-        who = v.spec.name if once else f"{v.spec.name} ({v.phase.value})"
-        notes += [f"{who}: {n}" if n == v.row.note else n for n in v.notes]
-    return {"notes": "; ".join(dict.fromkeys(notes))} if notes else {}
+def _choice(chosen: Verdict, reason: str) -> Choice:
+    return Choice(chosen.spec.name, chosen.row, reason, chosen.notes)
 
 
 def _conflict(s: RowJudge, pre: Verdict, dec: Verdict) -> str | None:
@@ -219,16 +208,7 @@ def _solve_vision(s: RowJudge, base: Selection) -> Selection:
         kept = f"the vision tower keeps the model's own attention: {problem}"
         return replace(base, assumptions=(*base.assumptions, kept))
     best = options[0]
-    return replace(
-        base,
-        multimodal=best.spec.name,
-        why={
-            **base.why,
-            **_notes(base.why, best),
-            "multimodal": s.reason(best, "softmax"),
-        },
-        rows={**base.rows, "multimodal": best.row},
-    )
+    return replace(base, roles={**base.roles, "encode": _choice(best, s.reason(best, "softmax"))})
 
 
 def _solve_linear(s: RowJudge, base: Selection) -> Selection:
@@ -252,23 +232,15 @@ def _solve_linear(s: RowJudge, base: Selection) -> Selection:
     verifier = None
     if s.needs.speculation is not None:
         verifier = _linear_verifier(s, base, best)
-        base = replace(base, rows={**base.rows, "linear_verify": verifier.row})
     if problems:
         kept = f"the model keeps its own linear attention layers: {'; '.join(problems)}"
         return replace(base, assumptions=(*base.assumptions, kept))
-    prefill, decode = best["prefill"], best["decode"]
-    return replace(
-        base,
-        linear=LinearSelection(
-            prefill.spec.name, decode.spec.name, verifier.spec.name if verifier else None
-        ),
-        why={
-            **base.why,
-            **_notes(base.why, prefill, decode),
-            **{f"linear {p}": s.reason(v, "linear") for p, v in best.items()},
-        },
-        rows={**base.rows, **{f"linear_{p}": v.row for p, v in best.items()}},
-    )
+    roles: dict[Role, Choice] = {
+        role_of("linear", v.phase): _choice(v, s.reason(v, "linear")) for v in best.values()
+    }
+    if verifier is not None:
+        roles["linear_verify"] = Choice(verifier.spec.name, verifier.row, "")
+    return replace(base, roles={**base.roles, **roles})
 
 
 def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) -> Verdict:
@@ -286,6 +258,3 @@ def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) 
         )
     chosen = best["decode"].spec.name
     return min(able, key=lambda v: (v.spec.name != chosen, s.rank(v), v.spec.name))
-
-
-__all__ = ["LinearSelection", "Overrides", "Profile", "Selection", "Verdict", "select"]

@@ -67,7 +67,7 @@ class Capabilities:
     max_session_topk: int | None = None  # largest topk of a run in which this row serves any phase
     lse: bool = False
     deterministic: bool = False
-    cuda_graph: GraphLevel = "none"
+    cuda_graph: GraphLevel = "never"
     with_linear_layers: bool | None = (
         None  # True only beside linear layers, False never, None either
     )

@@ -7,8 +7,21 @@ from typing import Literal
 
 Kind = Literal["mha", "mla", "dsa", "gdn", "kda"]
 Family = Literal["softmax", "linear"]
-GraphLevel = Literal["none", "decode", "full"]
+# The passes that a row runs in captured CUDA graphs: none, those of one token per request, those
+# in which every request has as many queries, all.
+GraphLevel = Literal["never", "decode", "uniform", "always"]
 VerifyMode = Literal["prefill", "decode"]
+# What a chosen backend is for: serving, the vision tower, linear-attention layers.
+Role = Literal[
+    "prefill",
+    "decode",
+    "verify",
+    "draft",
+    "encode",
+    "linear_prefill",
+    "linear_decode",
+    "linear_verify",
+]
 LINEAR_KINDS: frozenset[str] = frozenset({"gdn", "kda"})
 
 

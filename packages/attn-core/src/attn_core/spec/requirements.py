@@ -89,7 +89,7 @@ class Requirements:
     dtype: "bf16", "fp16" or "fp32"; kv_cache_dtype: "auto" (the model's) or a store.
     page_size: tokens a page, None lets the selection choose.
     lse / deterministic: True asks every serving backend for it. graphs: True asks the roles that
-    are captured in CUDA graphs, decode at level "decode" and verify and draft at level "full".
+    are captured in CUDA graphs, decode at level "decode" and verify and draft at level "uniform".
     assumptions: sentences about what was not known and how it was taken.
     """
 

@@ -11,9 +11,10 @@ from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.cache.pool import KVPool
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_layer
-from attn_core.runtime.dispatcher import HybridDispatcher, Role
+from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.kinds import Role
 
 
 @dataclass(frozen=True, kw_only=True)

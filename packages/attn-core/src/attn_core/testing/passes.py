@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.runtime.backend import AttentionBackend, Output
-from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
+from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.harness import Bench
@@ -81,9 +81,7 @@ def attend(
         metadata = backend.init_forward_metadata(batch)
     shape = (batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
     out = q.new_full(shape, torch.nan) if given else None
-    decodes = batch.forward_mode in DECODE_MODES
-    run = backend.forward_decode if decodes else backend.forward_extend
-    got = run(
+    got = backend.forward(
         q,
         inputs.k,
         inputs.v,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.runtime.backend import AttentionBackend, Metadata
-from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, SpecInfo
+from attn_core.runtime.batch import ForwardBatch, SpecInfo
 from attn_core.runtime.graphs import bounded, captured, overwritten
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
@@ -100,11 +100,8 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
 def _one_layer(
     backend: AttentionBackend, static: Inputs, metadata: Metadata, out: Tensor
 ) -> Callable[[], None]:
-    decodes = static.batch.forward_mode in DECODE_MODES
-    run = backend.forward_decode if decodes else backend.forward_extend
-
     def call() -> None:
-        got = run(
+        got = backend.forward(
             static.q, static.k, static.v, static.layer, static.cache, static.batch, metadata,
             out=out,
         )  # fmt: skip

@@ -26,7 +26,7 @@ SOFTMAX_CELLS: dict[str, Cell] = {
     "encoder": lambda r: r.encoder,
     "lse": lambda r: r.lse,
     "deterministic": lambda r: r.deterministic,
-    "cuda_graph": lambda r: r.cuda_graph != "none",
+    "cuda_graph": lambda r: r.cuda_graph != "never",
 }
 LATENT_CELLS: dict[str, Cell] = {
     "fp8_kv": SOFTMAX_CELLS["fp8_kv"],

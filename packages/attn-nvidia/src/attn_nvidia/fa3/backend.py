@@ -73,11 +73,6 @@ class FA3(AttentionBackend):
         kinds = [k for k in self._kinds if k.layer.view in batch.views] if batch.num_tokens else []
         return {kind: self._planner.plan(kind, batch) for kind in kinds}
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: what a captured pass derives is small and belongs to its plan."""
-
-    init_forward_metadata_capture_cuda_graph = init_forward_metadata
-
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
         """Derive again what depends on the lengths, into the tensors of the capture."""
         for kind, plan in metadata.items():
@@ -87,7 +82,7 @@ class FA3(AttentionBackend):
                     if isinstance(value, Tensor) and value.data_ptr() != mine.data_ptr():
                         mine.copy_(value)
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -114,8 +109,6 @@ class FA3(AttentionBackend):
             return self._merged(plan, mine, q, layer, cache, out, return_lse)
         result = self._run(plan[0], mine.with_sinks, q, layer, cache, out, return_lse)
         return _returned(result, layer, out, return_lse)
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

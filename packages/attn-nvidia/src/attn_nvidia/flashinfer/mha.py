@@ -94,9 +94,6 @@ class FlashInfer(AttentionBackend):
         """Plan every class of layers; asks the device for lengths that the batch lacks."""
         return self._plan(batch, captured=False)
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create nothing yet: a capture's page table says how large its buffers are."""
-
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
         """Plan into buffers of this capture's own."""
         return self._plan(batch, captured=True)
@@ -188,7 +185,7 @@ class FlashInfer(AttentionBackend):
             kv_dtype=TORCH_DTYPES[config.kv_cache_dtype],
         )
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -230,8 +227,6 @@ class FlashInfer(AttentionBackend):
             refuse_unplanned(layer, metadata)
         mine = as_asked(mine, out)
         return mine if lse is None else (mine, lse)
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

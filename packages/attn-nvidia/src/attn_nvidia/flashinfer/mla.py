@@ -107,7 +107,7 @@ class FlashInferMLA(AttentionBackend):
             shape = (which.num_q_heads, LATENT, ROPE, self.config.page_size)
             yield (which, scale), (*known[which.view], *shape, causal, scale, *dtypes)
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -143,8 +143,6 @@ class FlashInferMLA(AttentionBackend):
             kpe_scale=scale,
         )
         return result
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def _pages(self, layer_id: int, cache: LayerCache) -> tuple[Tensor, ...]:
         """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
@@ -202,9 +200,6 @@ class FlashInferMLA(AttentionBackend):
         return result
 
     # CUDA graphs: a wrapper of its own per captured pass, whose kernels read the batch's pages
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create nothing yet: a capture's batch says how large its buffers are."""
-
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
         """Plan into static buffers; a graph serves every length that its page table has room for.
 

@@ -45,7 +45,7 @@ class Cudnn(AttentionBackend):
         """Raise UnsupportedError: a vision tower has no passes over a cache."""
         self._refuse()
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -61,8 +61,6 @@ class Cudnn(AttentionBackend):
     ) -> Output:
         """Raise UnsupportedError, as init_forward_metadata does."""
         self._refuse()
-
-    forward_decode = forward_extend
 
     def _refuse(self) -> NoReturn:
         raise UnsupportedError(

@@ -121,7 +121,7 @@ class MlaDecode(AttentionBackend):
             return torch.nn.functional.pad(table, (0, lacking))  # page 0, never read
         return table.contiguous()
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -138,7 +138,7 @@ class MlaDecode(AttentionBackend):
         """Attend to the latent cache, which holds the new tokens already; k is not read."""
         if not isinstance(metadata, DecodePlans):
             refuse_mode(self.config, batch.forward_mode)
-            return self.prefill.forward_extend(
+            return self.prefill.forward(
                 q, k, v, layer, cache, batch, metadata,
                 out=out, return_lse=return_lse, topk_indices=topk_indices,
             )  # fmt: skip
@@ -150,8 +150,6 @@ class MlaDecode(AttentionBackend):
         if pages.shape[1] != self.page:
             pages = pages.view(-1, self.page, 1, LATENT + ROPE)
         return self.attend(q, pages, layer, plan, cache.k_scale, out, return_lse)
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,
@@ -175,10 +173,6 @@ class MlaDecode(AttentionBackend):
         )
 
     # CUDA graphs: the kernel reads the batch's own tensors where it can, else static ones.
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create FlashInfer's buffers; those of the decode kernel belong to each captured pass."""
-        self.prefill.init_cuda_graph_state(max_bs, max_num_tokens)
-
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Any:
         """Plan into tensors that the replays refill."""
         if batch.forward_mode in self.modes:

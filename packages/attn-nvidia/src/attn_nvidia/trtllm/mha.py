@@ -120,13 +120,6 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
             return {}
         return {key: self._plan(key, batch) for key in self._layers if key[0] in batch.views}
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: what is derived from a batch belongs to the plan of its capture."""
-
-    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Mapping[Key, Plan]:
-        """Plan as ever: a plan keeps the tensors that a graph captures."""
-        return self.init_forward_metadata(batch)
-
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Mapping[Key, Plan]
     ) -> None:
@@ -134,7 +127,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         for key, plan in metadata.items():
             self._refill(plan, key, batch)
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -164,8 +157,6 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         if not return_lse:
             return result
         return result, q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def _prepare(self, layer: AttentionLayer, cache: LayerCache) -> Prepared:
         pages = split_cache(cache, self._page)

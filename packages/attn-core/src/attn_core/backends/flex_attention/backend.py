@@ -104,7 +104,7 @@ class FlexAttention(AttentionBackend):
         rows = max(self._rows, which.group)
         return cut(which, query_lens, key_lens, table, block=self._block, max_rows=rows), gather
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -151,5 +151,3 @@ class FlexAttention(AttentionBackend):
         done = compiled(rows, k, v, tiles)
         done = done.view(count, kv_heads, queries, group, v_dim).transpose(1, 2)
         return done.reshape(count * queries, kv_heads * group, v_dim)[tiles.picks]
-
-    forward_decode = forward_extend  # decode is the same by another plan

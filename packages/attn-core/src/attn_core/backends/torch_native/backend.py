@@ -90,7 +90,7 @@ class TorchNative(AttentionBackend):
                 plans[which] = planner.plan(which, key_lens[which.view], blocks_of, limits)
         return plans
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -112,8 +112,6 @@ class TorchNative(AttentionBackend):
             refuse_unplanned(layer, metadata)
         block = self._limits[which].block
         return self._attend(q, layer, cache, pieces, block, out, return_lse)
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

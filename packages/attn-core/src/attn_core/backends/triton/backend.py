@@ -185,7 +185,7 @@ class Triton(AttentionBackend):
         elif made is not None and made.is_read:
             fill_order(made, batch.cu_seqlens_q, lengths, which.group, paged=True)
 
-    def forward_extend(
+    def forward(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -215,8 +215,6 @@ class Triton(AttentionBackend):
             else:
                 self._extend(q, layer, cache, *where, made, out, lse)
         return (out, lse) if return_lse else out
-
-    forward_decode = forward_extend  # decode is the same by another plan
 
     def forward_ragged(
         self,

@@ -71,10 +71,11 @@ def enable(
         raise UsageError(
             "page_size, kv_cache_dtype and overrides belong to the selection; give those or one"
         )
-    if selection.linear is not None:
+    linear = [c.backend for role, c in selection.roles.items() if role.startswith("linear")]
+    if linear:
         raise UnsupportedError(
-            f"the selection names backends for linear layers ({selection.linear.prefill}), which "
-            "run in the model's own code here; use select_for(), or set linear=None"
+            f"the selection names backends for linear layers ({linear[0]}), which run in the "
+            "model's own code here; use select_for()"
         )
     dtype = DTYPES[model.dtype]
     memory = Memory(

@@ -45,8 +45,13 @@ class Memory:
     ) -> None:
         if selection.page_size is None:
             raise UsageError("the selection has no page size: it chose no backend")
+        if selection.requirements.dtype != dtype:
+            raise UsageError(
+                f"the selection is for a model in {selection.requirements.dtype}, this one is in "
+                f"{dtype}; select again with select_for()"
+            )
         kind = "mla" if attention.latent else "mha"
-        chosen = {selection.rows[role].kind for role in ("prefill", "decode")}
+        chosen = {selection.roles[role].row.kind for role in ("prefill", "decode")}
         if chosen != {kind}:
             raise UsageError(
                 f"the selection is for {', '.join(sorted(chosen))}, the model is {kind}"
@@ -74,7 +79,6 @@ class Memory:
             registry,
             self.layers,
             pool,
-            dtype=dtype,
             vision_layers=attention.vision_layers,
         )
 

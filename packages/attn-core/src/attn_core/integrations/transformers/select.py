@@ -54,15 +54,10 @@ def select_for(
     named = o.linear_attn_backend or o.linear_attn_prefill_backend or o.linear_attn_decode_backend
     if named is not None:
         raise UnsupportedError(f"--linear-attn-backend {named}: {_OWN_LINEAR}; leave it out")
-    if chosen.linear is None:
+    softmax = {role: c for role, c in chosen.roles.items() if not role.startswith("linear")}
+    if len(softmax) == len(chosen.roles):
         return chosen
-    return replace(
-        chosen,
-        linear=None,
-        assumptions=(*chosen.assumptions, _OWN_LINEAR),
-        why={role: why for role, why in chosen.why.items() if not role.startswith("linear")},
-        rows={role: row for role, row in chosen.rows.items() if not role.startswith("linear")},
-    )
+    return replace(chosen, roles=softmax, assumptions=(*chosen.assumptions, _OWN_LINEAR))
 
 
 def _device(device: torch.device) -> Device:
