@@ -117,7 +117,7 @@ def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hy
 
     def selection(features, page):
         needs = _needs(kind, features, page, how)
-        return select(needs, device, registry, libraries, names)
+        return select(needs, device, registry, libraries, names, advise=False)
 
     features, page = set(), PAGE
     try:
