@@ -114,6 +114,8 @@ def hybrids(
 def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hybrid:
     """Select a pair on pages of PAGE where both take them, with the features that both have."""
     names = Overrides(prefill_attention_backend=prefill, decode_attention_backend=decode)
+    two = {k: spec for k, spec in registry.backends.items() if spec.name in (prefill, decode)}
+    registry = replace(registry, backends=two)
 
     def selection(features, page):
         needs = _needs(kind, features, page, how)
