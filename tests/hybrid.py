@@ -122,10 +122,12 @@ def hybrids(
 def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hybrid:
     """Select a pair on pages of PAGE where both take them, with the features that both have."""
     names = Overrides(prefill_attention_backend=prefill, decode_attention_backend=decode)
+    two = {k: spec for k, spec in registry.backends.items() if spec.name in (prefill, decode)}
+    registry = replace(registry, backends=two)
 
     def selection(features, page):
         needs = _needs(kind, features, page, how)
-        return select(needs, device, registry, libraries, names)
+        return select(needs, device, registry, libraries, names, advise=False)
 
     features, page = set(), PAGE
     try:

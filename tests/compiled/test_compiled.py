@@ -58,7 +58,13 @@ def judged(arch, *names, hot):
     return [site | {"faults": list(faults(arch, site, hot=hot))} for site in build(arch, *names)]
 
 
-@pytest.mark.parametrize("arch", SHARED)
+# The least shared memory, the kernels of Hopper, and AMD; the rest takes a minute more.
+FIRST = ("sm75", "sm90", "sm120", "gfx942")
+
+
+@pytest.mark.parametrize(
+    "arch", [a if a in FIRST else pytest.param(a, marks=pytest.mark.long) for a in SHARED]
+)
 def test_hot_launches(arch):
     sites = judged(arch, "quick", hot=True)
     assert len(sites) == 4

@@ -37,21 +37,21 @@ class TestTorchNativeInTiles(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def _smallest(self, monkeypatch):
-        cores = torch.get_num_threads()
         monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
-        torch.set_num_threads(2)
-        yield
-        torch.set_num_threads(cores)
+        seem(monkeypatch, cores=2)
+
+
+def seem(monkeypatch, cores):
+    """Let the backend cut for so many cores; threads that wait for each other make a test slow."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
 
 
 @pytest.fixture(params=["one-tile", "tiles"])
 def bench(request, monkeypatch):
-    cores = torch.get_num_threads()
     if request.param == "tiles":
         monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
-        torch.set_num_threads(2)
-    yield bench_of("mha")
-    torch.set_num_threads(cores)
+        seem(monkeypatch, cores=2)
+    return bench_of("mha")
 
 
 def bench_of(kind, **changes):
@@ -145,19 +145,13 @@ def test_a_window_about_as_long_as_the_queries(bench, window, prefix):
 
 
 @pytest.fixture
-def one_core():
-    cores = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(cores)
+def one_core(monkeypatch):
+    seem(monkeypatch, cores=1)
 
 
 @pytest.fixture
-def two_cores():
-    cores = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(cores)
+def two_cores(monkeypatch):
+    seem(monkeypatch, cores=2)
 
 
 @dtypes("fp32", "bf16")

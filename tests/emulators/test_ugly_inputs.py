@@ -18,6 +18,7 @@ from mla_passes import put_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+REGISTRY = load_plugins()
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 # name, kind, architecture, store of the cache
 BACKENDS = [
@@ -46,7 +47,7 @@ def row_of(backend, mode):
     phase = Phase.PREFILL if mode is EXTEND else Phase.DECODE
     rows = [
         r
-        for r in load_plugins().get(name).capabilities
+        for r in REGISTRY.get(name).capabilities
         if (r.kind == kind and arch in r.archs and store in r.kv_dtypes and r.absorbed)
         and phase in r.phases
         and (r.max_verify_topk or mode is not VERIFY)
@@ -88,7 +89,7 @@ def made(backend, mode, lengths=None, **changes):
     inputs = make_inputs(
         case, point, requires_finite_padding=row.requires_finite_padding, fused=row.fused_kv_write
     )
-    spec = load_plugins().get(name)
+    spec = REGISTRY.get(name)
     bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"), arch=arch)
     return create(bench, case, inputs, point), inputs
 

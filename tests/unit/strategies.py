@@ -96,7 +96,7 @@ def rows(draw: st.DrawFn) -> Capabilities:
         max_session_topk=draw(st.sampled_from((None, None, 0, 1))),
         lse=draw(st.booleans()),
         deterministic=draw(st.booleans()),
-        cuda_graph=draw(st.sampled_from(("none", "decode", "full"))),
+        cuda_graph=draw(st.sampled_from(("never", "decode", "uniform", "always"))),
         with_linear_layers=draw(st.sampled_from((None, None, True, False))),
         bans=draw(st.sampled_from(({}, {}, {"b0": "they disagree"}))),
         priority=draw(st.integers(0, 3)) * 10,

@@ -145,13 +145,13 @@ def test_ragged_goes_to_prefill_or_to_the_encoder():
 @pytest.mark.parametrize(
     ("speculation", "prefill", "decode", "captured"),
     [
-        (None, "full", "full", ["decoder"]),
-        (None, "full", "none", []),
-        ("prefill", "full", "full", ["decoder", "prefiller"]),
-        ("prefill", "none", "full", ["decoder"]),
-        ("prefill", "full", "none", []),  # no graphs for the pair
-        ("decode", "full", "full", ["decoder"]),
-        ("decode", "full", "decode", ["decoder"]),
+        (None, "uniform", "uniform", ["decoder"]),
+        (None, "uniform", "never", []),
+        ("prefill", "uniform", "uniform", ["decoder", "prefiller"]),
+        ("prefill", "never", "uniform", ["decoder"]),
+        ("prefill", "uniform", "never", []),  # no graphs for the pair
+        ("decode", "uniform", "uniform", ["decoder"]),
+        ("decode", "uniform", "decode", ["decoder"]),
     ],
 )
 def test_what_is_captured(speculation, prefill, decode, captured):
@@ -195,18 +195,18 @@ def test_capture_and_replay_go_to_the_backend_of_the_mode():
     [
         (M.DECODE, "decode"),
         (M.DRAFT_DECODE, "decode"),
-        (M.TARGET_VERIFY, "full"),
-        (M.DRAFT_EXTEND, "full"),
+        (M.TARGET_VERIFY, "uniform"),
+        (M.DRAFT_EXTEND, "uniform"),
     ],
 )
-@pytest.mark.parametrize("has", ["decode", "full"])
+@pytest.mark.parametrize("has", ["decode", "uniform"])
 def test_a_pass_beyond_the_graph_level_of_its_row_is_not_captured(mode, level, has):
     dispatcher, _, dec = make("decode", decode=recorder("decoder", cuda_graph=has))
     if level in (has, "decode"):
         dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
         assert len(dec.calls) == 1
         return
-    message = f"{mode.value} passes in CUDA graphs need cuda_graph 'full', .*decoder has 'decode'"
+    message = f"this {mode.value} pass in a CUDA graph needs cuda_graph 'uniform', .*decoder has 'decode'"
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
     assert not dec.calls
@@ -222,7 +222,7 @@ def test_prefill_and_decode_are_required():
 class Nothing(Recorder):
     """Does nothing, so that a call costs what the dispatcher costs."""
 
-    def forward_decode(self, q, k, v, layer, cache, batch, metadata, *, out, **kwargs):
+    def forward(self, q, k, v, layer, cache, batch, metadata, *, out, **kwargs):
         return out
 
 

@@ -64,20 +64,20 @@ def _levels(prefill, decode):
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode", "refused"),
     [
-        (None, "none", "decode", None),
-        (None, "full", "none", "dec: cuda_graph asked (not supported)"),
-        ("prefill", "full", "decode", None),
-        ("prefill", "decode", "full", "pre: cuda_graph full (supports decode)"),
-        ("prefill", "none", "full", "pre: cuda_graph full (supports none)"),
-        ("decode", "none", "full", None),
-        ("decode", "full", "decode", "dec: cuda_graph full (supports decode)"),
+        (None, "never", "decode", None),
+        (None, "uniform", "never", "dec: cuda_graph asked (not supported)"),
+        ("prefill", "uniform", "decode", None),
+        ("prefill", "decode", "uniform", "pre: cuda_graph uniform (supports decode)"),
+        ("prefill", "never", "uniform", "pre: cuda_graph uniform (supports never)"),
+        ("decode", "never", "uniform", None),
+        ("decode", "uniform", "decode", "dec: cuda_graph uniform (supports decode)"),
     ],
 )
 def test_graphs_are_asked_of_every_role_that_is_captured(mode, prefill, decode, refused):
-    """Decode needs the level "decode"; what verifies and drafts needs "full"."""
+    """Decode needs the level "decode"; what verifies and drafts needs "uniform"."""
     registry, device = _levels(prefill, decode), Device("cpu")
     needs = Requirements(speculation=Speculation(mode=mode) if mode else None, graphs=True)
-    assert select(replace(needs, graphs=False), device, registry, {}).decode == "dec"
+    assert select(replace(needs, graphs=False), device, registry, {}).backend("decode") == "dec"
     if refused is None:
         assert select(needs, device, registry, {}).requirements is needs
         return
@@ -343,7 +343,7 @@ def test_prefer_is_an_order_allow_and_deny_are_lists():
         (Overrides(allow=("c", "b")), "b"),
         (Overrides(allow=("b", "a"), prefer=("b",)), "b"),
     ):
-        assert select(Requirements(), HERE, registry, {}, overrides).decode == expected
+        assert select(Requirements(), HERE, registry, {}, overrides).backend("decode") == expected
     with pytest.raises(NoBackendError, match="nearest are"):
         select(Requirements(), HERE, registry, {}, Overrides(allow=()))
 

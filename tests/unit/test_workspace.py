@@ -1,7 +1,7 @@
 """Scratch memory of NVIDIA's kernels, and what is said while they are built."""
 
 import logging
-import time
+from types import SimpleNamespace
 
 import attn_nvidia.common.workspace as held
 import pytest
@@ -57,23 +57,31 @@ def test_what_tensorrt_llm_needs():
     assert workspace_bytes.trtllm_gen(148, 32, 128, 256) == plain + 256 * 32 * 8 + 2**20
 
 
-def test_a_slow_call_is_said_afterwards(caplog):
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr("attn_nvidia.common.jit_log.time", clock)
+    return clock
+
+
+def test_a_slow_call_is_said_afterwards(caplog, clock):
     with caplog.at_level(logging.INFO, "attn_nvidia"):
         with building("a kernel"):
             pass
         assert not caplog.messages
         with building("a kernel"):
-            time.sleep(0.51)
+            clock.now += 0.51
     assert caplog.messages == ["built a kernel in 0.5 s"]
 
 
-def test_what_will_be_compiled_is_said_before(caplog):
+def test_what_will_be_compiled_is_said_before(caplog, clock):
     with caplog.at_level(logging.INFO, "attn_nvidia"), building("a kernel", certain=True):
         assert caplog.messages == ["building a kernel …"]
     assert caplog.messages[1:] == ["built a kernel in 0.0 s"]
 
 
-def test_a_failure_is_said_and_passes_through(caplog):
+def test_a_failure_is_said_and_passes_through(caplog, clock):
     with (
         caplog.at_level(logging.INFO, "attn_nvidia"),
         pytest.raises(ValueError, match="nvcc"),

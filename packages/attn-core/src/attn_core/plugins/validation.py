@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
@@ -119,8 +120,8 @@ def _fields(record: BackendSpec | Capabilities | Pin) -> str | None:
         value, hint = getattr(record, f.name), hints[f.name]
         if (most := _too_much(value)) is not None:
             return f"{f.name} {_show(value)} (expected {most})"
-        fits, words = VALUES.get(f.name, (None, ""))
-        if not _is(value, hint) or (fits is not None and value is not None and not fits(value)):
+        holds, words = VALUES.get(f.name, (None, ""))
+        if not _fits(hint)(value) or (holds and value is not None and not holds(value)):
             expected = f"{_words(hint)}, {words}" if words else _words(hint)
             return f"{f.name} {_show(value)} (expected {expected})"
     return None
@@ -145,25 +146,32 @@ def _too_much(value: object) -> str | None:
     return None
 
 
-def _is(value: object, hint: Any) -> bool:
-    """Say whether a value is of a type hint, its elements included.
+@functools.cache
+def _fits(hint: Any) -> Callable[[Any], bool]:
+    """Return what says whether a value is of a type hint, its elements included.
 
     Classes are compared, so that True is no int, and a subclass of a row is no row.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return type(value) is str and value in inner
+        return lambda value: type(value) is str and value in inner
+    if origin is None:
+        return lambda value: type(value) is hint
+    parts = [_fits(one) for one in inner]
     if origin in (Union, UnionType):
-        return any(_is(value, one) for one in inner)
+        return lambda value: any(fits(value) for fits in parts)
+    first, last = parts[0], parts[-1]
     if origin is tuple:
-        if not isinstance(value, tuple) or len(value) != len(inner):
-            return False
-        return all(_is(v, one) for v, one in zip(value, inner, strict=True))
-    if isinstance(value, Mapping) and origin is not None and issubclass(origin, Mapping):
-        return all(_is(k, inner[0]) and _is(v, inner[1]) for k, v in value.items())
-    if origin is not None:
-        return isinstance(value, origin) and all(_is(v, inner[0]) for v in value)
-    return type(value) is hint
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(parts)
+            and all(fits(v) for v, fits in zip(value, parts, strict=True))
+        )
+    if issubclass(origin, Mapping):
+        return lambda value: (
+            isinstance(value, Mapping) and all(first(k) and last(v) for k, v in value.items())
+        )
+    return lambda value: isinstance(value, origin) and all(map(first, value))
 
 
 def _words(hint: Any) -> str:

@@ -110,15 +110,16 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
     for phase, options in fitting.items():
         if not options:
             raise NoBackendError(nothing_fits(s, verdicts, phase), base)
+    ranked = {p: [(s.rank(v), v) for v in options] for p, options in fitting.items()}
     pairs = {
         (
-            *(a + b for a, b in zip(s.rank(pre), s.rank(dec), strict=True)),
+            *(a + b for a, b in zip(first, second, strict=True)),
             (pre.row is not dec.row, pre.spec.name, dec.spec.name, i),
         ): (pre, dec)
-        for i, (pre, dec) in enumerate(
-            itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE])
-            if Phase.DECODE in fitting
-            else ((v, v) for v in fitting[Phase.PREFILL])
+        for i, ((first, pre), (second, dec)) in enumerate(
+            itertools.product(ranked[Phase.PREFILL], ranked[Phase.DECODE])
+            if Phase.DECODE in ranked
+            else ((v, v) for v in ranked[Phase.PREFILL])
         )
     }
     conflicts: dict[tuple[str, str], str] = {}  # pairs that rank before the chosen one

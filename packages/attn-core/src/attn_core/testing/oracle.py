@@ -52,6 +52,9 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
     return torch.tensor([[j in row for j in range(n)] for row in rows])
 
 
+_SHIFTS = torch.tensor([0.0, 0.2, 0.4])  # within an octave
+
+
 def attend_one(
     q: Tensor,
     k: Tensor,
@@ -99,12 +102,13 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
     """
     if logits.dtype == torch.float64:
         return logits.logsumexp(-1)
-    exact = logits.float().logsumexp(-1)
-    most = exact
-    for shift in (0.0, 0.2, 0.4):
-        p = (logits.float() - exact[:, None].nan_to_num(neginf=0.0) - shift).exp()
-        most = _farther(most, exact + p.to(logits.dtype).float().sum(-1).log() + shift, exact)
-    return most
+    wide = logits.float()
+    exact = wide.logsumexp(-1)
+    shifts = _SHIFTS.to(wide.device)[:, None]
+    p = (wide - exact[:, None].nan_to_num(neginf=0.0) - shifts[..., None]).exp()
+    sums = exact + p.to(logits.dtype).float().sum(-1).log() + shifts
+    worst = (sums - exact).abs().argmax(0, keepdim=True)
+    return torch.where(exact.isfinite(), sums.gather(0, worst)[0], exact)
 
 
 def products_in_turn(q: Tensor, k: Tensor) -> Tensor:

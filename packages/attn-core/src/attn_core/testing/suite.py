@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 import pytest
@@ -16,6 +16,8 @@ from attn_core.spec.kinds import Kind
 from attn_core.testing.plan import KINDS, plan
 from attn_core.testing.runner import run_check, torch_device
 from attn_core.testing.tolerance import Measure
+
+_registry = cache(load_plugins)  # every suite of a process asks the same plugins
 
 
 class BackendSuite:
@@ -38,7 +40,7 @@ class BackendSuite:
     @classmethod
     def spec(cls) -> BackendSpec:
         """Return the declaration under test: that of the installed plugin called `name`."""
-        return load_plugins().get(cls.name)
+        return _registry().get(cls.name)
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -49,7 +51,7 @@ class BackendSuite:
         device = parse_device(cls.device) if cls.device else probe_device()
         on = torch.device(cls.on) if cls.on else torch_device(device)
         if libraries is None:
-            libraries = load_plugins().installed_libraries()
+            libraries = _registry().installed_libraries()
         checks = plan(
             spec, device, libraries, kinds=cls.kinds, passes=cls.passes, reduced=cls.reduced
         )
