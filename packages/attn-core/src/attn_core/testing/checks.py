@@ -187,7 +187,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         lse=cell == "lse",
         deterministic=cell == "deterministic",
     )
-    level = "decode" if case.mode is ForwardMode.DECODE else "full"
+    level = "decode" if case.mode is ForwardMode.DECODE else "uniform"
     decodes_too = ask is metamorphic.then_decode
     return Check(
         id=f"{name}-{point}",
@@ -204,7 +204,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
 
 
 def _no_graph(level: str, row: Capabilities) -> str | None:
-    if row.cuda_graph in (level, "full"):
+    if row.cuda_graph in (level, "uniform", "always"):
         return None
     return f"cuda_graph {level} (supports {row.cuda_graph})"
 
