@@ -590,9 +590,9 @@ def test_linear_layers_stay_the_models_own(name: str) -> None:
         assert chosen.backend("linear_prefill") is None
         assert any("own" in sentence for sentence in chosen.assumptions)
         assert [x.layer_id for x in engine.layers] == [1]
+    linear = {"linear_decode": Choice("triton", chosen.roles["decode"].row, "named")}
     with pytest.raises(UnsupportedError, match="model's own code here"):
-        linear = Choice("triton", chosen.roles["decode"].row, "named")
-        enable(model, replace(chosen, roles={**chosen.roles, "linear_decode": linear}))
+        enable(model, replace(chosen, roles={**chosen.roles, **linear}))
     with torch.no_grad(), enable(model, page_size=16) as engine:
         cache = model(**inputs).past_key_values
         forward = engine.dispatcher.forward
