@@ -18,7 +18,7 @@ import pytest
 import torch
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import Device, parse_device
-from attn_core.testing.plan import PlannedWrapper, plan
+from attn_core.testing.plan import PlannedCheck, plan
 from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
 from leaves import INFERRED, LIBRARIES, defined, read
@@ -142,16 +142,16 @@ def over(leaves: Leaves, doctored: dict[str, str] | None = None) -> Iterator[dic
         yield calls
 
 
-def checks(name: str, libraries: dict[str, str], device: Device = HOPPER) -> list[PlannedWrapper]:
+def checks(name: str, libraries: dict[str, str], device: Device = HOPPER) -> list[PlannedCheck]:
     """List one check of each feature that a row declares with these libraries."""
-    found: dict[tuple[str, str], PlannedWrapper] = {}
+    found: dict[tuple[str, str], PlannedCheck] = {}
     for p in plan(load_plugins().get(name), device, libraries, reduced=True, passes=8):
         if p.row is not None:
             found.setdefault((p.kind, p.check.feature), p)
     return [*found.values()]
 
 
-def run(name: str, checks: list[PlannedWrapper], device: Device = HOPPER) -> None:
+def run(name: str, checks: list[PlannedCheck], device: Device = HOPPER) -> None:
     for planned in checks:
         run_check(planned, load_plugins().get(name), torch.device("cpu"), arch=device.arch)
 

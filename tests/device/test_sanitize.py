@@ -46,8 +46,11 @@ def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
 def test_every_kernel_is_run_under_the_checker():
     """What a module of the backend launches, `name[grid](…)`, a pass of test_kernels.py names."""
     pytest.importorskip("triton")
-    folder = pathlib.Path(find_spec("attn_core.backends.triton").origin).parent
-    sources = [path.read_text() for path in folder.glob("*.py")]
+    sources = [
+        path.read_text()
+        for package in ("attn_core.backends.triton", "attn_core.ops.triton")
+        for path in pathlib.Path(find_spec(package).origin).parent.rglob("*.py")
+    ]
     launched = {
         n for s in sources for n in re.findall(r"^    +(\w+)\[(?:\(.*\)|grid)\]\($", s, re.M)
     }

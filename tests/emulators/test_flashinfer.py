@@ -11,7 +11,7 @@ import torch
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.plugins.registry import load_plugins
-from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.device import parse_device
@@ -80,18 +80,18 @@ def make_layer(heads=(4, 2), dim=64, **more):
 
 def make_backend(*layers, encodes=False, **more):
     """Create the backend of the first row, or of the vision tower, for a Hopper."""
-    from attn_nvidia.flashinfer import create
-
-    rows = [r for r in load_plugins().get("flashinfer").capabilities if r.kind == "mha"]
+    spec = load_plugins().get("flashinfer")
+    rows = [r for r in spec.capabilities if r.kind == "mha"]
     given = {"page_size": 16, "dtype": "bf16", "kv_cache_dtype": "bf16", "arch": "sm90"} | more
-    return create(
+    return create_backend(
+        spec,
         BackendConfig(
             name="flashinfer",
             row=rows[-1] if encodes else rows[0],
             layers=layers,
             device=torch.device("cpu"),
             **given,
-        )
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError  # no
 from attn_core.integrations.transformers import SUPPORTED, Engine, enable  # noqa: E402
 from attn_core.plugins.registry import Registry, load_plugins  # noqa: E402
 from attn_core.runtime.batch import DECODE_MODES  # noqa: E402
-from attn_core.selection.result import LinearSelection, NoBackendError, Overrides  # noqa: E402
+from attn_core.selection.result import Choice, NoBackendError, Overrides  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -590,8 +590,9 @@ def test_linear_layers_stay_the_models_own(name: str) -> None:
         assert chosen.backend("linear_prefill") is None
         assert any("own" in sentence for sentence in chosen.assumptions)
         assert [x.layer_id for x in engine.layers] == [1]
+    linear = {"linear_decode": Choice("triton", chosen.roles["decode"].row, "named")}
     with pytest.raises(UnsupportedError, match="model's own code here"):
-        enable(model, replace(chosen, linear=LinearSelection("triton", "triton")))
+        enable(model, replace(chosen, roles={**chosen.roles, **linear}))
     with torch.no_grad(), enable(model, page_size=16) as engine:
         cache = model(**inputs).past_key_values
         forward = engine.dispatcher.forward

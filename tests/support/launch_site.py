@@ -101,6 +101,7 @@ class Site:
             row=self.row(chip),
             torch_device=chip.on,
             arch=chip.arch,
+            multiprocessors=132,  # of an H200; it is no constant of a kernel
             deterministic=self.deterministic,
         )
         (self._pass if self.paged else self._call)(chip, asked)

@@ -21,7 +21,7 @@ from attn_core.spec.device import Device, parse_device, probe_device
 
 if TYPE_CHECKING:
     from attn_core.testing.parallel import Asked
-    from attn_core.testing.plan import PlannedWrapper
+    from attn_core.testing.plan import PlannedCheck
     from attn_core.testing.runner import CellReport, Outcome, Report
 
 
@@ -133,7 +133,7 @@ def _run(asked: Asked, jobs: int) -> list[Outcome]:
     with progress(*columns) as bar:
         task = bar.add_task("", total=len(planned))
 
-        def step(one: PlannedWrapper) -> None:
+        def step(one: PlannedCheck) -> None:
             bar.update(task, advance=1, description=one.check.id)
 
         if jobs > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,6 +16,7 @@ from attn_core.errors import AttnError, BackendError, BackendNotImplementedError
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import FAMILY
 
 if TYPE_CHECKING:
     from attn_core.cache.layer_cache import LayerCache
@@ -25,7 +28,12 @@ Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackendConfig:
-    """Everything a plan needs that does not change from pass to pass."""
+    """Everything a plan needs that does not change from pass to pass.
+
+    arch ("sm90", "gfx942"), multiprocessors and shared_memory (bytes that one block may take) are
+    properties of `device`. On a GPU those that are not given are asked of it here, once, so that no
+    backend asks again. Elsewhere they stay unknown: None and 0.
+    """
 
     name: str
     row: Capabilities
@@ -34,13 +42,36 @@ class BackendConfig:
     dtype: str
     kv_cache_dtype: str  # what the cache stores, never "auto"
     device: torch.device
-    arch: str | None = None  # "sm90", "gfx942": the Device's; None is not known
+    arch: str | None = None
+    multiprocessors: int = 0
+    shared_memory: int = 0
     max_bs: int = 0  # 0: not known, grow as needed
     max_num_tokens: int = 0
     max_seq_len: int = 0
     topk: int = 0
     num_draft_tokens: int = 0
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda" and not (self.arch and self.multiprocessors):
+            for name, value in properties_of(self.device).items():
+                if not getattr(self, name):
+                    object.__setattr__(self, name, value)
+
+
+@functools.cache
+def properties_of(device: torch.device) -> Mapping[str, str | int]:
+    """Ask a GPU for its arch, multiprocessors and shared memory, as BackendConfig names them."""
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        arch = found.gcnArchName.partition(":")[0]
+    else:
+        arch = f"sm{found.major}{found.minor}"
+    return {
+        "arch": FAMILY.get(arch, arch),
+        "multiprocessors": found.multi_processor_count,
+        "shared_memory": getattr(found, "shared_memory_per_block_optin", 0),  # not on ROCm
+    }
 
 
 class AttentionBackend(ABC):

@@ -25,6 +25,7 @@ class Bench:
     row: Capabilities
     torch_device: torch.device
     arch: str | None = None
+    multiprocessors: int = 0
     deterministic: bool = False
 
     def rounds(self, kv_dtype: str) -> torch.dtype | None:
@@ -58,6 +59,7 @@ class Bench:
             kv_cache_dtype=dtype if kv_dtype == "auto" else kv_dtype,
             device=self.torch_device,
             arch=self.arch,
+            multiprocessors=self.multiprocessors,
             max_bs=max_bs,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,

@@ -20,7 +20,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Kind
-from attn_core.testing.plan import KINDS, PlannedWrapper, plan
+from attn_core.testing.plan import KINDS, PlannedCheck, plan
 from attn_core.testing.runner import Outcome, Status, run_all, torch_device
 from attn_core.testing.tolerance import Measure
 
@@ -34,14 +34,14 @@ class Asked:
     kinds: tuple[Kind, ...] = KINDS
     reduced: bool = False
 
-    def plan(self) -> tuple[BackendSpec, list[PlannedWrapper]]:
+    def plan(self) -> tuple[BackendSpec, list[PlannedCheck]]:
         """Plan the checks of the installed backend of this name."""
         registry = load_plugins()
         spec, libraries = registry.get(self.backend), registry.installed_libraries()
         return spec, plan(spec, self.device, libraries, kinds=self.kinds, reduced=self.reduced)
 
 
-def run_parallel(asked: Asked, jobs: int, step: Callable[[PlannedWrapper], None]) -> list[Outcome]:
+def run_parallel(asked: Asked, jobs: int, step: Callable[[PlannedCheck], None]) -> list[Outcome]:
     """Run every check that has a row in `jobs` processes; `step` is called after each.
 
     The checks are those of `asked.plan()`, in its order. A check whose process dies, as with a

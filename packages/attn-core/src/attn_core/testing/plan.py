@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("mha", "mla")  # what the suite has cases for
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedWrapper:
+class PlannedCheck:
     """A check and the row that it is put to, or the reason why no row has it."""
 
     check: Check
@@ -56,7 +56,7 @@ def plan(
     kinds: tuple[Kind, ...] = KINDS,
     passes: int = 200,
     reduced: bool = False,
-) -> list[PlannedWrapper]:
+) -> list[PlannedCheck]:
     """List every check of these kinds, each with the first row that declares what it needs.
 
     passes: of each random session. reduced: every feature in one place only, the base page and
@@ -68,7 +68,7 @@ def plan(
         raise BackendNotImplementedError(
             f"{spec.name} is declared but not implemented in 0.1, so there is nothing to check"
         )
-    found: dict[tuple[Kind, str], PlannedWrapper] = {}
+    found: dict[tuple[Kind, str], PlannedCheck] = {}
     absent: list[UnsupportedError] = []
     for kind in kinds:
         try:
@@ -87,7 +87,7 @@ def plan(
             taken = None if missing else row
             # two cases may turn into one on a row that takes a single shape
             found.setdefault(
-                (kind, check.id), PlannedWrapper(check=check, kind=kind, row=taken, reason=reason)
+                (kind, check.id), PlannedCheck(check=check, kind=kind, row=taken, reason=reason)
             )
     if not found and absent:
         raise absent[0]

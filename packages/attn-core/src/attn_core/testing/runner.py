@@ -15,7 +15,7 @@ from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Kind, Phase
 from attn_core.testing.harness import Bench
-from attn_core.testing.plan import PlannedWrapper, usable_rows
+from attn_core.testing.plan import PlannedCheck, usable_rows
 from attn_core.testing.tolerance import CheckFailed, Measure
 from attn_core.tools.matrix import CELLS
 
@@ -29,7 +29,7 @@ _TORCH_TYPES = {"rocm": "cuda"}
 class Outcome:
     """What became of a check; `detail` is why it failed or was skipped."""
 
-    planned: PlannedWrapper
+    planned: PlannedCheck
     status: Status
     measure: Measure = field(default_factory=Measure)
     detail: str = ""
@@ -58,7 +58,7 @@ def torch_device(device: Device) -> torch.device:
 
 
 def run_check(
-    planned: PlannedWrapper, spec: BackendSpec, on: torch.device, *, arch: str | None = None
+    planned: PlannedCheck, spec: BackendSpec, on: torch.device, *, arch: str | None = None
 ) -> Measure:
     """Put one check to its row, on a torch device. Raises CheckFailed with the fault in words.
 
@@ -84,10 +84,10 @@ def run_check(
 
 
 def run_all(
-    checks: Sequence[PlannedWrapper],
+    checks: Sequence[PlannedCheck],
     spec: BackendSpec,
     on: torch.device,
-    step: Callable[[PlannedWrapper], None] = lambda planned: None,
+    step: Callable[[PlannedCheck], None] = lambda planned: None,
     *,
     arch: str | None = None,
 ) -> list[Outcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from attn_core import BackendConfig
 from torch import Tensor
 
 # Process-wide, since sharing is the point: the layers of a pass run one after the other on one
@@ -31,8 +32,6 @@ def workspace(device: torch.device, use: str, nbytes: int) -> Tensor:
     return held
 
 
-def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a device; off CUDA those of an H200, for emulations."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def multiprocessors(config: BackendConfig) -> int:
+    """Return the multiprocessors of the device; off CUDA those of an H200, for emulations."""
+    return config.multiprocessors or 132

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from attn_nvidia.common.tensors import Scales, aligned, no_keys, rounded
 from attn_nvidia.fa3.library import load
-from attn_nvidia.fa3.plan import Call, Kind, Plan, Planner, Plans, window_of
+from attn_nvidia.fa3.plan import Call, CallGroup, Plan, Planner, Plans, window_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     """What every call of one layer is given; sinks go with the last call of a plan."""
 
-    kind: Kind
+    kind: CallGroup
     arguments: dict[str, Any]
     with_sinks: dict[str, Any]
 
@@ -66,7 +66,7 @@ class FA3(AttentionBackend):
         if layer.sinks is not None:
             # the one dtype that the kernel takes
             with_sinks = {**arguments, "sinks": layer.sinks.to(torch.bfloat16)}
-        return _Layer(Kind(LayerGroup.of(layer), capped), arguments, with_sinks)
+        return _Layer(CallGroup(LayerGroup.of(layer), capped), arguments, with_sinks)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every kind of layer: the tiles of a pass, and what the drafts of a tree see."""

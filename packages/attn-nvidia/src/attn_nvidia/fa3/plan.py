@@ -23,7 +23,7 @@ from attn_nvidia.fa3.library import Library
 NO_WINDOW: Final = (-1, -1)
 
 
-class Kind(NamedTuple):
+class CallGroup(NamedTuple):
     """What of a layer decides its plan: the kernel's tiles depend on a soft cap too."""
 
     layer: LayerGroup
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 Plan = tuple[Call, ...]  # the results of several calls are merged
-Plans = Mapping[Kind, Plan]
+Plans = Mapping[CallGroup, Plan]
 
 
 def window_of(window: int | None) -> tuple[int, int]:
@@ -58,7 +58,7 @@ class Planner:
         self._splits = 1 if config.deterministic else 0  # 0: the library's choice
         self._counting = torch.arange(1, dtype=torch.int32, device=config.device)
 
-    def plan(self, kind: Kind, batch: ForwardBatch, held: Plan | None = None) -> Plan:
+    def plan(self, kind: CallGroup, batch: ForwardBatch, held: Plan | None = None) -> Plan:
         """Return the calls of one kind; `held` is the plan of a capture, whose shapes it takes."""
         view, which = batch.views[kind.layer.view], kind.layer
         spec = batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
@@ -70,7 +70,12 @@ class Planner:
         return tuple(self._tree(kind, batch, view, spec, held))
 
     def _tree(
-        self, kind: Kind, batch: ForwardBatch, view: CacheView, spec: SpecInfo, held: Plan | None
+        self,
+        kind: CallGroup,
+        batch: ForwardBatch,
+        view: CacheView,
+        spec: SpecInfo,
+        held: Plan | None,
     ) -> Iterator[Call]:
         assert spec.tree_mask is not None
         n, window, size = spec.num_draft_tokens, kind.layer.window, self.config.page_size
@@ -94,7 +99,7 @@ class Planner:
 
     def _call(
         self,
-        kind: Kind,
+        kind: CallGroup,
         cu_seqlens_q: Tensor,
         max_q: int,
         lengths: Tensor,

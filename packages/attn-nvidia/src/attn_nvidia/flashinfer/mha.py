@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.tensors import aligned, as_asked, dense
-from attn_nvidia.common.workspace import processors, workspace
+from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.csr import query_lengths
 from attn_nvidia.flashinfer.kernels import (
     Lengths,
@@ -42,7 +41,7 @@ from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.paged_inputs import Table
 from attn_nvidia.flashinfer.ragged import Ragged
 from attn_nvidia.flashinfer.tree import loose_window
-from attn_nvidia.flashinfer.wrappers import PlannedWrapper, Pool, Shape, Static
+from attn_nvidia.flashinfer.wrappers import PlannedWrapper, Shape, Static, WrapperPool
 
 Class = tuple[LayerGroup, float]  # and the soft cap, 0 = none
 
@@ -64,17 +63,14 @@ class FlashInfer(AttentionBackend):
     """Plans each class of layers on the host, once per pass; then one kernel call per layer."""
 
     def __init__(self, config: BackendConfig) -> None:
-        if config.device.type == "cuda" and config.arch is None:
-            major, minor = torch.cuda.get_device_capability(config.device)
-            config = replace(config, arch=f"sm{major}{minor}")
         super().__init__(config)
         for layer in config.layers:
             refuse_layer(config, layer)
             refuse_window(config.name, layer)
         library: Any = importlib.import_module("flashinfer")
-        self._library, self._pool = library, Pool(library)
+        self._library, self._pool = library, WrapperPool(library)
         self._classes = {_class_of(layer) for layer in config.layers}
-        self._processors = processors(config.device)
+        self._processors = multiprocessors(config)
         self._bytes = max(
             (self._workspace_bytes(which) for which, _ in self._classes),
             default=workspace_bytes.RECOMMENDED,

@@ -25,7 +25,7 @@ from torch import Tensor
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
 from attn_nvidia.common.tensors import aligned, no_keys
-from attn_nvidia.common.workspace import processors, workspace
+from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.csr import adjacent, key_lengths, page_list, refuse_moved
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla_plan import (
@@ -41,8 +41,8 @@ from attn_nvidia.flashinfer.mla_plan import (
 
 LATENT, ROPE = 512, 64
 
-Key = tuple[LayerGroup, float]  # what layers share a plan: their scale is part of it
-Plans = Mapping[Key, Plan | Wrapper]  # a captured pass has wrappers of its own
+PlanKey = tuple[LayerGroup, float]  # what layers share a plan: their scale is part of it
+Plans = Mapping[PlanKey, Plan | Wrapper]  # a captured pass has wrappers of its own
 Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -67,14 +67,14 @@ class FlashInferMLA(AttentionBackend):
         self._ragged: PerPassCache[Plan] = PerPassCache()
         absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
         self._keys = tuple(dict.fromkeys((LayerGroup.of(x), x.scale) for x in absorbed))
-        self._processors = processors(config.device)
+        self._processors = multiprocessors(config)
         self._views: dict[int, tuple[LayerCache, tuple[Tensor, ...]]] = {}
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every class of layers on the host; without host lengths it asks the device."""
         self._ragged.clear()
-        plans: dict[Key, Plan] = {}
+        plans: dict[PlanKey, Plan] = {}
         if not batch.num_tokens:
             return plans
         scratch = self._scratch()
@@ -89,7 +89,7 @@ class FlashInferMLA(AttentionBackend):
 
     def _arguments(
         self, batch: ForwardBatch, *, captured: bool
-    ) -> Iterator[tuple[Key, tuple[object, ...]]]:
+    ) -> Iterator[tuple[PlanKey, tuple[object, ...]]]:
         """Yield, for the planned layers, what BatchMLAPagedAttentionWrapper.plan takes in order."""
         causal = batch.forward_mode not in DECODE_MODES  # one query sees all keys anyway
         dtypes = TORCH_DTYPES[self.config.dtype], TORCH_DTYPES[self.config.kv_cache_dtype]
@@ -225,7 +225,7 @@ class FlashInferMLA(AttentionBackend):
         return plans
 
     def init_forward_metadata_replay_cuda_graph(
-        self, batch: ForwardBatch, metadata: Mapping[Key, Wrapper]
+        self, batch: ForwardBatch, metadata: Mapping[PlanKey, Wrapper]
     ) -> None:
         """Schedule anew: the one call of plan() whose result a kernel reads."""
         for key, arguments in self._arguments(batch, captured=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_nvidia.flashinfer.csr import query_lengths
 from attn_nvidia.flashinfer.kernels import Lengths
-from attn_nvidia.flashinfer.wrappers import Copy
+from attn_nvidia.flashinfer.wrappers import PinnedCopy
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Wrapper:
     __slots__ = ("_copy", "library")
 
     def __init__(self, library: Any, device: torch.device) -> None:
-        self.library, self._copy = library, Copy(device)
+        self.library, self._copy = library, PinnedCopy(device)
 
     def plan(self, call: Callable[..., object], *args: object, **more: object) -> None:
         """Call a plan of this wrapper, which fills its pinned buffer and enqueues the copy of it.

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_nvidia.common.jit_log import building
 from attn_nvidia.common.workspace import workspace
 from attn_nvidia.flashinfer.kernels import FA3_DIMS, faster_prefill
-from attn_nvidia.flashinfer.wrappers import Copy
+from attn_nvidia.flashinfer.wrappers import PinnedCopy
 
 
 class UnchangedTensors:
@@ -47,7 +47,7 @@ class _Planned:
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper, self.empty = wrapper, False
-        self.copy = Copy(wrapper.device)
+        self.copy = PinnedCopy(wrapper.device)
 
 
 class Ragged:

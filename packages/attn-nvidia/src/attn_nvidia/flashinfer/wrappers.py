@@ -48,7 +48,7 @@ class Static(NamedTuple):
     schedule: Tensor
 
 
-class Copy:
+class PinnedCopy:
     """A copy from pinned memory to a device, which must be over before the memory is reused.
 
     A plan is such a copy, so that a host far ahead of its device must not plan anew.
@@ -74,7 +74,7 @@ class PlannedWrapper:
     """One wrapper and the plan in it.
 
     static: the buffers that a captured graph reads, None where there is none. A plan lies in the
-    wrapper's own workspaces, so that a wrapper serves one pass at a time (Pool).
+    wrapper's own workspaces, so that a wrapper serves one pass at a time (WrapperPool).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PlannedWrapper:
         self.run = self._wrapper.run
         self._dtypes = torch.empty(0, dtype=shape.q_dtype), torch.empty(0, dtype=shape.kv_dtype)
         self._info: list[int] | None = None
-        self._copy = Copy(workspace.device)
+        self._copy = PinnedCopy(workspace.device)
 
     def plan(
         self,
@@ -235,7 +235,7 @@ def _wrap(library: Any, shape: Shape, workspace: Tensor, static: Static | None) 
     )
 
 
-class Pool:
+class WrapperPool:
     """Wrappers that no living pass uses: a pass leases them for as long as its plan lives.
 
     So a plan is a value: passes may be planned ahead, and run in any order.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.workspace import processors, workspace
+from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.lse import natural
-from attn_nvidia.trtllm.mha import Key, Prepared, Requests, TrtllmMha
+from attn_nvidia.trtllm.mha import PlanKey, Prepared, RequestTables, TrtllmMha
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class Pass:
     runs. use, scratch: of the workspace; with_lse: its bytes where the LSE is asked for.
     """
 
-    requests: Requests
+    requests: RequestTables
     q_len: int
     longest: int
     ends: Tensor | None
@@ -43,11 +43,11 @@ class TrtllmGen(TrtllmMha[Pass]):
         prefill: Any = importlib.import_module("flashinfer.prefill")
         self._decode = decode.trtllm_batch_decode_with_kv_cache
         self._context = prefill.trtllm_batch_context_with_kv_cache
-        self._processors = processors(config.device)
+        self._processors = multiprocessors(config)
         with building("trtllm-gen's launcher"):
             decode.get_trtllm_gen_fmha_module()
 
-    def _plan(self, key: Key, batch: ForwardBatch) -> Pass:
+    def _plan(self, key: PlanKey, batch: ForwardBatch) -> Pass:
         view = batch.views[key[0]]
         layer = max(self._layers[key], key=lambda x: x.num_q_heads * x.v_head_dim)
         heads, dim = layer.num_q_heads, layer.v_head_dim
@@ -58,7 +58,7 @@ class TrtllmGen(TrtllmMha[Pass]):
             # it lays its LSE where the decode kernel keeps counters that must stay 0
             use, ends = "trtllm_gen context", view.seq_lens.new_zeros(batch.batch_size + 1)
         plan = Pass(
-            requests=Requests.of(view, self._parts),
+            requests=RequestTables.of(view, self._parts),
             q_len=batch.max_q_len,
             longest=view.max_seq_len,
             ends=ends,
@@ -69,7 +69,7 @@ class TrtllmGen(TrtllmMha[Pass]):
         _fill_ends(plan, view)
         return plan
 
-    def _refill(self, plan: Pass, key: Key, batch: ForwardBatch) -> None:
+    def _refill(self, plan: Pass, key: PlanKey, batch: ForwardBatch) -> None:
         view = batch.views[key[0]]
         plan.requests.fill(view, self._parts)
         _fill_ends(plan, view)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attn_nvidia.common.tensors import as_asked, dense, packed
 
-Key = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
+PlanKey = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
 Plan = TypeVar("Plan")
 
 
@@ -37,7 +37,7 @@ class Prepared:
 
     layer: AttentionLayer
     cache: LayerCache
-    key: Key
+    key: PlanKey
     pages: tuple[Tensor, Tensor]
     blocks: tuple[Tensor, Tensor] | None
     layout: str
@@ -48,7 +48,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Requests:
+class RequestTables:
     """The requests of a view as the kernels read them: dense int32, in the kernel's pages.
 
     own: table and lens are copies, to be filled again where the view changes.
@@ -59,7 +59,7 @@ class Requests:
     own: bool
 
     @classmethod
-    def of(cls, view: CacheView, parts: int, *, derived: bool = False) -> Requests:
+    def of(cls, view: CacheView, parts: int, *, derived: bool = False) -> RequestTables:
         """Take a view whose pool pages are `parts` kernel pages each, without a copy if possible.
 
         The kernels take an address and no strides. derived: the view's tensors are not the
@@ -93,7 +93,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         fits = (p for p in config.row.page_sizes if config.page_size % p == 0)
         self._page = max(fits)
         self._parts = config.page_size // self._page
-        self._layers: dict[Key, list[AttentionLayer]] = {}
+        self._layers: dict[PlanKey, list[AttentionLayer]] = {}
         for layer in config.layers:
             self._layers.setdefault((layer.view, layer.sliding_window), []).append(layer)
         # made here, not in a first call, which a graph may capture
@@ -101,11 +101,11 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         self._prepared: dict[int, Prepared] = {}
 
     @abstractmethod
-    def _plan(self, key: Key, batch: ForwardBatch) -> Plan:
+    def _plan(self, key: PlanKey, batch: ForwardBatch) -> Plan:
         """Plan one pass over the layers of a view and a window."""
 
     @abstractmethod
-    def _refill(self, plan: Plan, key: Key, batch: ForwardBatch) -> None:
+    def _refill(self, plan: Plan, key: PlanKey, batch: ForwardBatch) -> None:
         """Bring the tensors of a plan up to date; a graph has captured them."""
 
     @abstractmethod
@@ -114,14 +114,14 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
     ) -> Tensor | None:
         """Fill out, dense as q is; return the LSE where it is asked for."""
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[Key, Plan]:
+    def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[PlanKey, Plan]:
         """Plan every view and window of the model; kernels are built here, not in a layer."""
         if not batch.num_tokens:
             return {}
         return {key: self._plan(key, batch) for key in self._layers if key[0] in batch.views}
 
     def init_forward_metadata_replay_cuda_graph(
-        self, batch: ForwardBatch, metadata: Mapping[Key, Plan]
+        self, batch: ForwardBatch, metadata: Mapping[PlanKey, Plan]
     ) -> None:
         """Refill the tables that are copies; the batch's own are read where they lie."""
         for key, plan in metadata.items():
@@ -135,7 +135,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         layer: AttentionLayer,
         cache: LayerCache,
         batch: ForwardBatch,
-        metadata: Mapping[Key, Plan],
+        metadata: Mapping[PlanKey, Plan],
         *,
         out: Tensor | None = None,
         return_lse: bool = False,

@@ -29,7 +29,7 @@ from attn_nvidia.common.tensors import (
     request_of_token,
     rounded,
 )
-from attn_nvidia.common.workspace import processors, workspace
+from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.flashinfer.mla_plan import PerPassCache
@@ -58,7 +58,7 @@ class TrtllmMLA(MlaDecode):
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         if self._fp8:
             self.modes = EVEN_MODES | {ForwardMode.DRAFT_EXTEND}
-        self._processors = processors(config.device)
+        self._processors = multiprocessors(config)
         self._lengths: PerPassCache[tuple[Tensor, Tensor | None]] = PerPassCache()
         self._called: set[str] = set()
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
 from attn_nvidia.common.tensors import request_of_token
-from attn_nvidia.common.workspace import processors, workspace
+from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.rows_mha import HOPPER
-from attn_nvidia.trtllm.mha import Key, Prepared, Requests, TrtllmMha
+from attn_nvidia.trtllm.mha import PlanKey, Prepared, RequestTables, TrtllmMha
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class Rows:
     of the workspace, semaphores and then partials.
     """
 
-    requests: Requests
+    requests: RequestTables
     q_len: int
     mask: Tensor | None
     of_token: Tensor | None
@@ -57,7 +57,7 @@ class Xqa(TrtllmMha[Rows]):
         xqa: Any = importlib.import_module("flashinfer.xqa")
         self._decode = decode.trtllm_batch_decode_with_kv_cache
         self._module = xqa.get_xqa_module
-        self._processors = processors(config.device)
+        self._processors = multiprocessors(config)
         self._dtype, self._store = TORCH_DTYPES[config.dtype], TORCH_DTYPES[config.kv_cache_dtype]
         self._exact = config.row.archs == HOPPER and config.kv_cache_dtype == "fp8_e4m3"
         # what a kernel is compiled for, apart from what is the same for all layers
@@ -79,21 +79,21 @@ class Xqa(TrtllmMha[Rows]):
         pages = (k.transpose(1, 2), v.transpose(1, 2))
         return replace(this, pages=pages, blocks=blocks, layout="NHD")
 
-    def _plan(self, key: Key, batch: ForwardBatch) -> Rows:
+    def _plan(self, key: PlanKey, batch: ForwardBatch) -> Rows:
         view, window = batch.views[key[0]], key[1]
         spec = batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
         mask = of_token = None
         q_len = 1
         if batch.num_tokens == batch.batch_size and batch.max_q_len == 1:
-            requests = Requests.of(view, self._parts)
+            requests = RequestTables.of(view, self._parts)
         elif spec is not None and window is None:
-            requests = Requests.of(view, self._parts)
+            requests = RequestTables.of(view, self._parts)
             q_len = spec.num_draft_tokens
             mask = self._mask(q_len, batch.batch_size)
         else:
             of_token = request_of_token(batch.cu_seqlens_q, batch.num_tokens)
             each = _each_token(view, batch, of_token)
-            requests = Requests.of(each, self._parts, derived=True)
+            requests = RequestTables.of(each, self._parts, derived=True)
         self._build(key, q_len)
         need = max(
             workspace_bytes.xqa(self._processors, group, dim, q_len)
@@ -103,7 +103,7 @@ class Xqa(TrtllmMha[Rows]):
         cut = workspace_bytes.SEMAPHORES  # as xqa_batch_decode_with_kv_cache of flashinfer.decode
         return Rows(requests, q_len, mask, of_token, scratch, scratch[:cut], scratch[cut:])
 
-    def _refill(self, plan: Rows, key: Key, batch: ForwardBatch) -> None:
+    def _refill(self, plan: Rows, key: PlanKey, batch: ForwardBatch) -> None:
         view = batch.views[key[0]]
         if plan.of_token is not None:
             view = _each_token(view, batch, plan.of_token)
@@ -116,7 +116,7 @@ class Xqa(TrtllmMha[Rows]):
             self._masks[drafts] = held
         return held[:rows]
 
-    def _build(self, key: Key, q_len: int) -> None:
+    def _build(self, key: PlanKey, q_len: int) -> None:
         """Let FlashInfer compile, or load, the kernels of these layers, once."""
         window = key[1] is not None
         for dim, group in self._shapes[key]:

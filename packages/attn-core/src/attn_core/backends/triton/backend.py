@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.device import arch_of, hopper_on, short_on
+from attn_core.backends.triton.device import hopper_on, short_on
 from attn_core.backends.triton.portable.launch import decode, extend, plan, sees
 from attn_core.backends.triton.split_kv import UNIT, Splits
 from attn_core.backends.triton.tile_order import TILE, Order, fill_order
@@ -50,7 +50,9 @@ class Triton(AttentionBackend):
             refuse_layer(config, layer)
             refuse_window(config.name, layer)
         self._classes = {LayerGroup.of(layer) for layer in config.layers}
-        self._arch, self._processors = arch_of(config.device)
+        interpreted = config.device.type == "cpu" or config.arch is None
+        self._arch = "interpreter" if interpreted or config.arch is None else config.arch
+        self._processors = config.multiprocessors or 3  # few, so that short requests are cut too
         self._hopper = hopper_on(self._arch)
         self._short = short_on(config.device)
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}

@@ -10,16 +10,6 @@ import torch
 from attn_core.backends.triton.split_kv import SHORT
 
 
-def arch_of(device: torch.device) -> tuple[str, int]:
-    """Return the arch, "sm90" or "gfx942", and the number of multiprocessors."""
-    if device.type != "cuda":
-        return "interpreter", 3  # few, so that short requests are cut as well
-    found = torch.cuda.get_device_properties(device)
-    hip = torch.version.hip is not None
-    arch = found.gcnArchName.partition(":")[0] if hip else f"sm{found.major}{found.minor}"
-    return arch, found.multi_processor_count
-
-
 def short_on(device: torch.device) -> int:
     """Return the keys of a request that is not cut; the interpreter meets no longer ones: 0."""
     return SHORT if device.type == "cuda" else 0

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers import mla, vision
 from attn_core.integrations.transformers.architectures import none_if_off
-from attn_core.integrations.transformers.sequences import Requests
+from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.layer import AttentionLayer
 
 NAME = "attn_core"  # the attention implementation's name inside transformers
@@ -37,7 +37,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, requests: Requests, layer: AttentionLayer, *, latent: bool) -> None:
+    def __init__(self, requests: Sequences, layer: AttentionLayer, *, latent: bool) -> None:
         super().__init__()
         self.requests, self.layer, self.latent = requests, layer, latent
         self.is_sliding = layer.sliding_window is not None

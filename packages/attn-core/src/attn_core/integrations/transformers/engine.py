@@ -17,9 +17,9 @@ from attn_core.integrations.transformers import mla, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
 from attn_core.integrations.transformers.inference import no_backward
-from attn_core.integrations.transformers.paged_cache import Memory
+from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.select import DTYPES, select_for
-from attn_core.integrations.transformers.sequences import Requests
+from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
@@ -78,7 +78,7 @@ def enable(
             "model's own code here; use select_for()"
         )
     dtype = DTYPES[model.dtype]
-    memory = Memory(
+    memory = PagedCache(
         attention, selection, registry, dtype=dtype, device=model.device, num_pages=num_pages
     )
     return Engine(model, attention, memory)
@@ -87,7 +87,7 @@ def enable(
 class Engine:
     """A model on paged pools: the handle that `enable` returns."""
 
-    def __init__(self, model: Any, attention: ModelAttention, memory: Memory) -> None:
+    def __init__(self, model: Any, attention: ModelAttention, memory: PagedCache) -> None:
         self._model, self._decoder = model, model.get_decoder()
         self._attention, self._memory = attention, memory
         self._forward = self._decoder.forward
@@ -215,7 +215,7 @@ class Engine:
                 "disable() attn-core for this call"
             )
 
-    def _adopt(self, cache: Any) -> Requests:
+    def _adopt(self, cache: Any) -> Sequences:
         """Return the requests of a cache, after giving an empty one paged layers."""
         layers = getattr(cache, "layers", ())
         paged = next((x for x in layers if isinstance(x, PagedLayer)), None)
@@ -235,7 +235,7 @@ class Engine:
                 f"this cache holds {cache.get_seq_length()} tokens that were computed without "
                 "attn-core; start a new cache"
             )
-        requests = Requests(self._memory)
+        requests = Sequences(self._memory)
         if any(getattr(x, "record_past", False) for x in layers):
             requests.keep_past()
         layers = list(layers or DynamicCache(config=self._decoder.config).layers)

@@ -21,7 +21,7 @@ from attn_core.selection.result import Selection
 _SLACK = 256  # tokens: what a view that grows on demand adds beyond the need
 
 
-class Memory:
+class PagedCache:
     """A KV pool, a PageAllocator for each view of it, and the dispatcher that attends over it.
 
     windows: view → the longest window of its layers, None where they see everything. A request

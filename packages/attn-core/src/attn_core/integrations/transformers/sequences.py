@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_core.cache.page_table import num_pages_for, pad_page_table
 from attn_core.errors import BatchError, UnsupportedError
-from attn_core.integrations.transformers.paged_cache import Memory
+from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -31,13 +31,13 @@ class _Pass:
     seen: Tensor
 
 
-class Requests:
+class Sequences:
     """The rows of one cache, each a request; padding is no part of any.
 
     Pages go back when the requests are released or garbage, whichever is first.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: PagedCache) -> None:
         self._memory = memory
         self.first_layer_id = memory.layers[0].layer_id
         self._keys: list[str] = []  # the allocator's name of each row; changed in place only
@@ -62,11 +62,11 @@ class Requests:
         """Whether the enabled model is in the middle of a forward pass over these requests."""
         return self._pass is not None
 
-    def belong_to(self, memory: Memory) -> bool:
+    def belong_to(self, memory: PagedCache) -> bool:
         """Say whether these requests lie in the pool of `memory`."""
         return self._memory is memory
 
-    def __deepcopy__(self, memo: object) -> Requests:
+    def __deepcopy__(self, memo: object) -> Sequences:
         raise UnsupportedError(
             "a paged cache cannot be copied; to go on from one prompt several times, repeat its "
             "rows with batch_repeat_interleave() or run the prompt again"
