@@ -3,4 +3,4 @@
 import pathlib
 import sys
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[2])]
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))

@@ -9,7 +9,7 @@ import torch
 from attn_core.cache.page_table import slot_table
 from attn_core.ops.kv import read_kv
 from attn_core.runtime.batch import ForwardMode
-from small import CASES
+from small_cases import CASES
 
 from benchmarks.cases import Case, build, random_tree
 from benchmarks.peers import PEERS

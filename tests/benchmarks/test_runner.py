@@ -8,11 +8,11 @@ import json
 import time
 import types
 
-import fakes
+import fake_peers
 import pytest
 import torch
 from attn_core.plugins.registry import load_plugins
-from small import CASES
+from small_cases import CASES
 
 from benchmarks import attention, timing
 from benchmarks.cases import build
@@ -80,7 +80,7 @@ PAIRS = [
 @pytest.mark.parametrize(("peer", "case"), PAIRS, ids=lambda x: x.name)
 def test_every_peer_gets_what_its_documentation_asks_for(monkeypatch, peer, case):
     if peer.module != "torch":
-        fakes.install(monkeypatch)
+        fake_peers.install(monkeypatch)
     assert peer.available()
     entry = measure(peer, build(case, CPU), OnceTimer(), floor_us=5.0)
     assert entry.error is None

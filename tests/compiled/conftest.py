@@ -1,11 +1,6 @@
 """With --evidence, tests record what they compile."""
 
-import pathlib
-import sys
-
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 def pytest_addoption(parser):
@@ -17,6 +12,6 @@ def evidence(request):
     """Return what writes the evidence of a chip, and does nothing without --evidence."""
     if not request.config.getoption("--evidence", default=False):
         return lambda *_: None
-    import record
+    import compiled_evidence
 
-    return record.write
+    return compiled_evidence.write

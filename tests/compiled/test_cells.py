@@ -6,22 +6,28 @@ import pytest
 
 pytest.importorskip("triton")
 
-import fa4
-import record
-import sites
+import build_fa4
+import compiled_evidence
+import launch_sites
 from attn_core.errors import UnsupportedError
 from attn_core.spec.kinds import SERVING
 from attn_core.testing.plan import usable_rows
 from attn_core.testing.runner import OF_TOWERS
 from attn_core.tools.matrix import CELLS
 from launch_site import NotDeclared, Site
-from test_compiled import SHARED
+from launch_sites import SHARED
 
 # What is no kernel of its own: a graph captures the same launches, fa4 never splits keys.
 NONE = {"triton": {"cuda_graph"}, "fa4": {"cuda_graph", "deterministic"}}
 CHIPS = [
-    *(pytest.param(sites.chip(arch), sites.SITES, id=f"triton-{arch}") for arch in SHARED),
-    *(pytest.param(fa4.chip(arch), fa4.SITES, id=f"fa4-{arch}") for arch in fa4.CHIPS),
+    *(
+        pytest.param(launch_sites.chip(arch), launch_sites.SITES, id=f"triton-{arch}")
+        for arch in SHARED
+    ),
+    *(
+        pytest.param(build_fa4.chip(arch), build_fa4.SITES, id=f"fa4-{arch}")
+        for arch in build_fa4.CHIPS
+    ),
 ]
 
 
@@ -68,8 +74,8 @@ def test_a_site_that_does_not_compile_leaves_its_cells_unproved(tmp_path):
         line("mha", "fp8_kv", not_declared="kv_cache_dtype fp8_e4m3"),
         line("mla", "page_sizes"),
     ]
-    chip = sites.chip("gfx942")
-    paths = record.write(chip, lines, ["triton"], tmp_path)
+    chip = launch_sites.chip("gfx942")
+    paths = compiled_evidence.write(chip, lines, ["triton"], tmp_path)
     assert [p.name for p in paths] == [
         "triton-mha-rocm-gfx942.compiled.json",
         "triton-mla-rocm-gfx942.compiled.json",

@@ -10,20 +10,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-BUILD = pathlib.Path(__file__).parent / "build.py"
-# Shared memory that a program may take, in KiB; Triton itself looks only when a kernel is loaded.
+import launch_sites
+from launch_sites import SHARED
+
+BUILD = pathlib.Path(__file__).parents[1] / "support" / "build_kernels.py"
 # Of kernels whose warps are specialised the assembler counts registers as at the launch, before
 # setmaxnreg hands them over: some addresses spill, no tile does.
 SPILLS = {"decode_mla_hopper": 112}
-SHARED = {
-    "sm75": 64,
-    "sm80": 163,
-    "sm90": 227,
-    "sm100": 227,
-    "sm120": 99,
-    "gfx942": 64,
-    "gfx950": 160,
-}
 
 
 def build(arch, *names):
@@ -79,11 +72,9 @@ def test_hot_launches(arch):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_launch(arch, evidence):
-    import sites
-
     found = judged(arch, "hot", hot=True) + judged(arch, "more", hot=False)
-    evidence(sites.chip(arch), found)
-    assert len(found) == len(sites.SITES) - 1  # without "greedy"
+    evidence(launch_sites.chip(arch), found)
+    assert len(found) == len(launch_sites.SITES) - 1  # without "greedy"
     assert [fault for site in found for fault in site["faults"]] == []
 
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-import fa4
+import build_fa4
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parent / "fa4.py"
+SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "build_fa4.py"
 COMPILERS = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
@@ -24,9 +24,9 @@ def build(arch, *words):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", fa4.CHIPS)
+@pytest.mark.parametrize("arch", build_fa4.CHIPS)
 def test_every_kernel_compiles(arch, evidence):
     lines = build(arch)
-    evidence(fa4.chip(arch), lines, COMPILERS)
-    assert len(lines) == len(fa4.SITES)
+    evidence(build_fa4.chip(arch), lines, COMPILERS)
+    assert len(lines) == len(build_fa4.SITES)
     assert [line for line in lines if line["faults"]] == []

@@ -1,6 +1,13 @@
-"""Make the reference backend and its mutants importable by name, as `create` names them."""
+"""With --anew, tests write what they compare with: killers.txt and skips.txt."""
 
-import pathlib
-import sys
+import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+def pytest_addoption(parser):
+    parser.addoption("--anew", action="store_true", help="write killers.txt and skips.txt anew")
+
+
+@pytest.fixture
+def anew(request):
+    """Whether what a test finds is to be written down."""
+    return request.config.getoption("--anew", default=False)

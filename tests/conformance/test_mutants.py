@@ -1,17 +1,22 @@
-"""The suite kills every planted fault, and lets the backend without a fault pass."""
+"""The suite kills every planted fault, and lets the backends without a fault pass."""
 
 import pathlib
 import unittest
 from dataclasses import replace
+from enum import Enum
 from functools import cache
 
 import mutants
 import pytest
 import torch
-from attn_core.spec.device import Device
+from attn_core.errors import AttnError, BackendRunError, UnsupportedError
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import Device, parse_device
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import report, run_all, run_check
 from attn_core.testing.tolerance import CheckFailed
+from mutants.masks import BehindTheWindowReadAtPageOne
+from mutants.scores import ScoresInBfloat16
 from reference import spec_of
 from wrapped import wrapper_spec
 
@@ -20,39 +25,78 @@ HERE, CPU = Device("cpu"), torch.device("cpu")
 KILLERS = pathlib.Path(__file__).parent / "killers.txt"
 
 
+class Verdict(Enum):
+    """How a check failed: by what was computed, by an error of the contract, or by any other."""
+
+    NUMBER = "number"
+    CONTRACT = "contract"
+    CRASH = "crash"
+
+    @classmethod
+    def of(cls, failure):
+        """Judge by what `run_check` raised its CheckFailed from."""
+        cause = failure.__cause__
+        if isinstance(cause, CheckFailed):
+            return cls.NUMBER
+        if isinstance(cause, AttnError) and not isinstance(cause, BackendRunError):
+            return cls.CONTRACT
+        return cls.CRASH
+
+
 @cache
 def checks(spec):
     """The checks of a right backend, each feature in one place."""
+    if spec.name == "triton":
+        device, libraries = parse_device("cuda:sm90"), {"triton": "3.4"}
+        planned = plan(spec, device, libraries, passes=12, reduced=True)
+        # the interpreter bears no threads: all launches share its state
+        return [p for p in planned if p.check.feature != "threads"]
     return plan(spec, HERE, {}, passes=60, reduced=True)
+
+
+def spec_for(mutant, dtypes):
+    """The declaration of the right backend that a fault is planted in."""
+    if mutant in mutants.KERNELS:
+        return load_plugins().get("triton")
+    if mutant in mutants.WRAPPERS:
+        return wrapper_spec(dtypes=dtypes)
+    return spec_of(fused=mutant in mutants.WRITERS, dtypes=dtypes)
 
 
 def named(planned):
     return f"{planned.kind}-{planned.check.id}"
 
 
-@cache
 def killers():
+    """Return fault → the check that kills it, as written down."""
     return dict(line.split(": ") for line in KILLERS.read_text().splitlines())
 
 
-def killed(mutant, dtypes=("fp32", "bf16"), first=None):
-    """Run checks until one fails; return it and its verdict, None where all pass.
+def write_down(mutant, check):
+    """Write down which check kills a fault, and forget faults that are no more."""
+    names = {m.__name__ for m in mutants.MUTANTS}
+    known = {name: was for name, was in killers().items() if name in names}
+    lines = sorted((known | {mutant.__name__: named(check)}).items())
+    KILLERS.write_text("".join(f"{name}: {by}\n" for name, by in lines))
 
-    first: the check that is asked before the others, by kind and id.
+
+def killed(mutant, dtypes=("fp32", "bf16"), first=None):
+    """Run checks until one sees the fault; return it and what it says, None where none does.
+
+    first: the check that is asked before the others, by kind and id. A crash is no verdict on a
+    fault: it would be seen without a suite, so the next check is asked.
     """
-    if mutant in mutants.WRAPPERS:
-        spec = wrapper_spec(dtypes=dtypes)
-    else:
-        spec = spec_of(fused=mutant in mutants.WRITERS, dtypes=dtypes)
-    faulty = replace(spec, create=f"mutants:{mutant.__name__}")
+    spec = spec_for(mutant, dtypes)
+    faulty = replace(spec, create=f"{mutant.__module__}:{mutant.__name__}")
     for one in sorted(checks(spec), key=lambda p: named(p) != first):
         if one.row is not None:
             try:
                 run_check(one, faulty, CPU)
             except unittest.SkipTest:  # what only a device has the memory for
                 continue
-            except CheckFailed as verdict:
-                return one, str(verdict)
+            except CheckFailed as failure:
+                if Verdict.of(failure) is not Verdict.CRASH:
+                    return one, str(failure)
     return None
 
 
@@ -63,23 +107,24 @@ def test_there_are_enough_faults():
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.__name__)
-def test_a_fault_is_killed(mutant):
-    """Where checks change on purpose: python tests/conformance/test_mutants.py, for speed alone."""
-    found = killed(mutant, first=killers().get(mutant.__name__))
+def test_a_fault_is_killed(mutant, anew):
+    """Where checks change on purpose, --anew writes killers.txt anew, for speed alone."""
+    found = killed(mutant, first=None if anew else killers().get(mutant.__name__))
     assert found is not None
-    if mutant in mutants.WRAPPERS:  # it is seen by what it returns, not because the library raised
-        assert "declared, but" not in found[1]
+    if anew:
+        write_down(mutant, found[0])
 
 
 def test_pages_behind_a_window_are_poison_at_every_page_size():
-    """Tokens given back one by one are nowhere else in a suite with each feature in one place."""
-    _, verdict = killed(mutants.BehindTheWindowReadAtPageOne)
+    """Tokens given back one by one: only this check of the reduced suite has pages of one."""
+    first = killers()[BehindTheWindowReadAtPageOne.__name__]
+    _, verdict = killed(BehindTheWindowReadAtPageOne, first=first)
     assert verdict.startswith("page-window-prefill-bf16-page1: output:")
     assert "not finite" in verdict
 
 
 # Scores in bfloat16 are no fault there: the budget is measured by a run that has them.
-IN_BFLOAT16 = [m for m in mutants.MUTANTS if m is not mutants.ScoresInBfloat16]
+IN_BFLOAT16 = [m for m in mutants.MUTANTS if m not in (ScoresInBfloat16, *mutants.KERNELS)]
 
 
 @pytest.mark.long
@@ -90,7 +135,7 @@ def test_a_fault_is_killed_in_bfloat16_alone(mutant):
 
 RIGHT = {
     "reference": spec_of(),
-    "reference-fused": spec_of(fused=True),
+    "fused-and-in-parts": replace(spec_of(fused=True), create="in_parts:InParts"),
     "wrapper": wrapper_spec(),
 }
 
@@ -103,6 +148,21 @@ def test_no_fault_passes(spec):
     assert [r.problem for found in cells.values() for r in found.values() if r.problem] == []
 
 
-if __name__ == "__main__":
-    lines = [f"{m.__name__}: {named(killed(m)[0])}\n" for m in mutants.MUTANTS]
-    KILLERS.write_text("".join(sorted(lines)))
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        (CheckFailed("output: largest error 1.0, allowed 0.1"), Verdict.NUMBER),
+        (UnsupportedError("window 3 (supports none)"), Verdict.CONTRACT),
+        (BackendRunError("its own error is the cause"), Verdict.CRASH),
+        (IndexError("list index out of range"), Verdict.CRASH),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_crash_is_no_verdict(error, verdict):
+    def fail(bench):
+        raise error
+
+    planned = next(p for p in checks(spec_of()) if p.row is not None)
+    with pytest.raises(CheckFailed) as failure:
+        run_check(replace(planned, check=replace(planned.check, run=fail)), spec_of(), CPU)
+    assert Verdict.of(failure.value) is verdict

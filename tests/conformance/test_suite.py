@@ -23,7 +23,6 @@ from attn_core.testing.runner import problems, report, run_all
 from attn_core.testing.strides import restrided
 from attn_core.testing.tolerance import CheckFailed, within_budget
 from attn_core.tools.matrix import build_matrix, table
-from mutants import OffsetsOf16Bits, TailReadAndMasked
 from reference import ROW, spec_of
 from typer.testing import CliRunner
 
@@ -43,8 +42,10 @@ def skips():
     return sorted(lines)
 
 
-def test_support_does_not_shrink_unseen():
-    """When rows change on purpose: python tests/conformance/test_suite.py writes the list anew."""
+def test_support_does_not_shrink_unseen(anew):
+    """When rows change on purpose, --anew writes the list anew."""
+    if anew:
+        SKIPS.write_text("\n".join(skips()) + "\n")
     assert skips() == SKIPS.read_text().splitlines()
 
 
@@ -118,7 +119,7 @@ def test_a_declared_cell_that_no_check_proves_is_a_problem():
 def test_tails_are_poison_or_large_as_the_row_asks(requires_finite_padding):
     """A kernel that reads whole pages is wrong, unless its row asks for finite tails."""
     row = replace(ROW, requires_finite_padding=requires_finite_padding)
-    spec = replace(spec_of(), create=f"mutants:{TailReadAndMasked.__name__}")
+    spec = replace(spec_of(), create="mutants.cache:TailReadAndMasked")
     bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"))
     case, point = PAGED[0], Point(dtype="fp32", page_size=16)
     if requires_finite_padding:
@@ -212,7 +213,7 @@ def test_pages_beyond_what_an_offset_counts_are_found(create, wraps, fused, monk
     """With offsets of 16 bits instead of 32, so that it fits anywhere."""
     monkeypatch.setattr(far, "BEYOND", 1 << 16)
     monkeypatch.setattr(far, "refuse_memory", lambda device, needed: None)
-    create = f"mutants:{OffsetsOf16Bits.__name__}" if wraps else create
+    create = "mutants.cache:OffsetsOf16Bits" if wraps else create
     bench = bench_of(create, replace(ROW, fused_kv_write=fused))
     case, point = RELATED["mha"]["decode"], Point(dtype="bf16", page_size=16)
     if wraps:
@@ -254,7 +255,7 @@ def test_attn_check_names_the_fault_and_exits_1(monkeypatch, tmp_path):
     spec = replace(
         spec_of(max_verify_topk=0, cuda_graph="never"),
         capabilities=[replace(ROW, max_verify_topk=0, cuda_graph="never", dtypes={"fp32"})],
-        create="mutants:SinksIgnored",
+        create="mutants.lse:SinksIgnored",
     )
     registry = load_plugins()
     key = ("softmax", "reference")
@@ -291,7 +292,3 @@ def test_attn_check_needs_a_device_of_this_machine():
     done = invoke("torch_native", "--device", "npu:910b")
     assert done.exit_code != 0
     assert "this machine has" in str(done.exception)
-
-
-if __name__ == "__main__":
-    SKIPS.write_text("\n".join(skips()) + "\n")

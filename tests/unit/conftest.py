@@ -1,12 +1,8 @@
-"""Make the strategies importable and bound the number of random examples."""
+"""Bound the number of random examples."""
 
 import os
-import pathlib
-import sys
 
 from hypothesis import HealthCheck, settings
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The same examples every time, so that a change is judged by the change; `nox -s full` draws new.

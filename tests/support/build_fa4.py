@@ -1,7 +1,7 @@
 """Compile the kernels that fa4's rows use, through the backend, for a GPU that is not here.
 
-Usage: python fa4.py sm90|sm100 [WORD …] prints one JSON line per site whose name holds a WORD,
-all of them by default. Needs flash-attn-4, nvidia-cutlass-dsl, quack-kernels, triton and a C
+Usage: python build_fa4.py sm90|sm100 [WORD …] prints one JSON line per site whose name holds a
+WORD, all of them by default. Needs flash-attn-4, nvidia-cutlass-dsl, quack-kernels, triton and a C
 compiler; torch may be the CPU's: tensors are fake, and so is the driver (fake_libcuda.c).
 """
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from wheels import HERE, folders, pinned
+from wheels import CONTRACTS, folders, pinned
 
 _LONGEST = 4096  # bytes of a schema
 
@@ -27,7 +27,9 @@ class Library:
     def recorded(self) -> pathlib.Path:
         """The file of its schemas, one a line, with the wheel's version in its name."""
         stem = pathlib.Path(self.path).name.partition(".")[0]
-        return HERE / "schemas" / f"{self.distribution}-{pinned()[self.distribution]}-{stem}.txt"
+        return (
+            CONTRACTS / "schemas" / f"{self.distribution}-{pinned()[self.distribution]}-{stem}.txt"
+        )
 
     def binary(self) -> pathlib.Path | None:
         """Return the shared library itself, None where its wheel is not here."""

@@ -7,9 +7,10 @@ import pathlib
 
 from signatures import Sources
 
-HERE = pathlib.Path(__file__).parent
-RECORDED = HERE / "recorded"  # signatures of what is on no index
-VENDOR = HERE.parent / "emulators" / "vendor"
+TESTS = pathlib.Path(__file__).parents[1]
+CONTRACTS = TESTS / "contracts"
+RECORDED = CONTRACTS / "recorded"  # signatures of what is on no index
+VENDOR = TESTS / "emulators" / "vendor"
 HELPERS = frozenset({"attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf"})  # theirs alone
 MISSING = (
     "the vendors' wheels are not here: `nox -s contracts` downloads and unpacks them, "
@@ -19,7 +20,7 @@ MISSING = (
 
 def pinned() -> dict[str, str]:
     """Return distribution → version of wheels.txt."""
-    lines = (line.split("#")[0].strip() for line in (HERE / "wheels.txt").open())
+    lines = (line.split("#")[0].strip() for line in (CONTRACTS / "wheels.txt").open())
     return dict(line.split("==") for line in lines if line)
 
 

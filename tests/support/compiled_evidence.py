@@ -10,7 +10,7 @@ from attn_core.testing.runner import CellReport
 def cells_of(lines):
     """Sum sites up per kind and cell; one that does not compile leaves all its cells unproved.
 
-    lines: what build.py or fa4.py prints of each site, with its "faults".
+    lines: what build_kernels.py or build_fa4.py prints of each site, with its "faults".
     """
     found = {}
     for line in lines:

@@ -1,8 +1,8 @@
 """Compile what our launchers launch for a GPU that is not here; prints one JSON line a site.
 
-Usage: python build.py TARGET GROUP or SITE …, a TARGET such as sm90 or gfx942. The groups and sites
-are those of sites.py. A process of its own, since a kernel that was decorated for the interpreter
-cannot be compiled.
+Usage: python build_kernels.py TARGET GROUP or SITE …, a TARGET such as sm90 or gfx942. The groups
+and sites are those of launch_sites.py. A process of its own, since a kernel that was decorated for
+the interpreter cannot be compiled.
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 import torch
 import triton
 from launch_site import NotDeclared, described
-from sites import GROUPS, SITES, chip
+from launch_sites import GROUPS, SITES, chip
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

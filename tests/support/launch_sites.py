@@ -19,6 +19,16 @@ from launch_site import Chip, Site
 
 META = torch.device("meta")
 TREE = (-1, 0, 0, 1, 1, 2, 5, 5)
+# Shared memory that a program may take, in KiB; Triton itself looks only when a kernel is loaded.
+SHARED = {
+    "sm75": 64,
+    "sm80": 163,
+    "sm90": 227,
+    "sm100": 227,
+    "sm120": 99,
+    "gfx942": 64,
+    "gfx950": 160,
+}
 Launch = Callable[[Chip], object]
 
 

@@ -1,0 +1,33 @@
+"""Faults: each class is a right backend with one mistake of a kind that is seen in kernels.
+
+The right ones are reference.py, in_parts.py, wrapped.py and, of our own kernels, edited.py.
+"""
+
+import os
+
+from mutants import batches, cache, lse, masks, ragged, scores, wrappers, writes
+
+
+def planted(*themes):
+    """List the classes that the modules define."""
+    return tuple(
+        x
+        for theme in themes
+        for x in vars(theme).values()
+        if isinstance(x, type) and x.__module__ == theme.__name__
+    )
+
+
+WRITERS = planted(writes)  # a kernel that writes new keys and values itself
+WRAPPERS = planted(wrappers)
+KERNELS = ()
+if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel can be edited
+    from mutants import kernels
+
+    KERNELS = planted(kernels)
+MUTANTS = (
+    *planted(masks, scores, lse, cache, batches, ragged),
+    *WRITERS,
+    *WRAPPERS,
+    *KERNELS,
+)

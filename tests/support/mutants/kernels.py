@@ -1,0 +1,91 @@
+"""Faults of our own kernels: one piece of their source reads otherwise."""
+
+from attn_core.backends.triton.portable import common, decode
+from attn_core.ops.triton import kv
+from edited import Edited
+
+
+class KernelCausalOneTooFar(Edited):
+    """A query sees the key after its own."""
+
+    kernel = common.visible
+    before = "<= prefix + qi[:, None])"
+    after = "<= prefix + qi[:, None] + 1)"
+
+
+class KernelWindowOneTooNarrow(Edited):
+    kernel = common.visible
+    before = "> prefix + qi[:, None] - window)"
+    after = "> prefix + qi[:, None] - window + 1)"
+
+
+class KernelOneKeyTooMany(Edited):
+    """The last key counts twice: it stands in for the one that is not there."""
+
+    kernel = common.visible
+    before = "(j < length)"
+    after = "(j <= length)"
+
+
+class KernelTreeTransposed(Edited):
+    kernel = common.visible
+    before = "tree + qi[:, None] * drafts + draft[None, :]"
+    after = "tree + draft[None, :] * drafts + qi[:, None]"
+
+
+class KernelScaleForgotten(Edited):
+    kernel = common.attend_keys
+    before = "factor = scale * LOG2E"
+    after = "factor = LOG2E"
+
+
+class KernelSumNotRescaled(Edited):
+    """The sum of the blocks before keeps its old maximum."""
+
+    kernel = common.attend_keys
+    before = "total = total * shrink + "
+    after = "total = total + "
+
+
+class KernelPageOfTheFirstKey(Edited):
+    """A block of keys is read from the page of its first one."""
+
+    kernel = common.attend_keys
+    before = "page = tl.load(table + at // PAGE)"
+    after = "page = tl.load(table + start // PAGE + at * 0)"
+
+
+class KernelOffsetsOf16Bits(Edited):
+    kernel = common.attend_keys
+    before = "k_at = page * k_page + inner * k_token"
+    after = "k_at = (page * k_page + inner * k_token) % 65536"
+
+
+class KernelCapNotScaledBack(Edited):
+    kernel = common.soft_cap
+    before = "return cap * "
+    after = "return "
+
+
+class KernelLseInBaseTwo(Edited):
+    kernel = common.finish
+    before = "* LN2)"
+    after = ")"
+
+
+class KernelSinkNotInTheSum(Edited):
+    kernel = common.finish
+    before = "total = total * shrink + tl.exp2(sink2 - new)"
+    after = "total = total * shrink"
+
+
+class KernelLastPartDropped(Edited):
+    kernel = decode.merge_splits
+    before = "(part + i < count) & live"
+    after = "(part + i < count - 1) & live"
+
+
+class KernelWritesFusedTakenForContiguous(Edited):
+    kernel = kv._write_side
+    before = "token * values_token + head * values_head"
+    after = "token * HEADS * DIM + head * DIM"
