@@ -1,7 +1,7 @@
 """The dispatcher sends every mode to its backend with the cache written first, and no more."""
 
 import inspect
-import timeit
+import sys
 
 import pytest
 import torch
@@ -228,13 +228,24 @@ class Nothing(Recorder):
         return out
 
 
-def test_a_layer_costs_the_host_a_few_microseconds():
-    """About 2 µs on one core of 2025; the limit is for a machine that is busy otherwise."""
+def test_a_layer_costs_the_host_a_dozen_calls():
+    """What the 2 µs a layer are spent on, counted: a clock on a busy machine says nothing."""
     dispatcher, _, _ = make(decode=Nothing(recorder("nothing").config))
     b, q, out = batch(M.DECODE), qkv(2)[0], torch.empty(2, HQ, DV)
+    calls = []
 
-    def layer():
+    def note(frame, event, function):
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+        elif event == "c_call":
+            calls.append(function.__name__)
+
+    dispatcher.forward(q, None, None, LAYERS[0], b, None, out=out)  # what is done once a pass
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
         dispatcher.forward(q, None, None, LAYERS[0], b, None, out=out)
-
-    layer()
-    assert min(timeit.repeat(layer, number=100, repeat=200)) / 100 < 10e-6
+    finally:
+        sys.setprofile(before)
+    assert "forward" in calls
+    assert len(calls) <= 12, calls

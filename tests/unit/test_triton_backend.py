@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 from attn_core.backends.triton import backend as module
 from attn_core.backends.triton.portable.decode import plan_splits
 from attn_core.backends.triton.split_kv import Splits
-from attn_core.runtime.layer import LayerGroup
 from triton_server import (
     DEVICE,
     HKV,
@@ -68,11 +67,12 @@ def test_only_few_queries_are_planned():
     assert [*fixed.init_forward_metadata(short).values()] == [None]
 
 
-def test_short_requests_are_not_cut():
+def test_short_requests_are_not_cut(monkeypatch):
     server = Server((90, 1), (1, 1), (40, 1))
     batch, rows = server.batch(M.DECODE)
-    cut, whole = make_backend(), make_backend()
-    whole._short = 256  # as on a GPU
+    cut = make_backend()
+    monkeypatch.setattr(module, "short_on", lambda device: 256)  # as on a GPU
+    whole = make_backend()
     [one], [other] = (b.init_forward_metadata(batch).values() for b in (cut, whole))
     assert not one.whole
     assert other.whole
@@ -83,20 +83,26 @@ def test_short_requests_are_not_cut():
     assert not next(iter(whole.init_forward_metadata(long).values())).whole
 
 
-def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbour_decides():
-    def on_hopper(**config):
-        made = make_backend(**config)
-        made._hopper, made._short = SimpleNamespace(extend_fits=lambda *a, **k: False), 256
-        return made
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Have kernels of Hopper, none of which fits: plans differ, and the portable kernels run."""
+    kernels = SimpleNamespace(extend_fits=lambda *args, **kwargs: False)
+    monkeypatch.setattr(module, "hopper_on", lambda arch: kernels)
+
+
+def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbour_decides(
+    on_hopper, monkeypatch
+):
+    monkeypatch.setattr(module, "short_on", lambda device: 256)
 
     def plan(made, server, mode):
         [found] = made.init_forward_metadata(server.batch(mode)[0]).values()
         return found
 
     short, long = Server((90, 50), (60, 9)), Server((300, 50), (60, 9))
-    assert isinstance(plan(on_hopper(), long, M.EXTEND), Splits)
-    assert plan(on_hopper(), short, M.EXTEND) is None, "100 lines of a request are half a tile"
-    held = on_hopper()
+    assert isinstance(plan(make_backend(), long, M.EXTEND), Splits)
+    assert plan(make_backend(), short, M.EXTEND) is None, "100 lines of a request are half a tile"
+    held = make_backend()
     held.init_cuda_graph_state(2, 100)
     batch, _ = short.batch(M.EXTEND)
     view = batch.views["full"]
@@ -107,9 +113,7 @@ def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbou
     # as many lines a request, but all modes of one query a request cut them
     many = replace(make_layer(), num_q_heads=100, num_kv_heads=1)
     one = Server((90, 1), (60, 1), layers=[many])
-    fixed = make_backend(many, deterministic=True)
-    fixed._hopper, fixed._short = SimpleNamespace(extend_fits=None), 256
-    assert isinstance(plan(fixed, one, M.DECODE), Splits)
+    assert isinstance(plan(make_backend(many, deterministic=True), one, M.DECODE), Splits)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +128,12 @@ def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbou
         (False, {"kv_cache_dtype": "bf16", "page_size": 48}),
     ],
 )
-def test_an_order_is_planned_only_where_a_kernel_reads_it(is_read, config, monkeypatch):
+def test_an_order_is_planned_only_where_a_kernel_reads_it(is_read, config, on_hopper, monkeypatch):
     """That of Hopper takes 16-bit stores of the dtype of the queries, and pages that divide."""
     filled = []
     monkeypatch.setattr(module, "fill_order", lambda order, *a, **k: filled.append(order))
     layer = replace(make_layer(), head_dim=64, v_head_dim=64)
     backend = make_backend(layer, **({"dtype": "bf16"} | config))
-    backend._hopper = SimpleNamespace()
     # trees among so many queries run the portable kernel, and so do short prompts
     trees = torch.eye(90).bool().repeat(2, 1, 1).to(DEVICE)
     passes = [
@@ -145,14 +148,15 @@ def test_an_order_is_planned_only_where_a_kernel_reads_it(is_read, config, monke
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_plans_of_any_batch_are_aligned_alike(size):
+def test_plans_of_any_batch_are_aligned_alike(size, on_hopper, monkeypatch):
     """A kernel is compiled for pointers at 16 bytes, and again for others."""
-    backend = make_backend(dtype="bf16", kv_cache_dtype="bf16")
-    backend._hopper = SimpleNamespace()
-    which = LayerGroup.of(make_layer(), causal=True)._replace(head_dim=128, v_head_dim=128)
-    backend.init_cuda_graph_state(size, size)
-    for room in (None, *backend._lines.values()):
-        order = backend._order(which, size, 1000, 1000, PAGE, room)
+    monkeypatch.setattr(module, "fill_order", lambda *args, **kwargs: None)
+    layer = replace(make_layer(), head_dim=128, v_head_dim=128)
+    backend = make_backend(layer, dtype="bf16", kv_cache_dtype="bf16")
+    batch, _ = Server(*[(200, 90)] * size).batch(M.EXTEND)
+    backend.init_cuda_graph_state(size, batch.num_tokens)
+    for plan in (backend.init_forward_metadata, backend.init_forward_metadata_capture_cuda_graph):
+        [order] = plan(batch).values()
         assert order.who.data_ptr() % 16 == order.begins.data_ptr() % 16
         assert (order.begins.shape[0], order.who.shape[0]) == (size + 1, size)
 

@@ -48,13 +48,11 @@ def test_what_flashinfer_needs():
     assert workspace_bytes.flashinfer_mla(132) == workspace_bytes.RECOMMENDED
 
 
-def test_what_tensorrt_llm_needs():
-    assert workspace_bytes.xqa(132, 4, 128) == 8 * 2**20 + 132 * 3 * 32 * 272
-    assert workspace_bytes.xqa(132, 4, 80) == workspace_bytes.xqa(132, 4, 128)
-    assert workspace_bytes.xqa(132, 4, 128, 9) > workspace_bytes.xqa(132, 4, 128, 8)
-    plain = workspace_bytes.trtllm_gen(148, 32, 128)
-    assert plain == 8 * 2**20 + 148 * 128 * 264 + 48
-    assert workspace_bytes.trtllm_gen(148, 32, 128, 256) == plain + 256 * 32 * 8 + 2**20
+@pytest.mark.parametrize(("heads", "rows"), [(32, 256), (128, 4096)])
+def test_the_lse_of_tensorrt_llm_lies_beside_the_partial_results(heads, rows):
+    """What XQA needs is held against its emulation; here one wave of partials hides the rest."""
+    more = workspace_bytes.trtllm_gen(148, heads, 128, rows)
+    assert more - workspace_bytes.trtllm_gen(148, heads, 128) >= rows * heads * 2 * 4
 
 
 @pytest.fixture
