@@ -5,60 +5,27 @@ from functools import cache
 
 import pytest
 import torch
-from attn_core import (
-    BatchError,
-    CacheView,
-    ForwardBatch,
-    GraphRunner,
-    HybridDispatcher,
-    KVPool,
-    SpecInfo,
-    UnsupportedError,
-    UsageError,
-)
+from attn_core import GraphRunner, HybridDispatcher, KVPool, UsageError
 from attn_core.runtime.graphs import without_host_lengths
+from graph_passes import (
+    DRAFTS,
+    FILL,
+    PAGES,
+    PASSES,
+    REQUESTS,
+    ROOM,
+    SIZE,
+    TREE,
+    nothing,
+    passing,
+    recorded,
+)
 from graphed import Graphed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recording import CONFIG, LAYERS, M, make, qkv, recorder
+from recording import CONFIG, LAYERS, M, make, qkv
 from recording import batch as small_batch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-SIZE, REQUESTS, PAGES = 4, 4, 3  # tokens a page, requests at most, pages of each
-ROOM, DRAFTS, FILL = SIZE * PAGES, 3, 3  # FILL is the recorder's
-PASSES = [(M.DECODE, 1), (M.DRAFT_DECODE, 1), (M.TARGET_VERIFY, DRAFTS), (M.DRAFT_EXTEND, 2)]
-TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-
-
-def passing(mode, requests, lengths, *, new=1, tree=None, views=("full", "window")):
-    """Build a pass of these requests, in this order; request r owns three pages of each view."""
-
-    def table(shift):
-        rows = [[1 + (r * PAGES + i + shift) % (REQUESTS * PAGES) for i in range(PAGES)]
-                for r in requests]  # fmt: skip
-        return torch.tensor(rows, dtype=torch.int32).reshape(-1, PAGES)
-
-    new_lens = [new] * len(requests)
-    more = {
-        name: CacheView.build(
-            page_table=table(5), page_size=SIZE, seq_lens=lengths, new_lens=new_lens
-        )
-        for name in views
-        if name != "full"
-    }
-    spec = None
-    if mode is M.TARGET_VERIFY:
-        mask = None if tree is None else tree.expand(len(requests), -1, -1).contiguous()
-        spec = SpecInfo(topk=1 if tree is None else 2, num_draft_tokens=new, tree_mask=mask)
-    return ForwardBatch.build(
-        mode,
-        query_lens=new_lens,
-        seq_lens=lengths,
-        page_table=table(0),
-        page_size=SIZE,
-        spec=spec,
-        views=more,
-    )
 
 
 def serving(topk):
@@ -160,16 +127,6 @@ def test_padded_requests_are_dummies_whatever_was_replayed_before(mode, new):
     assert planned.views["full"].page_table.data_ptr() == batch.views["full"].page_table.data_ptr()
 
 
-def recorded(name="decoder", *, topk=1, drafts=0, **row):
-    made = recorder(name, **row)
-    made.config = dataclasses.replace(made.config, topk=topk, num_draft_tokens=drafts)
-    return made
-
-
-def nothing(batch, metadata, *inputs):
-    return None
-
-
 def test_columns_of_a_wider_table_are_gone():
     seen = []
     runner = GraphRunner(make()[0], batch_sizes=[2], max_seq_len=ROOM)
@@ -200,64 +157,6 @@ def test_lengths_known_on_the_device_only_stay_there():
     assert planned.views["full"].seq_lens.tolist() == [5, FILL]
 
 
-REFUSED = [
-    (small_batch(M.EXTEND), r"extend of 2 queries per request is not captured \(is: decode of 1, "),
-    (passing(M.DECODE, [0, 1, 2], [1, 1, 1]), "3 requests: graphs are captured for up to 2"),
-    (passing(M.DECODE, [0], [9]), "view 'full': lengths up to 9, the static page table holds 8"),
-    (passing(M.DECODE, [0], [5], views=()), r"no view 'window' \(has \['full'\]\)"),
-    (
-        passing(M.TARGET_VERIFY, [0], [5], new=DRAFTS, tree=TREE),
-        "chains, without a tree_mask, was captured",
-    ),
-    (
-        dataclasses.replace(
-            passing(M.DECODE, [0], [5]), state_slots=torch.ones(1, dtype=torch.int32)
-        ),
-        "state_slots of linear layers",
-    ),
-]
-
-
-@pytest.mark.parametrize(("batch", "message"), REFUSED, ids=[m[:12] for _, m in REFUSED])
-def test_a_pass_that_does_not_fit_is_refused(batch, message):
-    runner = GraphRunner(
-        make("decode", decode=recorded(drafts=DRAFTS))[0], batch_sizes=[2, 1], max_seq_len=8
-    )
-    runner.capture(M.DECODE, nothing)
-    runner.capture(M.TARGET_VERIFY, nothing)
-    assert not runner.fits(batch)
-    with pytest.raises(UnsupportedError, match=message + ".*; run the pass eagerly"):
-        runner.replay(batch)
-
-
-def test_a_ragged_pass_is_refused():
-    runner = GraphRunner(make("decode")[0], batch_sizes=[2], max_seq_len=8, max_query_len=2)
-    runner.capture(M.DRAFT_EXTEND, nothing, query_len=2)
-    table = torch.tensor([[1], [2]], dtype=torch.int32)
-    ragged = ForwardBatch.build(
-        M.DRAFT_EXTEND, query_lens=[2, 1], seq_lens=[4, 4], page_table=table, page_size=SIZE
-    )
-    with pytest.raises(UnsupportedError, match="3 tokens of 2 requests: not 2 for each; run"):
-        runner.replay(ragged)
-
-
-@pytest.mark.parametrize(
-    ("level", "mode", "message"),
-    [
-        ("never", M.DECODE, r"decode passes run on decoder, which is not captured"),
-        ("decode", M.TARGET_VERIFY, "needs cuda_graph 'uniform', .* decoder has 'decode'"),
-        ("uniform", M.EXTEND, "extend passes run on prefiller, which is not captured"),
-    ],
-)
-def test_a_level_that_the_row_does_not_reach_is_refused(level, mode, message):
-    decoder = recorded(drafts=DRAFTS, cuda_graph=level)
-    runner = GraphRunner(make("decode", decode=decoder)[0], batch_sizes=[1], max_seq_len=8)
-    asked = {M.EXTEND: 2}.get(mode)
-    with pytest.raises(UnsupportedError, match=message):
-        runner.capture(mode, nothing, query_len=asked)
-    assert not runner.fits(passing(M.DECODE, [0], [2]))
-
-
 def test_the_buffers_of_backends_are_created_once_for_the_largest_batch():
     dispatcher, _, decoder = make("decode", decode=recorded(drafts=DRAFTS))
     runner = GraphRunner(dispatcher, batch_sizes=[8, 2, 2], max_seq_len=8)
@@ -283,51 +182,6 @@ def test_outputs_keep_their_form_and_lose_the_padded_rows():
     for wrong, message in ((torch.ones(3), r"of 4 requests returned \[3\]"), (1, "returned int")):
         with pytest.raises(UsageError, match=message):
             runner.capture(M.DECODE, lambda b, m, wrong=wrong: wrong)
-
-
-def test_inputs_of_another_shape_are_refused():
-    runner = GraphRunner(make()[0], batch_sizes=[2], max_seq_len=8)
-    runner.capture(M.DECODE, lambda b, m, x: x, inputs=[torch.ones(1, 3)])
-    one = passing(M.DECODE, [0], [2])
-    with pytest.raises(BatchError, match="0 inputs, the captured step takes 1"):
-        runner.replay(one)
-    with pytest.raises(BatchError, match=r"input 0 is \[2, 3\] \(expected \[1, 3\]\)"):
-        runner.replay(one, torch.ones(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("mode", "asked", "message"),
-    [
-        (M.IDLE, None, "an idle pass has no tokens"),
-        (M.DRAFT_EXTEND, None, "draft_extend passes of None queries .*query_len 1 to"),
-        (M.DRAFT_EXTEND, 9, "of 9 queries per request, max_query_len 3"),
-        (M.TARGET_VERIFY, 2, "of 2 queries .*expected query_len 3"),
-        (M.DECODE, 2, "of 2 queries .*expected query_len 1"),
-    ],
-)
-def test_a_step_of_other_lengths_is_refused(mode, asked, message):
-    decoder = recorded(drafts=DRAFTS)
-    runner = GraphRunner(make("decode", decode=decoder)[0], batch_sizes=[1], max_seq_len=8)
-    with pytest.raises(UsageError, match=message):
-        runner.capture(mode, nothing, query_len=asked)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"batch_sizes": []}, r"batch_sizes \[\]"),
-        ({"batch_sizes": [0, 1]}, r"batch_sizes \[0, 1\]"),
-        ({"max_query_len": 0}, "max_query_len 0"),
-        ({"max_seq_len": {"full": 8}}, "view 'window': max_seq_len 0"),
-    ],
-)
-def test_sizes_below_one_are_refused(asked, message):
-    def capture():
-        runner = GraphRunner(make()[0], **{"batch_sizes": [1], "max_seq_len": 8, **asked})
-        runner.capture(M.DECODE, nothing)
-
-    with pytest.raises(UsageError, match=message):
-        capture()
 
 
 class Ops(TorchDispatchMode):
