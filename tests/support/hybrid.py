@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
-from attn_core.runtime.graphs import bounded, captured, overwritten
+from attn_core.runtime.graphs import GraphRunner
 from attn_core.selection.result import Overrides, Selection
 from attn_core.selection.solver import select
 from attn_core.spec.capabilities import ANY_TOPK
@@ -28,7 +27,7 @@ from attn_core.testing.case_catalog import random_tree
 from attn_core.testing.cases import Case
 from attn_core.testing.fuzz_session import DRAFTS, run_session
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Point, mapped
+from attn_core.testing.inputs import Point
 from attn_core.testing.oracle import attend_request, yardstick
 from attn_core.testing.server import WINDOW, Server
 from attn_core.testing.tolerance import within_budget
@@ -204,43 +203,31 @@ def run_replays(hybrid: Hybrid) -> None:
     requests = [server.begin() for _ in range(ROWS)]
     step = server.prepare(ForwardMode.EXTEND, requests, [37, 64, 1, 100], trees=None, padding=0)
     _eager(server, step)
-    serve.init_cuda_graph_state(ROWS, ROWS * new)
-    static = again = metadata = None
+    runner = GraphRunner(serve, batch_sizes=[1, ROWS], max_seq_len=LONGEST)
+
+    def step_of(batch, metadata, *new):
+        given, outs = iter(new), []
+        for layer in server.layers:
+            q, k = next(given), next(given)
+            v = None if latent else next(given)
+            outs.append(serve.forward(q, k, v, layer, batch, metadata))
+        return outs
+
+    latent = hybrid.row.kind == "mla"
+    runner.capture(mode, step_of, inputs=_inputs(step))
     for number in (ROWS, ROWS - 1, 1, ROWS):
         some, trees = requests[-number:], None
         if verifies and hybrid.row.max_verify_topk > 1:
             trees = [random_tree(new, rng.randrange(1 << 30)) for _ in some]
-        step = server.prepare(mode, some, [new] * number, trees=trees, padding=ROWS - number)
-        wide = -(-LONGEST // hybrid.point.page_size) + 2
-        fresh = (
-            _widened(bounded(step.batch, hybrid.point.page_size), wide, hybrid.point),
-            *(tuple(x) for x in (step.q, step.k, step.v)),
-        )
-        if static is None:
-            static = mapped(fresh, torch.Tensor.clone)
-            metadata = serve.init_forward_metadata_capture_cuda_graph(static[0])
-            outs = [
-                q.new_full((*q.shape[:2], layer.v_head_dim), torch.nan)
-                for q, layer in zip(static[1], server.layers, strict=True)
-            ]
-            again = captured(
-                partial(_through, serve, server.layers, static, metadata, outs), hybrid.torch_device
-            )
+        step = server.prepare(mode, some, [new] * number, trees=trees, padding=0)
         eager = _eager(server, step)
-        batch = overwritten(static[0], fresh[0])
-        for mine, new_ones in zip(static[1:], fresh[1:], strict=True):
-            for old, x in zip(mine, new_ones, strict=True):
-                if old is not None:
-                    old.copy_(x)
-        serve.init_forward_metadata_replay_cuda_graph(batch, metadata)
-        for out in outs:
-            out.fill_(torch.nan)
-        again()
-        for i, (plain, replayed) in enumerate(zip(eager, outs, strict=True)):
+        for i, (plain, replayed) in enumerate(
+            zip(eager, runner.replay(step.batch, *_inputs(step)), strict=True)
+        ):
             truth, near = _right(server, step, i)
             for what, got in (("eager", plain), ("replayed", replayed)):
                 within_budget(
-                    f"{what}, {number} requests, layer {i}", got[: len(truth)].cpu(),
+                    f"{what}, {number} requests, layer {i}", got.cpu(),
                     truth, near, TORCH_DTYPES[DTYPE],
                 )  # fmt: skip
         if verifies:
@@ -248,10 +235,10 @@ def run_replays(hybrid: Hybrid) -> None:
                 server.keep(request, new, [0])
 
 
-def _through(serve, layers, static, metadata, outs) -> None:
-    batch, qs, ks, vs = static
-    for q, k, v, layer, out in zip(qs, ks, vs, layers, outs, strict=True):
-        serve.forward(q, k, v, layer, batch, metadata, out=out)
+def _inputs(step) -> list[torch.Tensor]:
+    """Return what a step reads, layer by layer."""
+    layers = zip(step.q, step.k, step.v, strict=True)
+    return [x for layer in layers for x in layer if x is not None]
 
 
 def _eager(server, step) -> list[torch.Tensor]:
@@ -263,15 +250,6 @@ def _eager(server, step) -> list[torch.Tensor]:
         )
         server.record(step, i)
     return outs
-
-
-def _widened(batch, width, point):
-    """Return the batch with page tables of one width, as static buffers have."""
-    views = {}
-    for name, view in batch.views.items():
-        table = torch.nn.functional.pad(view.page_table, (0, width - view.page_table.shape[1]))
-        views[name] = replace(view, page_table=table, max_seq_len=width * point.page_size)
-    return replace(batch, views=views)
 
 
 def _right(server, step, index):

@@ -59,6 +59,7 @@ from attn_core.runtime.contract_checks import refuse_mode as refuse_mode
 from attn_core.runtime.contract_checks import refuse_unplanned as refuse_unplanned
 from attn_core.runtime.contract_checks import refuse_window as refuse_window
 from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
+from attn_core.runtime.graphs import GraphRunner as GraphRunner
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
 from attn_core.selection.diagnosis import WhyNot as WhyNot

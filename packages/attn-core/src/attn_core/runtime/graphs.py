@@ -1,58 +1,231 @@
-"""CUDA graphs: a pass is captured once and replayed with other requests in the same buffers."""
+"""CUDA graphs: a step is captured once per batch size and replayed with other requests."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_core.runtime.batch import ForwardBatch
+from attn_core.cache.page_table import num_pages_for
+from attn_core.errors import UnsupportedError, UsageError
+from attn_core.runtime.backend import BackendConfig, Metadata
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
+from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
+from attn_core.runtime.static_batch import StaticBatch, cached_views
 
 
-def bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
-    """Return the batch as it is captured: lengths are on the device and bounded by the table."""
-    views = {}
-    for name, view in batch.views.items():
-        width = view.page_table.shape[1]
-        table = torch.cat([view.page_table, torch.zeros_like(view.page_table)], 1)[:, :width]
-        views[name] = dataclasses.replace(view, page_table=table, max_seq_len=width * page_size)
-    return without_host_lengths(dataclasses.replace(batch, views=views))
+class GraphRunner:
+    """Captures whole steps of a model by batch size and replays them, padded to such a size.
+
+    A step is a function of (batch, metadata, *inputs) that runs all layers and returns a tensor,
+    or a tuple, list or dict of tensors, with as many rows for each request. The runner owns the
+    batch and the inputs that a step reads, and copies those of a pass into them: each page table,
+    and all other tensors of one dtype together. A padded request has page 0 alone, writes to slot
+    0, and is as long as the fill value of the backend, or as its queries where these are more.
+
+    A replay never waits for the device. Its outputs hold until the next one, and one stream at a
+    time may use a runner. On a device without CUDA graphs the step itself is run again.
+
+    batch_sizes: what is captured. max_seq_len: tokens of the longest request; a mapping gives each
+    view its own. max_query_len: the most queries per request, by default the drafts that the
+    dispatcher verifies. Raises UsageError for no sizes and for numbers below 1.
+    """
+
+    def __init__(
+        self,
+        dispatcher: HybridDispatcher,
+        *,
+        batch_sizes: Iterable[int],
+        max_seq_len: int | Mapping[str, int],
+        max_query_len: int | None = None,
+    ) -> None:
+        verify = dispatcher.routes.get("verify")
+        drafts = verify.config.num_draft_tokens if verify is not None else 0
+        self.batch_sizes = sorted(set(batch_sizes))
+        self.max_query_len = max(drafts, 1) if max_query_len is None else max_query_len
+        if not self.batch_sizes or min(self.batch_sizes[0], self.max_query_len) < 1:
+            raise UsageError(
+                f"batch_sizes {self.batch_sizes}, max_query_len {self.max_query_len} (expected "
+                "one batch size at least, and numbers of 1 or more)"
+            )
+        self._dispatcher, self._max_seq_len = dispatcher, max_seq_len
+        self._device = dispatcher.caches.device
+        self._steps: dict[tuple[ForwardMode, int], _Step] = {}
+        most = self.batch_sizes[-1]
+        dispatcher.init_cuda_graph_state(most, most * self.max_query_len)
+        # all graphs share their memory: they run one after the other
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
+    def capture(
+        self,
+        mode: ForwardMode,
+        run: Callable[..., Any],
+        *,
+        inputs: Sequence[Tensor] = (),
+        query_len: int | None = None,
+    ) -> None:
+        """Capture a step for every batch size, over padded requests alone.
+
+        inputs: for each that the step takes a tensor [T, …], of which only the dtype and the dims
+        after the first are read. query_len: the queries of every request; decode has 1, verify its
+        drafts. Raises UnsupportedError where the row of the backend has no graphs of such a pass,
+        and UsageError for other outputs and for a query_len that is missing or too large.
+        """
+        if mode is ForwardMode.IDLE:
+            raise UsageError("an idle pass has no tokens: there is nothing to capture")
+        config = self._dispatcher.backend(ROLE_OF_MODE[mode]).config
+        queries = self._queries(mode, config, query_len)
+        static = StaticBatch(
+            mode,
+            config,
+            inputs,
+            requests=self.batch_sizes[-1],
+            query_len=queries,
+            columns={
+                name: num_pages_for(self._longest(name), config.page_size)
+                for name in cached_views(config, queries)
+            },
+            create_table=self.create_table,
+            fill_len=self._dispatcher.get_cuda_graph_seq_len_fill_value(),
+        )
+        graphs = {}
+        for size in reversed(self.batch_sizes):  # the largest first: the others fit its memory
+            batch, first = static.first(size)
+            metadata = self._dispatcher.init_forward_metadata_capture_cuda_graph(batch)
+            call = partial(run, batch, metadata, *first)
+            replay, outputs = captured(call, self._device, self._pool)
+            _cut(outputs, size, size)  # refused here, not at the first replay
+            graphs[size] = _Graph(batch, metadata, replay)
+        self._steps[mode, queries] = _Step(static, graphs)
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Say whether a pass can be replayed; run others eagerly. Never syncs."""
+        return self._refusal(batch) is None
+
+    def replay(self, batch: ForwardBatch, *inputs: Tensor) -> Any:
+        """Run the captured step for these requests; return its outputs without the padded ones.
+
+        inputs: [T, …] each, as captured. Raises UnsupportedError for a pass that does not fit,
+        with the reason, and BatchError for inputs of another number or shape.
+        """
+        why = self._refusal(batch)
+        if why is not None:
+            raise UnsupportedError(f"{why}; run the pass eagerly")
+        step, size = self._steps[batch.forward_mode, batch.max_q_len], batch.batch_size
+        graph = step.graphs[self.batch_sizes[bisect_left(self.batch_sizes, size)]]
+        step.static.fill(batch, inputs)
+        planned = step.static.described(graph.batch, batch)
+        self._dispatcher.init_forward_metadata_replay_cuda_graph(planned, graph.metadata)
+        return _cut(graph.replay(), graph.batch.batch_size, size)
+
+    def create_table(self, requests: int, columns: int) -> Tensor:
+        """Create a static page table, int32 zeros [requests, columns]; override to place it."""
+        return torch.zeros(requests, columns, dtype=torch.int32, device=self._device)
+
+    def _queries(self, mode: ForwardMode, config: BackendConfig, asked: int | None) -> int:
+        fixed = 1 if mode in DECODE_MODES else None
+        if mode is ForwardMode.TARGET_VERIFY:
+            fixed = config.num_draft_tokens
+        queries = fixed if asked is None else asked
+        if not queries or (fixed is not None and queries != fixed) or queries > self.max_query_len:
+            expected = f"1 to max_query_len {self.max_query_len}" if fixed is None else f"{fixed}"
+            raise UsageError(
+                f"{mode.value} passes of {queries} queries per request, max_query_len "
+                f"{self.max_query_len} (expected query_len {expected}; the drafts are those of "
+                "Requirements.speculation)"
+            )
+        return queries
+
+    def _longest(self, view: str) -> int:
+        longest = self._max_seq_len
+        if not isinstance(longest, int):
+            longest = longest.get(view, 0)
+        if longest < 1:
+            raise UsageError(f"view {view!r}: max_seq_len {longest} (expected 1 or more)")
+        return longest
+
+    def _refusal(self, batch: ForwardBatch) -> str | None:
+        mode, size, queries = batch.forward_mode, batch.batch_size, batch.max_q_len
+        step = self._steps.get((mode, queries))
+        if step is None:
+            known = ", ".join(f"{m.value} of {n}" for m, n in self._steps) or "nothing"
+            return f"{mode.value} of {queries} queries per request is not captured (is: {known})"
+        if batch.num_tokens != size * queries:
+            return f"{batch.num_tokens} tokens of {size} requests: not {queries} for each"
+        if size > self.batch_sizes[-1]:
+            return f"{size} requests: graphs are captured for up to {self.batch_sizes[-1]}"
+        return step.static.refusal(batch)
 
 
-def overwritten(static: Any, new: Any) -> Any:
-    """Copy every tensor of `new` into its place in `static`; return `new` with those tensors."""
-    if isinstance(new, Tensor):
-        return static.copy_(new)
-    if isinstance(new, dict):
-        return {k: overwritten(static[k], x) for k, x in new.items()}
-    if dataclasses.is_dataclass(new) and not isinstance(new, type):
-        names = [f.name for f in dataclasses.fields(new)]
-        fields = {x: overwritten(getattr(static, x), getattr(new, x)) for x in names}
-        return dataclasses.replace(new, **fields)
-    return new
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """One captured batch size; `replay` returns the outputs, those of padding too."""
+
+    batch: ForwardBatch
+    metadata: Metadata
+    replay: Callable[[], Any]
 
 
-def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture a call in a CUDA graph and return its replay; on other devices the call itself."""
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What was captured of one mode and query length: its memory, and a graph per batch size."""
+
+    static: StaticBatch
+    graphs: Mapping[int, _Graph]
+
+
+def captured(
+    call: Callable[[], Any], device: torch.device, pool: Any = None
+) -> tuple[Callable[[], Any], Any]:
+    """Capture a call in a CUDA graph; return its replay, which returns the outputs, and these.
+
+    pool: what torch.cuda.graph_pool_handle() gave, for memory that several graphs share. On other
+    devices the replay is the call itself.
+    """
+    run = torch.no_grad()(call)
     if device.type != "cuda":
-        return call
+        return run, run()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation here
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # what a kernel allocates or compiles on its first call
         for _ in range(2):
-            call()
+            run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    with torch.cuda.graph(graph, pool=pool):
+        outputs = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return outputs
+
+    return replay, outputs
 
 
 def without_host_lengths(batch: ForwardBatch) -> ForwardBatch:
     """Return the batch with its lengths on the device alone."""
-    views = {k: dataclasses.replace(v, seq_lens_host=None) for k, v in batch.views.items()}
-    return dataclasses.replace(batch, views=views, query_lens_host=None)
+    views = {k: replace(v, seq_lens_host=None) for k, v in batch.views.items()}
+    return replace(batch, views=views, query_lens_host=None)
+
+
+def _cut(outputs: Any, size: int, requests: int) -> Any:
+    """Return the outputs of `size` requests without those behind the first `requests`."""
+    if isinstance(outputs, Tensor):
+        if not outputs.dim() or outputs.shape[0] % size:
+            raise UsageError(
+                f"a step of {size} requests returned {list(outputs.shape)} (expected as many rows "
+                "for each request)"
+            )
+        return outputs[: outputs.shape[0] // size * requests]
+    if isinstance(outputs, dict):
+        return {name: _cut(x, size, requests) for name, x in outputs.items()}
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(_cut(x, size, requests) for x in outputs)
+    if outputs is None:
+        return None
+    raise UsageError(f"a step returned {type(outputs).__name__} (expected tensors)")

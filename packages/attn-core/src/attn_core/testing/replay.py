@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.pool import KVPool
 from attn_core.runtime.backend import AttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch, SpecInfo
-from attn_core.runtime.graphs import bounded, captured, overwritten
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.graphs import GraphRunner
+from attn_core.spec.kinds import Role
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Answer, Inputs, Point, mapped
+from attn_core.testing.inputs import Answer, Inputs, Point
 from attn_core.testing.passes import compare, create, prepared, returned
 from attn_core.testing.tolerance import Measure, worst
 
@@ -33,32 +36,58 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
     fill, n = max(backend.get_cuda_graph_seq_len_fill_value(), case.drafts), case.drafts or 1
     everyone = list(range(len(case.seq_lens)))
     rows, others = everyone[: len(everyone) // 2], everyone[::-1][: len(everyone) // 2]
-    none: Rows = [None] * len(rows)
-    static = mapped(_arranged(inputs, case, point, none, fill), torch.Tensor.clone)
-    static = dataclasses.replace(static, batch=bounded(static.batch, point.page_size))
-    backend.init_cuda_graph_state(len(rows), static.batch.num_tokens)
-    metadata = backend.init_forward_metadata_capture_cuda_graph(static.batch)
-    shape = (len(rows) * n, static.layer.num_q_heads, static.layer.v_head_dim)
-    out = static.q.new_full(shape, torch.nan)
-    again = captured(_one_layer(backend, static, metadata, out), out.device)
+    runner = _Runner(
+        _served(backend),
+        batch_sizes=[len(rows)],
+        max_seq_len=inputs.batch.views["full"].page_table.shape[1] * point.page_size,
+    )
+    shape = (len(rows) * n, inputs.layer.num_q_heads, inputs.layer.v_head_dim)
+    out = inputs.q.new_full(shape, torch.nan)
+
+    def run(batch: ForwardBatch, metadata: Metadata, q: Tensor, *new: Tensor) -> Tensor:
+        k, v = (*new, None, None)[:2]
+        got = backend.forward(q, k, v, inputs.layer, inputs.cache, batch, metadata, out=out)
+        returned(got, shape, out.dtype, out=out, return_lse=False)
+        return out
+
+    runner.capture(case.mode, run, inputs=_given(inputs), query_len=n)
     measures = []
     for order in (rows, rows[::-1], [*rows[1:], None], others, rows):
         fresh = _arranged(inputs, case, point, order, fill)
-        for mine, new in ((static.q, fresh.q), (static.k, fresh.k), (static.v, fresh.v)):
-            if mine is not None and new is not None:
-                mine.copy_(new)
-        batch = overwritten(static.batch, fresh.batch)
-        backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
         out.fill_(torch.nan)
-        again()
+        got = runner.replay(fresh.batch, *_given(fresh)), None
         real = _tokens([r for r in order if r is not None], n)
         truth, near = ((o[real], lse[real]) for o, lse in right)
         answer: Answer = (truth, near)
-        got = (out, None)
         measures.append(
             compare(got, answer, len(real), TORCH_DTYPES[point.dtype], "replayed output")
         )
     return worst(measures)
+
+
+class _Runner(GraphRunner):
+    """Its page tables are slices of wider ones."""
+
+    def create_table(self, requests: int, columns: int) -> Tensor:
+        return super().create_table(requests, 2 * columns)[:, :columns]
+
+
+def _served(backend: AttentionBackend) -> HybridDispatcher:
+    """Route every pass to one backend; a step brings its own cache."""
+    config = backend.config
+    pool = KVPool(
+        [],
+        num_pages=1,
+        page_size=config.page_size,
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=config.device,
+    )
+    roles: tuple[Role, ...] = ("prefill", "decode", "verify", "draft")
+    return HybridDispatcher(dict.fromkeys(roles, backend), pool)
+
+
+def _given(inputs: Inputs) -> list[Tensor]:
+    return [x for x in (inputs.q, inputs.k, inputs.v) if x is not None]
 
 
 def _tokens(requests: Sequence[int], n: int) -> Tensor:
@@ -95,16 +124,3 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
     q = inputs.q.new_zeros(len(order) * n, *inputs.q.shape[1:])
     q[: len(tokens)] = inputs.q[tokens]
     return dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
-
-
-def _one_layer(
-    backend: AttentionBackend, static: Inputs, metadata: Metadata, out: Tensor
-) -> Callable[[], None]:
-    def call() -> None:
-        got = backend.forward(
-            static.q, static.k, static.v, static.layer, static.cache, static.batch, metadata,
-            out=out,
-        )  # fmt: skip
-        returned(got, tuple(out.shape), out.dtype, out=out, return_lse=False)  # type: ignore[arg-type]  # three dims
-
-    return call
