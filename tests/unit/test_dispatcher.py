@@ -206,7 +206,9 @@ def test_a_pass_beyond_the_graph_level_of_its_row_is_not_captured(mode, level, h
         dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
         assert len(dec.calls) == 1
         return
-    message = f"this {mode.value} pass in a CUDA graph needs cuda_graph 'uniform', .*decoder has 'decode'"
+    message = (
+        f"this {mode.value} pass in a CUDA graph needs cuda_graph 'uniform', .*decoder has 'decode'"
+    )
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
     assert not dec.calls
