@@ -12,6 +12,7 @@ from attn_core.cache.page_table import slot_table as slot_table
 from attn_core.cache.page_table import split_cache as split_cache
 from attn_core.cache.page_table import split_pages as split_pages
 from attn_core.cache.page_table import to_csr as to_csr
+from attn_core.cache.pool import CachePool as CachePool
 from attn_core.cache.pool import KVPool as KVPool
 from attn_core.cache.state_pool import StateCache as StateCache
 from attn_core.cache.state_pool import StatePool as StatePool

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_core.errors import BatchError
 from attn_core.runtime.batch import ForwardBatch
 
 
@@ -23,7 +24,15 @@ def bounded(batch: ForwardBatch, page_size: int) -> ForwardBatch:
 
 
 def overwritten(static: Any, new: Any) -> Any:
-    """Copy every tensor of `new` into its place in `static`; return `new` with those tensors."""
+    """Copy every tensor of `new` into its place in `static`; return `new` with those tensors.
+
+    Raises BatchError where one has a tensor and the other none: a graph goes on using its own.
+    """
+    if isinstance(new, Tensor) != isinstance(static, Tensor):
+        raise BatchError(
+            f"a captured pass with {_named(static)} is replayed with {_named(new)}; capture it "
+            "again, or give what it was captured with"
+        )
     if isinstance(new, Tensor):
         return static.copy_(new)
     if isinstance(new, dict):
@@ -33,6 +42,10 @@ def overwritten(static: Any, new: Any) -> Any:
         fields = {x: overwritten(getattr(static, x), getattr(new, x)) for x in names}
         return dataclasses.replace(new, **fields)
     return new
+
+
+def _named(x: object) -> str:
+    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"{x} in its place"
 
 
 def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -154,7 +154,7 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """Bytes that the pool holds now."""
-        return self.dispatcher.caches.nbytes
+        return self._memory.pool.nbytes
 
     def disable(self) -> None:
         """Give the model back as it was; caches made meanwhile cannot be used any more."""

@@ -72,13 +72,13 @@ class Memory:
         self.dropped: deque[list[str]] = deque()
         self._grows = num_pages is None
         sizes = _sizes(self.windows, num_pages)
-        pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
+        self.pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
         self.pages = {view: PageAllocator(n, self.page_size) for view, n in sizes.items()}
         self.dispatcher = HybridDispatcher.from_selection(
             selection,
             registry,
             self.layers,
-            pool,
+            self.pool,
             vision_layers=attention.vision_layers,
         )
 
@@ -127,7 +127,7 @@ class Memory:
         sizes = {view: pages.total + 1 for view, pages in self.pages.items()}
         for view, n in lacking.items():
             sizes[view] += max(n, self.pages[view].total) + slack
-        pool, old = self._pool(sizes), self.dispatcher.caches
+        pool, old = self._pool(sizes), self.pool
         for layer in self.layers:
             held = self.pages[layer.view].total + 1
             parts = zip(
@@ -135,7 +135,7 @@ class Memory:
             )
             for (to, _), (part, _) in parts:
                 to[:held] = part
-        self.dispatcher.caches = pool
+        self.pool = self.dispatcher.caches = pool
         for view in lacking:
             self.pages[view].extend(sizes[view])
 
