@@ -45,6 +45,7 @@ _HOME = {
         "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
     ),
     "runtime.dispatcher": "HybridDispatcher",
+    "runtime.torch_ops": "CompiledAttention",
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *_NAMES]

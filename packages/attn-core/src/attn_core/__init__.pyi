@@ -62,6 +62,7 @@ from attn_core.runtime.contract_checks import refuse_window as refuse_window
 from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
+from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix
 from attn_core.selection.mismatch import Mismatch as Mismatch
