@@ -204,7 +204,9 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
     )
     q_shape = (case.tokens, case.q_heads, case.head_dim)
     q = torch.randn(q_shape, dtype=TORCH_DTYPES[case.dtype], device=device, generator=rng)
-    k, v = read_kv(cache, batch.views["full"].out_cache_loc, q.dtype)
+    slots = batch.views["full"].out_cache_loc
+    assert slots is not None  # built above
+    k, v = read_kv(cache, slots, q.dtype)
     rows, wanted = _reference(case, q, cache, table, batch.spec)
     return Inputs(
         case=case,

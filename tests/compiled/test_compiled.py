@@ -60,7 +60,7 @@ FIRST = ("sm75", "sm90", "sm120", "gfx942")
 )
 def test_hot_launches(arch):
     sites = judged(arch, "quick", hot=True)
-    assert len(sites) == 4
+    assert len(sites) == 5
     assert [fault for site in sites for fault in site["faults"]] == []
     kernels = {site["site"]: {k["name"] for k in site["kernels"]} for site in sites}
     declared = [site["site"] for site in sites if "not_declared" not in site]

@@ -17,7 +17,7 @@ from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.oracle import attend_one, tree_mask
-from attn_core.testing.passes import run_case
+from attn_core.testing.passes import attend, compare, create, prepared, run_case
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import problems, report, run_all
 from attn_core.testing.strides import restrided
@@ -221,6 +221,17 @@ def test_pages_beyond_what_an_offset_counts_are_found(create, wraps, fused, monk
             far.far_pages(bench, case, point)
     else:
         far.far_pages(bench, case, point)
+
+
+def test_a_fused_backend_leaves_what_the_engine_has_written():
+    case, point = RELATED["mha"]["decode"], Point(dtype="bf16", page_size=16)
+    bench = bench_of("reference:Reference", replace(ROW, fused_kv_write=True))
+    inputs, right = prepared(bench, case, point)
+    view = replace(inputs.batch.views["full"], out_cache_loc=None)
+    batch = replace(inputs.batch, views={"full": view})
+    written = replace(inputs, cache=inputs.after, k=inputs.k * 0, v=inputs.v * 0)
+    got = attend(create(bench, case, inputs, point), written, batch=batch)
+    compare(got, right, inputs.real_tokens, torch.bfloat16, "output")
 
 
 def test_what_no_memory_is_there_for_is_skipped_with_its_reason():

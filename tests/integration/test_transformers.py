@@ -458,6 +458,57 @@ def test_a_compiled_model_says_what_it_says(what: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_decoder_is_one_graph_with_each_attention_whole(
+    name: str, prompts: dict[str, torch.Tensor]
+) -> None:
+    graphs: list[list[str]] = []
+
+    def aot_eager(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    model = tiny(name)
+    with enable(model, page_size=4) as engine, torch.no_grad():
+        logits = model(**prompts).logits
+        expected = generate(model, prompts, max_new_tokens=12)
+        model.forward = torch.compile(model.forward, backend=aot_eager)
+        torch.testing.assert_close(model(**prompts).logits, logits)
+        attends = [graph.count("attn_core.attention") for graph in graphs]
+        assert sorted(n for n in attends if n) == [model.config.num_hidden_layers]
+        assert torch.equal(generate(model, prompts, max_new_tokens=12), expected)
+        made = len(graphs)
+        assert torch.equal(generate(model, prompts, max_new_tokens=12), expected)
+        assert len(graphs) == made, "another cache, the same graphs"
+        gc.collect()
+        assert engine.num_held == 0, "no graph holds a cache"
+    del model.forward
+    torch.compiler.reset()
+
+
+def test_a_failure_in_a_compiled_pass_leaves_the_cache_as_it_was() -> None:
+    model, ids = tiny(num_hidden_layers=1), torch.tensor([[3, 4, 5, 6]])
+    with enable(model, page_size=16) as engine, torch.no_grad():
+        expected = model(ids).logits
+        forward, fails = engine.dispatcher.forward, [True]
+
+        def failing(*args: Any, **more: Any) -> Any:
+            if fails:
+                raise BatchError("on purpose")
+            return forward(*args, **more)
+
+        engine.dispatcher.forward = failing  # type: ignore[method-assign]
+        model.forward = torch.compile(model.forward, backend="eager")
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(BatchError, match="on purpose"):
+            model(ids, past_key_values=cache)
+        fails.clear()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+        assert cache.get_seq_length() == 4
+    del model.forward
+    torch.compiler.reset()
+
+
 def test_a_backward_pass_is_refused() -> None:
     model, ids = tiny(), torch.tensor([[3, 4, 5, 6]])
     with enable(model):

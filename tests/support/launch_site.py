@@ -95,7 +95,7 @@ class Site:
         raise NotDeclared(min(gaps, key=len, default=f"no row for {case.kind}"))
 
     def __call__(self, chip: Chip) -> None:
-        """Plan and run one layer: every kernel of it, the write of new tokens included."""
+        """Plan and run one layer: every kernel of the backend."""
         asked = Bench(
             spec=chip.spec,
             row=self.row(chip),

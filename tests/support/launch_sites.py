@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from attn_core.backends.triton import backend
 from attn_core.backends.triton.split_kv import SHORT
+from attn_core.cache.pool import KVPool
+from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.merge import merge_states
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, Site
@@ -57,6 +60,18 @@ def greedy(chip):
 
 def merge(chip):
     merge_states(meta(2, 512, 32, 128), meta(2, 512, 32, dtype=torch.float32))
+
+
+def write(store, layout, chip):
+    """Launch for new tokens of Llama's heads, whatever a chip's backends store."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype=store, device=META, layout=layout
+    )
+    slots = meta(70, dtype=torch.int64)
+    write_kv(pool.layer(0), meta(70, 8, 128), meta(70, 8, 128), slots)
 
 
 def decode(**more):
@@ -141,15 +156,22 @@ OTHERS: dict[str, Launch] = {
     "decode-short-256": partial(short, decode(dims=(256, 256), heads=(8, 4))),
     "mla-decode-short": partial(short, decode(**MLA)),
 }
+WRITES: dict[str, Launch] = {
+    "write": partial(write, "bf16", "NHD"),
+    "write-fp8": partial(write, "fp8_e4m3", "HND"),
+    "write-e5m2": partial(write, "fp8_e5m2", "NHD"),
+    "write-fp4": partial(write, "fp4_e2m1", "NHD"),
+}
 SITES: dict[str, Launch] = {
     "merge": merge,
+    **WRITES,
     "greedy": greedy,
     **HOT,
     **MORE,
     **OTHERS,
 }
 GROUPS = {
-    "quick": ("merge", "decode", "extend", "mla-decode"),
-    "hot": ("merge", *HOT),
+    "quick": ("merge", "write-fp8", "decode", "extend", "mla-decode"),
+    "hot": ("merge", *WRITES, *HOT),
     "more": (*MORE, *OTHERS),
 }

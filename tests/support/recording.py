@@ -39,7 +39,7 @@ class Recorder(AttentionBackend):
 
     def forward_extend(self, q, k, v, layer, cache, batch, metadata, *, out, return_lse, **kwargs):
         stored = None
-        if layer.view in batch.views:
+        if layer.view in batch.views and batch.views[layer.view].out_cache_loc is not None:
             stored = read_kv(cache, batch.views[layer.view].out_cache_loc, torch.float32)
         kwargs |= {"out": out, "return_lse": return_lse}
         self._record("forward_extend", q, k, v, layer, stored, batch, metadata, **kwargs)

@@ -80,7 +80,9 @@ class Reference(AttentionBackend):
         topk_indices=None,
     ):  # fmt: skip
         if k is not None and self.config.row.fused_kv_write and layer.view in batch.views:
-            self.write(cache, k, v, batch.views[layer.view].out_cache_loc)
+            slots = batch.views[layer.view].out_cache_loc
+            if slots is not None:
+                self.write(cache, k, v, slots)
         planned = metadata["batch"]
         out = self.buffer(q, layer, out)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

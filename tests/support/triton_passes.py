@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from attn_core.cache.page_table import slot_table
 from attn_core.cache.pool import KVPool
-from attn_core.ops.kv import read_kv
+from attn_core.ops.kv import read_kv, write_kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
@@ -76,8 +76,6 @@ class Requests:
             self._write(b, rng)
 
     def _write(self, b, rng):
-        from attn_core.ops.triton.kv import write_kv
-
         n, layer, dtype = self.lengths[b], self.layer, DTYPES[self.dtype]
         dims = (layer.head_dim,) if self.kind == "mla" else (layer.head_dim, layer.v_head_dim)
         new = [torch.randn(n, layer.num_kv_heads, d, generator=rng) for d in dims]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from attn_core.cache.pool import KVPool
+from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
@@ -84,10 +85,12 @@ class Server:
         return batch, torch.tensor(rows, device=DEVICE)
 
     def attend(self, backend, batch, rows, layer=None, metadata=None):
-        """Run one layer with the new tokens in `rows`; return out and LSE."""
+        """Write the new tokens in `rows` and run one layer; return out and LSE."""
         layer = layer or make_layer()
         metadata = backend.init_forward_metadata(batch) if metadata is None else metadata
         tokens = (self.q[rows], self.k[rows], self.v[rows])
+        if batch.num_tokens and layer.view in batch.views:
+            write_kv(self.cache(layer), *tokens[1:], batch.views[layer.view].out_cache_loc)
         return backend.forward(*tokens, layer, self.cache(layer), batch, metadata, return_lse=True)
 
 

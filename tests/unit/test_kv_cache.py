@@ -1,6 +1,10 @@
 """Pools store what was written where it was written, in every store and layout."""
 
 import dataclasses
+import functools
+import importlib.util
+import sys
+import types
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.cache.pool import KVPool
 from attn_core.cache.state_pool import StatePool
 from attn_core.errors import UnsupportedError, UsageError
+from attn_core.ops import kv
 from attn_core.ops.kv import copy_slots, read_kv, read_pages, write_index, write_kv
 from attn_core.runtime.layer import AttentionLayer
 
@@ -248,3 +253,37 @@ def test_nothing_syncs(store):
     write_kv(cache, tokens(5, 2, 32).to("meta"), tokens(5, 2, 16).to("meta"), slots)
     assert read_kv(cache, slots, torch.bfloat16)[0].shape == (5, 2, 32)
     copy_slots(cache, slots, slots)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "triton", "in_one_launch"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False), ("xpu", True, False)],
+)
+def test_a_gpu_with_triton_writes_in_one_launch(device_type, triton, in_one_launch, monkeypatch):
+    asked = []
+
+    def found(name):
+        asked.append(name)
+        return object() if triton else None
+
+    kernel = types.ModuleType("attn_core.ops.triton.kv")
+    kernel.write_kv = object()
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr("attn_core.ops.kv._writer", functools.cache(kv._writer.__wrapped__))
+    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    monkeypatch.setattr("attn_core.ops.triton.kv", kernel, raising=False)
+    chosen = [kv._writer(device_type) for _ in range(3)]
+    assert chosen == [kernel.write_kv if in_one_launch else kv._write] * 3
+    assert asked == ["triton"] * (device_type == "cuda"), "it is decided once"
+
+
+def test_what_was_chosen_for_the_device_writes(monkeypatch):
+    seen = []
+    monkeypatch.setattr(kv, "_writer", lambda kind: seen.append(kind) or kv._write)
+    cache = pool().layer(0)
+    write_kv(cache, tokens(5, 2, 32), tokens(5, 2, 16), SLOTS)
+    write_kv(cache, None, None, SLOTS)
+    assert seen == ["cpu"]
+    with pytest.raises(UsageError, match="v is None, but the cache stores V"):
+        write_kv(cache, tokens(5, 2, 32), None, SLOTS)
+    assert seen == ["cpu"], "nothing is written"

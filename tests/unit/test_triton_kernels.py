@@ -163,15 +163,13 @@ def test_a_pool_beyond_32_bit_offsets():
 
 def test_what_does_not_fit_the_cache_is_refused():
     cache = to_device(cache_of("bf16", SHAPES["mha"]), DEVICE)
-    k, v = torch.randn(2, 2, 64, device=DEVICE), torch.randn(2, 2, 32, device=DEVICE)
-    slots = torch.tensor([4, 5], device=DEVICE)
-    write_kv(cache, None, None, slots)
-    assert torch.equal(bits(cache.k), bits(cache_of("bf16", SHAPES["mha"]).k))
-    with pytest.raises(UsageError, match="no v to write, but the cache stores V too"):
+    k, slots = torch.randn(2, 2, 64, device=DEVICE), torch.tensor([4, 5], device=DEVICE)
+    with pytest.raises(UsageError, match=r"v None for 2 slots of a cache with 2 heads"):
         write_kv(cache, k, None, slots)
     latent = LayerCache(k=cache.k, v=None)
-    with pytest.raises(UsageError, match="v to write, but the cache stores the latent alone"):
-        write_kv(latent, k, v, slots)
+    with pytest.raises(UsageError, match=r"v \[2, 2, 64\] for 2 slots of a cache with 2 heads"):
+        write_kv(latent, k, k, slots)
+    assert torch.equal(bits(cache.k), bits(cache_of("bf16", SHAPES["mha"]).k))
     odd = LayerCache(k=cache.k[..., ::2], v=None)
     with pytest.raises(UsageError, match=r"stride 2 in its last dimension \(supports 1\)"):
         write_kv(odd, k[..., ::2], None, slots)

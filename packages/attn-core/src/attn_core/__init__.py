@@ -27,7 +27,7 @@ _HOME = {
     "selection.diagnosis": "WhyNot",
     "model_config": "context_length read_config requirements_from_config",
     "cache.layer_cache": "TORCH_DTYPES LayerCache",
-    "cache.pool": "KVPool",
+    "cache.pool": "CachePool KVPool",
     "cache.state_pool": "StateCache StatePool",
     "cache.page_table": (
         "PageCsr num_pages_for pad_batch pad_page_table reusable_prefix slot_table "
@@ -46,6 +46,7 @@ _HOME = {
     ),
     "runtime.dispatcher": "HybridDispatcher",
     "runtime.graphs": "GraphRunner",
+    "runtime.torch_ops": "CompiledAttention",
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *_NAMES]

@@ -1,8 +1,8 @@
 """The types of the names that attn_core hands on lazily; __init__.py imports them on first use."""
 
 from attn_core.cache.allocator import PageAllocator as PageAllocator
-from attn_core.cache.layer_cache import TORCH_DTYPES as TORCH_DTYPES
 from attn_core.cache.layer_cache import LayerCache as LayerCache
+from attn_core.cache.layer_cache import TORCH_DTYPES as TORCH_DTYPES
 from attn_core.cache.page_table import PageCsr as PageCsr
 from attn_core.cache.page_table import num_pages_for as num_pages_for
 from attn_core.cache.page_table import pad_batch as pad_batch
@@ -12,6 +12,7 @@ from attn_core.cache.page_table import slot_table as slot_table
 from attn_core.cache.page_table import split_cache as split_cache
 from attn_core.cache.page_table import split_pages as split_pages
 from attn_core.cache.page_table import to_csr as to_csr
+from attn_core.cache.pool import CachePool as CachePool
 from attn_core.cache.pool import KVPool as KVPool
 from attn_core.cache.state_pool import StateCache as StateCache
 from attn_core.cache.state_pool import StatePool as StatePool
@@ -47,9 +48,9 @@ from attn_core.runtime.backend import LinearAttentionBackend as LinearAttentionB
 from attn_core.runtime.backend import Metadata as Metadata
 from attn_core.runtime.backend import Output as Output
 from attn_core.runtime.backend import create_backend as create_backend
+from attn_core.runtime.batch import CacheView as CacheView
 from attn_core.runtime.batch import DECODE_MODES as DECODE_MODES
 from attn_core.runtime.batch import EVEN_MODES as EVEN_MODES
-from attn_core.runtime.batch import CacheView as CacheView
 from attn_core.runtime.batch import ForwardBatch as ForwardBatch
 from attn_core.runtime.batch import ForwardMode as ForwardMode
 from attn_core.runtime.batch import SpecInfo as SpecInfo
@@ -62,6 +63,7 @@ from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner as GraphRunner
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
+from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix
 from attn_core.selection.mismatch import Mismatch as Mismatch

@@ -120,7 +120,6 @@ def _triton_mha() -> Sequence[Capabilities]:
         lse=True,
         deterministic=True,
         cuda_graph="uniform",
-        fused_kv_write=True,
         layouts={"NHD", "HND"},
     )
     old = replace(  # Triton refuses e4m3 below sm89, and the block scales of FP4 are e4m3
@@ -165,7 +164,6 @@ def _triton_mla() -> Sequence[Capabilities]:
         lse=True,
         deterministic=True,
         cuda_graph="uniform",
-        fused_kv_write=True,
     )
     needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
     rocm = replace(cuda, device="rocm", archs=frozenset(), requires=needs)

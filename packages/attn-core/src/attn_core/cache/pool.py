@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,26 @@ from torch import Tensor
 from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
+
+
+class CachePool(Protocol):
+    """What the dispatcher reads of a pool: KVPool has it, and so may an engine's own class.
+
+    layout: "NHD" or "HND", that of every layer. Pages may be views into larger tensors, at any
+    strides but the last, which is 1.
+    """
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def layer(self, layer_id: int) -> LayerCache:
+        """Return one layer's cache; every layer of every pass asks, so keep it ready."""
 
 
 class KVPool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from functools import cache as cached
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
+_Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
 _Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, where → tokens
 
 
@@ -20,13 +23,28 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA), slots int64 [N] = page · page_size + offset;
     padding goes to slot 0. k None: nothing to write. FP8 saturates; FP4 takes one e4m3 scale per
-    16 values from themselves. Never syncs. Raises UsageError where only v or only the V pool is.
+    16 values from themselves. One launch on a GPU with Triton. Never syncs. Raises UsageError where
+    only v or only the V pool is.
     """
     if k is None:
         return
     if (v is None) != (cache.v is None):
         latent = "v is given, but the cache is latent and stores none: give v None"
         raise UsageError("v is None, but the cache stores V: give it" if v is None else latent)
+    _writer(cache.k.device.type)(cache, k, v, slots)
+
+
+@cached
+def _writer(device_type: str) -> _Write:
+    """Return what writes on a type of device; both write the same bits."""
+    if device_type == "cuda" and importlib.util.find_spec("triton"):  # ROCm is "cuda" in torch
+        from attn_core.ops.triton import kv
+
+        return kv.write_kv
+    return _write
+
+
+def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:

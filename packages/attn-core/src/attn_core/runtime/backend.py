@@ -81,8 +81,9 @@ class AttentionBackend(ABC):
     forward_decode in its place; forward_ragged and the graph functions where its row declares them.
 
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
-    LSE natural log, float32 [T, Hq], sinks included. `out`, where given, is filled and returned.
-    MLA, absorbed: q [T, H, 576], k [T, 1, 576], v None.
+    LSE natural log, float32 [T, Hq], sinks included. A row with fused_kv_write writes k and v into
+    the slots of the layer's view, where it has any: without, the engine wrote them. `out`, where
+    given, is filled and returned. MLA, absorbed: q [T, H, 576], k [T, 1, 576], v None.
     """
 
     def __init__(self, config: BackendConfig) -> None:

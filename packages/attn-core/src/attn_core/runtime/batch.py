@@ -71,13 +71,14 @@ class CacheView:
     a request's pages, and those that lie behind the window of every layer of this view, hold a
     valid page with any content. The other tensors are contiguous.
     seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
-    out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to.
+    out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to;
+    None where the engine writes them itself, before the layer attends.
     max_seq_len: the largest of seq_lens, or a bound of it. seq_lens_host: the same on the host.
     """
 
     page_table: Tensor
     seq_lens: Tensor
-    out_cache_loc: Tensor
+    out_cache_loc: Tensor | None
     max_seq_len: int
     seq_lens_host: tuple[int, ...] | None = None
 
@@ -85,8 +86,11 @@ class CacheView:
         b = self.page_table.shape[0]
         _check_tensor("page_table", self.page_table, torch.int32, (b, None), rows=True)
         _check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
-        _check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
-        devices = {str(t.device) for t in (self.page_table, self.seq_lens, self.out_cache_loc)}
+        tensors = [self.page_table, self.seq_lens]
+        if self.out_cache_loc is not None:
+            _check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
+            tensors.append(self.out_cache_loc)
+        devices = {str(t.device) for t in tensors}
         _check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
         host = self.seq_lens_host
         if host is not None:
@@ -103,23 +107,27 @@ class CacheView:
         page_size: int,
         seq_lens: Sequence[int],
         new_lens: Sequence[int],
+        writes: bool = True,
     ) -> CacheView:
         """Build a view whose requests hold `seq_lens` tokens, the last `new_lens` of them new.
 
-        page_table: int32 [B, max_pages], its device is the view's. Raises BatchError where a
-        request has more tokens than its row of the table has room for.
+        page_table: int32 [B, max_pages], its device is the view's. writes: False where the engine
+        writes K/V itself. Raises BatchError where a request has more tokens than its row of the
+        table has room for.
         """
         device, room = page_table.device, page_table.shape[1] * page_size
         _check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
         _check(max(seq_lens, default=0) <= room, f"seq_len {max(seq_lens, default=0)} > {room}")
         bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if n > s]
         _check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
-        rows = torch.repeat_interleave(
-            torch.arange(len(seq_lens)), torch.tensor(list(new_lens), dtype=torch.int64)
-        )
-        pos = _positions(seq_lens, new_lens)
-        rows, pos = rows.to(device), pos.to(device)
-        slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size
+        slots = None
+        if writes:
+            rows = torch.repeat_interleave(
+                torch.arange(len(seq_lens)), torch.tensor(list(new_lens), dtype=torch.int64)
+            )
+            pos = _positions(seq_lens, new_lens)
+            rows, pos = rows.to(device), pos.to(device)
+            slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size
         return cls(
             page_table=page_table,
             seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
@@ -231,16 +239,22 @@ class ForwardBatch:
         spec: SpecInfo | None = None,
         views: Mapping[str, CacheView] | None = None,
         state_slots: Tensor | None = None,
+        writes: bool = True,
     ) -> ForwardBatch:
         """Build a batch from ragged lengths.
 
         query_lens, seq_lens: B ints each, seq_lens including this pass's tokens. page_table:
-        int32 [B, max_pages] of the view "full"; `views` adds more. Positions count up to the
-        sequence length; in a tree they are prefix + depth. Raises BatchError.
+        int32 [B, max_pages] of the view "full"; `views` adds more. writes: False where the engine
+        writes the K/V of "full" itself. Positions count up to the sequence length; in a tree they
+        are prefix + depth. Raises BatchError.
         """
         device = page_table.device
         full = CacheView.build(
-            page_table=page_table, page_size=page_size, seq_lens=seq_lens, new_lens=query_lens
+            page_table=page_table,
+            page_size=page_size,
+            seq_lens=seq_lens,
+            new_lens=query_lens,
+            writes=writes,
         )
         verified = spec if forward_mode is ForwardMode.TARGET_VERIFY else None
         if verified is not None and verified.tree_mask is not None:

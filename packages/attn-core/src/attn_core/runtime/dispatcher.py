@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from attn_core.cache.pool import KVPool
+from attn_core.cache.pool import CachePool
 from attn_core.errors import AttnError, UnsupportedError, UsageError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
@@ -70,13 +70,14 @@ class HybridDispatcher:
     """Routes the passes of one model over its backends and its KV cache.
 
     routes: role → backend; "prefill" and "decode" are required. Which backend verifies and drafts
-    was decided by the selection. Raises UnsupportedError where a backend's row does not honour a
-    field of its config's layers. Whatever else than an AttnError a backend raises while it plans
+    was decided by the selection. caches: a KVPool or an engine's own; between passes it may be
+    replaced by one of the same form. Raises UnsupportedError where a backend's row does not honour
+    a field of its config's layers. Whatever else than an AttnError a backend raises while it plans
     or runs comes as BackendRunError with its cause; unless that says to restart, cache and
     dispatcher are good for the next pass.
     """
 
-    def __init__(self, routes: Mapping[Role, AttentionBackend], caches: KVPool) -> None:
+    def __init__(self, routes: Mapping[Role, AttentionBackend], caches: CachePool) -> None:
         for role in ("prefill", "decode"):
             if role not in routes:
                 raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
@@ -94,7 +95,7 @@ class HybridDispatcher:
         selection: Selection,
         registry: Registry,
         layers: Iterable[AttentionLayer],
-        caches: KVPool,
+        caches: CachePool,
         *,
         vision_layers: Iterable[AttentionLayer] = (),
         max_bs: int = 0,
@@ -191,10 +192,11 @@ class HybridDispatcher:
         """Write new K/V into the cache and attend; once per layer.
 
         q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] go to the N slots of the layer's view, None is
-        nothing to write. Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32
-        [T, Hq]. Any strides will do. IDLE gives empty tensors. Raises UnsupportedError, BatchError
-        for a missing view and for shapes that are not this pass's, BackendError where the
-        backend's first output for a layer breaks the contract.
+        nothing to write; a view without slots says that the engine has written them. Returns
+        [T, Hq, Dv], with return_lse also the LSE, natural log, float32 [T, Hq]. Any strides will
+        do. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view and for
+        shapes that are not this pass's, BackendError where the backend's first output for a layer
+        breaks the contract.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
@@ -209,8 +211,9 @@ class HybridDispatcher:
         q, dense = q if q.is_contiguous() else readable(q), fillable(out)
         if k is not None:
             k, v = readable(k), None if v is None else readable(v)
-            if route.writes:
-                write_kv(cache, k, v, batch.views[layer.view].out_cache_loc)
+            slots = batch.views[layer.view].out_cache_loc if route.writes else None
+            if slots is not None:
+                write_kv(cache, k, v, slots)
         try:
             result = route.run(
                 q, k, v, layer, cache, batch, metadata,

@@ -23,8 +23,8 @@ def check_pass(
 ) -> None:
     """Raise BatchError for tensors that are not those of a layer in this pass.
 
-    New keys need one slot each in the layer's view: those of the pass or, in cross attention,
-    those of the encoder.
+    New keys are those of the pass or, in cross attention, those of the encoder; they need one slot
+    each in the layer's view, unless the engine has written them.
     """
     t = batch.num_tokens
     _check_queries(q, layer, t, out)
@@ -37,6 +37,8 @@ def check_pass(
         raise BatchError(
             f"layer {layer.layer_id} needs view {layer.view!r}, the batch has {sorted(batch.views)}"
         )
+    if view.out_cache_loc is None:
+        return _check_keys(k, v, layer, k.shape[0] if layer.is_cross else t)
     slots = view.out_cache_loc.shape[0]
     if slots != t and not layer.is_cross:
         raise BatchError(

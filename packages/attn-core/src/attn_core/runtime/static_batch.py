@@ -96,7 +96,7 @@ class StaticBatch:
         batch, tokens = self.batch, requests * self.query_len
         views = {}
         for name, view in batch.views.items():
-            slots = view.out_cache_loc[:tokens]
+            slots = None if view.out_cache_loc is None else view.out_cache_loc[:tokens]
             table, lengths = view.page_table[:requests], view.seq_lens[:requests]
             views[name] = replace(view, page_table=table, seq_lens=lengths, out_cache_loc=slots)
         spec = batch.spec
@@ -160,6 +160,8 @@ class StaticBatch:
         for name, static in self.batch.views.items():
             if name not in batch.views:
                 return f"the batch has no view {name!r} (has {sorted(batch.views)})"
+            if batch.views[name].out_cache_loc is None:
+                return f"view {name!r} has no out_cache_loc: a captured step writes new K and V"
             longest, room = batch.views[name].max_seq_len, static.max_seq_len
             if longest > room:
                 return f"view {name!r}: lengths up to {longest}, the static page table holds {room}"
@@ -174,8 +176,13 @@ class StaticBatch:
         """Yield what a replay copies besides tables and inputs."""
         for name, static in self.batch.views.items():
             yield batch.views[name].seq_lens
-            if static.out_cache_loc.numel():
-                yield batch.views[name].out_cache_loc
+            slots = batch.views[name].out_cache_loc
+            if (
+                slots is not None
+                and static.out_cache_loc is not None
+                and static.out_cache_loc.numel()
+            ):
+                yield slots
         yield batch.positions
         if batch.spec is not None and batch.spec.tree_mask is not None:
             yield batch.spec.tree_mask

@@ -208,7 +208,7 @@ def _paged(
             k = v = None
             if not layer.is_cross:
                 k = _zeros(*tokens, layer.num_kv_heads, layer.head_dim)
-            if k is not None and pool.kind == "mha":
+            if k is not None and pool.layer(layer.layer_id).v is not None:
                 v = _zeros(*tokens, layer.num_kv_heads, layer.v_head_dim)
             dispatcher.forward(q, k, v, layer, batch, metadata)
 

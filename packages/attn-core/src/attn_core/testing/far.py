@@ -67,6 +67,7 @@ def with_far_pages(inputs: Inputs, point: Point, first: int) -> Inputs:
 
     cache, view = inputs.cache, inputs.batch.views["full"]
     slots, size = view.out_cache_loc, point.page_size
+    assert slots is not None  # make_inputs gives slots
     view = dataclasses.replace(
         view,
         page_table=torch.where(view.page_table > 0, view.page_table + first, 0),

@@ -103,6 +103,7 @@ def with_pages_moved(inputs: Inputs, point: Point) -> Inputs:
     view = inputs.batch.views["full"]
     table = moved[view.page_table.long()].int()
     slots = view.out_cache_loc
+    assert slots is not None  # make_inputs gives slots
     slots = moved[slots // point.page_size] * point.page_size + slots % point.page_size
     view = dataclasses.replace(view, page_table=table, out_cache_loc=slots)
     return dataclasses.replace(

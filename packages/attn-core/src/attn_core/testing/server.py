@@ -218,8 +218,9 @@ class Server:
 
     def write(self, step: Step, index: int) -> None:
         """Write a layer's new tokens, as another backend's pass would have done."""
-        view = step.batch.views[self.layers[index].view]
-        write_kv(self._caches[index], step.k[index], step.v[index], view.out_cache_loc)
+        slots = step.batch.views[self.layers[index].view].out_cache_loc
+        assert slots is not None  # every step has new tokens
+        write_kv(self._caches[index], step.k[index], step.v[index], slots)
 
     def record(self, step: Step, index: int) -> None:
         """Note what the cache of a layer must hold now."""

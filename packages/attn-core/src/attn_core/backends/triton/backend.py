@@ -22,7 +22,6 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.errors import UsageError
-from attn_core.ops.triton.kv import write_kv
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.contract_checks import (
@@ -39,9 +38,8 @@ Plans = Mapping[LayerGroup, Splits | Order | None]  # None: many queries, taken 
 class Triton(AttentionBackend):
     """Two algorithms: many queries a request run in tiles, the keys of few queries are split.
 
-    Lengths stay on the device: a plan is one small launch per class of layers. New K and V are
-    written here, quantised where the cache is, in one launch. One stream at a time may use it: the
-    states of cut rows and the draws of tiles have one room.
+    Lengths stay on the device: a plan is one small launch per class of layers. One stream at a
+    time may use it: the states of cut rows and the draws of tiles have one room.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -201,7 +199,7 @@ class Triton(AttentionBackend):
         return_lse: bool = False,
         topk_indices: Tensor | None = None,
     ) -> Output:
-        """Write k and v into the cache and attend to it."""
+        """Attend to the cache, in which k and v lie already."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         which = LayerGroup.of(layer)
         if batch.num_tokens and which not in metadata:
@@ -209,7 +207,6 @@ class Triton(AttentionBackend):
         q, out, lse = _outputs(q, layer, out)
         if batch.num_tokens:
             view = batch.views[layer.view]
-            write_kv(cache, k, v, view.out_cache_loc)
             spec, made = _spec(batch), metadata[which]
             where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
             if isinstance(made, Splits):

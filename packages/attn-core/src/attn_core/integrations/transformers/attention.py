@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin
 
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.transformers import mla, vision
+from attn_core.integrations.transformers import compiled, mla, vision
 from attn_core.integrations.transformers.architectures import none_if_off
 from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.layer import AttentionLayer
@@ -159,7 +160,10 @@ def attention(
             f"a custom mask ({', '.join(foreign) or 'attention_mask'}) in layer {x.layer_id}; "
             "attn-core takes a 2-D attention_mask that marks padding"
         )
-    out = paged.requests.attend(query, key, new_values, x)
+    if torch.compiler.is_compiling():
+        out = compiled.attend(query, key, new_values, x, paged.requests.pool)
+    else:
+        out = paged.requests.attend(query, key, new_values, x)
     return mla.project(module, out) if paged.latent else out, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from attn_core.errors import UnsupportedError, UsageError
 from attn_core.integrations.transformers import mla, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
+from attn_core.integrations.transformers.compiled import between, eager
 from attn_core.integrations.transformers.inference import no_backward
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.select import DTYPES, select_for
@@ -45,7 +47,7 @@ def enable(
     window give the pages behind it back after each pass. A vision tower runs through the selected
     encoder backend, linear attention layers in the model's own code. Inference only: a backward
     pass raises. Threads may share the model, each with its own cache; their passes take turns.
-    torch.compile of the model leaves the decoder out.
+    torch.compile takes the decoder whole, each attention as one operator.
 
     Returns the handle, also a context manager: disable() gives the model back as it was. Raises
     UnsupportedError for a model that cannot run so, UsageError, and what select() raises.
@@ -84,6 +86,17 @@ def enable(
     return Engine(model, attention, memory)
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of the decoder. kept: its cache is handed back. is_new: it was made for the call."""
+
+    cache: Any
+    requests: Sequences
+    tokens: Tensor
+    kept: bool
+    is_new: bool
+
+
 class Engine:
     """A model on paged pools: the handle that `enable` returns."""
 
@@ -107,8 +120,8 @@ class Engine:
         if attention.latent:
             mla.keep_latent(attention.modules)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths and pages are Python's
         @functools.wraps(self._forward)  # its signature is read by others
+        @between
         def forward(*args: Any, **kwargs: Any) -> Any:
             with memory.lock:  # a pass at a time: the pool and the workspaces are shared
                 if self.enabled:
@@ -154,7 +167,7 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """Bytes that the pool holds now."""
-        return self.dispatcher.caches.nbytes
+        return self._memory.pool.nbytes
 
     def disable(self) -> None:
         """Give the model back as it was; caches made meanwhile cannot be used any more."""
@@ -169,34 +182,53 @@ class Engine:
             if self._replaced is not None:
                 self._decoder.forward = self._replaced
 
+    @between
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward as one planned pass over the requests of its cache."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        call = self._begin(given)
+        if call is None:
+            return self._forward(**given)  # the model says what is missing
+        try:
+            with torch.no_grad():
+                output = self._forward(**{**given, "past_key_values": call.cache})
+            return self._end(call, output)
+        except BaseException:
+            self._abandon(call)
+            raise
+
+    @eager
+    def _begin(self, given: dict[str, Any]) -> _Call | None:
+        """Plan the pass that a call of the decoder is; None where it has no tokens."""
         self._refuse(given)
         ids = given.get("input_ids")
         tokens = given.get("inputs_embeds") if ids is None else ids
         if tokens is None:
-            return self._forward(**given)  # the model says what is missing
+            return None
         config, cache = self._decoder.config, given.get("past_key_values")
         use_cache = given.get("use_cache")
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if cache is None else cache
         requests = self._adopt(cache)
         requests.begin(tokens.shape[0], tokens.shape[1], _padding_mask(given, requests.columns))
-        try:
-            with torch.no_grad():
-                output = self._forward(**{**given, "past_key_values": cache})
-            requests.commit()
-        except BaseException:
-            requests.abandon()
-            kept = kept and given.get("past_key_values") is not None
-            raise
-        finally:
-            if not kept:
-                requests.release()
-        output = output if kept else _without(output, cache)
-        weight = next((p for p in self._decoder.parameters() if p.requires_grad), tokens)
-        return no_backward(output, tokens, weight)
+        return _Call(cache, requests, tokens, kept, given.get("past_key_values") is None)
+
+    @eager
+    def _end(self, call: _Call, output: Any) -> Any:
+        """Count the tokens of the pass and return what the caller gets."""
+        call.requests.commit()
+        if not call.kept:
+            call.requests.release()
+            output = _without(output, call.cache)
+        weight = next((p for p in self._decoder.parameters() if p.requires_grad), call.tokens)
+        return no_backward(output, call.tokens, weight)
+
+    @eager
+    def _abandon(self, call: _Call) -> None:
+        """Forget a pass that failed, and the cache that was made for it."""
+        call.requests.abandon()
+        if call.is_new:
+            call.requests.release()
 
     def _refuse(self, given: dict[str, Any]) -> None:
         config, embeds = self._decoder.config, given.get("inputs_embeds")

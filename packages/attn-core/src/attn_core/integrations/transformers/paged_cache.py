@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from attn_core.cache.allocator import PageAllocator
 from attn_core.cache.page_table import num_pages_for
@@ -16,6 +17,8 @@ from attn_core.integrations.transformers.architectures import ModelAttention
 from attn_core.ops.kv import copy_slots
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.torch_ops import numbered
 from attn_core.selection.result import Selection
 
 _SLACK = 256  # tokens: what a view that grows on demand adds beyond the need
@@ -71,16 +74,28 @@ class PagedCache:
         # a pass, so it only leaves the keys here.
         self.dropped: deque[list[str]] = deque()
         self._grows = num_pages is None
+        self.number = numbered(self)  # by which a compiled model finds this
+        self._by_id = {x.layer_id: x for x in self.layers}
+        self.attends: Callable[[Tensor, Tensor, Tensor | None, AttentionLayer], Tensor] | None
+        self.attends = None  # the requests whose pass it is
         sizes = _sizes(self.windows, num_pages)
-        pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
+        self.pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
         self.pages = {view: PageAllocator(n, self.page_size) for view, n in sizes.items()}
         self.dispatcher = HybridDispatcher.from_selection(
             selection,
             registry,
             self.layers,
-            pool,
+            self.pool,
             vision_layers=attention.vision_layers,
         )
+
+    def attend_into(
+        self, out: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int
+    ) -> None:
+        """Run a layer of the current pass for a compiled model."""
+        assert self.attends is not None  # update() of the layer's cache
+        assert k is not None
+        out.copy_(self.attends(q, k, v, self._by_id[layer_id]))
 
     @property
     def num_held(self) -> int:
@@ -127,7 +142,7 @@ class PagedCache:
         sizes = {view: pages.total + 1 for view, pages in self.pages.items()}
         for view, n in lacking.items():
             sizes[view] += max(n, self.pages[view].total) + slack
-        pool, old = self._pool(sizes), self.dispatcher.caches
+        pool, old = self._pool(sizes), self.pool
         for layer in self.layers:
             held = self.pages[layer.view].total + 1
             parts = zip(
@@ -135,7 +150,7 @@ class PagedCache:
             )
             for (to, _), (part, _) in parts:
                 to[:held] = part
-        self.dispatcher.caches = pool
+        self.pool = self.dispatcher.caches = pool
         for view in lacking:
             self.pages[view].extend(sizes[view])
 

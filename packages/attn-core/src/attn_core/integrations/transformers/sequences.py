@@ -62,6 +62,11 @@ class Sequences:
         """Whether the enabled model is in the middle of a forward pass over these requests."""
         return self._pass is not None
 
+    @property
+    def pool(self) -> int:
+        """The number of the pool that these requests lie in, for a compiled model."""
+        return self._memory.number
+
     def belong_to(self, memory: PagedCache) -> bool:
         """Say whether these requests lie in the pool of `memory`."""
         return self._memory is memory
@@ -110,6 +115,7 @@ class Sequences:
         rows = [i for i, n in enumerate(counts) if n]
         tables = self._grow(lens)
         seen = torch.cat([self._seen, new], 1)
+        memory.attends = self.attend
         if not rows:
             self._pass = _Pass(None, None, None, lens, seen)
             return
@@ -176,6 +182,7 @@ class Sequences:
         """Count the tokens of the pass as seen."""
         assert self._pass is not None
         self._lens, self._seen, self._pass = self._pass.lens, self._pass.seen, None
+        self._memory.attends = None
         if not self._keeps_past:
             self._trim()
 
@@ -189,6 +196,7 @@ class Sequences:
         Linear layers of the model cannot forget: with them these requests end here.
         """
         self._pass, self._broken = None, self._memory.linear
+        self._memory.attends = None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer

@@ -127,18 +127,13 @@ def _write(
         )  # fmt: skip
 
 
-def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
+def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Write new K and V into token slots, bit for bit what attn_core.ops.kv.write_kv writes.
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N]; pools of any
     strides but that of the last dimension, 1. One launch; allocates nothing and never syncs.
-    Raises UsageError where only v or only the V pool is, and for shapes that do not fit.
+    Raises UsageError for shapes that do not fit.
     """
-    if k is None:
-        return
-    if (v is None) != (cache.v is None):
-        given, stored = ("no v", "V too") if v is None else ("v", "the latent alone")
-        raise UsageError(f"{given} to write, but the cache stores {stored}")
     k_blocks, v_blocks = cache.block_scales or (None, None)
     pools = [cache.k, cache.k if cache.v is None else cache.v]
     blocks = [x if y is None else y for x, y in zip(pools, (k_blocks, v_blocks), strict=True)]
@@ -148,8 +143,10 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     count, heads, dim = slots.shape[0], cache.k.shape[head], k.shape[-1]
     packed = 1 if k_blocks is None else 2  # numbers in one element of the pool
     # the kernel reads and writes by these numbers alone
-    if k.shape != (count, heads, pools[0].shape[-1] * packed) or (
-        v is not None and v.shape != (count, heads, pools[1].shape[-1] * packed)
+    if (
+        (v is None) != (cache.v is None)
+        or k.shape != (count, heads, pools[0].shape[-1] * packed)
+        or (v is not None and v.shape != (count, heads, pools[1].shape[-1] * packed))
     ):
         raise UsageError(
             f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {count} slots of a "

@@ -1,0 +1,35 @@
+"""What torch.compile sees of an enabled model: its own code, and each attention as one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_core.runtime.layer import AttentionLayer
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def between(function: _F) -> _F:
+    """Run a function as it is, and let torch.compile have what it calls."""
+    made: _F = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def eager(function: _F) -> _F:
+    """Run a function and all that it calls as they are: lengths and pages are Python's."""
+    made: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return made
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer, pool: int
+) -> Tensor:
+    """Attend as Sequences.attend, in one operator; pool: the number of the model's PagedCache."""
+    b, hq, t, _ = query.shape
+    out = query.new_empty(b, t, hq, layer.v_head_dim)
+    torch.ops.attn_core.attention(out, query, key, value, pool, layer.layer_id)
+    return out
