@@ -1,8 +1,8 @@
 """The types of the names that attn_core hands on lazily; __init__.py imports them on first use."""
 
 from attn_core.cache.allocator import PageAllocator as PageAllocator
-from attn_core.cache.layer_cache import LayerCache as LayerCache
 from attn_core.cache.layer_cache import TORCH_DTYPES as TORCH_DTYPES
+from attn_core.cache.layer_cache import LayerCache as LayerCache
 from attn_core.cache.page_table import PageCsr as PageCsr
 from attn_core.cache.page_table import num_pages_for as num_pages_for
 from attn_core.cache.page_table import pad_batch as pad_batch
@@ -48,9 +48,9 @@ from attn_core.runtime.backend import LinearAttentionBackend as LinearAttentionB
 from attn_core.runtime.backend import Metadata as Metadata
 from attn_core.runtime.backend import Output as Output
 from attn_core.runtime.backend import create_backend as create_backend
-from attn_core.runtime.batch import CacheView as CacheView
 from attn_core.runtime.batch import DECODE_MODES as DECODE_MODES
 from attn_core.runtime.batch import EVEN_MODES as EVEN_MODES
+from attn_core.runtime.batch import CacheView as CacheView
 from attn_core.runtime.batch import ForwardBatch as ForwardBatch
 from attn_core.runtime.batch import ForwardMode as ForwardMode
 from attn_core.runtime.batch import SpecInfo as SpecInfo
