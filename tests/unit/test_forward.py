@@ -184,6 +184,18 @@ def test_a_verify_pass_refuses(spec, message):
         batch(ForwardMode.TARGET_VERIFY, spec=spec)
 
 
+def test_a_tree_of_no_requests_is_a_batch():
+    batch = ForwardBatch.build(
+        ForwardMode.TARGET_VERIFY,
+        query_lens=[],
+        seq_lens=[],
+        page_table=torch.zeros(0, 3, dtype=torch.int32),
+        page_size=4,
+        spec=SpecInfo(topk=2, num_draft_tokens=2, tree_mask=tree(0, 2)),
+    )
+    assert (batch.batch_size, batch.num_tokens) == (0, 0)
+
+
 def test_a_verify_pass_takes_a_chain_or_a_tree():
     chain = SpecInfo(topk=1, num_draft_tokens=2)
     for spec in (chain, dataclasses.replace(chain, topk=2, tree_mask=tree(2, 2))):

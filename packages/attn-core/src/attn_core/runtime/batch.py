@@ -259,7 +259,9 @@ class ForwardBatch:
         verified = spec if forward_mode is ForwardMode.TARGET_VERIFY else None
         if verified is not None and verified.tree_mask is not None:
             depth = verified.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself
-            prefix = torch.tensor([s - verified.num_draft_tokens for s in seq_lens], device=device)
+            prefix = torch.tensor(
+                [s - verified.num_draft_tokens for s in seq_lens], dtype=torch.int64, device=device
+            )
             positions = (prefix[:, None] + depth).reshape(-1)
         else:
             positions = _positions(seq_lens, query_lens).to(device)
