@@ -31,7 +31,7 @@ from attn_core.runtime.contract_checks import (
 )
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
-from attn_core.runtime.run_errors import named, run_error
+from attn_core.runtime.run_errors import backend_errors, run_error
 from attn_core.selection.result import SOFTMAX_ROLES, Selection
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import Role
@@ -173,7 +173,7 @@ class HybridDispatcher:
             return None
         backend = self._of(batch)
         refuse_drafts(backend.config, batch)
-        with named(backend.config, "init_forward_metadata", batch):
+        with backend_errors(backend.config, "init_forward_metadata", batch):
             return backend.init_forward_metadata(batch)
 
     def forward(
@@ -250,7 +250,7 @@ class HybridDispatcher:
         lengths = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
         check_ragged(q, k, v, layer, *lengths, out)
         q, k, v, dense = readable(q), readable(k), readable(v), fillable(out)
-        with named(backend.config, "forward_ragged", layer=layer):
+        with backend_errors(backend.config, "forward_ragged", layer=layer):
             result = backend.forward_ragged(
                 q, k, v, layer, *lengths, causal=causal, out=dense, return_lse=return_lse
             )
@@ -275,7 +275,7 @@ class HybridDispatcher:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers of the captured backends, once."""
         for backend in self.captured:
-            with named(backend.config, "init_cuda_graph_state"):
+            with backend_errors(backend.config, "init_cuda_graph_state"):
                 backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
@@ -294,7 +294,7 @@ class HybridDispatcher:
             )
         refuse_capture(backend.config, batch)
         refuse_drafts(backend.config, batch)
-        with named(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
+        with backend_errors(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
             return backend.init_forward_metadata_capture_cuda_graph(batch)
 
     def init_forward_metadata_replay_cuda_graph(
@@ -303,7 +303,7 @@ class HybridDispatcher:
         """Refill the static buffers before a replay."""
         if batch.forward_mode is not ForwardMode.IDLE:
             backend = self._of(batch)
-            with named(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
+            with backend_errors(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
                 backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -74,7 +74,7 @@ def _mentions(said: str, texts: tuple[str, ...]) -> bool:
     return any(text in said for text in texts)
 
 
-class named:  # noqa: N801  # called like the function that it would be, were that as fast
+class backend_errors:  # noqa: N801  # used like a function; a class avoids the cost of contextlib
     """Raise what run_error makes of a backend's error; errors of attn-core pass through."""
 
     __slots__ = ("batch", "config", "doing", "layer")
