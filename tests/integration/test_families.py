@@ -521,7 +521,8 @@ def test_the_vision_tower_attends_ragged() -> None:
         how = {"causal": False, "role": "encode"}
         # both images in one call of each layer, in the pass of the prompt only
         assert calls == [(i, (24, 4, 16), [0, 16, 24], how) for i in range(2)]
-        blind = replace(engine.selection, multimodal=None)
+        roles = {r: c for r, c in engine.selection.roles.items() if r != "encode"}
+        blind = replace(engine.selection, roles=roles)
     assert model.config.vision_config._attn_implementation == "eager"
     with pytest.raises(UnsupportedError, match="no backend for encode"):
         enable(model, blind)

@@ -199,6 +199,7 @@ def test_triton_has_no_latent_attention_on_turing():
 
 
 def test_creating_a_declared_backend_says_so():
+    import torch
     from attn_core.runtime.backend import BackendConfig, create_backend
 
     for (family, _), spec in REGISTRY.backends.items():
@@ -211,7 +212,7 @@ def test_creating_a_declared_backend_says_so():
             page_size=1,
             dtype="bf16",
             kv_cache_dtype="bf16",
-            device=None,
+            device=torch.device("cpu"),
         )
         with pytest.raises(BackendNotImplementedError, match=f"{spec.name} is declared"):
             create_backend(spec, config, family)

@@ -336,7 +336,7 @@ def test_an_unknown_name_is_answered_with_the_near_ones():
 
 def test_prefer_is_an_order_allow_and_deny_are_lists():
     registry = registry_of(a=row(priority=30), b=row(priority=20), c=row())
-    assert select(Requirements(), HERE, registry, {}).prefill == "a"
+    assert select(Requirements(), HERE, registry, {}).backend("prefill") == "a"
     for overrides, expected in (
         (Overrides(prefer=("c", "b")), "c"),
         (Overrides(deny=("a",)), "b"),

@@ -1,7 +1,6 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
 from attn_core.backends.triton.portable import common, decode
-from attn_core.ops.triton import kv
 from edited import Edited
 
 
@@ -83,9 +82,3 @@ class KernelLastPartDropped(Edited):
     kernel = decode.merge_splits
     before = "(part + i < count) & live"
     after = "(part + i < count - 1) & live"
-
-
-class KernelWritesFusedTakenForContiguous(Edited):
-    kernel = kv._write_side
-    before = "token * values_token + head * values_head"
-    after = "token * HEADS * DIM + head * DIM"
