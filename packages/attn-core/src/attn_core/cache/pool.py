@@ -1,4 +1,4 @@
-"""Paged pools: where K and V, MLA latents and linear-attention states live."""
+"""The paged pool that holds the K and V, or the MLA latents, of all layers of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gap between a row and what is asked: each unmet need and the changes that close it."""
+"""Compare a row with what is asked: each mismatch, and the fixes that close it."""
 
 from __future__ import annotations
 

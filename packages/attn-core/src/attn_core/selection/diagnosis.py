@@ -26,7 +26,7 @@ class WhyNot:
     fits: it can be named as things are. chosen: the roles that it has in the decision as asked.
     reasons: (phase, what it lacks). naming: the flag that gives it a role, "" where none is needed.
     changes: the cheapest changes after which it serves, () where none is needed, None where nothing
-    that a caller can change is enough. after: the situation with the changes and the flag, in which
+    that a caller can change is enough. after: the inputs with the changes and the flag, in which
     it serves. decision: the one asked about, as far as it came.
     """
 
@@ -65,7 +65,7 @@ def why_not(
 
     The suggested changes were run through select(), the backend then served, and without any one of
     them it did not. An alias of a vision backend (--mm-attention-backend) asks about that role.
-    apply: how the changes are asked for, from the situation here where None; a command line puts
+    apply: how the changes are asked for, of the inputs here where None; a command line puts
     them into its flags. Raises UnknownBackendError.
     """
     spec = registry.get(backend, family)

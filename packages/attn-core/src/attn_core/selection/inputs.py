@@ -25,7 +25,7 @@ class SelectionInputs:
     simulated: bool = False
 
     def apply(self, changes: tuple[Fix, ...]) -> SelectionInputs:
-        """Return the situation after `changes`; another device is a simulated one."""
+        """Return the inputs after `changes`; another device is a simulated one."""
         needs, device, overrides = self.requirements, self.device, self.overrides
         libraries = dict(self.libraries)
         for change in changes:

@@ -36,10 +36,10 @@ Plans = Mapping[LayerGroup, Splits | Order | None]  # None: many queries, taken 
 
 
 class Triton(AttentionBackend):
-    """Two algorithms: many queries a request run in tiles, the keys of few queries are split.
+    """Requests with many queries use tiled attention; those with few use split-KV.
 
-    Lengths stay on the device: a plan is one small launch per class of layers. One stream at a
-    time may use it: the states of cut rows and the draws of tiles have one room.
+    Lengths stay on the device: a plan is one small launch per group of layers. An instance is not
+    safe for concurrent streams: the split-KV scratch and the tile counter are shared.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -48,8 +48,8 @@ class Triton(AttentionBackend):
             refuse_layer(config, layer)
             refuse_window(config.name, layer)
         self._classes = {LayerGroup.of(layer) for layer in config.layers}
-        interpreted = config.device.type == "cpu" or config.arch is None
-        self._arch = "interpreter" if interpreted or config.arch is None else config.arch
+        arch = None if config.device.type == "cpu" else config.arch
+        self._arch = arch or "interpreter"
         self._processors = config.multiprocessors or 3  # few, so that short requests are cut too
         self._hopper = hopper_on(self._arch)
         self._short = short_on(config.device)
