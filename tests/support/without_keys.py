@@ -61,7 +61,7 @@ def check(out, lse, blind, layer):
     """Compare what queries without keys (bool [T]) got; the others have seen some."""
     assert not out[blind].any()
     empty = torch.full_like(lse, -torch.inf) if layer.sinks is None else layer.sinks.expand_as(lse)
-    # FA3 on an H200 is not exact in a causal tile that has keys; this bound passes there
+    # FA3 rounds once in a causal tile that has keys: 1.2e-7 of a sink of -1.0 on an H200
     torch.testing.assert_close(lse[blind], empty[blind], rtol=1e-6, atol=1e-6)
     assert lse[~blind].isfinite().all()
     assert out.isfinite().all()
