@@ -20,15 +20,15 @@ SHOWN_FAILURES = 200  # characters of an error
 
 _HEAD = """# Performance
 
-Written from the files in benchmarks/results/ by `python -m benchmarks.tables`. Everything in one
-table was measured side by side in one process by `python -m benchmarks.attention`: CUDA events,
-the L2 flushed before each repetition, the median of up to 30; plans are made before, as an engine
-makes them once a pass. Every result is compared with a float32 softmax, and a wrong one never
-counts as best. "Ours / best" is our time over that of the fastest peer: below 1 ours is faster; a
-case in which a peer that takes its shape was not timed has no such ratio. "Floor" is the share of
-the measured time that its traffic at the speed of a copy, or its work at the speed of a bf16
-matmul, would take at least; both speeds were measured in the same run. Reading alone can be
-faster than copying, so a floor of a little over 100 % is possible.
+`python -m benchmarks.tables` writes this page from the files in benchmarks/results/. All figures of
+one table were measured side by side in one process by `python -m benchmarks.attention`: CUDA
+events, the L2 flushed before each repetition, the median of up to 30. Planning is not timed; an
+engine plans once per pass. Every result is compared with a float32 softmax, and a wrong result
+never counts as best. "Ours / best" is our time over that of the fastest peer; below 1 ours is
+faster. A case has no ratio if a peer that supports its shape was not timed. "Floor" is a lower
+bound of the time over the measured time: its memory traffic at copy bandwidth or its work at bf16
+matmul throughput, both measured in the same run, whichever takes longer. Reading alone can be
+faster than copying, so a floor slightly above 100 % is possible.
 """
 _NOTHING = "\nNo GPU result is recorded yet.\n"
 

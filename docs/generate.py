@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation anew; --check compares (exit code 1: stale)."""
+"""Regenerate the generated pages; --check only compares (exit code 1: a page is stale)."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def pages() -> dict[pathlib.Path, str]:
 
 
 def performance_pages() -> dict[pathlib.Path, str]:
-    """Return what the recorded measurements say: the page and the plot of the home page."""
+    """Return the pages of recorded measurements: the performance page and the home page's plot."""
     from benchmarks import tables
 
     return tables.pages()
 
 
 def cli() -> str:
-    """Write down every command, its arguments and its options, read off the application."""
+    """Document every command with its arguments and options, as the application declares them."""
     parts = [
-        "# The command `attn`\n\nGenerated from the application by `python docs/generate.py`.\n"
-        "Every command takes `--help`, and `--debug` for tracebacks. Exit codes: 0 fine,\n"
-        "1 an error or a problem, 2 bad usage, 3 no backend fits. Where a variable is named,\n"
-        "it is read when the option is not given.\n"
+        "# The `attn` command\n\n`python docs/generate.py` generates this page from the "
+        "application. Every command takes\n`--help`, and `--debug` for tracebacks. Exit codes: 0 "
+        "success, 1 an error or a problem,\n2 a usage error, 3 no backend fits. If an option is "
+        "not given, its variable is read.\n"
     ]
     for command in build_app().registered_commands:
         assert command.callback is not None
@@ -81,7 +81,7 @@ def cli() -> str:
 
 
 def _option(parameter: inspect.Parameter, kind: Any, info: Any) -> tuple[str, str]:
-    """Return an option's names, with what they take, and its default."""
+    """Return an option's names, each with its value's type, and its default."""
     given = info.default if isinstance(info.default, str) else ""  # typer keeps the first name here
     names = [n for n in (given, *(info.param_decls or ())) if n.startswith("--")]
     names = names or ["--" + parameter.name.replace("_", "-")]

@@ -40,25 +40,25 @@ OURS = ("logit_cap", "sinks", "cross_attention", "encoder", "lse", "deterministi
 DOCUMENTED = tuple(c for c in WORDS if c not in OURS)  # the documented matrix has columns for these
 MARKS = dict(zip(LEVELS, "○◔◑●", strict=True))
 MEANT = {
-    "declared": "a row says so, nothing proves it yet",
-    "emulated": "the wrapper passed over an imitation of the vendor's library",
-    "compiled": "the kernels were built for the chip without the chip",
+    "declared": "there is no evidence yet",
+    "emulated": "the suite passed with an emulation of the vendor's library",
+    "compiled": "the kernels were compiled for the chip, but not run",
     "device-tested": "the suite passed on the hardware",
 }
 NO = "-"
 
 
 def page(matrix: Matrix) -> str:
-    """Write the page of the reference: every kind, every cell, and the reason of each departure."""
+    """Write the reference page: every kind, every cell, and the reason for each deviation."""
     parts = [
         "---\nhide-toc: true\n---\n# Support matrix\n",
-        "Generated from the rows of the installed packages and their evidence files by `python "
-        "docs/generate.py`.\nA mark says how far a cell is [proved](evidence.md), at best over all "
-        "devices of its backend:\n",
+        "`python docs/generate.py` generates this page from the rows and evidence files of the "
+        "installed packages.\nEach cell shows its strongest level of [evidence](evidence.md) over "
+        "all devices of the backend:\n",
         legend(),
-        "With `*` a cell differs from the matrix that SGLang documents; the reason is below its "
-        "table. A backend that\nis *not implemented* can be chosen for another machine, but its "
-        "kernels are not called in 0.1.\n",
+        "A `*` marks a difference from the matrix in SGLang's documentation; the reason is below "
+        "the table. A backend that\nis *not implemented* can be selected for a simulated device, "
+        "but 0.1 does not call its kernels.\n",
     ]
     for kind, backends in matrix.items():
         parts += [f"## {KINDS[kind]}\n", f":::{{container}} attn-matrix kind-{kind}\n"]
@@ -73,7 +73,7 @@ def page(matrix: Matrix) -> str:
 
 
 def short(matrix: Matrix) -> str:
-    """Write the part of the README: what the documented matrix has columns for."""
+    """Write the README's part: the columns of the documented matrix."""
     parts = [f"### {KINDS[kind]}\n\n{table(matrix, kind, DOCUMENTED)}" for kind in matrix]
     return "\n".join(parts)
 
@@ -100,7 +100,7 @@ def table(matrix: Matrix, kind: str, columns: tuple[str, ...], *, styled: bool =
 
 
 def cell(cells: Mapping[str, Any], name: str, *, styled: bool) -> str:
-    """Write one cell: its mark, the page sizes beside it, a star where it departs."""
+    """Write one cell: its mark, its page sizes, and a star if it deviates."""
     value, level = cells[name], cells["evidence"].get(name, LEVELS[0])
     more = star(cells, name, styled=styled)
     if name == "page_sizes":
@@ -116,7 +116,7 @@ def mark(level: str, *, styled: bool) -> str:
 
 
 def star(cells: Mapping[str, Any], name: str, *, styled: bool) -> str:
-    """Write "*" where a cell departs from the documented matrix, with the reason where styled."""
+    """Write "*" if a cell deviates from the documented matrix, with the reason if styled."""
     why = cells["matrix_deviations"].get(name)
     if why is None:
         return ""

@@ -14,7 +14,7 @@ from attn_core.tools.env_vars import unknown_variables
 
 
 def main() -> None:
-    """Run `attn`. Exit codes: 0 fine, 1 an error while running, 2 bad usage, 3 no backend fits."""
+    """Run `attn`. Exit codes: 0 success, 1 error, 2 usage error, 3 no backend fits."""
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     if sys.stdout is None:  # it was closed before the start
@@ -58,7 +58,7 @@ def _end(text: str, code: int, debug: bool) -> None:
 
 
 def _discard_output() -> None:
-    """Drop what standard output still holds where it cannot be written."""
+    """Discard buffered standard output that cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:

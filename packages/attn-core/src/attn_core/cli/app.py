@@ -1,4 +1,4 @@
-"""The commands, mounted on one typer application; only the one asked for is imported."""
+"""The typer application. Only the command that runs is imported."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _version(asked: bool) -> None:
 
 
 def build_app(asked: str | None = None) -> typer.Typer:
-    """Return the application; with `asked` the name of a command, only that one is built."""
+    """Return the application. If `asked` names a command, only that one is built."""
     app = typer.Typer(
-        help="Attention backends for LLM inference: choose, question, prove and run them. "
+        help="Attention backends for LLM inference: select, explain, test and run them. "
         "Add --debug for tracebacks.",
         no_args_is_help=True,
         add_completion=False,
@@ -49,12 +49,12 @@ def build_app(asked: str | None = None) -> typer.Typer:
 
 
 def command(asked: str) -> click.Group:
-    """Return what to run for `attn asked …`."""
+    """Return the function of the command `asked`."""
     return cast("click.Group", typer.main.get_command(build_app(asked)))
 
 
 def variables(group: click.Group) -> list[str]:
-    """Return the environment variables that some option of the commands in `group` reads."""
+    """Return the environment variables that options of the commands in `group` read."""
     options = (option for one in group.commands.values() for option in one.params)
     return [str(option.envvar) for option in options if option.envvar]
 

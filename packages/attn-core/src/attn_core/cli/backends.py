@@ -22,7 +22,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def backends_command(json: Json = False) -> None:
-    """List every backend: origin, library found, usable or why not; broken and slow plugins."""
+    """List every backend with its origin, library and usability, and broken or slow plugins."""
     registry = load_plugins()
     libraries, here = registry.installed_libraries(), probe_device()
     entries = [_entry(registry, s, here, libraries) for s in registry.backends.values()]
@@ -92,9 +92,9 @@ def _found(libraries: dict[str, str | None]) -> str:
 
 def matrix_command(
     kind: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Kind))}.")] = None,
-    format: Annotated[str, typer.Option(help="table, markdown, json or html.")] = "table",
+    format: Annotated[str, typer.Option(help="One of table, markdown, json, html.")] = "table",
 ) -> None:
-    """Print the support matrix, generated from the rows and the evidence files."""
+    """Print the support matrix, generated from rows and evidence files."""
     check("--format", format, ("table", "markdown", "json", "html"))
     check("--kind", kind, get_args(Kind))
     kinds = (kind,) if kind else get_args(Kind)

@@ -1,4 +1,4 @@
-"""`attn check`: hold a backend to what it declares, on this machine."""
+"""`attn check`: test on this machine what a backend declares."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
 def check_command(
     backend: Annotated[str, typer.Argument(help="Name of the backend.")],
     device: Annotated[
-        str | None, flag("--device", "TYPE[:ARCH]: the device of this machine to use.", env=False)
+        str | None, flag("--device", "TYPE[:ARCH]: a device of this machine.", env=False)
     ] = None,
     evidence: Annotated[
         Path | None, flag("--evidence", "Folder to write evidence files into.", env=False)
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Each feature in one place, dtype and page size only.")
+        bool, typer.Option("--quick", help="Test each feature with one case, dtype and page size.")
     ] = False,
     kind: Annotated[
-        str | None, flag("--kind", "Attention family to check; all where left out.", env=False)
+        str | None, flag("--kind", "Kind of attention to check; default: all.", env=False)
     ] = None,
-    jobs: Annotated[int, flag("--jobs", "Processes that run checks side by side.", env=False)] = 1,
+    jobs: Annotated[
+        int, flag("--jobs", "Number of processes that run checks in parallel.", env=False)
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run the conformance suite against a backend; exit code 1 where it breaks its declaration.
+    """Run the conformance suite on a backend. Exit code 1: a declared feature failed.
 
-    What a row declares must work; what none declares is not run, and the reason is printed.
+    Features that no row declares are not run; the reason is printed.
     """
     _check_jobs(jobs)
     registry = load_plugins()
@@ -86,14 +88,14 @@ def check_command(
 
 
 def _check_jobs(jobs: int) -> None:
-    """Refuse more processes than cores: each imports torch, and too many freeze a machine."""
+    """Refuse more processes than cores: each imports torch, and too many freeze the machine."""
     cores = os.cpu_count() or 1
     if not 1 <= jobs <= cores:
         raise UsageError(f"--jobs {jobs}: at least 1, at most {cores}, the cores of this machine")
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder of the evidence and write into it, before checks that take minutes run."""
+    """Create the evidence folder and test that it is writable, before checks that take minutes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -106,7 +108,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _here(asked: str | None) -> Device:
-    """Return the device of this machine that is meant; its CPU is always one."""
+    """Return the named device of this machine. Its CPU always counts as one."""
     here = probe_device()
     if asked is None:
         return here

@@ -1,4 +1,4 @@
-"""Changes put into the flags of a command, and the flags written as a command line."""
+"""Apply suggested changes to the flags of a command, and print the flags as a command line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _values(flags: InputFlags, change: Fix) -> dict[str, Any] | None:
 
 
 def _installed(flags: InputFlags, wanted: set[str]) -> dict[str, Any] | None:
-    """Add libraries to --assume-installed; without that flag they are this machine's."""
+    """Add libraries to --assume-installed. Without that flag, this machine's libraries count."""
     if flags.assume_installed is None:
         return None
     kept = []
@@ -91,7 +91,7 @@ def _shape(flags: InputFlags, change: Fix, values: dict[str, Any]) -> dict[str, 
 
 
 def applier(flags: InputFlags, registry: Registry) -> Any:
-    """Return a function that asks, after some changes, what their command line asks."""
+    """Return a function that applies changes and returns the inputs of their command line."""
     known: dict[str, SelectionInputs | None] = {}
 
     def apply(changes: tuple[Fix, ...]) -> SelectionInputs | None:
@@ -109,7 +109,7 @@ def applier(flags: InputFlags, registry: Registry) -> Any:
 
 
 def written(command: str, flags: InputFlags) -> str:
-    """Write a command line; variables of the environment that it leaves out are unset."""
+    """Return a command line. It unsets environment variables whose flags it omits."""
     words, unset = ["attn", command], []
     hints = get_type_hints(InputFlags, include_extras=True)
     for f in fields(flags):

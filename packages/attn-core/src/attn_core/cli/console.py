@@ -1,4 +1,4 @@
-"""Text out: one console without markup, tables that fold instead of cutting, plain JSON."""
+"""Terminal output: a console without markup, tables that wrap instead of truncating, JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def progress(*columns: ProgressColumn) -> Progress:
-    """Return a bar on stderr that leaves nothing behind; without a terminal it writes nothing."""
+    """Return a transient progress bar on stderr. Without a terminal it prints nothing."""
     from rich.progress import Progress
 
     out = console(sys.stderr)
@@ -37,7 +37,7 @@ def progress(*columns: ProgressColumn) -> Progress:
 
 
 def print_table(header: list[str], lines: list[list[str]], title: str = "") -> None:
-    """Print a table; long cells fold between words, and within a word only where they must."""
+    """Print a table. Long cells wrap between words, and within a word only if necessary."""
     from rich.table import Table
 
     out = console()
@@ -88,7 +88,7 @@ def print_text(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print one JSON value; what the stream cannot encode is escaped as JSON does it."""
+    """Print one JSON value. Characters that the stream cannot encode are escaped."""
     text = json.dumps(data, indent=2, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")

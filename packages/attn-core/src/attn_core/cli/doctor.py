@@ -16,13 +16,13 @@ from attn_core.tools.doctor import examine
 
 def doctor_command(
     device: Annotated[
-        str | None, flag("--device", "Look as if this were the machine, TYPE[:ARCH].")
+        str | None, flag("--device", "TYPE[:ARCH]: simulate another machine.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at torch, driver and kernel libraries, each with a verdict and the line that mends it.
+    """Check torch, the driver and each kernel library, and print the commands that fix problems.
 
-    Exit code 1 where there is a problem; a library that is only missing is a note.
+    Exit code 1 means that there is a problem. A library that is only missing is a note.
     """
     assumed = None if device is None else parse_device(device, here=probe_device())
     findings = examine(load_plugins(), assumed)
@@ -33,7 +33,7 @@ def doctor_command(
         print_table(["what", "found", "", "verdict"], lines)
         fixes = [f for f in findings if f.fix]
         if fixes:
-            console().print("\nto mend or add:")
+            console().print("\nto fix or install:")
         for f in fixes:
             console().print(f"  {f.fix}    # {f.subject}", soft_wrap=True)
     if any(f.level == "problem" for f in findings):

@@ -1,4 +1,4 @@
-"""`attn generate`: text out of a local model, streamed, on the selected backends."""
+"""`attn generate`: stream text from a local model on the selected backends."""
 
 from __future__ import annotations
 
@@ -30,25 +30,30 @@ _LONGEST = 1 << 24  # characters of a prompt: more than any context takes
 @takes(BackendFlags)
 def generate_command(
     flags: BackendFlags,
-    prompt: Annotated[str, typer.Argument(help="The text to answer; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     model: Annotated[
         Path, flag("--model-path", "Model directory or GGUF file.", also="--model", env=False)
     ],
     max_new_tokens: Annotated[
         int | None,
-        flag("--max-new-tokens", "At most; 256 or what the context has room for.", env=False),
+        flag(
+            "--max-new-tokens",
+            "Limit of new tokens; default: 256, or less if the context is full.",
+            env=False,
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, flag("--dtype", f"One of {', '.join(DTYPES)}; the model's.", env=False)
+        str | None, flag("--dtype", f"One of {', '.join(DTYPES)}; default: the model's.", env=False)
     ] = None,
     num_pages: Annotated[
-        int | None, flag("--num-pages", "Pages of the KV cache; it grows on demand.", env=False)
+        int | None,
+        flag("--num-pages", "Fixed number of KV pages; default: grow on demand.", env=False),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Wrap it in the model's chat template, if any.")
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template, if any.")
     ] = False,
 ) -> None:
-    """Generate text with a local model. Ctrl-C ends it and keeps what was written."""
+    """Generate text with a local model. Ctrl-C stops it and keeps the text so far."""
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
     check("--dtype", dtype, DTYPES)
     if num_pages is not None and num_pages < 2:
@@ -98,7 +103,7 @@ def _check_path(model: Path) -> None:
 
 
 def _text(prompt: str) -> str:
-    """Return the prompt, of standard input for "-". Raises UsageError for what is no text."""
+    """Return the prompt; "-" reads standard input. Raises UsageError if it is not text."""
     try:
         text = sys.stdin.read(_LONGEST + 1) if prompt == "-" else prompt
         text.encode()

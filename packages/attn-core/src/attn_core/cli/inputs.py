@@ -1,4 +1,4 @@
-"""From the flags of a command to what select() decides from, with every assumption written down."""
+"""Turn the flags of a command into the inputs of select(), and record every assumption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNTS = ("tp", *(name for name in SHAPE if name not in ("kind", "sinks")))
 
 
 def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
-    """Turn the flags into what select() decides from. Raises UsageError, ModelConfigError."""
+    """Return the inputs of select() for the flags. Raises UsageError, ModelConfigError."""
     here = probe_device()
     types = {r.device for s in registry.backends.values() for r in s.capabilities} - {"any"}
     text = here.type if flags.device is None else flags.device
@@ -151,7 +151,7 @@ def _layers(flags: InputFlags, assumed: list[str]) -> tuple[LayerRequirements, .
 
 
 def _heads(flags: InputFlags, assumed: list[str]) -> tuple[int | None, int | None]:
-    """Return one rank's query and KV heads, by the rule that a model's config is read with."""
+    """Return one rank's query and KV heads, by the rule used for a model's config."""
     q, kv, tp = flags.num_q_heads, flags.num_kv_heads, flags.tp
     owner = "--num-q-heads and --num-kv-heads"
     if q is None or kv is None:
@@ -180,7 +180,7 @@ def _speculation(flags: InputFlags, assumed: list[str]) -> Speculation | None:
 
 
 def check(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
-    """Refuse a value that is not among `known`, naming the near ones."""
+    """Refuse a value that is not in `known`; the error suggests similar ones."""
     if value is not None and value not in known:
         raise UsageError(f"{option} {value}: {near(value, known)}")
     return value

@@ -1,4 +1,4 @@
-"""The attention layers that were read of a model, as text and as plain data."""
+"""The attention layers read from a model, as text and as plain data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 
 
 def layers_as_data(needs: Requirements) -> list[dict[str, Any]]:
-    """Return the distinct layers, one rank's heads each; part is "text" or "vision"."""
+    """Return the distinct layers with one rank's heads; part is "text" or "vision"."""
     return [{"part": part, **asdict(layer)} for part, layer in _parts(needs)]
 
 
 def layers_as_text(needs: Requirements, model: Path) -> str:
-    """Write a line for each distinct layer."""
+    """Return one line of text for each distinct layer."""
     lines = [f"layers read from {model}"]
     for part, x in _parts(needs):
         names = ("query", "KV") if x.family == "softmax" else ("key", "value")

@@ -1,4 +1,4 @@
-"""The flags that the commands share, declared once, and what they mean for a selection."""
+"""The flags that several commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KV_DTYPES = ("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "fp32")
 def flag(name: str, text: str, *, env: bool = True, also: str = "", most: int = 0) -> Any:
     """Declare one option; its environment variable is derived from its name.
 
-    most: the largest number that it takes, above any in use, so that a slip is refused at once.
+    most: the largest number that it accepts, above any in use, so that a typo is refused at once.
     """
     names = [n for n in (name, also) if n]
 
@@ -39,41 +39,41 @@ def flag(name: str, text: str, *, env: bool = True, also: str = "", most: int = 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendFlags:
-    """Which backends: the documented flags."""
+    """The documented flags that choose backends."""
 
-    attention_backend: Annotated[Name, flag("--attention-backend", "Backend of both phases.")] = (
+    attention_backend: Annotated[Name, flag("--attention-backend", "Backend for both phases.")] = (
         None
     )
     prefill_attention_backend: Annotated[
-        Name, flag("--prefill-attention-backend", "Backend of prefill.")
+        Name, flag("--prefill-attention-backend", "Backend for prefill.")
     ] = None
     decode_attention_backend: Annotated[
-        Name, flag("--decode-attention-backend", "Backend of decode.")
+        Name, flag("--decode-attention-backend", "Backend for decode.")
     ] = None
     mm_attention_backend: Annotated[
-        Name, flag("--mm-attention-backend", "Backend of the vision tower.")
+        Name, flag("--mm-attention-backend", "Backend for the vision tower.")
     ] = None
     linear_attn_backend: Annotated[
-        Name, flag("--linear-attn-backend", "Kernels of linear attention layers.")
+        Name, flag("--linear-attn-backend", "Backend for linear attention layers.")
     ] = None
     linear_attn_prefill_backend: Annotated[
-        Name, flag("--linear-attn-prefill-backend", "… in prefill.")
+        Name, flag("--linear-attn-prefill-backend", "… for their prefill.")
     ] = None
     linear_attn_decode_backend: Annotated[
-        Name, flag("--linear-attn-decode-backend", "… in decode.")
+        Name, flag("--linear-attn-decode-backend", "… for their decode.")
     ] = None
     page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.", most=1 << 16)] = None
     kv_cache_dtype: Annotated[str, flag("--kv-cache-dtype", f"One of {', '.join(KV_DTYPES)}.")] = (
         "auto"
     )
     prefer: Annotated[
-        list[str] | None, flag("--prefer", "NAME,… that rank first, in this order.")
+        list[str] | None, flag("--prefer", "NAME,…: rank these first, in this order.")
     ] = None
-    allow: Annotated[list[str] | None, flag("--allow", "NAME,…: choose no other.")] = None
-    deny: Annotated[list[str] | None, flag("--deny", "NAME,…: never choose.")] = None
+    allow: Annotated[list[str] | None, flag("--allow", "NAME,…: select only these.")] = None
+    deny: Annotated[list[str] | None, flag("--deny", "NAME,…: never select these.")] = None
 
     def overrides(self) -> Overrides:
-        """Return what the caller decides."""
+        """Return the overrides that the flags state."""
         allow = names(self.allow)
         return Overrides(
             attention_backend=self.attention_backend,
@@ -91,7 +91,7 @@ class BackendFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class InputFlags(BackendFlags):
-    """… for which model, workload and machine."""
+    """The flags that choose backends, and those that describe model, workload and machine."""
 
     model: Annotated[
         Path | None,
@@ -99,42 +99,58 @@ class InputFlags(BackendFlags):
     ] = None
     tp: Annotated[int, flag("--tp", "Tensor-parallel ranks.")] = 1
     dtype: Annotated[
-        str | None, flag("--dtype", f"One of {', '.join(DTYPES)}; the model's, else bf16.")
+        str | None, flag("--dtype", f"One of {', '.join(DTYPES)}; default: the model's, else bf16.")
     ] = None
     kind: Annotated[
         str | None,
-        flag("--kind", f"Without a model: one of {', '.join(get_args(Kind))}.", env=False),
+        flag("--kind", f"Without --model: one of {', '.join(get_args(Kind))}.", env=False),
     ] = None
-    head_dim: Annotated[Number, flag("--head-dim", "Without a model.", env=False)] = None
-    v_head_dim: Annotated[Number, flag("--v-head-dim", "Without a model.", env=False)] = None
-    num_q_heads: Annotated[Number, flag("--num-q-heads", "Without a model.", env=False)] = None
-    num_kv_heads: Annotated[Number, flag("--num-kv-heads", "Without a model.", env=False)] = None
+    head_dim: Annotated[Number, flag("--head-dim", "D of Q and K, without --model.", env=False)] = (
+        None
+    )
+    v_head_dim: Annotated[Number, flag("--v-head-dim", "D of V, without --model.", env=False)] = (
+        None
+    )
+    num_q_heads: Annotated[
+        Number, flag("--num-q-heads", "Query heads, without --model.", env=False)
+    ] = None
+    num_kv_heads: Annotated[
+        Number, flag("--num-kv-heads", "KV heads, without --model.", env=False)
+    ] = None
     sliding_window: Annotated[
-        Number, flag("--sliding-window", "Tokens seen, itself included.", env=False)
+        Number, flag("--sliding-window", "Tokens that a token sees, itself included.", env=False)
     ] = None
-    logit_cap: Annotated[float | None, flag("--logit-cap", "Softcap.", env=False)] = None
+    logit_cap: Annotated[
+        float | None, flag("--logit-cap", "Soft cap of the logits.", env=False)
+    ] = None
     sinks: Annotated[bool, flag("--sinks", "Learned attention sinks.", env=False)] = False
     speculative_attention_mode: Annotated[
         str | None,
-        flag("--speculative-attention-mode", "Who verifies and drafts: prefill or decode."),
+        flag(
+            "--speculative-attention-mode",
+            "The phase whose backend verifies and drafts: prefill or decode.",
+        ),
     ] = None
     speculative_eagle_topk: Annotated[
         Number,
         flag(
             "--speculative-eagle-topk",
-            "Draft tokens per step; turns speculation on.",
+            "Draft tokens per step; enables speculation.",
             most=1024,
         ),
     ] = None
-    deterministic: Annotated[bool, flag("--deterministic", "Ask for determinism.")] = False
+    deterministic: Annotated[
+        bool, flag("--deterministic", "Select deterministic backends only.")
+    ] = False
     device: Annotated[
-        str | None, flag("--device", "TYPE[:ARCH], for example cuda:sm90; this machine's.")
+        str | None, flag("--device", "TYPE[:ARCH], such as cuda:sm90; default: this machine's.")
     ] = None
-    runtime_version: Annotated[str | None, flag("--runtime-version", "Of CUDA, ROCm or CANN.")] = (
-        None
-    )
+    runtime_version: Annotated[
+        str | None, flag("--runtime-version", "Version of CUDA, ROCm or CANN.")
+    ] = None
     assume_installed: Annotated[
-        list[str] | None, flag("--assume-installed", "all, or NAME[==VERSION],…")
+        list[str] | None,
+        flag("--assume-installed", "Libraries to assume: all, or NAME[==VERSION],…"),
     ] = None
 
 
@@ -144,7 +160,7 @@ def names(values: list[str] | None) -> tuple[str, ...]:
 
 
 def takes(flags: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of `flags` as options; it receives them as one object first."""
+    """Give a command the fields of `flags` as options, passed as one object in first place."""
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)

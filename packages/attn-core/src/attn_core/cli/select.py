@@ -27,10 +27,10 @@ def select_command(
     json: Json = False,
     implemented_only: Annotated[
         bool,
-        flag("--implemented-only", "Choose none that this version only declares.", env=False),
+        flag("--implemented-only", "Select implemented backends only.", env=False),
     ] = False,
 ) -> None:
-    """Choose the backends of a model on a device, and say why. Exit code 3: none fits."""
+    """Select backends for a model on a device and explain why. Exit code 3: none fits."""
     registry = load_plugins()
     asked = selection_inputs(flags, registry)
     layers = {"layers_read": layers_as_data(asked.requirements)}
@@ -55,10 +55,10 @@ def select_command(
 @takes(InputFlags)
 def why_not_command(
     flags: InputFlags,
-    backend: Annotated[str, typer.Argument(help="The backend in question.")],
+    backend: Annotated[str, typer.Argument(help="Name of the backend.")],
     json: Json = False,
 ) -> None:
-    """Say why a backend is not chosen, and the smallest change that would make it fit."""
+    """Explain why a backend is not selected, and find the smallest change that makes it fit."""
     registry = load_plugins()
     asked = selection_inputs(flags, registry)
     answers = [
@@ -83,7 +83,7 @@ def why_not_command(
 
 
 def _families(backend: str, registry: Registry, asked: SelectionInputs) -> list[Family]:
-    """Ask about the family that has the name; about both where the model has layers of both."""
+    """Diagnose the family that has the name, or both families if the model has layers of both."""
     families: list[Family] = ["softmax", "linear"]
     having = [
         f
@@ -95,7 +95,7 @@ def _families(backend: str, registry: Registry, asked: SelectionInputs) -> list[
 
 
 def _command(flags: InputFlags, answer: WhyNot) -> str:
-    """Write the command line in which the backend serves, "" where no flags say the change."""
+    """Return a command line that selects the backend, or "" if flags cannot express the change."""
     if answer.changes is None or not (answer.changes or answer.named):
         return ""
     after, rest = changed_flags(flags, (*answer.changes, *answer.named))

@@ -1,4 +1,4 @@
-"""`attn warmup`: compile ahead of time what a selection will need."""
+"""`attn warmup`: compile the kernels of a selection ahead of time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def warmup_command(
         Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
     ] = None,
     max_bs: Annotated[
-        int, flag("--max-bs", "Requests of the largest decode.", env=False, most=1 << 14)
+        int, flag("--max-bs", "Largest decode batch, in requests.", env=False, most=1 << 14)
     ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Select, create the backends and run every kind of pass once, so that they are compiled.
+    """Select and create backends, and run every kind of pass, so that all kernels are compiled.
 
-    Takes what `attn select` takes. What is compiled stays in the caches of its libraries.
+    Takes the options of `attn select`. Compiled kernels stay in the caches of their libraries.
     """
     if path is not None and flags.model is not None:
         raise UsageError(f"{path} and --model {flags.model}: name one model")
@@ -81,7 +81,7 @@ def warmup_command(
 
 
 def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
-    """Refuse shapes whose tensors, were they allocated, would take the machine down."""
+    """Refuse shapes whose tensors would not fit into the machine's memory."""
     for x in (*needs.softmax_layers, *((needs.vision,) if needs.vision else ())):
         d, heads = x.head_dim or 0, x.num_q_heads or 0
         width = d + (x.v_head_dim or d)
@@ -97,7 +97,7 @@ def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
 
 
 def _must_be_here(asked: SelectionInputs, here: Device) -> None:
-    """Refuse a device or libraries that are only assumed: kernels run on real ones."""
+    """Refuse a simulated device or assumed libraries: kernels need real ones."""
     if not asked.simulated or (asked.device.type == "cpu" and here.type != "cpu"):
         return
     if (asked.device.type, asked.device.arch) == (here.type, here.arch):
