@@ -1,4 +1,4 @@
-"""One contract for LLM attention over a paged KV cache; names are imported on first use."""
+"""One contract for LLM attention over a paged KV cache. Names are imported on first use."""
 
 from __future__ import annotations
 

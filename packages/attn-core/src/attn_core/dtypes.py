@@ -1,4 +1,4 @@
-"""The names of number formats: one vocabulary for rows, requirements and pools."""
+"""Names of dtypes, shared by rows, requirements and pools."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""One class per mistake a caller can act on; messages say what was asked and what to do."""
+"""Errors that a caller can act on. Each message says what was asked and what to do."""
 
 from __future__ import annotations
 
 
 class AttnError(Exception):
-    """Base of every error that attn-core raises for a caller's mistake."""
+    """Base class of every error that attn-core raises for a caller's mistake."""
 
 
 class UsageError(AttnError):
-    """A value that cannot be understood: a name, a device, a number out of range."""
+    """An invalid value: an unknown name, an unknown device, a number out of range."""
 
 
 class UnknownBackendError(UsageError):
@@ -16,22 +16,22 @@ class UnknownBackendError(UsageError):
 
 
 class ModelConfigError(AttnError):
-    """A model directory or config.json that cannot be read or is not understood."""
+    """A model directory or config.json that cannot be read or understood."""
 
 
 class BackendNotImplementedError(AttnError):
-    """A backend that is declared, so it can be selected and explained, but not built yet."""
+    """The backend is declared, so it can be selected and explained, but it is not implemented."""
 
 
 class BackendError(AttnError):
-    """A backend that cannot be created, or that broke its contract."""
+    """A backend cannot be created, or it violated the contract."""
 
 
 class BackendRunError(BackendError):
-    """A backend that failed in the middle of a pass; its own error is the cause.
+    """A backend failed during a pass; its own error is the cause.
 
-    restart: the device's context is lost, so that nothing runs any more in this process.
-    Otherwise cache and dispatcher are as before, and the next pass may be run.
+    restart: True if the device context is lost, so that nothing can run in this process any more.
+    Otherwise cache and dispatcher are unchanged, and the next pass can run.
     """
 
     def __init__(self, message: str, *, restart: bool = False) -> None:
@@ -40,11 +40,11 @@ class BackendRunError(BackendError):
 
 
 class BatchError(AttnError):
-    """A ForwardBatch whose parts do not agree."""
+    """The parts of a ForwardBatch, or the tensors of a call, do not match."""
 
 
 class UnsupportedError(AttnError):
-    """A call asks for something that the chosen row does not honour."""
+    """A call asks for something that the backend's row does not support."""
 
 
 class OutOfPagesError(AttnError):
@@ -52,4 +52,4 @@ class OutOfPagesError(AttnError):
 
 
 class ContextLengthError(AttnError):
-    """A prompt, with what is to be generated, is longer than the context."""
+    """The prompt and the tokens to generate do not fit into the model's context."""

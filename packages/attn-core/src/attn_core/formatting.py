@@ -1,4 +1,4 @@
-"""Values as text for people."""
+"""Format values for people."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def printable(text: str, most: int = 10_000) -> str:
 
 
 def near(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Say which known names are closest to `name`; list all where they are few or none is close.
+    """Suggest the known names closest to `name`, or list all if they are few or none is close.
 
-    prefix: what all names begin with; it says nothing about how close they are.
+    prefix: the common prefix of all names, ignored when they are compared.
     """
     ends = sorted({k.removeprefix(prefix) for k in known})
     close = difflib.get_close_matches(name.removeprefix(prefix), ends, n=3, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Who owns which pages: keys grow and are released, so pages cannot leak or be freed twice."""
+"""Page ownership by key. Keys grow and are released, so pages cannot leak or be freed twice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from attn_core.errors import OutOfPagesError, UsageError
 
 
 class PageAllocator:
-    """Hands out the pages 1 .. num_pages - 1; page 0 is the dummy and never handed out.
+    """Hands out pages 1 .. num_pages - 1. Page 0 is the dummy page and is never handed out.
 
-    Callers hold keys (a request's id), not pages: a key's pages are asked with `pages`. Several
-    keys may share the whole pages of a common prefix; a page is free when its last key lets go.
-    A key is as long as `grow` or `share` last said, so a page that is still filled is never shared.
+    Callers hold keys, such as request ids, and `pages` returns the pages of a key. Several keys may
+    share the whole pages of a common prefix; a page becomes free when its last key releases it. The
+    last `grow` or `share` sets the length of a key, so a partly filled page is never shared.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -33,11 +33,11 @@ class PageAllocator:
 
     @property
     def num_held(self) -> int:
-        """Distinct pages that some key holds."""
+        """Number of distinct pages that keys hold."""
         return len(self._owners)
 
     def extend(self, num_pages: int) -> None:
-        """Take in a pool that has grown to `num_pages`; pages that are held keep their numbers.
+        """Add the pages of a pool that has grown to `num_pages`; held pages keep their numbers.
 
         Raises UsageError for a smaller pool.
         """
@@ -54,10 +54,10 @@ class PageAllocator:
         return list(self._held(key))
 
     def grow(self, key: Hashable, length: int) -> list[int]:
-        """Make `key` `length` tokens long, give it pages for them and return its pages, in order.
+        """Make `key` `length` tokens long, add the pages it needs, and return its pages in order.
 
-        A new key is taken in; pages that are there stay, whatever the length. All or nothing:
-        OutOfPagesError changes nothing. Raises UsageError for a negative length.
+        An unknown key is added. Existing pages are kept, even for a smaller length. Raises
+        OutOfPagesError, which changes nothing, and UsageError for a negative length.
         """
         _refuse_negative(key, length)
         held = self._pages.get(key, [])
@@ -76,10 +76,11 @@ class PageAllocator:
     def share(self, key: Hashable, from_key: Hashable, tokens: int, *, behind: int = 0) -> int:
         """Start a new key on the first `tokens` tokens of another; return how many it reuses.
 
-        Whole pages only (reusable_prefix): the rest is computed anew, in pages of its own that
-        `grow` adds. behind: the new key's window begins at this token, so pages that lie before it
-        may have been given back. Raises UsageError for a negative number, where `key` exists, and
-        where `from_key` is shorter or gave pages that are not behind back.
+        Only whole pages are shared (reusable_prefix). The rest is computed again, in pages that
+        `grow` adds.
+        behind: the first token in the new key's window; earlier pages may have been released.
+        Raises UsageError for a negative number, if `key` exists, or if `from_key` is shorter or has
+        released a page that the new key needs.
         """
         _refuse_negative(key, tokens)
         if key in self._pages:
@@ -95,9 +96,9 @@ class PageAllocator:
         return reused
 
     def release_before(self, key: Hashable, position: int) -> None:
-        """Give back the whole pages that lie before token `position`, behind a sliding window.
+        """Release the whole pages before token `position`, which a sliding window no longer sees.
 
-        Their entries become the dummy page 0, so later pages keep their place.
+        Their entries become the dummy page 0, so later pages keep their index.
         """
         held = self._held(key)
         behind = min(max(position, 0) // self.page_size, len(held))
@@ -105,7 +106,7 @@ class PageAllocator:
         held[:behind] = [0] * behind
 
     def release(self, key: Hashable) -> None:
-        """Give all pages of a key back and forget the key. Raises UsageError for an unknown one."""
+        """Release all pages of a key and forget the key. Raises UsageError for an unknown key."""
         self._let_go(self._held(key))
         del self._pages[key], self._lengths[key]
 

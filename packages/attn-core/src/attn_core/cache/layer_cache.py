@@ -1,4 +1,4 @@
-"""One layer's pages of the KV cache with their scales, and the formats that pages may have."""
+"""One layer's pages of the KV cache with their scales, and the supported storage formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 class CachedLayer(Protocol):
-    """What a pool reads of a layer: AttentionLayer has it, and so may an engine's own class."""
+    """The attributes of a layer that a pool reads: AttentionLayer or an engine's own class."""
 
     @property
     def layer_id(self) -> int: ...
@@ -41,13 +41,15 @@ class CachedLayer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCache:
-    """One layer's pages, and the only home of their scales.
+    """One layer's pages and their scales.
 
     MHA: k [pages, page_size, Hkv, D], v [pages, page_size, Hkv, Dv] (layout "NHD"; "HND" is
-    [pages, Hkv, page_size, D]). MLA: k is the latent [pages, page_size, 1, 576], v is None (V is
-    the first v_head_dim of k). FP8: float8, value = stored · scale, per tensor. FP4 (e2m1): uint8
-    [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales = (k, v) e4m3
-    [..., D / 16]. Others have no scales. index: keys of sparse MLA, bf16 [pages, page_size, dim].
+    [pages, Hkv, page_size, D]).
+    MLA: k is the latent [pages, page_size, 1, 576], and v is None: V is the first v_head_dim of k.
+    FP8: float8, value = stored · scale, one scale per tensor.
+    FP4 (e2m1): uint8 [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales =
+    (k, v) e4m3 [..., D / 16]. Other formats have no scales.
+    index: keys of sparse MLA, bf16 [pages, page_size, dim].
     """
 
     k: Tensor
@@ -77,10 +79,11 @@ class LayerCache:
 
 
 def check_scales(store: torch.dtype, k_scale: float, v_scale: float, *, latent: bool) -> None:
-    """Raise UsageError for a scale that is not finite and above 0, or that the store has not.
+    """Raise UsageError for a scale that is not finite and positive, or that the format lacks.
 
-    store: the dtype of the pool. Only FP8 and FP4 are scaled; other stores hold the numbers as
-    they are, and backends read them without a scale. latent: the values are a part of the keys.
+    store: the dtype of the pool. Only FP8 and FP4 have scales; other formats hold the numbers
+    themselves, and backends read them without a scale.
+    latent: the values are part of the keys.
     """
     if k_scale == v_scale == 1.0:
         return

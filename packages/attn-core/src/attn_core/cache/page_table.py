@@ -1,4 +1,4 @@
-"""Page table ↔ CSR ↔ token slots, splitting pool pages, and counting whole pages."""
+"""Page tables, their CSR form and token slots; splitting of pool pages; counting of whole pages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def reusable_prefix(num_tokens: int, page_size: int) -> int:
-    """Return how many tokens of a shared prefix can be reused: whole pages only.
+    """Return how many tokens of a shared prefix can be reused, which are those in whole pages.
 
-    65 tokens with page size 64 → 64; 32 tokens → 0.
+    With page size 64: 65 tokens → 64, 32 tokens → 0.
     """
     return num_tokens // page_size * page_size
 
@@ -46,8 +46,8 @@ def pad_batch(
 ) -> tuple[Tensor, Tensor]:
     """Append padded requests up to `batch_size`: tables of page 0 and lengths of `fill_len`.
 
-    page_table int32 [B, M], seq_lens int32 [B]; a padded row with n queries needs fill_len >= n.
-    Raises BatchError where the batch is larger already. Never syncs.
+    page_table int32 [B, M], seq_lens int32 [B]. A padded request with n queries needs
+    fill_len >= n. Raises BatchError if the batch is already larger. Never syncs.
     """
     extra = batch_size - page_table.shape[0]
     if extra < 0:
@@ -58,11 +58,12 @@ def pad_batch(
 
 @dataclass(frozen=True, eq=False)
 class PageCsr:
-    """A ragged page table, FlashInfer's convention.
+    """A ragged page table in CSR form, as FlashInfer uses it.
 
-    indptr int32 [B + 1]; indices int32 [indptr[-1], maybe more, then page 0]: request b holds
-    indices[indptr[b]:indptr[b + 1]]. last_page_len int32 [B]: tokens in the last page,
-    1..page_size, 0 for an empty request.
+    indptr: int32 [B + 1].
+    indices: int32, at least indptr[-1] entries, the rest page 0. Request b holds
+    indices[indptr[b]:indptr[b + 1]].
+    last_page_len: int32 [B], tokens in the last page: 1..page_size, or 0 for an empty request.
     """
 
     indptr: Tensor
@@ -78,10 +79,10 @@ class PageCsr:
 def to_csr(
     page_table: Tensor, seq_lens: Tensor, page_size: int, *, num_pages: int | None = None
 ) -> PageCsr:
-    """Drop the padding of a page table: int32 [B, M] and lengths int32 [B] → PageCsr.
+    """Convert a page table int32 [B, M] and lengths int32 [B] to CSR form, without the padding.
 
-    num_pages: the pages of all requests together, or a bound of it such as B · M: indices has that
-    length and nothing syncs. None reads it from the device, which syncs.
+    num_pages: the number of pages of all requests, or an upper bound such as B · M. `indices` then
+    has that length and nothing syncs. None reads the number from the device, which syncs.
     """
     pages = (seq_lens + (page_size - 1)) // page_size
     indptr = _indptr(pages)
@@ -93,9 +94,9 @@ def to_csr(
 
 
 def slot_table(page_table: Tensor, page_size: int, max_len: int | None = None) -> Tensor:
-    """Spell a page table out: token slots int64 [B, max_len], by default max_pages · page_size.
+    """Expand a page table to token slots int64 [B, max_len], by default max_pages · page_size.
 
-    Column j is the slot of token j; past a request's length it is some valid slot. Never syncs.
+    Column j is the slot of token j; past a request's length it is any valid slot. Never syncs.
     """
     slots = page_table.long()[:, :, None] * page_size
     slots = slots + torch.arange(page_size, device=page_table.device)
@@ -103,10 +104,10 @@ def slot_table(page_table: Tensor, page_size: int, max_len: int | None = None) -
 
 
 def split_pages(page_table: Tensor, page_size: int, kernel_page_size: int) -> Tensor:
-    """Name each pool page of P tokens as P / p kernel pages: [B, M] → int32 [B, M · P / p].
+    """Split each pool page of P tokens into P / p kernel pages: [B, M] → int32 [B, M · P / p].
 
-    p = 1 gives token slots. split_cache is the same for the memory. Raises UnsupportedError where
-    p does not divide P. Never syncs.
+    p = 1 gives token slots. split_cache does the same for the memory. Raises UnsupportedError if p
+    does not divide P. Never syncs.
     """
     parts = _parts(page_size, kernel_page_size)
     if parts == 1:
@@ -118,8 +119,8 @@ def split_pages(page_table: Tensor, page_size: int, kernel_page_size: int) -> Te
 def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
     """View a layer's pool pages of P tokens as P / p kernel pages each.
 
-    Raises UnsupportedError where p does not divide P, or the layout is "HND", where other heads
-    lie between the parts of a page.
+    Raises UnsupportedError if p does not divide P, or if the layout is "HND", in which the parts of
+    a page are not contiguous across heads.
     """
     parts = _parts(cache.page_size, kernel_page_size)
     if parts == 1:

@@ -1,4 +1,4 @@
-"""Move tokens in and out of one paged tensor, by token slot or by whole page, never with a sync."""
+"""Move tokens in and out of a paged tensor, by token slot or by whole page, without a sync."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _where(t: Tensor, layout: str, slots: Tensor) -> tuple[Tensor | slice, ...]:
 
 
 def put(t: Tensor, layout: str, slots: Tensor, values: Tensor) -> None:
-    """Write values [N, ...], of t's dtype, into slots [N] of a paged tensor."""
+    """Write values [N, ...] of t's dtype into slots [N] of a paged tensor."""
     t, values = _raw(t), _raw(values)
     if layout == "NHD" and t.is_contiguous():
         t.view(-1, *t.shape[2:]).index_copy_(0, slots, values)
@@ -42,7 +42,7 @@ def take(t: Tensor, layout: str, slots: Tensor) -> Tensor:
 
 
 def take_pages(t: Tensor, layout: str, pages: Tensor) -> Tensor:
-    """Gather pages, int of any shape S, as [*S, page_size, ...]; "HND" is transposed, a view."""
+    """Gather pages, int of any shape S, as [*S, page_size, ...]; "HND" gives a transposed view."""
     raw, flat = _raw(t), pages.reshape(-1)
     if raw.is_contiguous():
         got = raw.view(raw.shape[0], -1).index_select(0, flat)

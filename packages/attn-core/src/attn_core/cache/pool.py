@@ -1,4 +1,4 @@
-"""The paged pool that holds the K and V, or the MLA latents, of all layers of a model."""
+"""The paged pool that holds K and V, or the MLA latents, of all layers of a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attn_core.formatting import near
 
 
 class CachePool(Protocol):
-    """What the dispatcher reads of a pool: KVPool has it, and so may an engine's own class.
+    """The attributes of a pool that the dispatcher reads: KVPool or an engine's own class.
 
-    layout: "NHD" or "HND", that of every layer. Pages may be views into larger tensors, at any
-    strides but the last, which is 1.
+    layout: "NHD" or "HND", the same for every layer. Pages may be views into larger tensors, with
+    any strides as long as the last one is 1.
     """
 
     @property
@@ -30,18 +30,18 @@ class CachePool(Protocol):
     def device(self) -> torch.device: ...
 
     def layer(self, layer_id: int) -> LayerCache:
-        """Return one layer's cache; every layer of every pass asks, so keep it ready."""
+        """Return one layer's cache. Every layer of every pass calls it, so keep it ready."""
 
 
 class KVPool:
-    """The KV cache of a model: one LayerCache per softmax layer, zeros at first.
+    """The KV cache of a model: one LayerCache per softmax layer, initialised to zeros.
 
-    num_pages: with page 0, the dummy; a mapping gives each view its own number.
+    num_pages: includes page 0, the dummy page; a mapping gives each view its own number.
     kv_cache_dtype: a key of TORCH_DTYPES.
     kind: "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index keys.
-    scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent; latents have
-    no v_scale.
-    Raises UsageError, and UnsupportedError where FP4 does not fit a head dim.
+    scales: for FP8 and FP4 only: layer_id → (k_scale, v_scale), 1.0 if absent. Latents have no
+    v_scale.
+    Raises UsageError, and UnsupportedError if FP4 does not support a head dim.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class KVPool:
         )
 
     def layer(self, layer_id: int) -> LayerCache:
-        """Return one layer's cache. Raises UsageError for a layer that has none."""
+        """Return one layer's cache. Raises UsageError for a layer that is not in the pool."""
         try:
             return self._layers[layer_id]
         except KeyError:
@@ -110,7 +110,7 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this pool holds."""
+        """Size of this pool in bytes."""
         return sum(t.nbytes for cache in self._layers.values() for t, _ in cache.parts())
 
     @classmethod
@@ -123,7 +123,7 @@ class KVPool:
         kind: Literal["mha", "mla", "dsa"] = "mha",
         index_dim: int = 0,
     ) -> int:
-        """Return what one page of all layers takes, in bytes, before anything is allocated."""
+        """Return the size in bytes of one page over all layers, before anything is allocated."""
         return cls(
             layers,
             num_pages=1,
@@ -145,7 +145,7 @@ class KVPool:
         kind: Literal["mha", "mla", "dsa"] = "mha",
         index_dim: int = 0,
     ) -> int:
-        """Return how many pages, the dummy included, fit into `memory` bytes."""
+        """Return how many pages, including the dummy page, fit into `memory` bytes."""
         return memory // cls.bytes_per_page(
             layers,
             page_size=page_size,

@@ -1,4 +1,4 @@
-"""Where the states of linear-attention layers live."""
+"""Pools of states for linear-attention layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from attn_core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateCache:
-    """One linear layer's states [slots, Hv, V, K], and one intermediate per draft for verify."""
+    """One linear layer's states [slots, Hv, V, K], and one intermediate state per draft."""
 
     state: Tensor
     intermediate: Tensor | None = None  # [slots, drafts, Hv, V, K]
 
 
 class StatePool:
-    """The states of a model's linear layers: one StateCache per layer, zeros at first.
+    """The states of a model's linear layers: one StateCache per layer, initialised to zeros.
 
-    A layer's head_dim is K, v_head_dim V and num_kv_heads Hv. dtype: "fp32" or "bf16".
-    num_drafts > 0 adds one intermediate state per slot and draft, for verify.
+    A layer's head_dim is K, its v_head_dim V and its num_kv_heads Hv.
+    dtype: "fp32" or "bf16".
+    num_drafts: if above 0, adds one intermediate state per slot and draft, for verify.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StatePool:
             self._layers[x.layer_id] = StateCache(state=state, intermediate=drafts)
 
     def layer(self, layer_id: int) -> StateCache:
-        """Return one layer's states. Raises UsageError for a layer that has none."""
+        """Return one layer's states. Raises UsageError for a layer that is not in the pool."""
         try:
             return self._layers[layer_id]
         except KeyError:

@@ -1,4 +1,4 @@
-"""Requirements from a model's config.json: reads data only, without torch or transformers."""
+"""Requirements from a model's config.json, read as data without torch or transformers."""
 
 from attn_core.model_config.requirements import (
     context_length,

@@ -47,11 +47,12 @@ def requirements_from_config(
     deterministic: bool = False,
     graphs: bool = False,
 ) -> Requirements:
-    """Build what a model and its workload need from the keys of its config.json.
+    """Build Requirements from the keys of a model's config.json.
 
-    tp: tensor-parallel ranks; heads are those of one rank. dtype None or "auto" takes the config's.
-    Nothing beside the config is read and no code of the model is run. Raises ModelConfigError
-    where the config does not say enough, UsageError for a dtype or tp that does not exist.
+    tp: number of tensor-parallel ranks; head counts are those of one rank.
+    dtype: None or "auto" uses the config's dtype.
+    Only the config is read, and none of the model's code runs. Raises ModelConfigError if the
+    config lacks necessary keys, UsageError for an invalid dtype or tp.
     """
     if tp < 1:
         raise UsageError(f"tp {tp} (expected 1 or more)")
@@ -102,7 +103,7 @@ def requirements_from_config(
 
 
 def context_length(config: Mapping[str, object]) -> int | None:
-    """Return the number of tokens the model was made for; None where the config does not say."""
+    """Return the model's context length in tokens, or None if the config does not say."""
     return _text(config)[0].count("max_position_embeddings")
 
 

@@ -14,11 +14,11 @@ MAX_BYTES = 16 << 20  # of a config; published ones have at most some hundred KB
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Read the keys of a model's config; nothing else in its directory is opened or run.
+    """Read the keys of a model's config. Nothing else in its directory is opened or executed.
 
     path: a directory with config.json, a JSON file of at most MAX_BYTES, or a GGUF file, whose
-    header is translated. Raises ModelConfigError that says what was looked for, what is there and
-    what to do.
+    header is translated.
+    Raises ModelConfigError, which says what was expected, what was found and what to do.
     """
     place = Path(path)
     mode = _mode(place)

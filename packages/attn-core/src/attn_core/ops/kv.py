@@ -1,4 +1,4 @@
-"""Write, read and copy the tokens of a paged KV cache, on any device, never with a sync."""
+"""Write, read and copy tokens of a paged KV cache, on any device and without a sync."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, where
 
 
 def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
-    """Write new K and V into token slots, quantised as the cache stores them.
+    """Write new K and V into token slots, quantised to the format of the cache.
 
-    k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA), slots int64 [N] = page · page_size + offset;
-    padding goes to slot 0. k None: nothing to write. FP8 saturates; FP4 takes one e4m3 scale per
-    16 values from themselves. One launch on a GPU with Triton. Never syncs. Raises UsageError where
-    only v or only the V pool is.
+    k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA); k None writes nothing.
+    slots int64 [N] = page · page_size + offset; padding goes to slot 0.
+    FP8 saturates. FP4 computes one e4m3 scale per 16 values. On a GPU with Triton this is one
+    launch. Never syncs. Raises UsageError if only one of v and the V pool is present.
     """
     if k is None:
         return
@@ -62,7 +62,7 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> Non
 def read_kv(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Gather token slots, int64 of any shape S, as k [*S, Hkv, D] and v [*S, Hkv, Dv] in `dtype`.
 
-    FP8 and FP4 are dequantised in float32. MLA: v is None, the values are k[..., :v_head_dim].
+    FP8 and FP4 are dequantised in float32. For MLA v is None; the values are k[..., :v_head_dim].
     """
     return _read(cache, slots, dtype, take)
 
@@ -70,9 +70,10 @@ def read_kv(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tenso
 def read_pages(
     cache: LayerCache, pages: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather whole pages, int of any shape S, as k [*S, page_size, Hkv, D] and v alike.
+    """Gather whole pages, int of any shape S, as k [*S, page_size, Hkv, D], and v likewise.
 
-    Both layouts come back token-major ("HND" as a transposed view). Else as read_kv.
+    The result is token-major in both layouts ("HND" returns a transposed view). Otherwise it
+    behaves like read_kv.
     """
     return _read(cache, pages, dtype, take_pages)
 
@@ -101,7 +102,7 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
 def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:
     """Copy tokens between slots, int64 [N] each, as if all were read before any is written.
 
-    For the partial last page of a draft branch, and to compact accepted tokens of a tree.
+    It copies the partial last page of a draft branch, and compacts the accepted tokens of a tree.
     """
     for t, layout in cache.parts():
         put(t, layout, dst, take(t, layout, src))

@@ -1,4 +1,4 @@
-"""Merge partial attention states by their log-sum-exp, natural log."""
+"""Merge partial attention outputs by their natural log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge n partial attentions over disjoint keys into the attention over all of them.
 
-    out [n, T, H, Dv], lse [n, T, H]: natural log of the sum of exp(scores) of each part. Returns
-    out [T, H, Dv] in the dtype of `out` and lse float32 [T, H], accumulated in float32. A part
-    with lse -inf is empty: its `out` may hold anything; all empty gives zeros and -inf.
+    out [n, T, H, Dv]; lse [n, T, H], the natural log of the sum of exp(scores) of each part.
+    Returns out [T, H, Dv] in the dtype of `out` and lse float32 [T, H], accumulated in float32.
+    A part with lse -inf is empty, and its `out` is ignored. If all parts are empty, the result is
+    zeros and -inf.
     out = Σ exp(lse_i - lse) · out_i, lse = log Σ exp(lse_i) (FlashAttention-2, section 3.1).
     """
     lse = lse.float()

@@ -1,4 +1,4 @@
-"""FP8 and FP4 (e2m1) numbers of the KV cache: encode with saturation, decode, never sync."""
+"""FP8 and FP4 (e2m1) numbers of the KV cache: saturating encoding and decoding, without a sync."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _E4M3_MAX = 448.0
 def to_fp8(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Return x / scale as float8 `dtype`, clamped to its largest finite number (448 or 57344).
 
-    A plain cast of a number out of range gives NaN or infinity on some devices and versions.
+    A plain cast of an out-of-range number gives NaN or infinity on some devices and versions.
     """
     top = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-top, top).to(dtype)
 
 
 def from_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return x · scale in `dtype`; the product is taken in float32."""
+    """Return x · scale in `dtype`; the product is computed in float32."""
     return x.to(dtype) if scale == 1.0 else (x.float() * scale).to(dtype)
 
 

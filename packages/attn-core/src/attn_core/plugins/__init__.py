@@ -1,1 +1,1 @@
-"""Finding plugins and checking what they declare; torch-free."""
+"""Find plugins and validate what they declare, without torch."""

@@ -1,4 +1,4 @@
-"""Which distributions are installed, and whether they meet what a row requires."""
+"""Which distributions are installed, and whether they satisfy what a row requires."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from attn_core.errors import BackendError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """A kernel library that is tied to one torch: with `torch` (a specifier) use `version`.
+    """A kernel library that is tied to one torch: with `torch` (a specifier), use `version`.
 
-    options: what pip needs beside, for example "--no-deps". why: the reason, for people. indexed
-    False: no index has it, so that no pip line installs it, and `why` says how it is got.
+    options: extra pip options, such as "--no-deps".
+    why: the reason, for people.
+    indexed: False if no index has the library, so pip cannot install it; `why` then says how to
+    get it.
     """
 
     distribution: str
@@ -32,14 +34,14 @@ class Pin:
 
     @property
     def pip(self) -> str:
-        """The command that installs it, "" where none does."""
+        """The pip command that installs it, or "" if none does."""
         if not self.indexed:
             return ""
         options = f"{self.options} " if self.options else ""
         return f"pip install {options}'{self.distribution}{self.version}'"
 
     def accepts(self, wanted: Requirement) -> bool:
-        """Say whether this is the distribution that is wanted, in a version that is."""
+        """Say whether the installed distribution is the right one, in an accepted version."""
         versions = SpecifierSet(self.version)
         exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
         return self.distribution == wanted.name and all(
@@ -47,7 +49,7 @@ class Pin:
         )
 
     def loads(self, torch: str | None) -> bool:
-        """Say whether this is for a version of torch; for no torch nothing is."""
+        """Say whether this pin applies to a version of torch. Without torch, none applies."""
         if torch is None:
             return False
         return SpecifierSet(self.torch).contains(Version(torch).public, prereleases=True)
@@ -73,12 +75,12 @@ def satisfies(requirement: Requirement, libraries: Libraries) -> bool:
 
 
 def used(group: str, libraries: Libraries) -> Requirement | None:
-    """Return the first alternative of a group that is met, the one that backends load, or None."""
+    """Return the first satisfied alternative of a group, which backends load, or None."""
     return next((w for w in alternatives(group) if satisfies(w, libraries)), None)
 
 
 def shortfall(group: str, libraries: Libraries) -> str | None:
-    """Say what is there instead of `group`, "triton 3.0" or what lacks; None where it is met."""
+    """Say what is installed instead of `group`, or what is missing; None if it is satisfied."""
     if used(group, libraries) is not None:
         return None
     wanted = alternatives(group)
@@ -91,7 +93,7 @@ def shortfall(group: str, libraries: Libraries) -> str | None:
 
 
 def installed(groups: Iterable[str]) -> dict[str, str | None]:
-    """Look up the installed version of every distribution named in `groups`, importing none."""
+    """Look up the installed version of every distribution in `groups` without importing any."""
     found: dict[str, str | None] = {}
     for name in {canonicalize_name(w.name) for group in groups for w in alternatives(group)}:
         try:
@@ -121,9 +123,9 @@ def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def chosen_distribution(name: str, group: str) -> str:
-    """Return the distribution of an any-of group that the backend `name` uses here.
+    """Return the installed distribution of an any-of group that the backend `name` uses.
 
-    Raises BackendError where none is installed: the backend was created without select().
+    Raises BackendError if none is installed, because the backend was created without select().
     """
     found = installed([group])
     wanted = used(group, found)

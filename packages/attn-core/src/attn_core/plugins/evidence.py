@@ -1,4 +1,4 @@
-"""Evidence files: how far each cell of the support matrix was proved, read and checked."""
+"""Read and check evidence files, which say how far each cell of the support matrix was tested."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ LEVELS = ("declared", "emulated", "compiled", "device-tested")
 
 
 def levels(module: str, backend: str, kind: str, device: str | None = None) -> dict[str, str]:
-    """Return the strongest proof per cell from the evidence files beside a plugin's package.
+    """Return the strongest evidence per cell from the evidence files of a plugin's package.
 
-    module: the value of its entry point. device: "cuda:sm90", any where None. A file is JSON:
-    {"backend", "kind", "device", "cells": {cell: {"level": one of LEVELS, …}}, …}; one that cannot
-    be read is skipped, `faults` names it.
+    module: the value of the plugin's entry point.
+    device: such as "cuda:sm90"; None means any.
+    A file is JSON: {"backend", "kind", "device", "cells": {cell: {"level": one of LEVELS, …}}, …}.
+    A file that cannot be read is skipped, and `faults` names it.
     """
     found: dict[str, str] = {}
     for _, data in _files(module):
@@ -32,7 +33,7 @@ def levels(module: str, backend: str, kind: str, device: str | None = None) -> d
 
 
 def proved(module: str, backend: str, kind: str, device: str) -> str:
-    """Say how far a backend was proved on a device: "mha on cuda:sm100: 9 cells compiled"."""
+    """Summarise the evidence for a backend on a device: "mha on cuda:sm100: 9 cells compiled"."""
     counts = Counter(levels(module, backend, kind, device).values())
     best = sorted(counts, key=LEVELS.index, reverse=True)
     seen = ", ".join(f"{counts[x]} cell{'s' * (counts[x] > 1)} {x}" for x in best)

@@ -18,14 +18,14 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 def attn_register_backends() -> Sequence[BackendSpec]:  # type: ignore[empty-body]  # a hookspec has no body
     """Return the backends of this plugin.
 
-    Called once when plugins are loaded, before any device is touched: import no torch and no
+    Called once when plugins are loaded, before any device is touched. Do not import torch or a
     kernel library here.
     """
 
 
 @hookspec
 def attn_register_pins() -> Sequence[Pin]:  # type: ignore[empty-body]  # a hookspec has no body
-    """Return which version of a kernel library goes with which torch; `attn doctor` prints it.
+    """Return the library versions that match each torch; `attn doctor` prints them. Optional.
 
-    Called once when plugins are loaded, like attn_register_backends. Optional.
+    Called once when plugins are loaded, like attn_register_backends.
     """

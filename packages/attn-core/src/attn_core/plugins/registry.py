@@ -1,4 +1,4 @@
-"""Entry points become a Registry; a broken plugin is recorded with its error, never fatal."""
+"""Load plugins into a Registry. A broken plugin is recorded with its error and is never fatal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Key = tuple[Family, str]
 
 
 class Distribution(Protocol):
-    """What load_plugins reads of an installed distribution."""
+    """The attributes of an installed distribution that load_plugins reads."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class Distribution(Protocol):
 
 
 class EntryPoint(Protocol):
-    """What load_plugins reads of an entry point."""
+    """The attributes of an entry point that load_plugins reads."""
 
     @property
     def name(self) -> str: ...
@@ -54,7 +54,7 @@ class EntryPoint(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a backend comes from."""
+    """The plugin that a backend comes from."""
 
     distribution: str
     version: str
@@ -66,7 +66,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class BrokenPlugin:
-    """A plugin, or one backend of it, that could not be taken in; `details` is the traceback."""
+    """A plugin, or one of its backends, that could not be loaded; `details` is the traceback."""
 
     name: str
     origin: Origin
@@ -76,7 +76,7 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class SlowPlugin:
-    """A plugin that works, but whose rows took `seconds` to load."""
+    """A working plugin whose rows took `seconds` to load."""
 
     name: str
     origin: Origin
@@ -91,7 +91,7 @@ class SlowPlugin:
 
 @dataclass(frozen=True)
 class Registry:
-    """Every declared backend by (family, name), its origin, and what is broken or slow."""
+    """All declared backends by (family, name), their origins, and the broken or slow plugins."""
 
     backends: Mapping[Key, BackendSpec] = field(default_factory=dict)
     origins: Mapping[Key, Origin] = field(default_factory=dict)
@@ -100,15 +100,18 @@ class Registry:
     slow: tuple[SlowPlugin, ...] = ()
 
     def family(self, family: Family) -> tuple[BackendSpec, ...]:
-        """Return the backends of one family, by name."""
+        """Return the backends of one family, sorted by name."""
         return tuple(spec for key, spec in sorted(self.backends.items()) if key[0] == family)
 
     def get(self, name: str, family: Family = "softmax") -> BackendSpec:
-        """Return a backend by name or alias. Raises UnknownBackendError with the near names."""
+        """Return a backend by name or alias.
+
+        Raises UnknownBackendError, which suggests similar names.
+        """
         return self._named(name, (family,))
 
     def find(self, name: str) -> BackendSpec:
-        """Return a backend of either family by name or alias, softmax first; raises as get."""
+        """Return a backend of either family by name or alias, softmax first; raises like `get`."""
         return self._named(name, ("softmax", "linear"))
 
     def _named(self, name: str, families: tuple[Family, ...]) -> BackendSpec:
@@ -126,24 +129,24 @@ class Registry:
         raise UnknownBackendError(f"unknown {kind} {name!r}: {near(name, known)}")
 
     def requires(self) -> tuple[str, ...]:
-        """Return every requirement group that any row names."""
+        """Return all requirement groups of all rows."""
         rows = (row for spec in self.backends.values() for row in spec.capabilities)
         return tuple(sorted({group for row in rows for group in row.requires}))
 
     def installed_libraries(self) -> dict[str, str | None]:
-        """Look up the libraries that the rows require, importing none of them."""
+        """Look up the installed versions of the libraries that rows require; imports none."""
         return installed(self.requires())
 
 
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     """Load every entry point of the group "attn_core", one by one.
 
-    A plugin that fails to import, whose hook raises or returns something else, that registers
-    nothing or more than can be weighed, takes a name or an alias that is taken, or whose
-    distribution requires another attn-core is listed in `broken` with its error. What it prints
-    goes to stderr, also from C and through the file descriptor.
-    Of two plugins with one name the built-in wins, else the alphabetically first distribution.
-    One that takes longer than SLOW_SECONDS is taken in and listed in `slow`.
+    A plugin is listed in `broken` with its error if its import fails, if a hook raises or returns
+    the wrong type, if it registers no backends or too many, if it uses a name or alias that is
+    taken, or if its distribution requires another attn-core. If two plugins use one name, the
+    built-in wins, or else the alphabetically first distribution.
+    A plugin that takes longer than SLOW_SECONDS is loaded and listed in `slow`.
+    Everything that a plugin prints goes to stderr, including output from C code.
     """
     backends: dict[Key, BackendSpec] = {}
     origins: dict[Key, Origin] = {}

@@ -1,4 +1,4 @@
-"""Standard output belongs to the command: what other code writes there goes to standard error."""
+"""Keep standard output for the command: redirect what plugins print to standard error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OUT, ERR = 1, 2  # file descriptors
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send standard output to standard error: Python's, the file descriptor's and that of C.
+    """Redirect standard output to standard error: Python's, the file descriptor's and C's.
 
-    A plugin, a compiler that it starts or a C library may write at any of the three.
+    A plugin, a compiler that it starts or a C library may write to any of the three.
     """
     with contextlib.redirect_stdout(sys.stderr):
         try:

@@ -1,4 +1,4 @@
-"""What is wrong with a declaration of a plugin: every field by its type, then by its value."""
+"""Validate a plugin's declarations: every field by type, then by value."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
 
 
 def too_many(specs: Sequence[object], pins: Sequence[object] = ()) -> str | None:
-    """Say that a plugin registers more than can be weighed in no time, None where it does not."""
+    """Return the error if a plugin registers more backends or rows than allowed, else None."""
     rows = sum(len(spec.capabilities) for spec in specs if type(spec) is BackendSpec)
     counts = {"backends": (len(specs), MAX_BACKENDS), "rows": (rows, MAX_ROWS)}
     for what, (count, most) in {**counts, "pins": (len(pins), MAX_ITEMS)}.items():
@@ -86,7 +86,7 @@ def too_many(specs: Sequence[object], pins: Sequence[object] = ()) -> str | None
 
 
 def problem(spec: object) -> str | None:
-    """Say what is wrong with what attn_register_backends returned, None where it is sound."""
+    """Return what is wrong with the result of attn_register_backends, or None if it is valid."""
     if type(spec) is not BackendSpec:
         return f"attn_register_backends returned a {type(spec).__name__}, not a BackendSpec"
     wrong = _fields(spec)
@@ -108,7 +108,7 @@ def problem(spec: object) -> str | None:
 
 
 def pin_problem(pin: object) -> str | None:
-    """Say what is wrong with what attn_register_pins returned, None where it is sound."""
+    """Return what is wrong with the result of attn_register_pins, or None if it is valid."""
     if type(pin) is not Pin:
         return f"attn_register_pins returned a {type(pin).__name__}, not a Pin"
     return _fields(pin)

@@ -1,4 +1,4 @@
-"""What a third party subclasses: the contract of a softmax and of a linear attention backend."""
+"""The classes that a third party subclasses: softmax and linear attention backends."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackendConfig:
-    """Everything a plan needs that does not change from pass to pass.
+    """Everything that a plan needs and that does not change between passes.
 
-    arch ("sm90", "gfx942"), multiprocessors and shared_memory (bytes that one block may take) are
-    properties of `device`. On a GPU those that are not given are asked of it here, once, so that no
-    backend asks again. Elsewhere they stay unknown: None and 0.
+    arch ("sm90", "gfx942"), multiprocessors and shared_memory (bytes per block) are properties of
+    `device`. On a GPU, properties that are not passed are queried here, once, so that no backend
+    queries them again. On other devices they stay unknown: None and 0.
     """
 
     name: str
@@ -61,7 +61,7 @@ class BackendConfig:
 
 @functools.cache
 def properties_of(device: torch.device) -> Mapping[str, str | int]:
-    """Ask a GPU for its arch, multiprocessors and shared memory, as BackendConfig names them."""
+    """Query a GPU's arch, multiprocessors and shared memory, named as in BackendConfig."""
     found = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         arch = found.gcnArchName.partition(":")[0]
@@ -77,13 +77,14 @@ def properties_of(device: torch.device) -> Mapping[str, str | int]:
 class AttentionBackend(ABC):
     """Softmax attention over a paged cache. Created once from a BackendConfig.
 
-    A subclass writes init_forward_metadata and `forward`, or the pair forward_extend and
-    forward_decode in its place; forward_ragged and the graph functions where its row declares them.
+    A subclass implements init_forward_metadata, and either `forward` or both forward_extend and
+    forward_decode. It implements forward_ragged and the graph functions if its row declares them.
 
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
-    LSE natural log, float32 [T, Hq], sinks included. A row with fused_kv_write writes k and v into
-    the slots of the layer's view, where it has any: without, the engine wrote them. `out`, where
-    given, is filled and returned. MLA, absorbed: q [T, H, 576], k [T, 1, 576], v None.
+    LSE natural log, float32 [T, Hq], sinks included. Absorbed MLA: q [T, H, 576], k [T, 1, 576],
+    v None. `out`, if passed, is filled and returned.
+    A row with fused_kv_write writes k and v into the slots of the layer's view. If the view has no
+    slots, the engine has already written them.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -91,7 +92,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Plan one forward pass, once, before its first layer."""
+        """Plan one forward pass; called once, before its first layer."""
 
     def forward(
         self,
@@ -107,10 +108,10 @@ class AttentionBackend(ABC):
         return_lse: bool = False,
         topk_indices: Tensor | None = None,
     ) -> Output:
-        """Attend over the cache, once per layer.
+        """Attend over the cache; called once per layer.
 
-        A backend overrides this method, or forward_extend and forward_decode where its two
-        halves have nothing in common.
+        A backend overrides this method, or forward_extend and forward_decode if the two have
+        nothing in common.
         """
         decodes = batch.forward_mode in DECODE_MODES
         run = self.forward_decode if decodes else self.forward_extend
@@ -176,27 +177,27 @@ class AttentionBackend(ABC):
     ) -> Output:
         """Attend without a cache: vision towers, encoders, MLA prefill (192/128), prefix chunks.
 
-        q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; cu_seqlens int32 [B + 1]. Causal is
-        bottom-right aligned: the last query sees the last key.
+        q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; cu_seqlens int32 [B + 1]. Causal order is
+        aligned bottom-right: the last query sees the last key.
         """
         raise UnsupportedError(f"{self.config.name} has no ragged attention")
 
     # CUDA graphs, as far as the row's cuda_graph level says. The defaults are right for a backend
     # whose kernels read the batch's own tensors and which derives none from them.
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create, once, the static buffers that this backend derives from a batch."""
+        """Create the static buffers that this backend derives from a batch; called once."""
         return
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
-        """Plan as init_forward_metadata does, into the static buffers."""
+        """Plan like init_forward_metadata, into the static buffers."""
         return self.init_forward_metadata(batch)
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
     ) -> None:
-        """Refill the static buffers before a replay; on the critical path.
+        """Refill the static buffers before a replay. This is on the critical path.
 
-        batch: what was captured, its tensors overwritten in place: a graph goes on reading them.
+        batch: the captured batch, whose tensors were overwritten in place; the graph reads them.
         """
         return
 
@@ -210,7 +211,7 @@ class LinearAttentionBackend(ABC):
 
     q, k [T, Hk, K]; v [T, Hv, V]; g [T, Hv] log decay (<= 0), float32; beta [T, Hv] after the
     sigmoid; output [T, Hv, V]. States [slots, Hv, V, K] are read and written at batch.state_slots;
-    slot -1 is padding and touches nothing.
+    slot -1 is padding and is not touched.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -218,7 +219,7 @@ class LinearAttentionBackend(ABC):
 
     @abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Plan one forward pass, once, before its first layer."""
+        """Plan one forward pass; called once, before its first layer."""
 
     @abstractmethod
     def extend(
@@ -233,7 +234,7 @@ class LinearAttentionBackend(ABC):
         batch: ForwardBatch,
         metadata: Metadata,
     ) -> Tensor:
-        """Run ragged new tokens through the recurrence and store each request's last state."""
+        """Run ragged new tokens through the recurrence, and store each request's final state."""
 
     @abstractmethod
     def decode(
@@ -262,7 +263,7 @@ class LinearAttentionBackend(ABC):
         batch: ForwardBatch,
         metadata: Metadata,
     ) -> Tensor:
-        """Run draft tokens, leave the state, write one intermediate state per draft."""
+        """Run draft tokens without changing the state; write one intermediate state per draft."""
         raise UnsupportedError(f"{self.config.name} does not verify drafts")
 
     def commit(self, state: StateCache, slots: Tensor, accepted: Tensor) -> None:
@@ -283,8 +284,8 @@ def create_backend(
 ) -> AttentionBackend | LinearAttentionBackend:
     """Import the class that runs `config.row` and create it.
 
-    Raises BackendNotImplementedError for a row that is only declared, and BackendError, with the
-    cause, where the import or the constructor fails or the class is not of the contract.
+    Raises BackendNotImplementedError for a row that is only declared. Raises BackendError, with the
+    cause, if the import or the constructor fails, or if the class does not implement the contract.
     """
     create = spec.creator(config.row)
     if create is None:

@@ -1,4 +1,4 @@
-"""What one forward pass carries: its mode, its ragged batch, its speculation, its layer."""
+"""The data of one forward pass: its mode, its ragged batch and its speculation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_core.errors import BatchError
 
 
 class ForwardMode(enum.Enum):
-    """What a forward pass is."""
+    """The kind of a forward pass."""
 
     EXTEND = "extend"  # new tokens of one or more requests, with or without a cached prefix
     DECODE = "decode"  # one token per request
@@ -53,9 +53,9 @@ def _check_tensor(
 class SpecInfo:
     """Speculation of one TARGET_VERIFY pass.
 
-    tree_mask: bool [B, n, n], n = num_draft_tokens; mask[b, i, j] = query i sees draft j. The
-    prefix is visible to all. None is a chain: query i sees drafts 0..i. Drafts may be named in any
-    order: a draft's position is the prefix plus the number of drafts it sees, itself not counted.
+    tree_mask: bool [B, n, n], n = num_draft_tokens; mask[b, i, j] = query i sees draft j. Every
+    query sees the prefix. None means a chain: query i sees drafts 0..i. Drafts may be in any order:
+    the position of a draft is the prefix length plus the number of other drafts that it sees.
     """
 
     topk: int
@@ -65,15 +65,16 @@ class SpecInfo:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CacheView:
-    """Where the requests of a batch lie in one pool.
+    """The page table, lengths and slots of a batch's requests in one pool.
 
-    page_table: int32 [B, max_pages], page ids, columns adjacent, rows at any stride; entries past
-    a request's pages, and those that lie behind the window of every layer of this view, hold a
-    valid page with any content. The other tensors are contiguous.
+    page_table: int32 [B, max_pages], page ids, columns contiguous, rows at any stride. Entries past
+    a request's pages, and those before the window of every layer of this view, hold any valid page.
+    The other tensors are contiguous.
     seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
-    out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to;
-    None where the engine writes them itself, before the layer attends.
-    max_seq_len: the largest of seq_lens, or a bound of it. seq_lens_host: the same on the host.
+    out_cache_loc: int64 [N], token slots (page · page_size + offset) for new K/V. None if the
+    engine writes them itself, before the layer attends.
+    max_seq_len: the largest of seq_lens, or an upper bound.
+    seq_lens_host: seq_lens on the host.
     """
 
     page_table: Tensor
@@ -111,9 +112,9 @@ class CacheView:
     ) -> CacheView:
         """Build a view whose requests hold `seq_lens` tokens, the last `new_lens` of them new.
 
-        page_table: int32 [B, max_pages], its device is the view's. writes: False where the engine
-        writes K/V itself. Raises BatchError where a request has more tokens than its row of the
-        table has room for.
+        page_table: int32 [B, max_pages]; the view is on its device.
+        writes: False if the engine writes K/V itself.
+        Raises BatchError if a request has more tokens than its row of the table can hold.
         """
         device, room = page_table.device, page_table.shape[1] * page_size
         _check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
@@ -144,13 +145,15 @@ def _positions(seq_lens: Sequence[int], new_lens: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardBatch:
-    """One forward pass over B requests with T query tokens, checked once, here.
+    """One forward pass over B requests with T query tokens, validated once, at construction.
 
     cu_seqlens_q: int32 [B + 1]. positions: int64 [T]. max_q_len: the longest query.
     views: "full", "window", "cross" … → CacheView; a layer names its view.
-    state_slots: int32 [B] for linear layers, -1 = padding. query_lens_host: [B] on the host.
-    All tensors are contiguous. spec belongs to TARGET_VERIFY; no other mode takes a tree_mask.
-    Values are checked against the host copies only, so construction never syncs with a device.
+    state_slots: int32 [B] for linear layers, -1 = padding.
+    query_lens_host: [B], on the host.
+    spec: only for TARGET_VERIFY; no other mode accepts a tree_mask.
+    All tensors are contiguous. Values are checked only against the host copies, so construction
+    never syncs with a device.
     """
 
     forward_mode: ForwardMode
@@ -243,10 +246,11 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """Build a batch from ragged lengths.
 
-        query_lens, seq_lens: B ints each, seq_lens including this pass's tokens. page_table:
-        int32 [B, max_pages] of the view "full"; `views` adds more. writes: False where the engine
-        writes the K/V of "full" itself. Positions count up to the sequence length; in a tree they
-        are prefix + depth. Raises BatchError.
+        query_lens, seq_lens: B ints each; seq_lens includes this pass's tokens.
+        page_table: int32 [B, max_pages] of the view "full"; `views` adds more views.
+        writes: False if the engine writes the K/V of "full" itself.
+        Positions count up to the sequence length; in a tree they are prefix + depth. Raises
+        BatchError.
         """
         device = page_table.device
         full = CacheView.build(

@@ -1,4 +1,4 @@
-"""Refuse what the chosen row of a backend does not honour: nothing is dropped silently."""
+"""Refuse what a backend's row does not support, so that nothing is dropped silently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_core.spec.requirements import LayerRequirements
 
 
 def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
-    """Raise UnsupportedError for a shape or a field of a layer that the row does not honour."""
+    """Raise UnsupportedError for a layer's shape or field that the row does not support."""
     row = config.row
     needs = LayerRequirements(
         kind=row.kind,
@@ -41,9 +41,9 @@ def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
 
 
 def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:
-    """Raise UnsupportedError for a sliding window without causal order, which `name` has not.
+    """Raise UnsupportedError for a non-causal sliding window, which `name` does not support.
 
-    causal: of this call, where that is not the layer's own.
+    causal: that of this call, if it differs from the layer's.
     """
     causal = layer.is_causal if causal is None else causal
     if layer.sliding_window is not None and (layer.is_cross or not causal):
@@ -54,7 +54,7 @@ def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = Non
 
 
 def refuse_unplanned(layer: AttentionLayer, planned: Iterable[object]) -> NoReturn:
-    """Raise BackendError for a layer that the plan of this pass lacks; planned: what it has."""
+    """Raise BackendError for a layer that is not in this pass's plan; planned: what is in it."""
     raise BackendError(
         f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not in "
         f"BackendConfig.layers or the batch has no such view; planned: {list(planned)}"
@@ -62,7 +62,7 @@ def refuse_unplanned(layer: AttentionLayer, planned: Iterable[object]) -> NoRetu
 
 
 def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False) -> None:
-    """Raise UnsupportedError for an LSE, or for topk_indices (sparse), that the row has not."""
+    """Raise UnsupportedError for an LSE, or sparse topk_indices, that the row does not support."""
     if return_lse and not config.row.lse:
         raise UnsupportedError(
             f"return_lse: the chosen row of {config.name} returns no log-sum-exp; select with "
@@ -76,7 +76,7 @@ def refuse_call(config: BackendConfig, *, return_lse: bool, sparse: bool = False
 
 
 def refuse_mode(config: BackendConfig, mode: ForwardMode) -> None:
-    """Raise UnsupportedError for a pass over the cache, of a row of MLA that only runs ragged."""
+    """Raise UnsupportedError for a pass over the cache if the MLA row is for ragged attention."""
     if config.row.absorbed:
         return
     raise UnsupportedError(
@@ -88,14 +88,14 @@ def refuse_mode(config: BackendConfig, mode: ForwardMode) -> None:
 
 
 def graph_level(batch: ForwardBatch) -> GraphLevel:
-    """Return the least level of CUDA graphs that captures such a pass."""
+    """Return the lowest level of CUDA graphs at which such a pass can be captured."""
     if batch.forward_mode in DECODE_MODES:
         return "decode"
     return "uniform" if batch.num_tokens == batch.batch_size * batch.max_q_len else "always"
 
 
 def refuse_capture(config: BackendConfig, batch: ForwardBatch) -> None:
-    """Raise UnsupportedError for a pass that the row's graph level does not reach."""
+    """Raise UnsupportedError for a pass beyond the row's CUDA graph level."""
     levels = get_args(GraphLevel)
     level, needed = config.row.cuda_graph, graph_level(batch)
     if levels.index(level) < levels.index(needed):
@@ -133,9 +133,9 @@ def refuse_output(
     out: Tensor | None,
     return_lse: bool,
 ) -> None:
-    """Raise BackendError where a backend returned something else than the contract says.
+    """Raise BackendError if a backend's output violates the contract.
 
-    That is [T, Hq, Dv] in the dtype of q, or `out` itself where it was given; with return_lse
+    The output is [T, Hq, Dv] in the dtype of q, or `out` itself if it was passed; with return_lse
     also the LSE, float32 [T, Hq].
     """
     rows = (q.shape[0], layer.num_q_heads)

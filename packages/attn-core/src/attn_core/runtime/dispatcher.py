@@ -1,4 +1,4 @@
-"""Send each forward pass to the backend of its mode, with new K/V written first: routing only."""
+"""Route each forward pass to the backend of its mode, after writing new K/V to the cache."""
 
 from __future__ import annotations
 
@@ -67,14 +67,16 @@ class _Route:
 
 
 class HybridDispatcher:
-    """Routes the passes of one model over its backends and its KV cache.
+    """Routes the passes of one model to its backends over one KV cache.
 
-    routes: role → backend; "prefill" and "decode" are required. Which backend verifies and drafts
-    was decided by the selection. caches: a KVPool or an engine's own; between passes it may be
-    replaced by one of the same form. Raises UnsupportedError where a backend's row does not honour
-    a field of its config's layers. Whatever else than an AttnError a backend raises while it plans
-    or runs comes as BackendRunError with its cause; unless that says to restart, cache and
-    dispatcher are good for the next pass.
+    routes: role → backend; "prefill" and "decode" are required. The selection has decided which
+    backend verifies and drafts.
+    caches: a KVPool or an engine's own pool. Between passes it may be replaced by one of the same
+    form.
+    Raises UnsupportedError if a backend's row does not support a field of its config's layers. Any
+    exception other than an AttnError that a backend raises while it plans or runs is re-raised as
+    BackendRunError, with the original as its cause. Unless its `restart` is True, cache and
+    dispatcher can run the next pass.
     """
 
     def __init__(self, routes: Mapping[Role, AttentionBackend], caches: CachePool) -> None:
@@ -102,11 +104,11 @@ class HybridDispatcher:
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
     ) -> HybridDispatcher:
-        """Create the selected backends, one instance where roles name the same row of the same one.
+        """Create the selected backends; roles with the same backend and row share one instance.
 
-        What was asked for, dtype, speculation and determinism, is the selection's; the limits are
-        BackendConfig's. Linear roles are not routed here. Raises UsageError where the pool's page
-        size, store or layout are not the selection's, and what create_backend raises.
+        dtype, speculation and determinism come from the selection; limits are BackendConfig's.
+        Linear roles are not routed here. Raises UsageError if the pool's page size, dtype or layout
+        differ from the selection's, and everything that create_backend raises.
         """
         asked = selection.requirements
         pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
@@ -148,7 +150,7 @@ class HybridDispatcher:
         return cls(routes, caches)
 
     def backend(self, role: Role) -> AttentionBackend:
-        """Return the backend of a role. Raises UnsupportedError where the selection has none."""
+        """Return the backend of a role. Raises UnsupportedError if the selection has none."""
         try:
             return self.routes[role]
         except KeyError:
@@ -165,9 +167,9 @@ class HybridDispatcher:
         return route
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Let the backend of this pass plan it, once, before its first layer; None when idle.
+        """Plan this pass with its backend, once, before its first layer; None if idle.
 
-        Raises UnsupportedError where its row does not verify such a draft.
+        Raises UnsupportedError if the backend's row cannot verify the drafts.
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
@@ -189,14 +191,15 @@ class HybridDispatcher:
         return_lse: bool = False,
         topk_indices: Tensor | None = None,
     ) -> Output:
-        """Write new K/V into the cache and attend; once per layer.
+        """Write new K/V into the cache and attend; called once per layer.
 
-        q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] go to the N slots of the layer's view, None is
-        nothing to write; a view without slots says that the engine has written them. Returns
-        [T, Hq, Dv], with return_lse also the LSE, natural log, float32 [T, Hq]. Any strides will
-        do. IDLE gives empty tensors. Raises UnsupportedError, BatchError for a missing view and for
-        shapes that are not this pass's, BackendError where the backend's first output for a layer
-        breaks the contract.
+        q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] are written to the N slots of the layer's view.
+        k None writes nothing. If the view has no slots, the engine has already written them. Any
+        strides are accepted.
+        Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32 [T, Hq]. IDLE
+        returns empty tensors.
+        Raises UnsupportedError; BatchError for a missing view and for shapes that do not match the
+        pass; BackendError if the backend's first output for a layer violates the contract.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
@@ -244,7 +247,7 @@ class HybridDispatcher:
         return_lse: bool = False,
         role: Literal["prefill", "encode"] = "prefill",
     ) -> Output:
-        """Attend without a cache, as AttentionBackend.forward_ragged; role "encode" for vision."""
+        """Attend without a cache, as AttentionBackend.forward_ragged; vision uses role "encode"."""
         backend = self.backend(role)
         refuse_call(backend.config, return_lse=return_lse)
         lengths = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
@@ -263,8 +266,8 @@ class HybridDispatcher:
     def captured(self) -> tuple[AttentionBackend, ...]:
         """The backends whose passes are captured in CUDA graphs.
 
-        The decode backend where its row has graphs, with it the one that verifies and drafts
-        where its row has them too. Without the decode backend's nothing is captured.
+        These are the decode backend and the backend that verifies and drafts, if their rows
+        support graphs. If the decode backend's row does not, nothing is captured.
         """
         roles: tuple[Role, ...] = ("decode", "verify", "draft")
         able = [self.routes[r] for r in roles if r in self.routes]
@@ -273,15 +276,15 @@ class HybridDispatcher:
         return _distinct(b for b in able if b.config.row.cuda_graph != "never")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create the static buffers of the captured backends, once."""
+        """Create the static buffers of the captured backends; called once."""
         for backend in self.captured:
             with backend_errors(backend.config, "init_cuda_graph_state"):
                 backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
-        """Plan a pass into static buffers; None when idle.
+        """Plan a pass into static buffers; None if idle.
 
-        Raises UnsupportedError where the backend of this pass is not captured, or not in this mode.
+        Raises UnsupportedError if the backend of this pass is not captured, or not in this mode.
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
@@ -307,7 +310,7 @@ class HybridDispatcher:
                 backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the KV length of padded rows: the decode backend's."""
+        """Return the KV length of padded requests, as the decode backend defines it."""
         return self.routes["decode"].get_cuda_graph_seq_len_fill_value()
 
 

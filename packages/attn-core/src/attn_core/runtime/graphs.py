@@ -1,4 +1,4 @@
-"""CUDA graphs: a step is captured once per batch size and replayed with other requests."""
+"""CUDA graphs: capture a step once per batch size and replay it with other requests."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from attn_core.runtime.static_batch import StaticBatch, cached_views
 class GraphRunner:
     """Captures whole steps of a model by batch size and replays them, padded to such a size.
 
-    A step is a function of (batch, metadata, *inputs) that runs all layers and returns a tensor,
-    or a tuple, list or dict of tensors, with as many rows for each request. The runner owns the
-    batch and the inputs that a step reads, and copies those of a pass into them: each page table,
-    and all other tensors of one dtype together. A padded request has page 0 alone, writes to slot
-    0, and is as long as the fill value of the backend, or as its queries where these are more.
+    A step is a function of (batch, metadata, *inputs). It runs all layers and returns a tensor, or
+    a tuple, list or dict of tensors, with the same number of rows for each request. The runner owns
+    the batch and the inputs that a step reads, and copies those of a pass into them: each page
+    table, and all other tensors of one dtype together. A padded request has only page 0, writes to
+    slot 0, and has the backend's fill value as its length, or its number of queries if that is
+    larger.
 
-    A replay never waits for the device. Its outputs hold until the next one, and one stream at a
-    time may use a runner. On a device without CUDA graphs the step itself is run again.
+    A replay never waits for the device. Its outputs are valid until the next replay, and only one
+    stream at a time may use a runner. On a device without CUDA graphs, a replay reruns the step.
 
-    batch_sizes: what is captured. max_seq_len: tokens of the longest request; a mapping gives each
-    view its own. max_query_len: the most queries per request, by default the drafts that the
-    dispatcher verifies. Raises UsageError for no sizes and for numbers below 1.
+    batch_sizes: the sizes to capture.
+    max_seq_len: tokens of the longest request; a mapping gives each view its own.
+    max_query_len: the most queries per request, by default the number of drafts that the dispatcher
+    verifies.
+    Raises UsageError for no sizes and for numbers below 1.
     """
 
     def __init__(
@@ -69,12 +72,13 @@ class GraphRunner:
         inputs: Sequence[Tensor] = (),
         query_len: int | None = None,
     ) -> None:
-        """Capture a step for every batch size, over padded requests alone.
+        """Capture a step for every batch size, with padded requests only.
 
-        inputs: for each that the step takes a tensor [T, …], of which only the dtype and the dims
-        after the first are read. query_len: the queries of every request; decode has 1, verify its
-        drafts. Raises UnsupportedError where the row of the backend has no graphs of such a pass,
-        and UsageError for other outputs and for a query_len that is missing or too large.
+        inputs: one tensor [T, …] for each input of the step; only its dtype and its dims after the
+        first are read.
+        query_len: the queries of every request: 1 for decode, the number of drafts for verify.
+        Raises UnsupportedError if the backend's row has no graphs for such a pass, and UsageError
+        for invalid outputs and for a query_len that is missing or too large.
         """
         if mode is ForwardMode.IDLE:
             raise UsageError("an idle pass has no tokens: there is nothing to capture")
@@ -110,8 +114,9 @@ class GraphRunner:
     def replay(self, batch: ForwardBatch, *inputs: Tensor) -> Any:
         """Run the captured step for these requests; return its outputs without the padded ones.
 
-        inputs: [T, …] each, as captured. Raises UnsupportedError for a pass that does not fit,
-        with the reason, and BatchError for inputs of another number or shape.
+        inputs: [T, …] each, as captured.
+        Raises UnsupportedError, with the reason, for a pass that does not fit, and BatchError for
+        inputs of another number or shape.
         """
         why = self._refusal(batch)
         if why is not None:
@@ -182,10 +187,10 @@ class _Step:
 def captured(
     call: Callable[[], Any], device: torch.device, pool: Any = None
 ) -> tuple[Callable[[], Any], Any]:
-    """Capture a call in a CUDA graph; return its replay, which returns the outputs, and these.
+    """Capture a call in a CUDA graph; return its replay function and its outputs.
 
-    pool: what torch.cuda.graph_pool_handle() gave, for memory that several graphs share. On other
-    devices the replay is the call itself.
+    pool: the result of torch.cuda.graph_pool_handle(), for memory that several graphs share.
+    On other devices the replay is the call itself.
     """
     run = torch.no_grad()(call)
     if device.type != "cuda":
@@ -208,7 +213,7 @@ def captured(
 
 
 def without_host_lengths(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with its lengths on the device alone."""
+    """Return the batch with its lengths on the device only."""
     views = {k: replace(v, seq_lens_host=None) for k, v in batch.views.items()}
     return replace(batch, views=views, query_lens_host=None)
 

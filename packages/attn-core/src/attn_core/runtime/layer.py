@@ -1,4 +1,4 @@
-"""Which layers share a plan."""
+"""Attention layers, and the groups of layers that share a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_core.spec.requirements import check_layer
 
 
 class LayerGroup(NamedTuple):
-    """What of a layer decides its plan; layers that agree share one."""
+    """The layer attributes that determine its plan; layers with equal attributes share one."""
 
     view: str
     num_q_heads: int
@@ -25,7 +25,7 @@ class LayerGroup(NamedTuple):
 
     @classmethod
     def of(cls, layer: AttentionLayer, *, causal: bool | None = None) -> LayerGroup:
-        """Return the class of a layer; `causal` overrides the layer's own."""
+        """Return the group of a layer; `causal` overrides the layer's own."""
         if causal is None:
             causal = layer.is_causal and not layer.is_cross
         return cls(
@@ -46,12 +46,16 @@ class LayerGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionLayer:
-    """One attention layer, with this rank's heads; a field that a row does not honour is refused.
+    """One attention layer, with this rank's heads. A field that a row does not support is refused.
 
-    scale multiplies q·k. logit_cap c: c · tanh(s / c), before the mask. sliding_window W: a token
-    sees itself and the W-1 before it. sinks: float [num_q_heads], one more logit per head that
-    takes probability and adds no value; contiguous. view: the CacheView that holds its K/V. MLA,
-    absorbed: head_dim 576, v_head_dim 512, one KV head. Off is None: UsageError for a window of 0.
+    scale multiplies q·k.
+    logit_cap c: c · tanh(s / c), before the mask.
+    sliding_window W: a token sees itself and the W-1 tokens before it.
+    sinks: float [num_q_heads], contiguous; one more logit per head in the softmax denominator,
+    without a value.
+    view: the CacheView that holds its K/V.
+    Absorbed MLA: head_dim 576, v_head_dim 512, one KV head.
+    None turns a feature off; a window of 0 raises UsageError.
     """
 
     layer_id: int

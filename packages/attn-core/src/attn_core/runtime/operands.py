@@ -1,4 +1,4 @@
-"""The tensors of one call: refused where they do not fit, made dense where a kernel needs it."""
+"""The tensors of one call: refused if they do not fit, made contiguous if a kernel needs it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def check_pass(
     batch: ForwardBatch,
     out: Tensor | None,
 ) -> None:
-    """Raise BatchError for tensors that are not those of a layer in this pass.
+    """Raise BatchError for tensors that do not match a layer in this pass.
 
-    New keys are those of the pass or, in cross attention, those of the encoder; they need one slot
-    each in the layer's view, unless the engine has written them.
+    New keys are those of the pass or, in cross attention, those of the encoder. Each needs one slot
+    in the layer's view, unless the engine has written them.
     """
     t = batch.num_tokens
     _check_queries(q, layer, t, out)
@@ -59,7 +59,7 @@ def check_ragged(
     max_k: int,
     out: Tensor | None,
 ) -> None:
-    """Raise BatchError for tensors that do not fit each other in attention without a cache."""
+    """Raise BatchError for tensors that do not match each other in attention without a cache."""
     tokens = {"q": q.shape[0], "k": k.shape[0]}
     _check_queries(q, layer, tokens["q"], out)
     _check_keys(k, v, layer, tokens["k"])
@@ -106,7 +106,7 @@ def _misfit(name: str, x: Tensor, layer: AttentionLayer, expected: tuple[int, ..
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return `x`, or a copy where its last dimension is strided."""
+    """Return `x`, or a contiguous copy if its last dimension is strided."""
     return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -118,7 +118,7 @@ def fillable(out: Tensor | None) -> Tensor | None:
 
 
 def filled(out: Tensor, result: Output) -> Output:
-    """Copy a result into the strided `out` that it was computed for; the LSE stays as it is."""
+    """Copy a result into the strided `out` that it was computed for; the LSE is unchanged."""
     if isinstance(result, Tensor):
         return out.copy_(result)
     return out.copy_(result[0]), result[1]

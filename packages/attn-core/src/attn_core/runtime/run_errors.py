@@ -1,4 +1,4 @@
-"""What a backend's failure in the middle of a pass means: who, in which pass, and what to do."""
+"""Turn a backend's failure during a pass into an error that says who, in which pass, what to do."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run_error(
     batch: ForwardBatch | None = None,
     layer: AttentionLayer | None = None,
 ) -> BackendRunError:
-    """Return the error to raise from what a backend raised while `doing` (a method's name).
+    """Return the error for what a backend raised while `doing` (a method's name).
 
-    It names the backend, the pass (mode, layer, batch size, tokens), the backend's own words and
+    It names the backend, the pass (mode, layer, batch size, tokens), the backend's own message and
     the remedy: less memory, another process, or other kernels.
     """
     said = f"{type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ def _mentions(said: str, texts: tuple[str, ...]) -> bool:
 
 
 class backend_errors:  # noqa: N801  # used like a function; a class avoids the cost of contextlib
-    """Raise what run_error makes of a backend's error; errors of attn-core pass through."""
+    """Re-raise a backend's error as run_error describes it; errors of attn-core pass through."""
 
     __slots__ = ("batch", "config", "doing", "layer")
 

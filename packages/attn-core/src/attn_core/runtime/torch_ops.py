@@ -1,4 +1,4 @@
-"""Attention as an operator of torch: torch.compile keeps it whole, the write of new K/V in it."""
+"""Attention, with its write of new K/V, as one torch operator that torch.compile keeps whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attention(
 ) -> None:
     """Fill `out` with a layer's attention in the pass that `runner`, a number, has planned.
 
-    What the tensors are is the runner's business. Raises UsageError where it is gone.
+    The runner defines what the tensors are. Raises UsageError if the runner no longer exists.
     """
     found = _KNOWN.get(runner)
     if found is None:
@@ -61,11 +61,11 @@ def _(
 
 
 class CompiledAttention:
-    """A dispatcher's attention for the code of a model that torch.compile takes.
+    """A dispatcher's attention for model code that torch.compile compiles.
 
-    The pass is planned outside of the compiled code, `with attention.planned(batch)`, and each
-    layer calls `attention(q, k, v, layer)` in it. A graph serves all passes of its shapes. One pass
-    at a time: threads take turns, or have one of these each.
+    Plan the pass outside the compiled code, `with attention.planned(batch)`; inside it, each layer
+    calls `attention(q, k, v, layer)`. One graph serves all passes of its shapes. Only one pass may
+    run at a time: threads take turns, or each has its own CompiledAttention.
     """
 
     def __init__(self, dispatcher: HybridDispatcher, layers: Iterable[AttentionLayer]) -> None:
@@ -76,7 +76,7 @@ class CompiledAttention:
 
     @contextlib.contextmanager
     def planned(self, batch: ForwardBatch) -> Iterator[None]:
-        """Plan a pass, which layers attend in until the end of the `with`."""
+        """Plan a pass for the layers that attend inside the `with` block."""
         self._pass = batch, self.dispatcher.init_forward_metadata(batch)
         try:
             yield
@@ -94,7 +94,7 @@ class CompiledAttention:
     def attend_into(
         self, out: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int
     ) -> None:
-        """Run a layer of the planned pass. Raises UsageError where none is."""
+        """Run a layer of the planned pass. Raises UsageError if no pass is planned."""
         if self._pass is None:
             raise UsageError("no pass is planned; run the model `with attention.planned(batch)`")
         self.dispatcher.forward(q, k, v, self._layers[layer_id], *self._pass, out=out)

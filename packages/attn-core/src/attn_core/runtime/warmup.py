@@ -48,14 +48,15 @@ def warmup(
     max_bs: int = 1,
     step: Callable[[str, str, int], None] = lambda backend, what, passes: None,
 ) -> list[Warmed]:
-    """Run what serving will run and time it; kernels are compiled on the way.
+    """Run and time the passes that serving will run, so that their kernels are compiled.
 
-    Prefill with and without a prefix, a mixed batch, decode of one and of max_bs requests; verify
-    and drafts where the dispatcher has backends for them; attention without a cache for encoders,
-    MLA and the vision tower. All but causal passes without a cache run at three lengths, since
-    backends choose kernels by length. Layers that share a plan and its options run once. Nothing
-    but page 0 of the pool is written. step(backend, pass, number of passes) is called before each.
-    Raises what the dispatcher raises: BackendRunError names the backend and the pass.
+    These are prefill with and without a prefix, a mixed batch, and decode of one and of max_bs
+    requests; verify and drafts if the dispatcher has backends for them; and attention without a
+    cache for encoders, MLA and the vision tower. All except causal passes without a cache run at
+    three lengths, because backends choose kernels by length. Layers that share a plan and its
+    options run once. Only page 0 of the pool is written.
+    step(backend, pass, number of passes) is called before each pass.
+    Raises what the dispatcher raises; BackendRunError names the backend and the pass.
     """
     found = []
     passes = list(_passes(dispatcher, max_bs))
@@ -78,9 +79,9 @@ def create(
     *,
     max_bs: int = 1,
 ) -> HybridDispatcher:
-    """Create the selected backends over a pool of a few pages, for nothing but a warm-up.
+    """Create the selected backends over a pool of a few pages, only for a warm-up.
 
-    Raises UsageError where head dims or numbers of heads are unknown, and what
+    Raises UsageError if head dims or head counts are unknown, and what
     HybridDispatcher.from_selection raises.
     """
     needs = requirements.softmax_layers

@@ -1,1 +1,1 @@
-"""Choosing backends and answering why: pure, torch-free."""
+"""Select backends and explain the choice: pure functions without torch."""

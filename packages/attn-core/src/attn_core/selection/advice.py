@@ -1,4 +1,4 @@
-"""What a decision leaves to be said: what runs today instead, and which flag would serve better."""
+"""Advice beside a selection: what is implemented today, and which flag avoids what is slow."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHOWN = 2  # of those that help
 
 
 def runs_today(s: RowJudge, chosen: Selection, solve: Solve) -> dict[Role, str | None]:
-    """Name, per role whose backend is only declared, the best implemented one; None: none fits.
+    """Return the best implemented backend, or None, for each role whose backend is only declared.
 
-    All roles are solved together again: they still share one cache.
+    All roles are solved together again, because they still share one cache.
     """
     declared = [role for role, c in chosen.roles.items() if not _creator(s, role, c)]
     if not declared:
@@ -48,7 +48,7 @@ def _implemented(s: RowJudge) -> Overrides:
 
 
 def advice(s: RowJudge, chosen: Selection, solve: Solve) -> tuple[str, ...]:
-    """Say what is slow on this accelerator and the flag that avoids it, tried before it is told."""
+    """Say what is slow on this accelerator and which flag, already tried, avoids it."""
     if s.device.type == "cpu":
         return ()
     found = [_reference(s, chosen, solve, phase) for phase in (Phase.PREFILL, Phase.DECODE)]

@@ -1,4 +1,4 @@
-"""Compare a row with what is asked: each mismatch, and the fixes that close it."""
+"""Compare a row with requirements: every mismatch, and the fixes that close it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def mismatches(
     *,
     speculates: bool = False,
 ) -> tuple[Mismatch, ...]:
-    """List what `row` lacks for `phase`; an empty tuple means that it fits.
+    """Return what `row` lacks for `phase`; an empty tuple means that it fits.
 
-    speculates: the backend of this phase also verifies and drafts.
+    speculates: whether the backend of this phase also verifies and drafts.
     """
     found = [*_where(row, device), *_libraries(row, libraries)]
     if phase not in row.phases:

@@ -1,4 +1,4 @@
-"""Why a backend is not chosen, and the smallest change that makes it fit: tried, not guessed."""
+"""Diagnose why a backend is not selected, and find the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from attn_core.spec.requirements import Requirements
 
 @dataclass(frozen=True)
 class WhyNot:
-    """The answer to "why not this backend".
+    """The answer to "why not this backend?".
 
-    fits: it can be named as things are. chosen: the roles that it has in the decision as asked.
-    reasons: (phase, what it lacks). naming: the flag that gives it a role, "" where none is needed.
-    changes: the cheapest changes after which it serves, () where none is needed, None where nothing
-    that a caller can change is enough. after: the inputs with the changes and the flag, in which
-    it serves. decision: the one asked about, as far as it came.
+    fits: the backend can be named without any other change.
+    chosen: the roles that it has in the decision as requested.
+    reasons: (phase, what it lacks).
+    naming: the flag that gives it a role, or "" if none is needed.
+    changes: the cheapest changes that get it selected; () if none is needed, None if nothing that a
+    caller can change is enough.
+    after: the inputs with the changes and the flag, for which it is selected.
+    decision: the selection as requested, as far as it could be solved.
     """
 
     backend: str
@@ -43,7 +46,7 @@ class WhyNot:
 
     @property
     def named(self) -> tuple[Fix, ...]:
-        """The flag of `naming` as a change, to apply beside the others."""
+        """The flag of `naming` as a change, to apply together with the others."""
         option, _, name = self.naming.removeprefix("--").partition(" ")
         values = ((option.replace("-", "_"), name),)
         return (Fix("overrides", values, 1, self.naming),) if name else ()
@@ -61,12 +64,14 @@ def why_not(
     family: Family = "softmax",
     apply: Apply | None = None,
 ) -> WhyNot:
-    """Answer why `backend` has no role, or not every one, and what would have to change.
+    """Answer why `backend` lacks some or all roles, and what would have to change.
 
-    The suggested changes were run through select(), the backend then served, and without any one of
-    them it did not. An alias of a vision backend (--mm-attention-backend) asks about that role.
-    apply: how the changes are asked for, of the inputs here where None; a command line puts
-    them into its flags. Raises UnknownBackendError.
+    The suggested changes were run through select(): with them the backend is selected, and without
+    any one of them it is not. An alias of a vision backend (--mm-attention-backend) asks about that
+    role.
+    apply: how changes are applied, by default to these inputs; a command line applies them to its
+    flags.
+    Raises UnknownBackendError.
     """
     spec = registry.get(backend, family)
     here = SelectionInputs(requirements, device, libraries, overrides or Overrides(), simulated)
@@ -163,7 +168,7 @@ def _flag(field: str) -> str:
 
 
 def describe(answer: WhyNot, command: str = "") -> str:
-    """Write the answer for people. command: the whole command line in which it serves."""
+    """Return the answer as text. command: the whole command line that selects the backend."""
     name = f"{answer.backend} (linear)" if answer.family == "linear" else answer.backend
     decision, lines = answer.decision, []
     if answer.chosen:

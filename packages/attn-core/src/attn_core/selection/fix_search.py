@@ -1,4 +1,4 @@
-"""The cheapest changes after which a backend serves, each tried, none of them superfluous."""
+"""Search for the cheapest changes that get a backend selected; each is tried and necessary."""
 
 from __future__ import annotations
 

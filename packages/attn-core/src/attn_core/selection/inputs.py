@@ -1,4 +1,4 @@
-"""Everything that a selection is made from, as one value that changes can be applied to."""
+"""All inputs of a selection as one value that changes can be applied to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 
 @dataclass(frozen=True)
 class SelectionInputs:
-    """Everything that select() decides from, so that a change can be applied to it."""
+    """All inputs of select(), so that a change can be applied to them."""
 
     requirements: Requirements
     device: Device
@@ -25,7 +25,7 @@ class SelectionInputs:
     simulated: bool = False
 
     def apply(self, changes: tuple[Fix, ...]) -> SelectionInputs:
-        """Return the inputs after `changes`; another device is a simulated one."""
+        """Return the inputs after `changes`. Another device is a simulated one."""
         needs, device, overrides = self.requirements, self.device, self.overrides
         libraries = dict(self.libraries)
         for change in changes:
@@ -52,7 +52,7 @@ class SelectionInputs:
         return SelectionInputs(needs, device, libraries, overrides, self.simulated or moved)
 
     def select(self, registry: Registry, *, advise: bool = True) -> Selection:
-        """Run select() on it."""
+        """Run select() on these inputs."""
         return select(
             self.requirements,
             self.device,

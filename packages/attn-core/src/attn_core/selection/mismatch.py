@@ -1,4 +1,4 @@
-"""A gap between what is asked and what a row can, and the changes of the caller that close it."""
+"""A requirement that a row does not meet, and the changes that would close the gap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAG, FEATURE, INSTALL, RUNTIME, DTYPE, MACHINE, MODEL, KIND = 2, 4, 6, 8, 20, 6
 
 @dataclass(frozen=True)
 class Fix:
-    """One thing a caller can change: `values` are set on `target`; `text` says it in words."""
+    """One thing that a caller can change: `values` are set on `target`; `text` describes it."""
 
     target: Target
     values: tuple[tuple[str, Any], ...]
@@ -46,7 +46,7 @@ def changed(needs: Requirements, change: Fix) -> Requirements:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One need that a row does not meet; any one of `changes` closes it."""
+    """One requirement that a row does not meet; any one of `changes` closes the gap."""
 
     need: str
     asked: str

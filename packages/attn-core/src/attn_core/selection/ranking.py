@@ -1,4 +1,4 @@
-"""Every row weighed for a phase: its verdict, its rank, and what to say where nothing fits."""
+"""Judge every row for a phase: its verdict, its rank, and the error if nothing fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost,
 
 @dataclass(frozen=True)
 class RowJudge:
-    """The arguments of one select() call, and how a row is judged and ranked under them."""
+    """The arguments of one select() call, and the rules that judge and rank a row under them."""
 
     needs: Requirements
     device: Device
@@ -32,7 +32,7 @@ class RowJudge:
     simulated: bool
 
     def weigh(self, family: Family, phase: Phase) -> tuple[Verdict, ...]:
-        """Give every row of a family its verdict for a phase."""
+        """Return the verdict on every row of a family for a phase."""
         spec_mode = self.needs.speculation and self.needs.speculation.mode
         return tuple(
             Verdict(
@@ -71,7 +71,7 @@ class RowJudge:
         return tuple(found)
 
     def rank(self, verdict: Verdict) -> tuple[float, ...]:
-        """Order fitting rows, best first: preferred, then measured, then by priority."""
+        """Rank fitting rows, best first: by preference, then measured cost, then priority."""
         prefer, name = self.overrides.prefer, verdict.spec.name
         place = prefer.index(name) if name in prefer else len(prefer)
         cost = self.profile.get((name, verdict.phase.value))
@@ -79,18 +79,18 @@ class RowJudge:
         return (place, *measured, -verdict.row.priority)
 
     def named(self, family: Family, phase: Phase) -> str | None:
-        """Return the name that the caller gave this phase, after checking that it exists."""
+        """Return the name that the caller gave for this phase, after checking that it exists."""
         name = self.overrides.flag(family, phase)[1]
         return None if name is None else self.registry.get(name, family).name
 
     def candidates(self, verdicts: tuple[Verdict, ...], family: Family) -> list[Verdict]:
-        """Return the verdicts that may be chosen, best first, ties by name."""
+        """Return the verdicts that may be selected, best first, ties by name."""
         name = self.named(family, verdicts[0].phase) if verdicts else None
         fitting = [v for v in verdicts if v.fits and name in (None, v.spec.name)]
         return sorted(fitting, key=lambda v: (self.rank(v), v.spec.name))
 
     def reason(self, chosen: Verdict, family: Family) -> str:
-        """Say why `chosen` was taken for its phase."""
+        """Say why `chosen` was selected for its phase."""
         flag, name = self.overrides.flag(family, chosen.phase)
         if name is not None:
             return f"named by {flag}"
@@ -117,7 +117,7 @@ def _ragged_only(spec: BackendSpec, row: Capabilities) -> str:
 
 
 def best_per_backend(verdicts: tuple[Verdict, ...], s: RowJudge) -> tuple[Verdict, ...]:
-    """Keep one row a backend: the best that fits, else the one nearest to fitting."""
+    """Keep one row per backend: the best that fits, else the one closest to fitting."""
     best: dict[tuple[str, str], Verdict] = {}
     for v in sorted(verdicts, key=lambda v: (not v.fits, _distance(v), s.rank(v))):
         best.setdefault((v.phase.value, v.spec.name), v)

@@ -1,4 +1,4 @@
-"""What a selection is made of: the caller's overrides, the verdicts and the decision itself."""
+"""The parts of a selection: the caller's overrides, the verdicts and the decision itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from attn_core.spec.requirements import Requirements
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the caller decides: a name is honoured or refused, never replaced.
+    """The caller's decisions. A name is honoured or refused, never replaced.
 
-    prefer: an order; the names in it rank before all others where they fit. allow: nothing else
-    may be chosen. deny: never chosen. The three hold for every role.
+    prefer: these names rank before all others if they fit, in this order.
+    allow: no other backend may be selected.
+    deny: these backends are never selected.
+    prefer, allow and deny apply to every role.
     """
 
     attention_backend: str | None = None
@@ -34,7 +36,7 @@ class Overrides:
     deny: tuple[str, ...] = ()
 
     def flag(self, family: Family, phase: Phase) -> tuple[str, str | None]:
-        """Return the flag that decides a phase and its value; a phase inherits the base."""
+        """Return the flag that decides a phase and its value; a phase inherits the base flag."""
         if phase is Phase.ENCODE:
             return "--mm-attention-backend", self.mm_attention_backend
         if family == "linear":
@@ -47,7 +49,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One backend weighed for one phase; no reasons = it fits. notes never refuse."""
+    """The verdict on one backend for one phase; no reasons mean that it fits. Notes never refuse."""
 
     spec: BackendSpec
     phase: Phase
@@ -66,9 +68,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """Who serves a role: the backend, the row that it serves it with, and why it was chosen.
+    """The backend of a role, the row that serves it, and why it was selected.
 
-    notes: what the caller should know of this row. They never refuse.
+    notes: what the caller should know about this row. They never refuse.
     """
 
     backend: str
@@ -79,17 +81,17 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The decision: a choice per role, what the pool must be, and why.
+    """The decision: a choice per role, the properties of the pool, and all reasons.
 
-    requirements: what was asked for.
-    roles: "prefill" and "decode", where the model has softmax layers; "verify" and "draft" with
+    requirements: the requirements that were solved for.
+    roles: "prefill" and "decode" if the model has softmax layers; "verify" and "draft" with
     speculation; "encode" with a vision tower; "linear_prefill", "linear_decode" and
-    "linear_verify" with linear layers. A role is absent where the model keeps its own layers.
+    "linear_verify" with linear layers. A role is absent if the model keeps its own layers.
     page_size, kv_cache_dtype, layout: the caller creates the pool with them; nothing is applied.
-    page_size is None without softmax layers; page_size_reason says why it was taken.
+    page_size is None without softmax layers. page_size_reason says why it was chosen.
     conflicts: pairs of backends that cannot share a cache, each in one sentence.
-    runs_today: per role whose row is declared and not implemented, the best implemented backend,
-    None where none fits.
+    runs_today: for each role whose row is declared but not implemented, the best implemented
+    backend, or None if none fits.
     advice: sentences about what is slow here, with the flag that avoids it.
     """
 
@@ -107,20 +109,20 @@ class Selection:
     advice: tuple[str, ...] = ()
 
     def backend(self, role: Role) -> str | None:
-        """Return the name of the backend of a role, None where it has none."""
+        """Return the name of a role's backend, or None if there is no such role."""
         return self.roles[role].backend if role in self.roles else None
 
     def explain(self) -> str:
-        """Write the decision for people: roles, why, what was assumed, what was rejected."""
+        """Return the decision as text: roles, reasons, assumptions and rejected backends."""
         return explain(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the decision as plain data, the object that `attn select --json` prints."""
+        """Return the decision as plain data: the object that `attn select --json` prints."""
         return to_json(self)
 
 
 class NoBackendError(AttnError):
-    """No backend fits; `selection` is the decision as far as it came, with every verdict."""
+    """No backend fits. `selection` is the decision as far as it got, with every verdict."""
 
     def __init__(self, message: str, selection: Selection) -> None:
         super().__init__(message)
@@ -137,12 +139,12 @@ def role_of(family: Family, phase: Phase) -> Role:
 
 
 def label(role: Role) -> str:
-    """Return a role as the output of the commands spells it: "multimodal", "linear prefill"."""
+    """Return a role as the commands print it: "multimodal", "linear prefill"."""
     return "multimodal" if role == "encode" else role.replace("_", " ")
 
 
 def to_json(selection: Selection, error: str | None = None) -> dict[str, Any]:
-    """Return the decision as plain data; `error` is added where no backend was found."""
+    """Return the decision as plain data; `error` is added if no backend was found."""
     linear = [selection.backend(role) for role in LINEAR_ROLES]
     data: dict[str, Any] = {label(role): selection.backend(role) for role in SOFTMAX_ROLES}
     data |= {
@@ -201,7 +203,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def explain(selection: Selection) -> str:
-    """Write the decision: who runs what and why, the pool, assumptions, everybody's verdict."""
+    """Return the decision as text: backends with reasons, the pool, assumptions, all verdicts."""
     lines = [f"on {selection.device}"]
     for role in SOFTMAX_ROLES:
         if role in selection.roles:

@@ -1,4 +1,4 @@
-"""The choice: one joint solve over the phases, pure, that keeps every reason."""
+"""The joint selection over all phases, a pure function that keeps every reason."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def select(
     simulated: bool = False,
     advise: bool = True,
 ) -> Selection:
-    """Choose a backend for every role, all phases at once. Pure and torch-free.
+    """Select a backend for every role, all phases together. Pure and torch-free.
 
-    libraries: distribution → version (None: new enough). profile: measured costs that rank before
-    priorities. simulated: the device is not this machine's, so that a backend which is declared
-    but not implemented may be chosen, with a note. advise: also try what runs today, and which
-    flag avoids what is slow.
+    libraries: distribution → version; None means new enough.
+    profile: measured costs, which rank before priorities.
+    simulated: the device is not this machine's, so a backend that is declared but not implemented
+    may be selected, with a note.
+    advise: also determine what runs today, and which flag avoids what is slow.
 
     Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
-    a name that nobody declares; UsageError for a flag that has nothing to decide.
+    an undeclared name; UsageError for a flag that has no effect.
     """
     overrides = _canonical(overrides or Overrides(), registry)
     s = RowJudge(requirements, device, registry, libraries, overrides, profile or {}, simulated)

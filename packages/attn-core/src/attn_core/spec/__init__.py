@@ -1,1 +1,1 @@
-"""What plugins declare and models need: torch-free data."""
+"""What plugins declare and what models need, as torch-free data."""

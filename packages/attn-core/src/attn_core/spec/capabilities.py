@@ -1,4 +1,4 @@
-"""What a backend can do: the rows of the support matrix, plain data, torch-free."""
+"""The rows of the support matrix: what a backend can do, as plain, torch-free data."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def _collect(record: object, name: str, make: Callable[[Any], object], expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """One row of the support matrix: everything in it holds at the same time.
+    """One row of the support matrix. Everything in it holds at the same time.
 
-    A conditional limit (a tree only with page size 1) is a second row. An empty set of archs,
-    page_sizes, head_dims, q_heads or group_sizes means any. Sets may be given as any iterable
-    but text, which raises TypeError.
+    A limit that depends on another value (draft trees only with page size 1) is a second row. An
+    empty set of archs, page_sizes, head_dims, q_heads or group_sizes means any. Sets may be passed
+    as any iterable except text, which raises TypeError.
 
-    requires_finite_padding: the kernels load whole tiles and multiply what no query sees by 0, and
-    0 · NaN is NaN. Then the tails of last pages and the pages behind a window must hold finite
-    numbers, and, in a pass without a cache, the keys and values of the next request.
+    requires_finite_padding: the kernels load whole tiles and multiply masked keys by 0, but 0 · NaN
+    is NaN. The tails of last pages and the pages before the window must then hold finite numbers,
+    and so must the next request's keys and values in a pass without a cache.
     """
 
     kind: Kind
@@ -99,13 +99,14 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """A declared backend: its name, its rows and, as text, the class that runs it.
+    """A declared backend: its name, its rows and the name of the class that runs it.
 
-    `create` is "module:Class", called with a BackendConfig and imported only then; a row may name
-    its own. A row for which neither does is declared, not implemented: it can be selected for
-    another machine and explained, and creating it raises BackendNotImplementedError.
-    `aliases` are other documented names of it (for --mm-attention-backend).
-    `matrix_deviations` says, per cell ("mha.fp8_kv"), why it differs from the documented matrix.
+    create: "module:Class". It is imported when a backend is created, and called with a
+    BackendConfig. A row may name its own class. A row without a class is declared but not
+    implemented: it can be selected for a simulated device, and creating it raises
+    BackendNotImplementedError.
+    aliases: other documented names of the backend (for --mm-attention-backend).
+    matrix_deviations: cell ("mha.fp8_kv") → why it differs from the documented matrix.
     """
 
     name: str
@@ -120,7 +121,7 @@ class BackendSpec:
         _collect(self, "matrix_deviations", dict, "a mapping")
 
     def creator(self, row: Capabilities) -> str | None:
-        """Return the "module:Class" that runs a row, None where it is not implemented."""
+        """Return the "module:Class" that runs a row, or None if the row is not implemented."""
         return row.create or self.create
 
     @property

@@ -1,4 +1,4 @@
-"""This machine as a Device, and devices by name; torch is looked at, never imported."""
+"""Devices by name, and this machine as a Device. Torch is inspected but never imported."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from attn_core.formatting import near
 
 @dataclass(frozen=True)
 class Device:
-    """Where attention runs: `cuda:sm90` with runtime "12.8", `cpu:amx`.
+    """The device that attention runs on, such as `cuda:sm90` with runtime "12.8", or `cpu:amx`.
 
-    `runtime` is the version of CUDA, ROCm or CANN; None is unknown and counts as the newest.
+    runtime: the version of CUDA, ROCm or CANN. None means unknown and counts as the newest.
     """
 
     type: str
@@ -51,13 +51,14 @@ def parse_device(
     extra: Iterable[str] = (),
     here: Device | None = None,
 ) -> Device:
-    """Parse "cuda", "cuda:sm90" …; a type alone means its newest data-centre part.
+    """Parse "cuda", "cuda:sm90" and so on. A type alone means its newest data-centre architecture.
 
-    A member of a family is the architecture that it runs: "cuda:sm121" is cuda:sm120, as the probe
-    of such a machine says too.
-    runtime: version of CUDA, ROCm or CANN; a CPU and an XPU have none. extra: types that plugins
-    declare beside the known ones, any architecture. here: this machine, whose own architecture may
-    be named where no list has it. Raises UsageError with what is possible.
+    A member of a family is reduced to the family's architecture: "cuda:sm121" is cuda:sm120, as
+    probe_device reports it too.
+    runtime: version of CUDA, ROCm or CANN; CPUs and XPUs have none.
+    extra: device types that plugins declare in addition, with any architecture.
+    here: this machine, whose own architecture is accepted even if no list has it.
+    Raises UsageError, which lists the possible values.
     """
     if runtime is not None:
         try:
@@ -83,7 +84,7 @@ def parse_device(
 
 
 def torch_build() -> dict[str, str]:
-    """Read the installed torch's version, cuda and hip from its version file, without import."""
+    """Read the installed torch's version, cuda and hip from its version file, not by import."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
@@ -96,7 +97,7 @@ def torch_build() -> dict[str, str]:
 
 
 def probe_device() -> Device:
-    """Say where attention runs on this machine: an accelerator that torch can use, else CPU."""
+    """Return the device of this machine: an accelerator that torch can use, else the CPU."""
     build = torch_build()
     if "cuda" in build and (arch := _cuda_arch()):
         return Device("cuda", arch, build["cuda"])

@@ -1,4 +1,4 @@
-"""The words of the contract: kinds of attention, families, phases, levels of CUDA graphs."""
+"""The terms of the contract: kinds of attention, families, phases, roles, CUDA graph levels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINEAR_KINDS: frozenset[str] = frozenset({"gdn", "kda"})
 
 
 class Phase(enum.Enum):
-    """A half of serving, or ENCODE: attention that has no cache (the vision tower of a model)."""
+    """A phase of serving; ENCODE is attention without a cache (vision towers)."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,4 +1,4 @@
-"""The one rule of page sizes: a pool page runs on a row if some page it takes divides it."""
+"""The page size rule: a row can use a pool whose page size is a multiple of one of its sizes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from attn_core.spec.capabilities import Capabilities
 
 
 def takes_page(row: Capabilities, page_size: int) -> bool:
-    """Say whether a pool of this page size runs on a row: some page it takes divides the pool's."""
+    """Say whether a row can use a pool of this page size: one of its sizes divides the pool's."""
     fits = not row.page_sizes or any(page_size % p == 0 for p in row.page_sizes)
     return fits and (row.max_page_size is None or page_size <= row.max_page_size)
 
 
 def smallest_page(rows: Iterable[Capabilities]) -> int | None:
-    """Return the smallest pool page that every row takes, None where there is none."""
+    """Return the smallest pool page that every row accepts, or None if there is none."""
     rows, pages = tuple(rows), {1}
     for row in rows:
         pages = {lcm(p, q) for p in pages for q in (row.page_sizes or {1})}

@@ -1,4 +1,4 @@
-"""What a model and its workload need of attention: plain data, torch-free."""
+"""What a model and its workload need, as plain, torch-free data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
 def check_layer(layer: Any, name: str) -> None:
     """Check the fields that LayerRequirements and AttentionLayer share; None passes.
 
-    Raises UsageError for a head count or dim below 1, a window below 1 and a cap that is not above
-    0. Engines spell "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
+    Raises UsageError for a head count or dim below 1, a window below 1, or a cap of 0 or less.
+    Some engines write "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
     """
     for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
         value = getattr(layer, what)
@@ -29,13 +29,14 @@ def check_layer(layer: Any, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRequirements:
-    """What one class of attention layers of a model needs; None is unknown and constrains nothing.
+    """The needs of one group of equal attention layers; None means unknown and constrains nothing.
 
-    Heads are those of one tensor-parallel rank. For "mla" and "dsa" `head_dim` is latent + rope
-    (512 + 64) and `v_head_dim` the latent. For linear kinds `head_dim` is K and `v_head_dim` V.
-    `sliding_window` W: a token sees itself and the W-1 before it. No window and no cap are None:
-    UsageError for 0 or -1, for heads and dims below 1, and for query heads of a softmax kind that
-    are no multiple of the KV heads.
+    Head counts are those of one tensor-parallel rank. For "mla" and "dsa", `head_dim` is latent +
+    rope (512 + 64) and `v_head_dim` the latent. For linear kinds, `head_dim` is K and `v_head_dim`
+    V. `sliding_window` W: a token sees itself and the W-1 tokens before it. None means no window
+    and no cap.
+    Raises UsageError for a window of 0 or -1, for head counts and dims below 1, and if the query
+    heads of a softmax kind are not a multiple of its KV heads.
     """
 
     kind: Kind = "mha"
@@ -62,9 +63,9 @@ class LayerRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding: `topk` draft tokens a step; `mode` is the phase that verifies.
+    """Speculative decoding with `topk` draft tokens per step; `mode` is the phase that verifies.
 
-    Raises UsageError for a number below 1 or another mode.
+    Raises UsageError for a number below 1 or an unknown mode.
     """
 
     topk: int = 1
@@ -83,14 +84,17 @@ class Speculation:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a model and its workload need.
+    """What a model and its workload need from attention.
 
-    layers: distinct layer classes, softmax and linear. vision: the vision tower, if any.
-    dtype: "bf16", "fp16" or "fp32"; kv_cache_dtype: "auto" (the model's) or a store.
-    page_size: tokens a page, None lets the selection choose.
-    lse / deterministic: True asks every serving backend for it. graphs: True asks the roles that
-    are captured in CUDA graphs, decode at level "decode" and verify and draft at level "uniform".
-    assumptions: sentences about what was not known and how it was taken.
+    layers: the distinct layers, softmax and linear.
+    vision: the vision tower, if any.
+    dtype: "bf16", "fp16" or "fp32".
+    kv_cache_dtype: "auto" (the model's dtype) or a name in KV_DTYPES.
+    page_size: tokens per page; with None the selection decides.
+    lse, deterministic: every serving backend must support it.
+    graphs: every role that is captured in CUDA graphs must support them, decode at level "decode",
+    verify and draft at level "uniform".
+    assumptions: sentences about unknown values and what was assumed for them.
     """
 
     layers: tuple[LayerRequirements, ...] = (LayerRequirements(),)
@@ -114,5 +118,5 @@ class Requirements:
 
     @property
     def store_dtype(self) -> str:
-        """The dtype that the KV cache stores: `dtype` where kv_cache_dtype is "auto"."""
+        """The dtype of the KV cache: `dtype` if kv_cache_dtype is "auto"."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

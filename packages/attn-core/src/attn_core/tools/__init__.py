@@ -1,1 +1,1 @@
-"""What the command line shows beside a selection: matrix, doctor, variables; torch-free."""
+"""Tools of the command line besides selection: matrix, doctor, variables; torch-free."""

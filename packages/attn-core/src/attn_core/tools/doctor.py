@@ -1,4 +1,4 @@
-"""What is installed here, whether it fits together, and the line that mends it."""
+"""Check what is installed and whether it fits together, and suggest the command that fixes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what t
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what was found, the verdict and the command that mends it."""
+    """One thing that was checked: what was found, the verdict and the command that fixes it."""
 
     subject: str
     found: str
@@ -35,7 +35,7 @@ class Finding:
 
 
 def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
-    """Look at Python, torch, driver, packages, plugins and the kernel libraries of this device."""
+    """Check Python, torch, driver, packages, plugins and the kernel libraries of this device."""
     here = device or probe_device()
     build = torch_build()
     libraries = registry.installed_libraries()

@@ -1,4 +1,4 @@
-"""Put a transformers model's own generate() on paged pools and selected attention backends."""
+"""Run a transformers model's own generate() on paged pools and selected attention backends."""
 
 from __future__ import annotations
 

@@ -38,19 +38,23 @@ def enable(
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Engine:
-    """Put a transformers model on paged pools and the dispatcher, in place.
+    """Switch a transformers model to paged pools and the dispatcher, in place.
 
-    From then on model.generate(...) and model(...) run through the selected backends, in batches
-    with padding on either side too. selection: None selects for the model's config, dtype and
-    device with page_size, kv_cache_dtype and overrides. num_pages: pages of each view ("full",
-    "window") or of all alike, the dummy page 0 included; None grows on demand. Layers with a
-    window give the pages behind it back after each pass. A vision tower runs through the selected
-    encoder backend, linear attention layers in the model's own code. Inference only: a backward
-    pass raises. Threads may share the model, each with its own cache; their passes take turns.
-    torch.compile takes the decoder whole, each attention as one operator.
+    From then on, model.generate(...) and model(...) run through the selected backends, also in
+    batches with padding on either side.
+    selection: with None, selects for the model's config, dtype and device, with page_size,
+    kv_cache_dtype and overrides.
+    num_pages: pages of each view ("full", "window") or of all alike, including the dummy page 0;
+    None grows on demand.
 
-    Returns the handle, also a context manager: disable() gives the model back as it was. Raises
-    UnsupportedError for a model that cannot run so, UsageError, and what select() raises.
+    After each pass, layers with a window free the pages before it. A vision tower runs through the
+    selected encoder backend, linear attention layers in the model's own code. A backward pass
+    raises, because this is for inference only. Threads may share the model, each with its own
+    cache; their passes take turns. torch.compile compiles the whole decoder, with each attention as
+    one operator.
+
+    Returns the handle, also a context manager: disable() restores the model. Raises
+    UnsupportedError for an unsupported model, UsageError, and what select() raises.
     """
     if model.config._attn_implementation == NAME:
         raise UsageError("attn-core is enabled on this model; call disable() of its handle first")
@@ -146,7 +150,7 @@ class Engine:
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """The layers whose keys and values lie in the pool; layer_id is the cache layer."""
+        """The layers whose keys and values are in the pool; layer_id is the cache layer."""
         return self._memory.layers
 
     @property
@@ -155,22 +159,22 @@ class Engine:
 
     @property
     def pages(self) -> Mapping[str, PageAllocator]:
-        """Who owns which page of each view, "full" and "window", as far as the model has them."""
+        """The owner of each page of each view that the model has, "full" and "window"."""
         self._memory.collect()
         return self._memory.pages
 
     @property
     def num_held(self) -> int:
-        """Pages that some request holds, of all views together."""
+        """Pages that requests hold, over all views."""
         return self._memory.num_held
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the pool holds now."""
+        """Size of the pool in bytes now."""
         return self._memory.pool.nbytes
 
     def disable(self) -> None:
-        """Give the model back as it was; caches made meanwhile cannot be used any more."""
+        """Restore the model; caches made in the meantime become unusable."""
         with self._memory.lock:
             if not self.enabled:
                 return

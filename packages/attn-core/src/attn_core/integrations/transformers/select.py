@@ -31,11 +31,12 @@ def select_for(
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Selection:
-    """Select the backends for the keys of a model's config.json on this machine.
+    """Select backends for the keys of a model's config.json on this machine.
 
-    dtype, device: of the model's weights. Linear attention layers stay the model's own: linear is
-    None and the assumptions say so. Raises UnsupportedError for an architecture or device that is
-    not supported or a linear backend asked by name, and what select() raises.
+    dtype, device: those of the model's weights.
+    Linear attention layers stay the model's own: linear is None, and the assumptions say so. Raises
+    UnsupportedError for an unsupported architecture or device or a linear backend requested by
+    name, and what select() raises.
     """
     check_supported(config)
     if dtype not in DTYPES:
