@@ -1,4 +1,4 @@
-"""A serving loop over attn_core: chunked prefill, shared prefixes, decode in graphs, a tree."""
+"""A serving loop over attn_core: chunked prefill, shared prefixes, CUDA graphs, draft trees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAFTS, TOPK = len(TREE), 2
 
 
 class Model:
-    """Two layers of attention with random weights; `attend` is all that it knows of a cache."""
+    """Two layers of attention with random weights; its only access to the cache is `attend`."""
 
     def __init__(self, device: torch.device) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -79,7 +79,7 @@ class Request:
 
 
 class Server:
-    """One model, one cache, and the requests that are being served."""
+    """One model, one cache, and the requests that it serves."""
 
     def __init__(self, registry: Registry | None = None) -> None:
         registry = registry or load_plugins()
@@ -156,7 +156,7 @@ class Server:
         return self.step(batch, self.dispatcher.init_forward_metadata(batch), tokens)
 
     def add(self, prompt: list[int], like: Request | None = None) -> Request:
-        """Take in a prompt, in chunks, on the pages of a prefix that another request shares."""
+        """Prefill a prompt in chunks, reusing the pages of a prefix that another request shares."""
         request = Request(next(self.names), list(prompt))
         if like is not None:
             pairs = zip(prompt[:-1], like.tokens[: like.cached], strict=False)
@@ -170,7 +170,7 @@ class Server:
         return request
 
     def decode(self, requests: list[Request]) -> Tensor:
-        """Give each request one more token; return the logits, [B, VOCAB]."""
+        """Generate one token for each request; return the logits, [B, VOCAB]."""
         logits = self.run(ForwardMode.DECODE, requests, [r.tokens[r.cached :] for r in requests])
         for request, token in zip(requests, logits.argmax(-1).tolist(), strict=True):
             request.cached += 1
@@ -178,7 +178,7 @@ class Server:
         return logits
 
     def verify(self, requests: list[Request], guesses: list[tuple[int, int]]) -> Tensor:
-        """Verify two guesses of each next token, as branches; return logits [B, DRAFTS, VOCAB]."""
+        """Verify two candidates per next token, as branches; return logits [B, DRAFTS, VOCAB]."""
         new = [[r.tokens[-1], *g] for r, g in zip(requests, guesses, strict=True)]
         logits = self.run(ForwardMode.TARGET_VERIFY, requests, new).view(-1, DRAFTS, VOCAB)
         for request, drafts, best in zip(requests, new, logits.argmax(-1).tolist(), strict=True):
@@ -190,7 +190,7 @@ class Server:
         return logits
 
     def keep(self, request: Request, path: list[int]) -> None:
-        """Move the K and V of the accepted drafts together, behind the prefix."""
+        """Move the K and V of the accepted drafts to directly behind the prefix."""
         size, pages = self.pool.page_size, self.pages.pages(request.name)
 
         def slots(tokens: list[int]) -> Tensor:
@@ -203,7 +203,7 @@ class Server:
         request.cached += len(path)
 
     def free(self, request: Request) -> None:
-        """End a request; pages that no other request shares can be handed out again."""
+        """End a request. Pages that no other request shares can be reused."""
         self.pages.release(request.name)
 
 

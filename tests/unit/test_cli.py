@@ -379,7 +379,7 @@ def test_a_model_decides_its_own_shape(tmp_path):
     ]
     clash = attn("select", "--model-path", str(tmp_path), "--head-dim", "64")
     assert clash.returncode == 2
-    assert "--head-dim beside --model" in clash.stderr
+    assert "--head-dim cannot be combined with --model" in clash.stderr
 
 
 def test_unknown_variables_warn_with_the_nearest_and_known_ones_work():

@@ -212,7 +212,7 @@ def test_v_goes_where_the_cache_stores_one(latent):
     kind = "mla" if latent else "mha"
     cache = pool(kind=kind, layers=[layer(heads=1)]).layer(0)
     k, v = tokens(5, 1, 32), tokens(5, 1, 16)
-    message = "stores none: give v None" if latent else "v is None, but the cache stores V"
+    message = "stores no values" if latent else "v is required: this cache stores values"
     with pytest.raises(UsageError, match=message):
         write_kv(cache, k, v if latent else None, SLOTS)
     assert not cache.k.any()
@@ -284,6 +284,6 @@ def test_what_was_chosen_for_the_device_writes(monkeypatch):
     write_kv(cache, tokens(5, 2, 32), tokens(5, 2, 16), SLOTS)
     write_kv(cache, None, None, SLOTS)
     assert seen == ["cpu"]
-    with pytest.raises(UsageError, match="v is None, but the cache stores V"):
+    with pytest.raises(UsageError, match="v is required: this cache stores values"):
         write_kv(cache, tokens(5, 2, 32), None, SLOTS)
     assert seen == ["cpu"], "nothing is written"

@@ -1,4 +1,4 @@
-"""Hold acme to everything that its rows declare."""
+"""Run the conformance suite on everything that acme's rows declare."""
 
 from attn_core.testing import BackendSuite
 

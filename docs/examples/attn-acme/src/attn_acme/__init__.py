@@ -1,4 +1,4 @@
-"""What the acme backend can do: data only, so that choosing a backend imports no torch."""
+"""The rows of the acme backend, as data: selecting a backend imports no torch."""
 
 from collections.abc import Sequence
 
@@ -18,5 +18,5 @@ ROW = Capabilities(
 
 @hookimpl
 def attn_register_backends() -> Sequence[BackendSpec]:
-    """Declare the backend; the class that runs it is named, not imported."""
+    """Declare the backend. The class that runs it is named, not imported."""
     return [BackendSpec(name="acme", capabilities=[ROW], create="attn_acme.backend:Acme")]

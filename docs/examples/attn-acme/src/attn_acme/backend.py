@@ -17,7 +17,7 @@ Slots = dict[str, Tensor]  # view → token slots int64 [B, max_len]
 
 class Acme(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> Slots:
-        """Spell the page tables of this pass out as token slots, once for all layers."""
+        """Expand the page tables of this pass to token slots, once for all layers."""
         page_size = self.config.page_size
         return {name: slot_table(v.page_table, page_size) for name, v in batch.views.items()}
 
@@ -35,7 +35,7 @@ class Acme(AttentionBackend):
         return_lse: bool = False,
         topk_indices: Tensor | None = None,
     ) -> Output:
-        """Attend; the new k and v are in the cache already."""
+        """Attend. The new k and v are already in the cache."""
         slots, new_lens = metadata[layer.view], batch.query_lens_host
         lengths = batch.views[layer.view].seq_lens_host
         assert new_lens is not None  # the row needs lengths on the host
@@ -56,7 +56,7 @@ class Acme(AttentionBackend):
 def first_seen(position: int, window: int | None) -> int:
     """Return the first key that a query at `position` sees: itself and the window - 1 before it.
 
-    What lies further back may have been freed, so nobody reads it.
+    Earlier keys may have been freed, so they are not read.
     """
     return 0 if window is None else max(0, position + 1 - window)
 

@@ -103,7 +103,9 @@ def _of_model(
 
     given = [_option(n) for n in SHAPE if getattr(flags, n) not in (None, False)]
     if given:
-        raise UsageError(f"{', '.join(given)} beside --model: the model says it; drop one")
+        raise UsageError(
+            f"{', '.join(given)} cannot be combined with --model, which sets the shape; drop one"
+        )
     needs = requirements_from_config(
         read_config(model),
         tp=flags.tp,

@@ -77,7 +77,9 @@ def warmup_command(
     total = sum(w.seconds for w in warmed)
     console().print(f"\n{len(warmed) - 1} passes in {total:.1f} s, creation included")
     if asked.requirements.linear_layers:
-        console().print("linear attention layers: not warmed up, their kernels are not built here")
+        console().print(
+            "linear attention layers are not warmed up: their kernels are not implemented"
+        )
 
 
 def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What model families do that their config does not spell out: defaults, patterns, sinks."""
+"""Defaults, patterns and sinks of model families that their configs do not state."""
 
 from __future__ import annotations
 

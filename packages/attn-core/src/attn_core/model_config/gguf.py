@@ -1,4 +1,4 @@
-"""The keys of a GGUF header under the names of config.json."""
+"""Translate the keys of a GGUF header to those of config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed access to the keys of a config under one name each, with errors that name the key."""
+"""Typed access to the keys of a config; errors name the key."""
 
 from __future__ import annotations
 

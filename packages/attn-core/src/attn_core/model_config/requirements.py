@@ -1,4 +1,4 @@
-"""From a config to Requirements, with a sentence for everything that was assumed."""
+"""Turn a config into Requirements, and record every assumption."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     if k is None:
         return
     if (v is None) != (cache.v is None):
-        latent = "v is given, but the cache is latent and stores none: give v None"
-        raise UsageError("v is None, but the cache stores V: give it" if v is None else latent)
+        latent = "v must be None: this cache is latent and stores no values"
+        raise UsageError("v is required: this cache stores values" if v is None else latent)
     _writer(cache.k.device.type)(cache, k, v, slots)
 
 

@@ -85,7 +85,7 @@ class SlowPlugin:
     def __str__(self) -> str:
         return (
             f"its rows took {self.seconds:.1f} s to load, and every command waits for them; import "
-            "torch and kernel libraries in the module that `create` names, not beside the rows"
+            "torch and kernel libraries in the module that `create` names, not with the rows"
         )
 
 

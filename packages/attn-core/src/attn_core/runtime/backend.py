@@ -82,9 +82,8 @@ class AttentionBackend(ABC):
 
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
     LSE natural log, float32 [T, Hq], sinks included. Absorbed MLA: q [T, H, 576], k [T, 1, 576],
-    v None. `out`, if passed, is filled and returned.
-    A row with fused_kv_write writes k and v into the slots of the layer's view. If the view has no
-    slots, the engine has already written them.
+    v None. `out`, if passed, is filled and returned. A row with fused_kv_write writes k and v into
+    the slots of the layer's view; without slots, the engine has already written them.
     """
 
     def __init__(self, config: BackendConfig) -> None:

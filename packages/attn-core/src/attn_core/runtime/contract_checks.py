@@ -56,7 +56,7 @@ def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = Non
 def refuse_unplanned(layer: AttentionLayer, planned: Iterable[object]) -> NoReturn:
     """Raise BackendError for a layer that is not in this pass's plan; planned: what is in it."""
     raise BackendError(
-        f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its class is not in "
+        f"layer {layer.layer_id} (view {layer.view!r}) was not planned: its group is not in "
         f"BackendConfig.layers or the batch has no such view; planned: {list(planned)}"
     )
 

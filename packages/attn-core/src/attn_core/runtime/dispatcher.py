@@ -71,12 +71,10 @@ class HybridDispatcher:
 
     routes: role → backend; "prefill" and "decode" are required. The selection has decided which
     backend verifies and drafts.
-    caches: a KVPool or an engine's own pool. Between passes it may be replaced by one of the same
-    form.
+    caches: a KVPool or an engine's own pool. A pool of the same form may replace it between passes.
     Raises UnsupportedError if a backend's row does not support a field of its config's layers. Any
-    exception other than an AttnError that a backend raises while it plans or runs is re-raised as
-    BackendRunError, with the original as its cause. Unless its `restart` is True, cache and
-    dispatcher can run the next pass.
+    exception other than an AttnError that a backend raises is re-raised as BackendRunError, with
+    the original as its cause. Unless `restart` is True, cache and dispatcher can run the next pass.
     """
 
     def __init__(self, routes: Mapping[Role, AttentionBackend], caches: CachePool) -> None:
@@ -195,11 +193,10 @@ class HybridDispatcher:
 
         q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] are written to the N slots of the layer's view.
         k None writes nothing. If the view has no slots, the engine has already written them. Any
-        strides are accepted.
-        Returns [T, Hq, Dv], with return_lse also the LSE, natural log, float32 [T, Hq]. IDLE
-        returns empty tensors.
-        Raises UnsupportedError; BatchError for a missing view and for shapes that do not match the
-        pass; BackendError if the backend's first output for a layer violates the contract.
+        strides are accepted. Returns [T, Hq, Dv], with return_lse also the LSE, natural log,
+        float32 [T, Hq]; IDLE returns empty tensors. Raises UnsupportedError; BatchError for a
+        missing view and for shapes that do not match the pass; BackendError if the backend's first
+        output for a layer violates the contract.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:

@@ -49,7 +49,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one backend for one phase; no reasons mean that it fits. Notes never refuse."""
+    """One backend judged for one phase. It fits if it has no reasons; notes never refuse."""
 
     spec: BackendSpec
     phase: Phase

@@ -1,4 +1,4 @@
-"""A declared backend under test: which row is asked, on which device, and how it is created."""
+"""A backend under test: its row, its device and how to create it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that a case describes: what a backend gets, and what its cache really holds."""
+"""The input tensors of a case, and the true contents of its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must agree with itself: chunks and the whole, prefill and decode, any order of pages."""
+"""Metamorphic checks: chunked and whole prefill, prefill and decode, permuted pages."""
 
 from __future__ import annotations
 

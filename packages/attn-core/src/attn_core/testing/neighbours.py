@@ -1,4 +1,4 @@
-"""What must not reach a request: its neighbours, padded rows, other layers, other batches."""
+"""Isolation checks: other requests, padding, layers and batches must not affect a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the checks of a backend in several processes: compiling is what takes the time on a GPU."""
+"""Run a backend's checks in several processes, because compiling dominates the time on a GPU."""
 
 from __future__ import annotations
 

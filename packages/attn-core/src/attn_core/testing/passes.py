@@ -1,4 +1,4 @@
-"""Run one case on a backend and compare every number it returns, and its cache, with the oracle."""
+"""Run one case on a backend, and compare its outputs and its cache with the oracle."""
 
 from __future__ import annotations
 

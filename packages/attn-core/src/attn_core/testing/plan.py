@@ -1,4 +1,4 @@
-"""Which row of a backend answers each check, or why none does."""
+"""Assign each check to a row of a backend, or say why no row can take it."""
 
 from __future__ import annotations
 

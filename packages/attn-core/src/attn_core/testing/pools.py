@@ -1,4 +1,4 @@
-"""Poisoned pools: random tokens in scattered pages, and NaN wherever nobody may read."""
+"""Poisoned pools: random tokens in scattered pages, and NaN everywhere else."""
 
 from __future__ import annotations
 

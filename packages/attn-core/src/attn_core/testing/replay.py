@@ -1,4 +1,4 @@
-"""CUDA graphs: a pass is captured once and replayed with other requests in the same buffers."""
+"""The replay check: capture a pass once, and replay it with other requests in the same buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the checks of a backend and sum them up per cell of the support matrix."""
+"""Run the checks of a backend and summarise them per cell of the support matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of the random session and one of its passes: what the server hands around."""
+"""Requests and passes of the random session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small server for the random session: pages, requests, and a record of what each cache holds."""
+"""A small server for the random session; it records what each cache must hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The same numbers in other memory: queries, keys and values as a model's projections leave them.
+"""Inputs with other strides: q, k and v as a model's fused projection leaves them.
 
-Any strides are legal whose last one is 1. What lies between the numbers is NaN.
+Any strides are legal if the last one is 1. The memory between the numbers holds NaN.
 """
 
 from __future__ import annotations

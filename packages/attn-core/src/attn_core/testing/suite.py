@@ -21,12 +21,14 @@ _registry = cache(load_plugins)  # every suite of a process asks the same plugin
 
 
 class BackendSuite:
-    """Every check of a declared backend; subclass it and set `name`.
+    """All checks of a declared backend; subclass it and set `name`.
 
-    kinds: the attention families to check. device: "TYPE:ARCH", this machine's where None.
-    on: the torch device, `device`'s own where None ("cpu" for an emulation). libraries: the
-    distributions taken as installed, those found where None. passes: of each random session.
-    reduced: each feature in one place only, for backends whose every shape is compiled.
+    kinds: the kinds of attention to check.
+    device: "TYPE:ARCH"; None means this machine's.
+    on: the torch device; None means that of `device` ("cpu" for an emulation).
+    libraries: the distributions assumed to be installed; None means those found.
+    passes: passes of each random session.
+    reduced: test each feature in one place only, for backends that compile for every shape.
     """
 
     name: ClassVar[str]
@@ -39,12 +41,12 @@ class BackendSuite:
 
     @classmethod
     def spec(cls) -> BackendSpec:
-        """Return the declaration under test: that of the installed plugin called `name`."""
+        """Return the declaration under test, which is that of the installed plugin `name`."""
         return _registry().get(cls.name)
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        """Make one test of each check; those that no row declares are skipped with the reason."""
+        """Create one test per check. Checks that no row declares are skipped with the reason."""
         if "ask" not in metafunc.fixturenames:
             return
         spec, libraries = cls.spec(), cls.libraries
@@ -66,5 +68,5 @@ class BackendSuite:
         metafunc.parametrize("ask", params)
 
     def test_declared(self, ask: Callable[[], Measure]) -> None:
-        """Put one check to the row that declares it."""
+        """Run one check on the row that declares it."""
         ask()

@@ -1,4 +1,4 @@
-"""Which transformers architectures are supported, and where attention happens in a model."""
+"""The supported transformers architectures, and where their models call attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two functions and the cache layer that stand between a transformers model and the pool."""
+"""The functions and the cache layer that connect a transformers model to the pool."""
 
 from __future__ import annotations
 

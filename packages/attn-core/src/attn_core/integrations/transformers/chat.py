@@ -1,4 +1,4 @@
-"""A chat template is its author's program: it runs in a process of its own, with limits."""
+"""Render chat templates in a separate process with limits, because a template is a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's files: nothing that they name is loaded, and what they lack is refused."""
+"""Load a model's files: execute nothing that they name, and refuse incomplete ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile sees of an enabled model: its own code, and each attention as one operator."""
+"""What torch.compile sees of an enabled model: its code, with each attention as one operator."""
 
 from __future__ import annotations
 

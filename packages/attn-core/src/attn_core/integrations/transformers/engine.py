@@ -42,16 +42,13 @@ def enable(
 
     From then on, model.generate(...) and model(...) run through the selected backends, also in
     batches with padding on either side.
-    selection: with None, selects for the model's config, dtype and device, with page_size,
-    kv_cache_dtype and overrides.
+    selection: None selects for the model's config, dtype and device, with the other arguments.
     num_pages: pages of each view ("full", "window") or of all alike, including the dummy page 0;
     None grows on demand.
-
     After each pass, layers with a window free the pages before it. A vision tower runs through the
     selected encoder backend, linear attention layers in the model's own code. A backward pass
-    raises, because this is for inference only. Threads may share the model, each with its own
-    cache; their passes take turns. torch.compile compiles the whole decoder, with each attention as
-    one operator.
+    raises. Threads may share the model, each with its own cache; their passes take turns.
+    torch.compile compiles the whole decoder, with each attention as one operator.
 
     Returns the handle, also a context manager: disable() restores the model. Raises
     UnsupportedError for an unsupported model, UsageError, and what select() raises.

@@ -1,4 +1,4 @@
-"""From a model directory or a GGUF file and a prompt to a stream of text on paged pools."""
+"""Stream text from a model directory or GGUF file and a prompt, on paged pools."""
 
 from __future__ import annotations
 

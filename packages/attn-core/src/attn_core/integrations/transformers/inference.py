@@ -1,4 +1,4 @@
-"""Inference only: a backward pass through attn-core is refused, instead of giving no gradients."""
+"""Refuse a backward pass through attn-core, which would otherwise give no gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of one model: its pool, who owns which page of each view, and growth on demand."""
+"""The pages of one model: its pool, the owners of its pages, and growth on demand."""
 
 from __future__ import annotations
 

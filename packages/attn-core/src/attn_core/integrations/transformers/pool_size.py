@@ -1,4 +1,4 @@
-"""Whether a machine can hold the KV cache that is asked for, before the weights are loaded."""
+"""Check, before the weights are loaded, that the machine can hold the requested KV cache."""
 
 from __future__ import annotations
 

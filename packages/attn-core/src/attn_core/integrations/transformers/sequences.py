@@ -1,4 +1,4 @@
-"""The requests of one transformers cache: which tokens are real, which pages hold them."""
+"""The sequences of one transformers cache: their real tokens and their pages."""
 
 from __future__ import annotations
 
