@@ -40,8 +40,7 @@ def enable(
 ) -> Engine:
     """Switch a transformers model to paged pools and the dispatcher, in place.
 
-    From then on, model.generate(...) and model(...) run through the selected backends, also in
-    batches with padding on either side.
+    model.generate(...) and model(...) then use the selected backends, with padding on either side.
     selection: None selects for the model's config, dtype and device, with the other arguments.
     num_pages: pages of each view ("full", "window") or of all alike, including the dummy page 0;
     None grows on demand.
