@@ -187,7 +187,8 @@ class PassBuilder:
 
     def _tree(self, engine_batch: Any) -> Tensor | None:
         """Return the mask of the drafts, bool [B, n, n]; None is a chain."""
-        n, mask = self.drafts, engine_batch.spec_info.custom_mask
+        n = self.drafts
+        mask: Tensor | None = engine_batch.spec_info.custom_mask
         if mask is None or self.topk == 1:
             return None
         if self.compact:

@@ -93,4 +93,5 @@ def check_pool(pool: Any) -> None:
                 "FP8); choose --kv-cache-dtype auto or fp8_e4m3"
             )
     if pool.dtype not in KV_DTYPE:
-        raise UnsupportedError(f"a KV pool of {pool.dtype} (attn_core reads {sorted(KV_DTYPE)})")
+        known = ", ".join(sorted(KV_DTYPE.values()))
+        raise UnsupportedError(f"a KV pool of {pool.dtype} (attn_core reads {known})")
