@@ -120,6 +120,14 @@ def families(session: nox.Session, version: str) -> None:
 
 
 @nox.session
+def sglang(session: nox.Session) -> None:
+    """Run SGLang's own ModelRunner, pools and passes on a CPU with attn_core as its attention."""
+    install(session, *TOOLS, extras="[triton]")
+    session.install("--no-deps", "-r", "tests/engines/sglang.txt")
+    run_tests(session, *(session.posargs or ["tests/engines"]))
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation in build/docs, with every warning an error."""
     install(session, "sphinx>=8", "myst-parser>=4", "furo")
@@ -186,6 +194,7 @@ def full(session: nox.Session) -> None:
     run_tests(session, *(session.posargs or ["tests"]))
     for version in TRANSFORMERS[1:]:
         session.notify(f"families({version})", posargs=())
+    session.notify("sglang")
     session.notify("docs")
     session.notify("acme")
 

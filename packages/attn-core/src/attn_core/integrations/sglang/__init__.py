@@ -1,0 +1,44 @@
+"""attn-core as an attention backend of SGLang: `--attention-backend attn_core`.
+
+SGLang finds `register` by the entry point group "sglang.srt.plugins" and calls it in every
+process. It imports neither torch nor a kernel before the flag names attn_core.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Add the name to SGLang's backends. Called by SGLang, and twice is as good as once."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from attn_core.integrations.sglang.server import NAME
+
+    if NAME in server_args.ATTENTION_BACKEND_CHOICES:
+        return
+    server_args.add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_create)
+    # The drafts alone make a mask of [B, n, n]; SGLang's own has a column for every token of the
+    # context. Its speculative workers read the mode once, when they are created.
+    HookRegistry.register(
+        "sglang.srt.speculative.eagle_utils.default_tree_mask_mode", _mask_of_drafts, HookType.AFTER
+    )
+
+
+def _create(runner: Any) -> Any:
+    """Create the backend of a model runner; SGLang's registry calls it."""
+    from attn_core.integrations.sglang.backend import AttnCoreBackend
+
+    return AttnCoreBackend(runner)
+
+
+def _mask_of_drafts(mode: Any) -> Any:
+    """Return the compact tree mask where attn-core verifies, else what SGLang returned."""
+    from sglang.srt.runtime_context import get_server_args
+
+    from attn_core.integrations.sglang.server import verifies
+
+    return mode.QLEN_ONLY if verifies(get_server_args()) else mode

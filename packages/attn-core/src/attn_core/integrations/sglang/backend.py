@@ -1,0 +1,246 @@
+"""The AttentionBackend that SGLang calls: one HybridDispatcher behind its interface."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor
+
+from attn_core.errors import UnsupportedError
+from attn_core.integrations.sglang.layers import to_layer
+from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
+from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
+from attn_core.integrations.sglang.selection import choose
+from attn_core.integrations.sglang.server import (
+    check_arguments,
+    check_version,
+    draft_shape,
+    speculation,
+    verifies,
+)
+from attn_core.runtime.backend import Metadata
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.requirements import LayerRequirements, Requirements
+
+logger = logging.getLogger(__name__)
+
+
+class AttnCoreBackend(AttentionBackend):
+    """Serves the attention of one model runner; memory, tables and graphs stay SGLang's.
+
+    runner: SGLang's ModelRunner with its model loaded and its pools created. Raises
+    UnsupportedError for what is not served and NoBackendError where nothing fits, before the
+    engine takes a request.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        check_version()
+        args = runner.server_args
+        check_arguments(args)
+        if runner.is_draft_worker:
+            raise UnsupportedError(
+                "attn_core for a draft model; give --speculative-draft-attention-backend fa3, "
+                "flashinfer or triton"
+            )
+        self.pool = EnginePool(
+            runner.token_to_kv_pool, runner.page_size, torch.device(runner.device)
+        )
+        topk, drafts = draft_shape(args)
+        self.layers = self._layers(runner.model)
+        requirements = Requirements(
+            layers=tuple({_needs(layer, self.pool) for layer in self.layers.values()}),
+            dtype=KV_DTYPE[runner.dtype],
+            kv_cache_dtype=self.pool.kv_cache_dtype,
+            page_size=self.pool.page_size,
+            speculation=speculation(args),
+            deterministic=bool(args.enable_deterministic_inference),
+        )
+        selection, registry = choose(requirements, self.pool.device)
+        logger.info("attn_core serves attention\n%s", selection.explain())
+        host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
+        self.needs_cpu_seq_lens = host_lengths
+        self.passes = PassBuilder(
+            runner.req_to_token_pool.req_to_token,
+            self.pool.page_size,
+            slot_map=self.pool.window_slots,
+            topk=topk,
+            drafts=drafts,
+            compact=verifies(args),
+            host_lengths=host_lengths,
+        )
+        self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
+        if verifies(args) and args.speculative_algorithm == "NGRAM":
+            from sglang.srt.speculative import ngram_worker
+
+            ngram_worker.USE_FULL_MASK = False  # read in every step
+        self.dispatcher = HybridDispatcher.from_selection(
+            selection,
+            registry,
+            tuple(self.layers.values()),
+            self.pool,
+            max_bs=runner.req_to_token_pool.size,
+            max_seq_len=self.max_context_len,
+        )
+        self._static: StaticTables | None = None
+        self._captured: dict[tuple[ForwardMode, int], tuple[ForwardBatch, Metadata]] = {}
+        self._pass: tuple[ForwardBatch, Metadata] | None = None
+
+    def _layers(self, model: Any) -> dict[int, AttentionLayer]:
+        """Return the layers that read the pool; MLA's unfolded companions do not."""
+        sinks = {
+            name.rpartition(".")[0]: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if name.endswith("sinks")
+        }
+        layers = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, RadixAttention):
+                continue
+            if self.pool.is_latent and module.qk_head_dim != self.pool.row_dim:
+                continue
+            view = "window" if self.pool.has_window(module.layer_id) else "full"
+            own_sinks = sinks.get(name.rpartition(".")[0])
+            layer = to_layer(module, view=view, sinks=own_sinks)
+            layers[module.layer_id] = layer
+            self.pool.bind(module, layer)
+        return layers
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a pass that no graph replays."""
+        mode = self.passes.mode(forward_batch)
+        if mode is ForwardMode.IDLE or not forward_batch.batch_size:
+            self._pass = None
+            return
+        batch = self.passes.eager(forward_batch, mode)
+        self._pass = (batch, self.dispatcher.init_forward_metadata(batch))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the buffers of captured passes."""
+        self._static = self.passes.static(max_bs, max_num_tokens)
+        self.dispatcher.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plan a pass to be captured, or refill what the captured one points at."""
+        mode = self.passes.mode(forward_batch)
+        if mode is ForwardMode.IDLE:
+            self._pass = None
+            return
+        assert self._static is not None  # SGLang calls init_cuda_graph_state first
+        key = (mode, forward_batch.batch_size)
+        if in_capture:
+            batch = self.passes.captured(forward_batch, mode, self._static)
+            metadata = self.dispatcher.init_forward_metadata_capture_cuda_graph(batch)
+            self._captured[key] = self._pass = (batch, metadata)
+            return
+        batch, metadata = self._captured[key]
+        if self.passes.host_lengths:
+            batch = self.passes.captured(forward_batch, mode, self._static)
+        self.passes.refill(forward_batch, mode, self._static)
+        self.dispatcher.init_forward_metadata_replay_cuda_graph(batch, metadata)
+        self._pass = (batch, metadata)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of padded rows."""
+        return self.dispatcher.get_cuda_graph_seq_len_fill_value()
+
+    def get_verify_buffers_to_fill_after_draft(self) -> list[Tensor | None]:
+        """Return the tree mask that SGLang's tree kernel fills in place, and no positions."""
+        mask = None if self._static is None else self._static.tree_mask
+        return [mask.view(-1) if mask is not None and self.passes.compact else None, None]
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Do nothing: no plan is derived from the mask."""
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv]."""
+        tokens = q.shape[0]
+        out = getattr(forward_batch, "_attn_output", None)  # of a prefill between graph segments
+        if out is None:
+            out = q.new_empty(tokens, layer.tp_q_head_num * layer.v_head_dim)
+        if self._pass is None:
+            return out
+        batch, metadata = self._pass
+        real = batch.num_tokens
+        heads = q.view(tokens, layer.tp_q_head_num, layer.qk_head_dim)[:real]
+        filled = out.view(tokens, layer.tp_q_head_num, layer.v_head_dim)
+        if real < tokens:
+            filled[real:].zero_()  # padding of data parallelism
+        own = self.layers.get(layer.layer_id)
+        if own is None or own.head_dim != layer.qk_head_dim:
+            assert k is not None
+            assert v is not None
+            self._ragged(heads, k[:real], v[:real], layer, batch, filled[:real])
+            return out
+        if sinks is not None and own.sinks is not sinks:
+            own = self._with_sinks(own, sinks)
+        if k is None or not save_kv_cache:
+            k = v = None
+        else:
+            k = k[:real]
+            v = None if self.pool.is_latent or v is None else v[:real]
+        self.dispatcher.forward(heads, k, v, own, batch, metadata, out=filled[:real])
+        return out
+
+    forward_decode = forward_extend
+
+    def _with_sinks(self, layer: AttentionLayer, sinks: Tensor) -> AttentionLayer:
+        """Return a layer with the sinks of this call; those of the model are known before."""
+        if layer.sinks is None:
+            raise UnsupportedError(
+                f"layer {layer.layer_id} passes sinks that are no parameter of its module; use "
+                "another --attention-backend for this model"
+            )
+        if layer.sinks.data_ptr() != sinks.data_ptr():
+            layer = self.layers[layer.layer_id] = replace(layer, sinks=sinks)
+        return layer
+
+    def _ragged(
+        self, q: Tensor, k: Tensor, v: Tensor, module: Any, batch: ForwardBatch, out: Tensor
+    ) -> None:
+        """Attend to the tokens of this pass alone, as MLA's prefill without a prefix does."""
+        self.dispatcher.forward_ragged(
+            q,
+            k,
+            v,
+            to_layer(module),
+            batch.cu_seqlens_q,
+            batch.cu_seqlens_q,
+            batch.max_q_len,
+            batch.max_q_len,
+            causal=True,
+            out=out,
+        )
+
+
+def _needs(layer: AttentionLayer, pool: EnginePool) -> LayerRequirements:
+    return LayerRequirements(
+        kind="mla" if pool.is_latent else "mha",
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        num_q_heads=layer.num_q_heads,
+        num_kv_heads=layer.num_kv_heads,
+        sliding_window=layer.sliding_window,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks is not None,
+        encoder=not layer.is_causal,
+    )

@@ -1,0 +1,50 @@
+"""SGLang's attention layers as attn-core's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attn_core.errors import UnsupportedError
+from attn_core.runtime.layer import AttentionLayer
+
+
+def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) -> AttentionLayer:
+    """Return the AttentionLayer of a RadixAttention, whose heads are this rank's.
+
+    view: the CacheView that holds its keys. Raises UnsupportedError for what a layer of attn-core
+    cannot say.
+    """
+    name = f"layer {module.layer_id} of the model"
+    refused = {
+        "cross attention": module.is_cross_attention,
+        "chunked local attention (use_irope)": module.use_irope,
+        "a temperature by length (xai_temperature_len)": module.xai_temperature_len > 0,
+        f"positions {module.pos_encoding_mode}": module.pos_encoding_mode != "NONE",
+        f"the cap {module.logit_capping_method}": module.logit_cap > 0
+        and module.logit_capping_method != "tanh",
+    }
+    for what, present in refused.items():
+        if present:
+            raise UnsupportedError(
+                f"{name} has {what}; attn_core serves self-attention without it: use another "
+                "--attention-backend for this model"
+            )
+    kind = module.attn_type.value
+    if kind == "decoder_bidirectional":
+        raise UnsupportedError(f"{name} is {kind}; use another --attention-backend for this model")
+    window = module.sliding_window_size
+    return AttentionLayer(
+        layer_id=module.layer_id,
+        num_q_heads=module.tp_q_head_num,
+        num_kv_heads=module.tp_k_head_num,
+        head_dim=module.qk_head_dim,
+        v_head_dim=module.v_head_dim,
+        scale=module.scaling,
+        view=view,
+        logit_cap=module.logit_cap or None,
+        sliding_window=window + 1 if window > -1 else None,  # SGLang leaves the token itself out
+        sinks=sinks,
+        is_causal=kind == "decoder",
+    )

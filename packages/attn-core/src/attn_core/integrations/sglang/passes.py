@@ -1,0 +1,236 @@
+"""SGLang's ForwardBatch as attn-core's, with memory that CUDA graphs can keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_core.errors import UnsupportedError
+from attn_core.integrations.sglang.page_tables import drafts_of_full_mask, fill_page_table
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+
+MODES: Mapping[str, ForwardMode] = {
+    "EXTEND": ForwardMode.EXTEND,
+    "SPLIT_PREFILL": ForwardMode.EXTEND,
+    "MIXED": ForwardMode.MIXED,
+    "DECODE": ForwardMode.DECODE,
+    "TARGET_VERIFY": ForwardMode.TARGET_VERIFY,
+    "IDLE": ForwardMode.IDLE,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """What a view of a batch points at: int32 [B, pages] and int32 [B]."""
+
+    page_table: Tensor
+    lengths: Tensor
+
+    def rows(self, count: int) -> Tables:
+        """Return the first rows."""
+        return Tables(page_table=self.page_table[:count], lengths=self.lengths[:count])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticTables:
+    """The buffers of captured passes; views: name → tables. tree_mask: bool [requests, n, n]."""
+
+    views: Mapping[str, Tables]
+    cu_seqlens_q: Tensor
+    tree_mask: Tensor | None
+
+
+class PassBuilder:
+    """Turns SGLang's passes into ForwardBatches.
+
+    req_to_token: int32 [requests, context]. slot_map: of the windowed layers' pool, asked in every
+    pass since SGLang registers it after the backend. topk, drafts: of speculation, 0 without.
+    compact: SGLang's tree masks are [B, n, n]. host_lengths: some chosen row plans on the host.
+    """
+
+    def __init__(
+        self,
+        req_to_token: Tensor,
+        page_size: int,
+        *,
+        slot_map: Any,
+        topk: int,
+        drafts: int,
+        compact: bool,
+        host_lengths: bool,
+    ) -> None:
+        self.req_to_token = req_to_token
+        self.page_size = page_size
+        self.topk = topk
+        self.drafts = drafts
+        self.compact = compact
+        self.host_lengths = host_lengths
+        self._slot_map = slot_map
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that a request can have."""
+        return self.req_to_token.shape[1]
+
+    def mode(self, engine_batch: Any) -> ForwardMode:
+        """Return the mode of a pass. Raises UnsupportedError for one that is not served."""
+        name = engine_batch.forward_mode.name
+        if name not in MODES:
+            raise UnsupportedError(
+                f"a pass of SGLang's mode {name} on attn_core (serves {', '.join(MODES)}); name "
+                "another backend for it: --speculative-draft-attention-backend for a draft model"
+            )
+        return MODES[name]
+
+    def queries_per_request(self, mode: ForwardMode) -> int:
+        """Return how many queries each request has; 0: each has its own number."""
+        return {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: self.drafts}.get(mode, 0)
+
+    def static(self, max_bs: int, max_num_tokens: int) -> StaticTables:
+        """Create the buffers of captured passes of up to `max_bs` requests."""
+        device = self.req_to_token.device
+        queries = max_num_tokens // max_bs
+        views = {name: self._tables(max_bs, self.max_context_len) for name in self._views()}
+        mask = None
+        if queries > 1 and self.topk > 1:  # eager passes of more requests use the mask too
+            chain = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+            mask = chain.expand(self.req_to_token.shape[0], queries, queries).contiguous()
+        cu = torch.arange(0, max_num_tokens + 1, queries, dtype=torch.int32, device=device)
+        return StaticTables(views=views, cu_seqlens_q=cu, tree_mask=mask)
+
+    def eager(self, engine_batch: Any, mode: ForwardMode) -> ForwardBatch:
+        """Return the batch of a pass that no graph replays, in memory of its own."""
+        size, queries = engine_batch.batch_size, self.queries_per_request(mode)
+        longest = self._longest(engine_batch, queries if mode is ForwardMode.TARGET_VERIFY else 0)
+        views = {name: self._tables(size, longest) for name in self._views()}
+        self._fill(engine_batch, mode, views)
+        device = self.req_to_token.device
+        host = None
+        if queries:
+            cu = torch.arange(0, size * queries + 1, queries, dtype=torch.int32, device=device)
+            max_q_len, tokens = queries, size * queries
+            host = (queries,) * size
+        else:
+            counts = engine_batch.extend_seq_lens.int()
+            cu = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+            known = engine_batch.extend_seq_lens_cpu
+            host = tuple(int(n) for n in (counts.tolist() if known is None else known))
+            max_q_len, tokens = max(host, default=0), sum(host)
+        tree = self._tree(engine_batch) if mode is ForwardMode.TARGET_VERIFY else None
+        return self._batch(engine_batch, mode, views, cu, max_q_len, tokens, longest, tree, host)
+
+    def captured(self, engine_batch: Any, mode: ForwardMode, static: StaticTables) -> ForwardBatch:
+        """Return the batch of a pass in the static buffers, filled for this pass."""
+        size, queries = engine_batch.batch_size, self.queries_per_request(mode)
+        views = {name: tables.rows(size) for name, tables in static.views.items()}
+        self._fill(engine_batch, mode, views)
+        mask = None
+        if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
+            mask = static.tree_mask[:size]
+        return self._batch(
+            engine_batch,
+            mode,
+            views,
+            static.cu_seqlens_q[: size + 1],
+            queries,
+            size * queries,
+            self.max_context_len,
+            mask,
+            (queries,) * size,
+        )
+
+    def refill(self, engine_batch: Any, mode: ForwardMode, static: StaticTables) -> None:
+        """Fill the static buffers for a replay: lengths, page tables and the tree mask."""
+        size = engine_batch.batch_size
+        views = {name: tables.rows(size) for name, tables in static.views.items()}
+        self._fill(engine_batch, mode, views)
+        if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
+            tree = self._tree(engine_batch)
+            if tree is not None and tree.data_ptr() != static.tree_mask.data_ptr():
+                static.tree_mask[: tree.shape[0]].copy_(tree)  # else SGLang filled ours itself
+
+    def _views(self) -> tuple[str, ...]:
+        return ("full",) if self._slot_map() is None else ("full", "window")
+
+    def _tables(self, size: int, longest: int) -> Tables:
+        device, columns = self.req_to_token.device, -(-longest // self.page_size)
+        return Tables(
+            page_table=torch.zeros(size, columns, dtype=torch.int32, device=device),
+            lengths=torch.ones(size, dtype=torch.int32, device=device),
+        )
+
+    def _longest(self, engine_batch: Any, new_tokens: int) -> int:
+        """Return the longest length of a pass, or a bound where only the device knows."""
+        lengths = engine_batch.seq_lens_cpu
+        if lengths is None or not len(lengths):
+            return self.max_context_len
+        return min(int(lengths.max()) + new_tokens, self.max_context_len)
+
+    def _fill(self, engine_batch: Any, mode: ForwardMode, views: Mapping[str, Tables]) -> None:
+        new_tokens = self.drafts if mode is ForwardMode.TARGET_VERIFY else 0
+        for name, tables in views.items():
+            fill_page_table(
+                self.req_to_token,
+                engine_batch.req_pool_indices,
+                engine_batch.seq_lens,
+                new_tokens,
+                self.page_size,
+                tables.page_table,
+                tables.lengths,
+                self._slot_map() if name == "window" else None,
+            )
+
+    def _tree(self, engine_batch: Any) -> Tensor | None:
+        """Return the mask of the drafts, bool [B, n, n]; None is a chain."""
+        n = self.drafts
+        mask: Tensor | None = engine_batch.spec_info.custom_mask
+        if mask is None or self.topk == 1:
+            return None
+        if self.compact:
+            return mask[: mask.numel() // n**2 * n**2].view(-1, n, n)[: engine_batch.batch_size]
+        return drafts_of_full_mask(mask, engine_batch.seq_lens, n)
+
+    def _batch(
+        self,
+        engine_batch: Any,
+        mode: ForwardMode,
+        tables: Mapping[str, Tables],
+        cu_seqlens_q: Tensor,
+        max_q_len: int,
+        num_tokens: int,
+        longest: int,
+        tree: Tensor | None,
+        query_lens: tuple[int, ...],
+    ) -> ForwardBatch:
+        slots = engine_batch.out_cache_loc[:num_tokens].long()
+        new_tokens = self.drafts if mode is ForwardMode.TARGET_VERIFY else 0
+        lengths = engine_batch.seq_lens_cpu if self.host_lengths else None
+        host = None if lengths is None else tuple(int(n) + new_tokens for n in lengths)
+        views = {
+            name: CacheView(
+                page_table=part.page_table,
+                seq_lens=part.lengths,
+                out_cache_loc=slots if name == "full" else self._slot_map()[slots],
+                max_seq_len=longest,
+                seq_lens_host=host,
+            )
+            for name, part in tables.items()
+        }
+        spec = None
+        if mode is ForwardMode.TARGET_VERIFY:
+            topk = 1 if tree is None else self.topk
+            spec = SpecInfo(topk=topk, num_draft_tokens=self.drafts, tree_mask=tree)
+        return ForwardBatch(
+            forward_mode=mode,
+            cu_seqlens_q=cu_seqlens_q,
+            positions=engine_batch.positions[:num_tokens].long(),
+            max_q_len=max_q_len,
+            views=views,
+            spec=spec,
+            query_lens_host=query_lens if self.host_lengths else None,
+        )

@@ -1,0 +1,97 @@
+"""SGLang's memory pools as a CachePool: the same memory, seen as pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.errors import UnsupportedError
+from attn_core.runtime.layer import AttentionLayer
+
+KV_DTYPE = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp4_e2m1"}
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
+
+
+class EnginePool:
+    """The pool of a model runner: [slots, H, D] per layer, viewed as [pages, page_size, H, D].
+
+    Nothing is copied. Page 0 is the dummy page of both sides. A pool that waits for a layer's
+    transfer (hierarchical cache) is asked in every pass.
+    """
+
+    layout = "NHD"
+
+    def __init__(self, pool: Any, page_size: int, device: torch.device) -> None:
+        check_pool(pool)
+        self.pool = pool
+        self.page_size = page_size
+        self.device = device
+        self.kv_cache_dtype = KV_DTYPE[pool.dtype]
+        self._layers: dict[int, LayerCache] = {}
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the pool stores MLA's latents."""
+        return type(self.pool).__name__ == "MLATokenToKVPool"
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers of a latent's row; 0 for K and V."""
+        return int(self.pool.kv_buffer[0].shape[-1]) if self.is_latent else 0
+
+    def has_window(self, layer_id: int) -> bool:
+        """Say whether a layer's keys lie in the pool of the windowed layers."""
+        mapping = getattr(self.pool, "layers_mapping", None)
+        return mapping is not None and bool(mapping[layer_id][1])
+
+    def window_slots(self) -> Tensor | None:
+        """Return slot → slot of the windowed layers' pool, int64; None where there is one pool."""
+        return getattr(self.pool, "full_to_swa_index_mapping", None)
+
+    def bind(self, module: Any, layer: AttentionLayer) -> None:
+        """Take a layer's part of the pool, with the scales of its module."""
+        scales = (module.k_scale_float or 1.0, module.v_scale_float or 1.0)
+        stores = [self.pool.get_key_buffer(layer.layer_id)]
+        if not self.is_latent:
+            stores.append(self.pool.get_value_buffer(layer.layer_id))
+        pages = [x.view(-1, self.page_size, *x.shape[-2:]) for x in stores]
+        self._layers[layer.layer_id] = LayerCache(
+            k=pages[0],
+            v=None if self.is_latent else pages[1],
+            k_scale=scales[0],
+            v_scale=scales[0] if self.is_latent else scales[1],
+        )
+
+    def layer(self, layer_id: int) -> LayerCache:
+        """Return a layer's cache, once what is transferred to it has arrived."""
+        if self.pool.layer_transfer_counter is not None:
+            self.pool.get_key_buffer(layer_id)
+        return self._layers[layer_id]
+
+
+def check_pool(pool: Any) -> None:
+    """Raise UnsupportedError for a pool whose memory is not rows of K and V per token."""
+    parts = (pool.full_kv_pool, pool.swa_kv_pool) if hasattr(pool, "swa_kv_pool") else (pool,)
+    for part in (pool, *parts):
+        if type(part).__name__ not in POOLS:
+            raise UnsupportedError(
+                f"SGLang's pool {type(part).__name__} (attn_core reads {', '.join(POOLS)}); use "
+                "another --attention-backend, or --kv-cache-dtype auto"
+            )
+        layout = getattr(part, "kv_cache_layout", "nhd")
+        if layout != "nhd":
+            raise UnsupportedError(
+                f"a KV pool in layout {layout} (attn_core reads nhd); unset "
+                "SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT"
+            )
+        if getattr(part, "is_quantized_kv_cache", False):
+            raise UnsupportedError(
+                f"a KV pool quantised by {part.quant_method.name} (attn_core reads bf16, fp16 and "
+                "FP8); choose --kv-cache-dtype auto or fp8_e4m3"
+            )
+    if pool.dtype not in KV_DTYPE:
+        known = ", ".join(sorted(KV_DTYPE.values()))
+        raise UnsupportedError(f"a KV pool of {pool.dtype} (attn_core reads {known})")

@@ -1,0 +1,36 @@
+"""Choose backends for an SGLang server, alike on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_core.errors import UsageError
+from attn_core.integrations.sglang.server import overrides
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.result import Selection
+from attn_core.selection.solver import select
+from attn_core.spec.device import parse_device, probe_device
+from attn_core.spec.requirements import Requirements
+
+
+def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
+    """Select for this machine. Raises NoBackendError, and UsageError where ranks disagree."""
+    registry = load_plugins()
+    here = parse_device("cpu") if device.type == "cpu" else probe_device()
+    selection = select(requirements, here, registry, registry.installed_libraries(), overrides())
+    check_ranks({role: choice.backend for role, choice in selection.roles.items()})
+    return selection, registry
+
+
+def check_ranks(names: dict[str, str]) -> None:
+    """Raise UsageError where rank 0 chose other backends: their partial results would not fit."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    from sglang.srt.distributed import get_world_group
+
+    first = get_world_group().broadcast_object(names, src=0)
+    if first != names:
+        raise UsageError(
+            f"rank 0 chose {first}, this rank {names}: give all ranks the same libraries and "
+            "ATTN_* variables"
+        )

@@ -1,0 +1,100 @@
+"""What SGLang's server arguments mean for attention, and what attn-core does not serve."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from attn_core.errors import UnsupportedError
+from attn_core.selection.result import Overrides
+from attn_core.spec.requirements import Speculation
+from attn_core.tools.env_vars import variable
+
+NAME = "attn_core"  # of --attention-backend
+TESTED = SpecifierSet("==0.5.16.*")
+# SGLang's arguments that change what a pass is, and what to do without each
+REFUSED: Mapping[str, str] = {
+    "enable_two_batch_overlap": "leave out --enable-two-batch-overlap",
+    "enable_pdmux": "leave out --enable-pdmux",
+    "enable_hisparse": "leave out --enable-hisparse",
+    "enable_unified_memory": "leave out --enable-unified-memory",
+}
+_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+_LISTS = ("prefer", "allow", "deny")
+
+
+def check_version() -> None:
+    """Raise UnsupportedError for a release of SGLang that the adapter was not tested with."""
+    version = importlib.metadata.version("sglang")
+    if not TESTED.contains(version, prereleases=True):
+        raise UnsupportedError(
+            f"SGLang {version} with --attention-backend {NAME} (tested with {TESTED}); install a "
+            f"tested release or a newer attn-core"
+        )
+
+
+def verifies(args: Any) -> bool:
+    """Say whether attn-core scores the drafts of a server with these arguments."""
+    if args.speculative_algorithm is None:
+        return False
+    prefill, decode = args.get_attention_backends()
+    return bool((decode if args.speculative_attention_mode == "decode" else prefill) == NAME)
+
+
+def draft_shape(args: Any) -> tuple[int, int]:
+    """Return (topk, drafts per request) of a server; (0, 0) without speculation."""
+    if args.speculative_algorithm is None:
+        return 0, 0
+    topk = args.speculative_eagle_topk or 1
+    if args.speculative_algorithm == "NGRAM":
+        topk = args.speculative_ngram_max_bfs_breadth
+    return topk, args.speculative_num_draft_tokens
+
+
+def speculation(args: Any) -> Speculation | None:
+    """Return what select() must know of the server's speculation."""
+    topk, drafts = draft_shape(args)
+    if not drafts:
+        return None
+    return Speculation(topk=topk, num_draft_tokens=drafts, mode=args.speculative_attention_mode)
+
+
+def check_arguments(args: Any) -> None:
+    """Raise UnsupportedError for what the adapter does not serve, with the argument to change."""
+    for name, remedy in REFUSED.items():
+        if getattr(args, name, False):
+            raise UnsupportedError(f"SGLang's {name} with --attention-backend {NAME}; {remedy}")
+    if getattr(args, "disaggregation_mode", "null") != "null":
+        raise UnsupportedError(
+            f"prefill/decode disaggregation with --attention-backend {NAME}; name another backend"
+        )
+    if getattr(args, "dcp_size", 1) > 1:
+        raise UnsupportedError(
+            f"--dcp-size {args.dcp_size} with --attention-backend {NAME} (supports 1)"
+        )
+    names = set(args.get_attention_backends())
+    if len(names) > 1 and draft_shape(args)[0] > 1:
+        raise UnsupportedError(
+            f"draft trees with {' and '.join(sorted(names))} for the two phases: SGLang hands its "
+            f"tree mask to one backend only; use --attention-backend {NAME} for both and name "
+            f"attn-core's backends by {variable('--prefill-attention-backend')} and "
+            f"{variable('--decode-attention-backend')}"
+        )
+
+
+def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
+    """Read attn-core's own choices: SGLang's flags name attn_core, ATTN_* name what is inside.
+
+    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND, and
+    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
+    """
+    chosen: dict[str, Any] = {}
+    for name in (*_BACKENDS, *_LISTS):
+        value = environ.get(variable("--" + name.replace("_", "-")), "")
+        if value:
+            chosen[name] = tuple(value.split(",")) if name in _LISTS else value
+    return Overrides(**chosen)

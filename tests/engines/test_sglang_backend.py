@@ -1,0 +1,244 @@
+"""The adapter with SGLang's own pools, layers and passes on a CPU, against a dense softmax."""
+
+import pytest
+import torch
+from attn_core import AttnError, UnsupportedError
+from attn_core.integrations.sglang import page_tables, passes
+from attn_core.integrations.sglang.backend import AttnCoreBackend
+from engine_passes import (
+    Pass,
+    attention,
+    dense,
+    mha_pool,
+    mla_pool,
+    runner,
+    swa_pool,
+)
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+N = 5  # drafts of a request
+
+
+def random_tree(requests):
+    own = torch.eye(N, dtype=torch.bool)
+    tree = torch.stack([own | (torch.rand(N, N) > 0.5).tril() for _ in range(requests)])
+    tree[:, :, 0] = True
+    return tree
+
+
+def speculation(topk):
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": N,
+    }
+
+
+def decode():
+    return Pass(ForwardMode.DECODE, (3, 1, 7), (17, 40, 1), (1, 1, 1))
+
+
+def extend(**changed):
+    return Pass(ForwardMode.EXTEND, (3, 1, 7), (17, 0, 33), (6, 19, 1), **changed)
+
+
+def verify(tree=None, **changed):
+    return Pass(ForwardMode.TARGET_VERIFY, (3, 1, 7), (17, 40, 1), (N, N, N), tree, **changed)
+
+
+def error(backend, run, made, module, *, window=None, sinks=None):
+    """Run one layer of a pass; return the largest difference from the dense softmax."""
+    pool, table = run.token_to_kv_pool, run.req_to_token_pool.req_to_token
+    heads, kv, d = module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim
+    latent = type(pool).__name__ == "MLATokenToKVPool"
+    keys, queries = [], []
+    for row, prefix, new in zip(made.rows, made.prefix, made.new, strict=True):
+        k, v = torch.randn(2, prefix + new, kv, d)
+        v = k[..., : module.v_head_dim] if latent else v
+        slots = table[row, :prefix].long()
+        if backend.pool.has_window(module.layer_id):
+            slots = pool.full_to_swa_index_mapping[slots]
+        pool.get_key_buffer(module.layer_id)[slots] = k[:prefix]
+        if not latent:
+            pool.get_value_buffer(module.layer_id)[slots] = v[:prefix]
+        keys.append((k, v))
+        queries.append(torch.randn(new, heads, d))
+    batch = made.batch(run)
+    padded = torch.zeros(made.padding, kv, d)
+    k = torch.cat([*(k[p:] for (k, _), p in zip(keys, made.prefix, strict=True)), padded])
+    v = torch.cat(
+        [*(v[p:] for (_, v), p in zip(keys, made.prefix, strict=True)), padded[..., : v.shape[-1]]]
+    )
+    q = torch.cat([*queries, torch.randn(made.padding, heads, d)])
+    backend.init_forward_metadata(batch)
+    lengths = backend._pass[0].views["full"].seq_lens  # torch_native reads those of the host
+    assert lengths.tolist() == [p + n for p, n in zip(made.prefix, made.new, strict=True)]
+    call = backend.forward_decode if made.mode is ForwardMode.DECODE else backend.forward_extend
+    out = call(q.flatten(1), k, v, module, batch, **({} if sinks is None else {"sinks": sinks}))
+    out = out.view(len(q), heads, module.v_head_dim)
+    start, worst = 0, 0.0
+    for request, ((k, v), q) in enumerate(zip(keys, queries, strict=True)):
+        expected = dense(q, k, v, made.seen(request, window), module.scaling, sinks,
+                         module.logit_cap or None)  # fmt: skip
+        worst = max(worst, (out[start : start + len(q)] - expected).abs().max().item())
+        start += len(q)
+    assert not out[start:].any()
+    return worst
+
+
+PASSES = {
+    "decode": (decode, {}),
+    "extend": (extend, {}),
+    "mixed": (lambda: Pass(ForwardMode.MIXED, (2, 5, 3), (0, 30, 9), (21, 1, 1)), {}),
+    "padded": (lambda: extend(padding=7), {}),
+    "chain": (verify, speculation(1)),
+    "tree": (lambda: verify(random_tree(3)), speculation(3)),
+    "tree-full-mask": (lambda: verify(random_tree(3), full_mask=True), speculation(3)),
+}
+
+
+def build(module, pool, page, args, full_mask=False):
+    run = runner([module] if not isinstance(module, list) else module, pool, page, **args)
+    backend = AttnCoreBackend(run)
+    backend.passes.compact = not full_mask
+    return run, backend
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_is_a_dense_softmax(name, page):
+    torch.manual_seed(page)
+    make, args = PASSES[name]
+    module, made = attention(), make()
+    run, backend = build(module, mha_pool(page=page), page, args, made.full_mask)
+    assert error(backend, run, made, module) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["decode", "extend", "tree"])
+def test_windows_read_the_pool_of_their_own(name):
+    torch.manual_seed(0)
+    make, args = PASSES[name]
+    window, plain = attention(0, sliding_window_size=7), attention(1)
+    run, backend = build([window, plain], swa_pool(page=16), 16, args)
+    assert error(backend, run, make(), window, window=8) < 1e-5  # SGLang's 7 is the token and 7
+    assert error(backend, run, make(), plain) < 1e-5
+
+
+def test_sinks_and_cap_come_with_the_model():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sinks = torch.nn.Parameter(torch.randn(4))
+            self.attn = attention(logit_cap=5.0)
+
+    torch.manual_seed(0)
+    layer = Layer()
+    run, backend = build(layer, mha_pool(page=16), 16, {})
+    assert error(backend, run, extend(), layer.attn, sinks=layer.sinks.detach()) < 1e-5
+
+
+def latent(dim=80, v=64, kv_heads=1, **changed):
+    return attention(heads=4, kv_heads=kv_heads, dim=dim, v_head_dim=v, **changed)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", ["decode", "extend", "chain"])
+def test_absorbed_latents(name, page):
+    torch.manual_seed(0)
+    make, args = PASSES[name]
+    module = latent()
+    run, backend = build(module, mla_pool(page=page), page, args)
+    assert error(backend, run, make(), module) < 1e-5
+
+
+def test_unfolded_prefill_attends_to_its_own_tokens():
+    torch.manual_seed(0)
+    absorbed, unfolded = latent(), latent(dim=48, v=32, kv_heads=4)
+    run, backend = build([absorbed, unfolded], mla_pool(page=16), 16, {})
+    made = Pass(ForwardMode.EXTEND, (3, 1), (0, 0), (6, 19))
+    batch = made.batch(run)
+    q, k, v = torch.randn(25, 4, 48), torch.randn(25, 4, 48), torch.randn(25, 4, 32)
+    backend.init_forward_metadata(batch)
+    out = backend.forward_extend(q.flatten(1), k, v, unfolded, batch, save_kv_cache=False)
+    for request, tokens in enumerate((slice(0, 6), slice(6, 25))):
+        expected = dense(q[tokens], k[tokens], v[tokens], made.seen(request), unfolded.scaling)
+        torch.testing.assert_close(
+            out.view(25, 4, 32)[tokens].double(), expected, atol=1e-5, rtol=0
+        )
+
+
+def test_idle_passes_have_no_tokens():
+    module = attention()
+    _run, backend = build(module, mha_pool(), 1, {})
+    batch = type("Idle", (), {"forward_mode": ForwardMode.IDLE, "batch_size": 0})()
+    backend.init_forward_metadata(batch)
+    empty = torch.zeros(0, 128)
+    assert backend.forward_extend(empty, None, None, module, batch).shape == (0, 128)
+
+
+FAULTS = {
+    "lengths without the drafts": ("tree", lambda f: lambda t, r, s, n, *a: f(t, r, s, 0, *a)),
+    "slots for pages": ("extend", lambda f: lambda t, r, s, n, page, *a: f(t, r, s, n, 1, *a)),
+    "another request's row": ("decode", lambda f: lambda t, r, *a: f(t, r.flip(0), *a)),
+    "an untranslated window": ("window", lambda f: lambda *a: f(*a[:-1], None)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_sees_planted_faults(fault, monkeypatch):
+    torch.manual_seed(0)
+    name, broken = FAULTS[fault]
+    monkeypatch.setattr(passes, "fill_page_table", broken(page_tables.fill_page_table))
+    make, args = PASSES["decode" if name == "window" else name]
+    if name == "window":
+        module, pool, window = attention(0, sliding_window_size=7), swa_pool(page=16), 8
+        run, backend = build([module, attention(1)], pool, 16, args)
+    else:
+        module, pool, window = attention(), mha_pool(page=16), None
+        run, backend = build(module, pool, 16, args)
+    with pytest.raises((AssertionError, AttnError)):
+        assert error(backend, run, make(), module, window=window) < 1e-5
+
+
+def test_a_transposed_tree_is_seen():
+    torch.manual_seed(0)
+    module, made = attention(), verify(random_tree(3))
+    run, backend = build(module, mha_pool(), 1, speculation(3))
+    right = backend.passes._tree
+    backend.passes._tree = lambda batch: right(batch).mT.contiguous()
+    assert error(backend, run, made, module) > 1e-2
+
+
+REFUSED = {
+    "use_irope": ({"use_irope": True}, "chunked local"),
+    "cross": ({"is_cross_attention": True}, "cross attention"),
+    "cap": ({"logit_cap": 3.0, "logit_capping_method": "sigmoid"}, "the cap sigmoid"),
+    "bidirectional": ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "bidirectional"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_cannot_be_served_are_refused_at_the_start(name):
+    changed, text = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=text):
+        build(attention(**changed), mha_pool(), 1, {})
+
+
+def test_other_versions_pools_and_servers_are_refused(monkeypatch):
+    from attn_core.integrations.sglang import server
+
+    class PageMajorMHATokenToKVPool(type(mha_pool())):
+        def __init__(self):
+            self.dtype = torch.float32
+
+    with pytest.raises(UnsupportedError, match="PageMajorMHATokenToKVPool"):
+        build(attention(), PageMajorMHATokenToKVPool(), 1, {})
+    with pytest.raises(UnsupportedError, match="two-batch-overlap"):
+        build(attention(), mha_pool(), 1, {"enable_two_batch_overlap": True})
+    mixed = {"get_attention_backends": lambda: ("fa3", "attn_core")}
+    with pytest.raises(UnsupportedError, match="ATTN_DECODE_ATTENTION_BACKEND"):
+        build(attention(), mha_pool(), 1, speculation(3) | mixed)
+    monkeypatch.setattr(server.importlib.metadata, "version", lambda name: "0.6.1")
+    with pytest.raises(UnsupportedError, match=r"SGLang 0\.6\.1"):
+        build(attention(), mha_pool(), 1, {})

@@ -1,0 +1,93 @@
+"""Print nothing, save logits: SGLang's ModelRunner on a CPU, prefill and six decode steps.
+
+Usage: python engine_logits.py BACKEND PAGE_SIZE OUT. A process of its own: SGLang keeps its state
+in modules.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+
+import sglang.srt.mem_cache.allocation as allocation
+import sglang.srt.model_executor.forward_batch_info as forward_batch_info
+import sglang.srt.utils.common as common
+import torch
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 16384,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PROMPTS = (37, 5, 64, 1)
+STEPS = 6
+
+
+def make_model(folder: pathlib.Path) -> None:
+    """Write a configuration and a tokenizer of two words; weights are drawn."""
+    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 3}, "unk_token": "<unk>"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": model}
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
+    )
+
+
+def main(backend: str, page_size: str, out: str) -> None:
+    for module in (common, forward_batch_info, allocation):
+        module.support_triton = lambda name: False  # SGLang's own kernels need a GPU
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # finds attn_core by its entry point
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(pathlib.Path(folder))
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        flags = f"""--model-path {folder} --load-format dummy --device cpu --dtype float32
+            --attention-backend {backend} --page-size {page_size} --max-total-tokens 4096
+            --disable-overlap-schedule --disable-prefill-cuda-graph --disable-decode-cuda-graph
+            --random-seed 7 --log-level warning"""
+        args = ServerArgs.from_cli_args(parser.parse_args(flags.split()))
+        one_batch._set_envs_and_config(args)
+        loaded = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+        runner = loaded[0] if isinstance(loaded, tuple) else loaded
+        runner = getattr(runner, "torch_runner", runner)
+    generator = torch.Generator().manual_seed(3)
+    for weight in runner.model.parameters():  # dummy weights are too small for attention to show
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.15, generator=generator)
+        else:
+            weight.data.fill_(1.0)
+    ids = [torch.randint(0, 10000, (n,), generator=generator).tolist() for n in PROMPTS]
+    logits = []
+    with torch.no_grad():
+        requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(ids), 0, ids)
+        following, scores, batch = one_batch.extend(requests, runner)
+        logits.append(scores.float())
+        for _ in range(STEPS):
+            following, scores = one_batch.decode(following, batch, runner)
+            logits.append(scores.float())
+    torch.save(torch.stack(logits), out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
