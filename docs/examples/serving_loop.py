@@ -83,19 +83,16 @@ class Server:
 
     def __init__(self, registry: Registry | None = None) -> None:
         registry = registry or load_plugins()
-        shape = LayerRequirements(
-            head_dim=DIM, v_head_dim=DIM, num_q_heads=HEADS, num_kv_heads=KV_HEADS
-        )
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = Model(self.device)
         needs = Requirements(
-            layers=(shape,),
+            layers=tuple(dict.fromkeys(map(LayerRequirements.of, self.model.layers))),
             dtype="fp32",
             page_size=8,
             speculation=Speculation(topk=TOPK, num_draft_tokens=DRAFTS),
         )
         installed = registry.installed_libraries()
         self.selection = select(needs, probe_device(), registry, installed)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = Model(self.device)
         self.pool = KVPool(
             self.model.layers,
             num_pages=NUM_PAGES,

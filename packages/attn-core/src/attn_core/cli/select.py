@@ -95,10 +95,10 @@ def _families(backend: str, registry: Registry, asked: SelectionInputs) -> list[
 
 
 def _command(flags: InputFlags, answer: WhyNot) -> str:
-    """Write the command line in which the backend serves, "" where no flags say the change."""
-    if answer.changes is None or not (answer.changes or answer.named):
+    """Write the command line in which the backend serves, "" where no flags say the fixes."""
+    if answer.fixes is None or not (answer.fixes or answer.named):
         return ""
-    after, rest = changed_flags(flags, (*answer.changes, *answer.named))
+    after, rest = changed_flags(flags, (*answer.fixes, *answer.named))
     return "" if any(c.target != "libraries" for c in rest) else written("select", after)
 
 
@@ -109,7 +109,7 @@ def _as_data(answer: WhyNot, command: str) -> dict[str, Any]:
         "fits": answer.fits,
         "chosen": list(answer.chosen),
         "reasons": [{"phase": phase, "reason": reason} for phase, reason in answer.reasons],
-        "changes": None if answer.changes is None else [c.text for c in answer.changes],
+        "changes": None if answer.fixes is None else [c.text for c in answer.fixes],
         "naming": answer.naming,
         "command": command or None,
         "notes": list(answer.notes),

@@ -20,18 +20,7 @@ from attn_core.spec.requirements import LayerRequirements
 def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
     """Raise UnsupportedError for a shape or a field of a layer that the row does not honour."""
     row = config.row
-    needs = LayerRequirements(
-        kind=row.kind,
-        head_dim=layer.head_dim,
-        v_head_dim=layer.v_head_dim,
-        num_q_heads=layer.num_q_heads,
-        num_kv_heads=layer.num_kv_heads,
-        sliding_window=layer.sliding_window,
-        logit_cap=layer.logit_cap,
-        sinks=layer.sinks is not None,
-        cross=layer.is_cross,
-        encoder=not (layer.is_causal or layer.is_cross),
-    )
+    needs = LayerRequirements.of(layer, row.kind)
     gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
     if gaps:
         raise UnsupportedError(

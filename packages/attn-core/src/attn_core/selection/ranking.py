@@ -9,7 +9,7 @@ from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
-from attn_core.selection.mismatch import Fix, Mismatch
+from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import Overrides, Verdict
 from attn_core.spec.capabilities import BackendSpec, Capabilities, places
 from attn_core.spec.device import Device
@@ -62,12 +62,12 @@ class RowJudge:
                 Mismatch("implementation", f"{name} is declared", "not implemented in 0.1")
             )
         if allow is not None and name not in allow:
-            change = Fix("overrides", (("allow", (*allow, name)),), 1, f"--allow {name}")
-            found.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (change,)))
+            fix = Fix("overrides", (("allow", (*allow, name)),), FixCost.NAME, f"--allow {name}")
+            found.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (fix,)))
         if name in deny:
             rest = tuple(d for d in deny if d != name)
-            change = Fix("overrides", (("deny", rest),), 1, f"no --deny {name}")
-            found.append(Mismatch("deny", name, "--deny has it", (change,)))
+            fix = Fix("overrides", (("deny", rest),), FixCost.NAME, f"no --deny {name}")
+            found.append(Mismatch("deny", name, "--deny has it", (fix,)))
         return tuple(found)
 
     def rank(self, verdict: Verdict) -> tuple[float, ...]:

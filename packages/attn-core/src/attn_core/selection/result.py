@@ -61,7 +61,7 @@ class Verdict:
 
     @property
     def cost(self) -> int:
-        return sum(min((c.cost for c in r.changes), default=1000) for r in self.reasons)
+        return sum(min((c.cost for c in r.fixes), default=1000) for r in self.reasons)
 
 
 @dataclass(frozen=True)
