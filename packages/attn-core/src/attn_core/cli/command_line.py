@@ -100,8 +100,8 @@ def applier(flags: InputFlags, registry: Registry) -> Any:
                 known[key] = selection_inputs(after, registry)
             except UsageError:
                 known[key] = None
-        found = known[key]
-        return None if found is None else found.apply(rest)
+        inputs = known[key]
+        return None if inputs is None else inputs.apply(rest)
 
     return apply
 

@@ -152,15 +152,15 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     pins: list[Pin] = []
     slow: list[SlowPlugin] = []
     points = _installed_points(broken) if entry_points is None else entry_points
-    found = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
+    unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
-        found.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
+        unique.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
     ):
         start = time.perf_counter()
         try:
             _check_contract(point)
             with stdout_to_stderr():  # stdout is the command's
-                specs, more = _call(point.load(), point.name)
+                specs, plugin_pins = _call(point.load(), point.name)
                 wrongs = [problem(spec) for spec in specs]
         except KeyboardInterrupt:
             raise
@@ -169,7 +169,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
             continue
         if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
             slow.append(SlowPlugin(_shown(point.name), origin, seconds))
-        pins += more
+        pins += plugin_pins
         for spec, wrong in zip(specs, wrongs, strict=True):
             wrong = wrong or _taken(spec, names)
             if wrong is not None:

@@ -131,19 +131,19 @@ def refuse_output(
     owed: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("out", (*rows, layer.v_head_dim), q.dtype if out is None else out.dtype)
     ]
-    given: tuple[Output, ...] = (result,)
+    outputs: tuple[Output, ...] = (result,)
     if return_lse:
         owed.append(("lse", rows, torch.float32))
-        given = result if isinstance(result, tuple) else (result,)
-    if len(given) != len(owed):
-        _broke(config, layer, f"{len(given)} value", "(out, lse)")
-    for value, (name, shape, dtype) in zip(given, owed, strict=True):
+        outputs = result if isinstance(result, tuple) else (result,)
+    if len(outputs) != len(owed):
+        _broke(config, layer, f"{len(outputs)} value", "(out, lse)")
+    for value, (name, shape, dtype) in zip(outputs, owed, strict=True):
         expected = f"{list(shape)} {dtype}"
         if not isinstance(value, Tensor):
             _broke(config, layer, f"{name} as {type(value).__name__}", f"a tensor {expected}")
         if value.shape != shape or value.dtype != dtype:
             _broke(config, layer, f"{name} {list(value.shape)} {value.dtype}", expected)
-    if out is not None and given[0] is not out:
+    if out is not None and outputs[0] is not out:
         _broke(config, layer, "a new tensor", "the one given as `out`, filled")
 
 

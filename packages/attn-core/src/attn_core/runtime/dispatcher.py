@@ -108,7 +108,7 @@ class HybridDispatcher:
         BackendConfig's. Linear roles are not routed here. Raises UsageError where the pool's page
         size, store or layout are not the selection's, and what create_backend raises.
         """
-        asked = selection.requirements
+        needs = selection.requirements
         pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
         chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
         if pool != chosen:
@@ -130,18 +130,18 @@ class HybridDispatcher:
                     row=choice.row,
                     layers=vision if encodes else layers,
                     page_size=caches.page_size,
-                    dtype=asked.dtype,
+                    dtype=needs.dtype,
                     kv_cache_dtype=caches.kv_cache_dtype,
                     device=caches.device,
                     arch=selection.device.arch,
                     max_bs=max_bs,
                     max_num_tokens=max_num_tokens,
                     max_seq_len=max_seq_len,
-                    topk=asked.speculation.topk if asked.speculation else 0,
+                    topk=needs.speculation.topk if needs.speculation else 0,
                     num_draft_tokens=(
-                        asked.speculation.num_draft_tokens if asked.speculation else 0
+                        needs.speculation.num_draft_tokens if needs.speculation else 0
                     ),
-                    deterministic=asked.deterministic,
+                    deterministic=needs.deterministic,
                 )
                 created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
             routes[role] = created[key]

@@ -47,10 +47,10 @@ def attention(
 
     What the tensors are is the runner's business. Raises UsageError where it is gone.
     """
-    found = _KNOWN.get(runner)
-    if found is None:
+    attention = _KNOWN.get(runner)
+    if attention is None:
         raise UsageError("a compiled model attends in a pool that is gone; compile the model again")
-    found.attend_into(out, q, k, v, layer_id)
+    attention.attend_into(out, q, k, v, layer_id)
 
 
 @attention.register_fake

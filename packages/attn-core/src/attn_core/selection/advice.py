@@ -51,8 +51,8 @@ def advice(s: RowJudge, chosen: Selection, solve: Solve) -> tuple[str, ...]:
     """Say what is slow on this accelerator and the flag that avoids it, tried before it is told."""
     if s.device.type == "cpu":
         return ()
-    found = [_reference(s, chosen, solve, phase) for phase in (Phase.PREFILL, Phase.DECODE)]
-    return tuple(text for text in (*found, _float32(s, chosen, solve)) if text)
+    sentences = [_reference(s, chosen, solve, phase) for phase in (Phase.PREFILL, Phase.DECODE)]
+    return tuple(text for text in (*sentences, _float32(s, chosen, solve)) if text)
 
 
 def _references(s: RowJudge, chosen: Selection) -> set[Phase]:

@@ -32,30 +32,30 @@ def mismatches(
 
     speculates: the backend of this phase also verifies and drafts.
     """
-    found = [*_where(row, device), *_libraries(row, libraries)]
+    gaps = [*_device_gaps(row, device), *_library_gaps(row, libraries)]
     if phase not in row.phases:
         phases = listing(p.value for p in row.phases)
-        found.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
+        gaps.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
     if needs.dtype not in row.dtypes:
         options = [_set(f"--dtype {d}", FixCost.DTYPE, dtype=d) for d in sorted(row.dtypes)]
-        found.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
+        gaps.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
     target: Target = "vision" if phase is Phase.ENCODE else row.family
     for layer in _layers(row, needs, phase):
-        found.extend(x for x in layer_gaps(row, layer, target) if x not in found)
+        gaps.extend(x for x in layer_gaps(row, layer, target) if x not in gaps)
     if not any(x.family == row.family for x in needs.layers) and phase is not Phase.ENCODE:
-        found.append(_without(row.family, row))
+        gaps.append(_family_gap(row.family, row))
     if phase is Phase.ENCODE and needs.vision is None:
         tower = LayerRequirements(encoder=True)
         fix = Fix("vision", (("tower", tower),), FixCost.KIND, "a model with a vision tower")
-        found.append(Mismatch("vision", "a vision tower", "the model has none", (fix,)))
+        gaps.append(Mismatch("vision", "a vision tower", "the model has none", (fix,)))
     if row.family == "softmax" and phase is not Phase.ENCODE:
-        found.extend(_store(row, needs))
-        found.extend(_flags(row, needs, phase, speculates))
-    found.extend(_speculation(row, needs, speculates))
-    return tuple(found)
+        gaps.extend(_cache_gaps(row, needs))
+        gaps.extend(_flag_gaps(row, needs, phase, speculates))
+    gaps.extend(_speculation_gaps(row, needs, speculates))
+    return tuple(gaps)
 
 
-def _without(family: Family, row: Capabilities) -> Mismatch:
+def _family_gap(family: Family, row: Capabilities) -> Mismatch:
     added = (("layers", (LayerRequirements(kind=row.kind),)),)
     fix = Fix(family, added, FixCost.KIND, f"a model with {row.kind} layers")
     return Mismatch(family, f"{family} attention", f"the model has no {family} layers", (fix,))
@@ -70,7 +70,7 @@ def _no(need: str, asked: object, supported: str, fixes: Iterable[Fix] = ()) -> 
     return Mismatch(need, f"{need} {asked}", possible, tuple(fixes))
 
 
-def _where(row: Capabilities, device: Device) -> Iterator[Mismatch]:
+def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
     here = row.device in ("any", device.type)
     if not here or (row.archs and device.arch not in row.archs):
         kind = device.type if row.device == "any" else row.device
@@ -101,7 +101,7 @@ def _where(row: Capabilities, device: Device) -> Iterator[Mismatch]:
         yield _no("runtime", device.runtime, f">= {row.min_runtime}", [newer])
 
 
-def _libraries(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
+def _library_gaps(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
     for group in row.requires:
         there = shortfall(group, libraries)
         if there is not None:
@@ -146,7 +146,7 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
         yield _no("kind", layer.kind, row.kind, [other])
         return
     if row.family == "softmax":
-        yield from _head_dims(row, layer, target)
+        yield from _head_dim_gaps(row, layer, target)
     elif layer.head_dim is not None and row.head_dims and layer.head_dim not in row.head_dims:
         options = [_model(target, f"with head_dim {d}", head_dim=d) for d in sorted(row.head_dims)]
         yield _no("head_dim", layer.head_dim, listing(row.head_dims), options)
@@ -177,7 +177,9 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
             yield Mismatch(name, f"{name}{said}", "not supported", (fix,))
 
 
-def _head_dims(row: Capabilities, layer: LayerRequirements, target: Target) -> Iterator[Mismatch]:
+def _head_dim_gaps(
+    row: Capabilities, layer: LayerRequirements, target: Target
+) -> Iterator[Mismatch]:
     d, dv = layer.head_dim, layer.v_head_dim
     if d is None:
         return
@@ -205,7 +207,7 @@ def _head_dims(row: Capabilities, layer: LayerRequirements, target: Target) -> I
     yield _no("head_dim", d if d == dv else f"{d}/{dv}", possible, options)
 
 
-def _store(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
+def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
     store = needs.store_dtype
     mixed = store in PLAIN_DTYPES and store != needs.dtype and not row.kv_dtype_may_differ
     follows = needs.kv_cache_dtype == "auto" and needs.dtype not in row.dtypes  # said already
@@ -252,7 +254,7 @@ def _store(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
         yield Mismatch("with_linear_layers", asked, "not supported", (fix,))
 
 
-def _flags(
+def _flag_gaps(
     row: Capabilities, needs: Requirements, phase: Phase, speculates: bool
 ) -> Iterator[Mismatch]:
     if needs.lse and not row.lse:
@@ -278,7 +280,9 @@ def _verified_elsewhere(spec: Speculation) -> list[Fix]:
     return [none, Fix("speculation", (("mode", mode),), FixCost.FLAG + 1, text)]
 
 
-def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> Iterator[Mismatch]:
+def _speculation_gaps(
+    row: Capabilities, needs: Requirements, speculates: bool
+) -> Iterator[Mismatch]:
     spec = needs.speculation
     if spec is None:
         return

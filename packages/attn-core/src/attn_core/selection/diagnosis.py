@@ -102,12 +102,12 @@ def why_not(
     vision_only = encodes or backend != spec.name
     torch = None if simulated else torch_build().get("version")
     search = Search(spec, registry, apply or here.apply, torch)
-    found = search.run(_goals(spec.name, here, family, roles, vision_only))
-    if found is None:
+    result = search.run(_goals(spec.name, here, family, roles, vision_only))
+    if result is None:
         if not reasons:  # it fits alone: what fails is another role
             reasons = (("", failure or f"no fix gives {spec.name} a role"),)
         return answer("", () if roles else None, None)
-    fixes, after = found
+    fixes, after = result
     flags = {_flag(f.name) for f in fields(Overrides) if f.name.endswith("backend")}
     naming = next((c for c in fixes if c.text.partition(" ")[0] in flags), None)
     rest = tuple(c for c in fixes if c is not naming)
@@ -148,8 +148,8 @@ def _goals(
             continue
         other = next(f for f in own.values() if f != field)
         # another backend is named for the other phase: then the question is about this one
-        asked = getattr(o, other) not in (None, name) and getattr(o, field) in (None, name)
-        yield from goals((phase,), field, (), 0 if asked else 1)
+        other_named = getattr(o, other) not in (None, name) and getattr(o, field) in (None, name)
+        yield from goals((phase,), field, (), 0 if other_named else 1)
     if family == "softmax" and (vision_only or here.requirements.vision is not None):
         # last for a backend of text: the question is about text
         cost = 0 if vision_only else 3

@@ -65,8 +65,8 @@ class Search:
             if not queue:
                 return None
             _, _, goal, rows, fixes = heapq.heappop(queue)
-            asked = (id(goal), frozenset(fixes))
-            key = (asked[0], tuple(map(id, rows)), asked[1])
+            state = (id(goal), frozenset(fixes))
+            key = (state[0], tuple(map(id, rows)), state[1])
             after = None if key in seen else self.apply(fixes)
             seen.add(key)
             if after is None:
@@ -74,21 +74,21 @@ class Search:
             gaps = self._gaps(after, rows, goal.phases)
             if gaps:
                 options = self._options(gaps[0], after)
-            elif asked in failed:
-                options = failed[asked]
+            elif state in failed:
+                options = failed[state]
             else:
                 result = self._select(after)
                 if self._serves(result, goal):
                     return self._least(goal, fixes, result)
-                options = failed[asked] = tuple(_ways_out(after, goal, result))
+                options = failed[state] = tuple(_ways_out(after, goal, result))
             for option in options:
                 push(goal, rows, _added(fixes, option))
         return None
 
-    def _select(self, asked: SelectionInputs) -> Selection | NoBackendError | None:
+    def _select(self, inputs: SelectionInputs) -> Selection | NoBackendError | None:
         """Select; return the refusal where nothing fits, None where nothing can be asked."""
         try:
-            return asked.select(self.registry, advise=False)
+            return inputs.select(self.registry, advise=False)
         except NoBackendError as error:
             return error
         except AttnError:
@@ -121,11 +121,11 @@ class Search:
         return None
 
     def _gaps(
-        self, asked: SelectionInputs, rows: tuple[Capabilities, ...], phases: tuple[Phase, ...]
+        self, inputs: SelectionInputs, rows: tuple[Capabilities, ...], phases: tuple[Phase, ...]
     ) -> list[Mismatch]:
-        speculation = asked.requirements.speculation
+        speculation = inputs.requirements.speculation
         mode = speculation.mode if speculation and self.spec.family == "softmax" else None
-        needs, device, libraries = asked.requirements, asked.device, asked.libraries
+        needs, device, libraries = inputs.requirements, inputs.device, inputs.libraries
         gaps = [
             gap
             for row, phase in zip(rows, phases, strict=True)
@@ -134,9 +134,9 @@ class Search:
             )
         ]
         elsewhere = any(g.need == "device" for g in gaps)
-        if not all(map(self.spec.creator, rows)) and not asked.simulated and not elsewhere:
+        if not all(map(self.spec.creator, rows)) and not inputs.simulated and not elsewhere:
             gaps.insert(0, Mismatch("implementation", self.spec.name, "not implemented in 0.1"))
-        o, name = asked.overrides, self.spec.name
+        o, name = inputs.overrides, self.spec.name
         if o.allow is not None and name not in o.allow:
             fix = _override(f"add {name} to --allow", FixCost.NAME, allow=(*o.allow, name))
             gaps.append(Mismatch("allow", name, "--allow lacks it", (fix,)))
@@ -147,30 +147,30 @@ class Search:
         # the fewest ways out first: a gap that nothing closes ends the branch at once
         return sorted(dict.fromkeys(gaps), key=lambda g: len(g.fixes))
 
-    def _options(self, gap: Mismatch, asked: SelectionInputs) -> tuple[Fix, ...]:
+    def _options(self, gap: Mismatch, inputs: SelectionInputs) -> tuple[Fix, ...]:
         """Return the fixes that close a gap; of libraries those that can be installed first."""
         if gap.need != "library":
             return gap.fixes
         wanted = alternatives(gap.supported.removeprefix("needs "))
-        found = []
+        fixes = []
         for fix, library in zip(gap.fixes, wanted, strict=True):
             pins = [p for p in self.registry.pins if p.distribution == library.name]
             fitting = [p for p in pins if p.accepts(library) and p.loads(self.torch)]
             installable = next((p for p in fitting if p.pip), None)
             if installable is not None:
-                text = fix.text if asked.simulated else installable.pip
-                found.append(replace(fix, text=text))
+                text = fix.text if inputs.simulated else installable.pip
+                fixes.append(replace(fix, text=text))
             elif not pins:
-                text = fix.text if asked.simulated else f"pip install '{library}'"
-                found.append(replace(fix, text=text))
+                text = fix.text if inputs.simulated else f"pip install '{library}'"
+                fixes.append(replace(fix, text=text))
             elif any(not p.indexed for p in pins):
                 why = next(p.why for p in pins if not p.indexed)
-                found.append(replace(fix, cost=FixCost.INSTALL + 2, text=f"{fix.text}: {why}"))
+                fixes.append(replace(fix, cost=FixCost.INSTALL + 2, text=f"{fix.text}: {why}"))
             else:
                 known = " or ".join(dict.fromkeys(p.torch for p in pins if p.accepts(library)))
                 text = f"{fix.text} beside torch{known}" if self.torch else fix.text
-                found.append(replace(fix, cost=FixCost.INSTALL + 1, text=text))
-        return tuple(found)
+                fixes.append(replace(fix, cost=FixCost.INSTALL + 1, text=text))
+        return tuple(fixes)
 
 
 def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Capabilities, ...]]:

@@ -55,20 +55,18 @@ class RowJudge:
         )
 
     def _policy(self, spec: BackendSpec, row: Capabilities) -> tuple[Mismatch, ...]:
-        found = []
+        gaps = []
         allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
         if spec.creator(row) is None and not self.simulated:
-            found.append(
-                Mismatch("implementation", f"{name} is declared", "not implemented in 0.1")
-            )
+            gaps.append(Mismatch("implementation", f"{name} is declared", "not implemented in 0.1"))
         if allow is not None and name not in allow:
             fix = Fix("overrides", (("allow", (*allow, name)),), FixCost.NAME, f"--allow {name}")
-            found.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (fix,)))
+            gaps.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (fix,)))
         if name in deny:
             rest = tuple(d for d in deny if d != name)
             fix = Fix("overrides", (("deny", rest),), FixCost.NAME, f"no --deny {name}")
-            found.append(Mismatch("deny", name, "--deny has it", (fix,)))
-        return tuple(found)
+            gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
+        return tuple(gaps)
 
     def rank(self, verdict: Verdict) -> tuple[float, ...]:
         """Order fitting rows, best first: preferred, then measured, then by priority."""
@@ -144,19 +142,19 @@ def _everywhere(reason: Mismatch, verdict: Verdict, verdicts: tuple[Verdict, ...
         return replace(reason, supported=f"supports {listing(kinds)}")
     if reason.need != "device":
         return reason
-    mine = (v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases)
-    rows = [row for row in mine if row.kind == verdict.row.kind]
+    fitting = (v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases)
+    rows = [row for row in fitting if row.kind == verdict.row.kind]
     return replace(reason, supported=f"supports {places(rows)}") if rows else reason
 
 
 def nothing_fits(s: RowJudge, verdicts: tuple[Verdict, ...], phase: Phase) -> str:
     family: Family = verdicts[0].spec.family if verdicts else "softmax"
-    flag, asked = s.overrides.flag(family, phase)
-    if asked is not None:
-        name = s.registry.get(asked, family).name
+    flag, named = s.overrides.flag(family, phase)
+    if named is not None:
+        name = s.registry.get(named, family).name
         near = [v for v in verdicts if v.phase is phase and v.spec.name == name]
         reasons = "; ".join(str(r) for v in near for r in v.reasons)
-        return f"{flag} {asked} cannot run {phase.value} on {s.device}: {reasons}"
+        return f"{flag} {named} cannot run {phase.value} on {s.device}: {reasons}"
     near = sorted((v for v in verdicts if v.phase is phase), key=_distance)[:3]
     shown = "; ".join(f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in near)
     return (

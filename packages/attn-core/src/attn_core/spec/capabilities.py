@@ -136,6 +136,6 @@ class BackendSpec:
 
 def places(rows: Iterable[Capabilities]) -> str:
     """Name the devices that rows run on: "cuda:sm80, cuda:sm90"."""
-    found = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
-    order = sorted(found, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
+    devices = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
+    order = sorted(devices, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
     return ", ".join(map(str, order))

@@ -86,7 +86,7 @@ class Case:
     @property
     def cells(self) -> frozenset[str]:
         """The cells of the support matrix that this case is evidence for."""
-        found = {
+        covers = {
             "page_sizes": True,
             "fp8_kv": self.kv_dtype.startswith("fp8"),
             "fp4_kv": self.kv_dtype.startswith("fp4"),
@@ -97,7 +97,7 @@ class Case:
             "sinks": self.sinks,
             "cross_attention": self.encoder_lens is not None,
         }
-        return frozenset(cell for cell, is_it in found.items() if is_it)
+        return frozenset(cell for cell, is_it in covers.items() if is_it)
 
     def needs(self, dtype: str, page_size: int) -> Requirements:
         """Return what a row must declare to be asked for this case."""

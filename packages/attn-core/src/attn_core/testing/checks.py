@@ -77,8 +77,8 @@ def templates(
         base = base_point(serving)
         paged = case_catalog.PAGED if kind == "mha" else case_catalog.LATENT
         for case in (*paged, *shape_cases(kind, serving)):
-            where = points(case, serving)
-            for point in _one(where, case, serving) if reduced else where:
+            options = points(case, serving)
+            for point in _one(options, case, serving) if reduced else options:
                 yield partial(_paged, case, point)
         for case, page_size in page_cases(kind, serving):
             yield partial(_paged, case, replace(base, page_size=page_size))
@@ -97,11 +97,11 @@ def templates(
         yield partial(_ragged, case_catalog.PREFIX, dtypes(rows)[-1], metamorphic.prefix_in_chunks)
 
 
-def _one(where: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
+def _one(options: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
     """Choose the first point whose dtype goes with the case's store on some row."""
     auto = case.kv_dtype == "auto"
     able = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
-    return [point for point in where if point.dtype in able][:1] or [*where[:1]]
+    return [point for point in options if point.dtype in able][:1] or [*options[:1]]
 
 
 def _paged(case: Case, point: Point, row: Capabilities) -> Check:
