@@ -140,7 +140,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
 
     A plugin that fails to import, whose hook raises or returns something else, that registers
     nothing or more than can be weighed, takes a name or an alias that is taken, or whose
-    distribution requires another attn-core is listed in `broken` with its error. What it prints
+    distribution pins another attn-core or none is listed in `broken` with its error. What it prints
     goes to stderr, also from C and through the file descriptor.
     Of two plugins with one name the built-in wins, else the alphabetically first distribution.
     One that takes longer than SLOW_SECONDS is taken in and listed in `slow`.
@@ -158,7 +158,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     ):
         start = time.perf_counter()
         try:
-            _check_contract(point)
+            _check_contract(point.dist)
             with stdout_to_stderr():  # stdout is the command's
                 specs, plugin_pins = _call(point.load(), point.name)
                 wrongs = [problem(spec) for spec in specs]
@@ -223,19 +223,34 @@ def _shown(name: object) -> str:
     return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
 
 
-def _check_contract(point: EntryPoint) -> None:
-    for text in (point.dist.requires if point.dist is not None else None) or ():
-        requirement = Requirement(text)
-        marker = requirement.marker
-        if canonicalize_name(requirement.name) != BUILTIN or (
-            marker is not None and not marker.evaluate({"extra": ""})
-        ):
-            continue
-        if not requirement.specifier.contains(attn_core.__version__, prereleases=True):
+def _check_contract(dist: Distribution | None) -> None:
+    """Raise ImportError where a distribution pins another attn-core than this one, or none.
+
+    The pin is its own dependency: the version of attn-core is the version of the contract.
+    """
+    if dist is None or dist.name is None or canonicalize_name(dist.name) == BUILTIN:
+        return
+    required = [Requirement(text) for text in dist.requires or ()]
+    specifiers = [
+        r.specifier
+        for r in required
+        if canonicalize_name(r.name) == BUILTIN
+        and (r.marker is None or r.marker.evaluate({"extra": ""}))
+    ]
+    here = attn_core.__version__
+    for specifier in specifiers:
+        if not specifier.contains(here, prereleases=True):
             raise ImportError(
-                f"requires attn-core{requirement.specifier}, {attn_core.__version__} is installed; "
-                f"pip install 'attn-core{requirement.specifier}' or another version of the plugin"
+                f"requires attn-core{specifier}, {here} is installed; "
+                f"pip install 'attn-core{specifier}' or another version of the plugin"
             )
+    if not any(specifiers):
+        contract = here.rpartition(".")[0]
+        raise ImportError(
+            f"pins no version of attn-core, {here} is installed; install a version of the plugin "
+            f"that pins one, or add 'attn-core=={contract}.*' to the dependencies in its "
+            "pyproject.toml"
+        )
 
 
 def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
