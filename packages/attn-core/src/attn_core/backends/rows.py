@@ -52,6 +52,7 @@ def _torch_native() -> BackendSpec:
         lse=True,
         deterministic=True,
         needs_host_lengths=True,
+        tensor_scales=True,
     )
     adds = "this implementation does more than the documented one: "
     return BackendSpec(
@@ -85,6 +86,7 @@ def _flex_attention() -> BackendSpec:
         logit_cap=True,
         max_session_topk=0,
         needs_host_lengths=True,
+        tensor_scales=True,  # quantised tokens are dequantised when they are gathered
         requires_finite_padding=True,  # a block is read as a whole, and 0 times NaN is NaN
         note="flex_attention reads pages of a multiple of 16 tokens in place; smaller pages and "
         "quantised stores are gathered first",

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache
+from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache, Scale
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
 
@@ -39,8 +39,8 @@ class KVPool:
     num_pages: with page 0, the dummy; a mapping gives each view its own number.
     kv_cache_dtype: a key of TORCH_DTYPES.
     kind: "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index keys.
-    scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent; latents have
-    no v_scale.
+    scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent, each a number or
+    a tensor as in LayerCache; latents have no v_scale.
     Raises UsageError, and UnsupportedError where FP4 does not fit a head dim.
     """
 
@@ -55,7 +55,7 @@ class KVPool:
         kind: Literal["mha", "mla", "dsa"] = "mha",
         layout: Literal["NHD", "HND"] = "NHD",
         index_dim: int = 0,
-        scales: Mapping[int, tuple[float, float]] | None = None,
+        scales: Mapping[int, tuple[Scale, Scale]] | None = None,
     ) -> None:
         if kv_cache_dtype not in TORCH_DTYPES:
             raise UsageError(
@@ -73,7 +73,7 @@ class KVPool:
             scale = (scales or {}).get(x.layer_id, (1.0, 1.0))
             self._layers[x.layer_id] = self._create(x, pages, scale)
 
-    def _create(self, layer: CachedLayer, pages: int, scale: tuple[float, float]) -> LayerCache:
+    def _create(self, layer: CachedLayer, pages: int, scale: tuple[Scale, Scale]) -> LayerCache:
         fp4, size, heads = self.kv_cache_dtype == "fp4_e2m1", self.page_size, layer.num_kv_heads
         dims = [layer.head_dim] if self.kind != "mha" else [layer.head_dim, layer.v_head_dim]
         if fp4 and any(d % FP4_BLOCK for d in dims):

@@ -9,7 +9,7 @@ from functools import cache as cached
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.layer_cache import LayerCache, Scale
 from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
@@ -80,7 +80,7 @@ def read_pages(
 def _read(
     cache: LayerCache, index: Tensor, dtype: torch.dtype, gather: _Gather
 ) -> tuple[Tensor, Tensor | None]:
-    def side(pool: Tensor, block_pool: Tensor | None, scale: float) -> Tensor:
+    def side(pool: Tensor, block_pool: Tensor | None, scale: Scale) -> Tensor:
         stored = gather(pool, cache.layout, index)
         if block_pool is not None:
             return from_fp4(stored, gather(block_pool, cache.layout, index), scale, dtype)

@@ -8,6 +8,7 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor
 
+from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.runtime.backend import BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
@@ -27,6 +28,19 @@ def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "
             "it; state it in the Requirements, so that select() finds a backend that does"
         )
+
+
+def refuse_scales(config: BackendConfig, layer: AttentionLayer, cache: LayerCache) -> None:
+    """Raise UnsupportedError for scales in tensors, of a row that takes numbers alone."""
+    if config.row.tensor_scales:
+        return
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if isinstance(scale, Tensor):
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: {name} is a tensor, the chosen row of {config.name} has "
+                "no tensor_scales and takes numbers; create the pool with numbers, or name a "
+                "backend that reads scales on the device"
+            )
 
 
 def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -28,6 +29,7 @@ from attn_core.runtime.contract_checks import (
     refuse_layer,
     refuse_mode,
     refuse_output,
+    refuse_scales,
 )
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
@@ -72,9 +74,9 @@ class HybridDispatcher:
     routes: role → backend; "prefill" and "decode" are required. Which backend verifies and drafts
     was decided by the selection. caches: a KVPool or an engine's own; between passes it may be
     replaced by one of the same form. Raises UnsupportedError where a backend's row does not honour
-    a field of its config's layers. Whatever else than an AttnError a backend raises while it plans
-    or runs comes as BackendRunError with its cause; unless that says to restart, cache and
-    dispatcher are good for the next pass.
+    a field of its config's layers or the form of their scales. Whatever else than an AttnError a
+    backend raises while it plans or runs comes as BackendRunError with its cause; unless that says
+    to restart, cache and dispatcher are good for the next pass.
     """
 
     def __init__(self, routes: Mapping[Role, AttentionBackend], caches: CachePool) -> None:
@@ -88,6 +90,10 @@ class HybridDispatcher:
         for backend in _distinct(self.routes.values()):
             for layer in backend.config.layers:
                 refuse_layer(backend.config, layer)
+        for role, backend in self.routes.items():
+            for layer in backend.config.layers if role != "encode" else ():
+                with contextlib.suppress(UsageError):  # a layer without a cache is ragged
+                    refuse_scales(backend.config, layer, caches.layer(layer.layer_id))
 
     @classmethod
     def from_selection(

@@ -79,6 +79,7 @@ class Capabilities:
     quantizes_q_to_fp8: bool = (
         False  # with an FP8 store, queries and probabilities are rounded to it too
     )
+    tensor_scales: bool = False  # k_scale and v_scale of the cache may be tensors on the device
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
     note: str = ""
     create: str | None = None  # "module:Class" that runs this row, None: the spec's

@@ -122,11 +122,12 @@ def make_inputs(
 
     keys = side(case.dims[0], case.k_scale)
     values = side(case.dims[1], case.v_scale) if case.kind == "mha" else None
+    of_v = case.tensor_scales and values is not None
     after = LayerCache(
         k=keys.pool,
         v=None if values is None else values.pool,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
+        k_scale=torch.tensor([case.k_scale]) if case.tensor_scales else case.k_scale,
+        v_scale=torch.tensor([case.v_scale]) if of_v else case.v_scale,
         block_scales=None
         if keys.blocks is None
         else (keys.blocks, None if values is None else values.blocks),

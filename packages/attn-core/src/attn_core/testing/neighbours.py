@@ -194,3 +194,16 @@ def layers_of_one_plan(bench: Bench, case: Case, point: Point) -> Measure:
         what = f"output of layer {index}"
         errors.append(compare(got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], what))
     return worst(errors)
+
+
+def scales_on_the_device(bench: Bench, case: Case, point: Point) -> Measure:
+    """Scales in tensors are read in each pass, so what is written into them counts from then on."""
+    inputs, right = prepared(bench, case, point)
+    backend, cache = create(bench, case, inputs, point), clone_cache(inputs.cache)
+    scales = [x for x in (cache.k_scale, cache.v_scale) if isinstance(x, Tensor)]
+    metadata, dtype = backend.init_forward_metadata(inputs.batch), TORCH_DTYPES[point.dtype]
+    for factor in (2.0, 0.5):
+        for scale in scales:
+            scale.mul_(factor)
+        got = attend(backend, inputs, cache=cache, metadata=metadata)
+    return compare(got, right, inputs.real_tokens, dtype, "output with scales in tensors")

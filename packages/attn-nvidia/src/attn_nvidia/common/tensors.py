@@ -52,8 +52,10 @@ class Scales:
         self._tensors: dict[float, Tensor] = {}
         self.of(1.0)  # what most stores have
 
-    def of(self, scale: float) -> Tensor:
-        """Return the tensor of this scale."""
+    def of(self, scale: float | Tensor) -> Tensor:
+        """Return the tensor of this scale; one that is a tensor is read where it lies."""
+        if isinstance(scale, Tensor):
+            return scale.view(1)
         tensor = self._tensors.get(scale)
         if tensor is None:
             tensor = torch.full((1,), scale, device=self._device)

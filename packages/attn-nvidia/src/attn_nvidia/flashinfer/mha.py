@@ -204,14 +204,15 @@ class FlashInfer(AttentionBackend):
             assert values is not None
             if cache.layout == "HND":
                 keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-            scale, v_scale = layer.scale, None
+            k_scale: float | Tensor = layer.scale
+            v_scale = None
             if self._fp8:
-                scale, v_scale = scale * cache.k_scale, cache.v_scale
+                k_scale, v_scale = layer.scale * cache.k_scale, cache.v_scale
             # plans have a scale of 1, which k_scale multiplies: layers may differ in theirs
             plan.run(
                 q,
                 (keys, values),
-                k_scale=scale,
+                k_scale=k_scale,
                 v_scale=v_scale,
                 out=result,
                 lse=lse,

@@ -80,7 +80,7 @@ class MlaDecode(AttentionBackend):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
-        k_scale: float,
+        k_scale: float | Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:

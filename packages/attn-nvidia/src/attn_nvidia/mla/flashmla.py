@@ -66,7 +66,7 @@ class FlashMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
-        k_scale: float,
+        k_scale: float | Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
@@ -88,7 +88,7 @@ class FlashMLA(MlaDecode):
         result = copy_to_out(result.view(tokens, heads, LATENT), out)
         return (result, lse.transpose(1, 2).reshape(tokens, heads)) if return_lse else result
 
-    def _arguments(self, k_scale: float) -> dict[str, Any]:
+    def _arguments(self, k_scale: float | Tensor) -> dict[str, Any]:
         """Return what selects the kernels and, for FP8's, how queries and keys were scaled."""
         if not self._fp8:
             return self._kernels

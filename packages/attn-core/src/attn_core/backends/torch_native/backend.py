@@ -12,7 +12,7 @@ from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
 from attn_core.backends.torch_native.plan import Limits, Piece, Planner
-from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.ops.merge import merge_states
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
@@ -160,7 +160,7 @@ class TorchNative(AttentionBackend):
         def finish(piece: Piece, part: Tensor, total: Tensor | None) -> None:
             part = _unfold(part, piece, heads)
             total = None if total is None else _unfold(total, piece, heads)
-            if v_scale != 1.0:
+            if isinstance(v_scale, Tensor) or v_scale != 1.0:
                 part = part * v_scale
             if sinks is not None and total is not None:
                 with_sink = torch.logaddexp(total, sinks)
@@ -198,7 +198,7 @@ class TorchNative(AttentionBackend):
         self,
         q: Tensor,
         layer: AttentionLayer,
-        k_scale: float,
+        k_scale: Scale,
         key_values: KeyValues,
         piece: Piece,
         return_lse: bool,
