@@ -126,6 +126,11 @@ def test_scales_belong_to_fp8_and_fp4(store, kind):
                 pool(store, kind=kind, scales={0: scales})
 
 
+def test_a_layout_is_one_of_two():
+    with pytest.raises(UsageError, match=r"layout 'NDH' \(expected 'NHD' or 'HND'\)"):
+        pool(layout="NDH")
+
+
 QUANTISED = [store for store, dtype in TORCH_DTYPES.items() if dtype.itemsize == 1]
 
 

@@ -37,7 +37,7 @@ class KVPool:
     """The KV cache of a model: one LayerCache per softmax layer, zeros at first.
 
     num_pages: with page 0, the dummy; a mapping gives each view its own number.
-    kv_cache_dtype: a key of TORCH_DTYPES.
+    kv_cache_dtype: a key of TORCH_DTYPES. layout: "NHD" or "HND", as in LayerCache.
     kind: "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index keys.
     scales, of FP8 and FP4 alone: layer_id → (k_scale, v_scale), 1.0 where absent, each a number or
     a tensor as in LayerCache; latents have no v_scale.
@@ -53,7 +53,7 @@ class KVPool:
         kv_cache_dtype: str,
         device: torch.device | str = "cpu",
         kind: Literal["mha", "mla", "dsa"] = "mha",
-        layout: Literal["NHD", "HND"] = "NHD",
+        layout: str = "NHD",
         index_dim: int = 0,
         scales: Mapping[int, tuple[Scale, Scale]] | None = None,
     ) -> None:
@@ -63,6 +63,8 @@ class KVPool:
             )
         if page_size < 1:
             raise UsageError(f"page_size {page_size} (expected 1 or more)")
+        if layout not in ("NHD", "HND"):
+            raise UsageError(f"layout {layout!r} (expected 'NHD' or 'HND')")
         self.page_size, self.kv_cache_dtype, self.kind = page_size, kv_cache_dtype, kind
         self.layout, self.device, self.index_dim = layout, torch.device(device), index_dim
         self._layers: dict[int, LayerCache] = {}

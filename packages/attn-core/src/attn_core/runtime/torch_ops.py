@@ -47,10 +47,10 @@ def attention(
 
     What the tensors are is the runner's business. Raises UsageError where it is gone.
     """
-    attention = _KNOWN.get(runner)
-    if attention is None:
+    attends = _KNOWN.get(runner)
+    if attends is None:
         raise UsageError("a compiled model attends in a pool that is gone; compile the model again")
-    attention.attend_into(out, q, k, v, layer_id)
+    attends.attend_into(out, q, k, v, layer_id)
 
 
 @attention.register_fake

@@ -95,7 +95,7 @@ def create(
         kv_cache_dtype=selection.kv_cache_dtype,
         device=device,
         kind=kind,
-        layout="HND" if selection.layout == "HND" else "NHD",
+        layout=selection.layout,
     )
     return HybridDispatcher.from_selection(
         selection,

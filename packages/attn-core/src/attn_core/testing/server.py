@@ -63,7 +63,7 @@ class Server:
             kv_cache_dtype=self._store,
             device=bench.torch_device,
             kind="mla" if case.kind == "mla" else "mha",
-            layout="HND" if point.layout == "HND" else "NHD",
+            layout=point.layout,
             scales=self._scales,
         )
         self._caches = [pool.layer(x.layer_id) for x in self.layers]

@@ -174,8 +174,6 @@ class PagedCache:
                     copy_slots(self.dispatcher.caches.layer(layer.layer_id), a, b)
 
     def _pool(self, num_pages: Mapping[str, int]) -> KVPool:
-        layout = self.selection.layout
-        assert layout in ("NHD", "HND")
         try:
             return KVPool(
                 self.layers,
@@ -184,7 +182,7 @@ class PagedCache:
                 kv_cache_dtype=self.selection.kv_cache_dtype,
                 device=self.device,
                 kind="mla" if self.latent else "mha",
-                layout="HND" if layout == "HND" else "NHD",
+                layout=self.selection.layout,
             )
         except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
             said = str(error).partition("\n")[0][:300]
