@@ -63,7 +63,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types with mypy --strict."""
+    """Check types with mypy --strict: packages, benchmarks, docs/examples and this file."""
     install(session, "mypy>=1.16", "nox", *TOOLS, f"transformers=={TRANSFORMERS[0]}")
     session.run("mypy")
 

@@ -118,12 +118,12 @@ def serving(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Serv
 
 def measure(name: str, case: Case, registry: Registry, device: torch.device, kind: Device) -> Found:
     """Measure one backend on one case; whatever it raises becomes the error."""
-    found = Found(backend=name, case=case.name)
+    result = Found(backend=name, case=case.name)
     try:
         return _measured(name, build(case, device), registry, kind)
     except Exception as error:  # another project's code may raise anything: record it, go on
         said = " ".join(str(error).split())
-        return replace(found, error=f"{type(error).__name__}: {said[:300]}")
+        return replace(result, error=f"{type(error).__name__}: {said[:300]}")
 
 
 def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Found:
@@ -165,15 +165,15 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
     )
 
 
-def _library_plans(made: Sequence[functools.partial[object]], inputs: Inputs) -> tuple[Call, ...]:
+def _library_plans(plans: Sequence[functools.partial[object]], inputs: Inputs) -> tuple[Call, ...]:
     """Return the library's own plan; of FlashInfer it is the public one, and that from the host.
 
-    made: what a backend was seen to plan by, which is the library's plan everywhere else.
+    plans: what a backend was seen to plan by, which is the library's plan everywhere else.
     """
-    public = [p for p in (plain(call, inputs) for call in made) if p is not None]
-    if public and len(public) == len(made):
+    public = [p for p in (plain(call, inputs) for call in plans) if p is not None]
+    if public and len(public) == len(plans):
         return in_turn([p.plan for p in public]), in_turn([p.from_host for p in public])
-    return (in_turn(made),) if made else ()
+    return (in_turn(plans),) if plans else ()
 
 
 def pair(timings: Sequence[Timing]) -> Pair:
@@ -193,12 +193,12 @@ def host_us(
     gc.disable()
     try:
         for _ in range(rounds):
-            for call, mine in zip(calls, times, strict=True):
+            for call, durations in zip(calls, times, strict=True):
                 _wait(device)
                 for _ in range(calls_each):
                     start = time.perf_counter_ns()
                     call()
-                    mine.append((time.perf_counter_ns() - start) / 1e3)
+                    durations.append((time.perf_counter_ns() - start) / 1e3)
     finally:
         gc.enable()
     _wait(device)

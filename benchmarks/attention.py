@@ -87,19 +87,19 @@ def versions(distributions: Iterable[str]) -> dict[str, str | None]:
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if commit and _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"):
         commit += " and changes"
-    found: dict[str, str | None] = {
+    versions: dict[str, str | None] = {
         "commit": commit,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
     if torch.cuda.is_available():
-        found["driver"] = _output(
+        versions["driver"] = _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
         )
     for distribution in ("triton", *distributions):
-        found.setdefault(distribution, installed_version(distribution))
-    return found
+        versions.setdefault(distribution, installed_version(distribution))
+    return versions
 
 
 def _output(*command: str) -> str | None:
@@ -125,13 +125,13 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    found = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    args = parse(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    args = parse(argv)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu measures small shapes on the CPU")
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=device_name(device),
         versions=versions(c.distribution for c in (ours, *peers)),
         ceilings=asdict(ceilings),
-        command="python -m benchmarks.attention " + shlex.join(_without_place(given)),
+        command="python -m benchmarks.attention " + shlex.join(_without_place(argv)),
     )
     if args.peers == "all" and (missing := [p.name for p in PEERS if p not in peers]):
         report = replace(report, notes=(f"not installed: {', '.join(missing)}",))

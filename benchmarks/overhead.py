@@ -40,8 +40,8 @@ DISTRIBUTIONS = (
 BACKENDS = ("fa3", "flashinfer", "fa4", "trtllm_mha", "flashmla")
 
 
-def _small(phase: str, page_size: int, **more: int) -> Case:
-    return Case(phase=phase, batch=16, length=1024, page_size=page_size, **more)  # type: ignore[arg-type]  # phases
+def _small(phase: str, page_size: int, **shape: int) -> Case:
+    return Case(phase=phase, batch=16, length=1024, page_size=page_size, **shape)  # type: ignore[arg-type]  # phases
 
 
 _LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": LATENT + ROPE, "v_head_dim": LATENT}
@@ -53,22 +53,22 @@ CASES: tuple[tuple[Case, ...], ...] = (
 )
 
 
-def describe(found: Found) -> str:
+def describe(result: Found) -> str:
     """Say what was found in one line, each figure beside its limit."""
-    if found.error:
-        return f"{found.backend:<11} {found.case:<36} {found.error}"
+    if result.error:
+        return f"{result.backend:<11} {result.case:<36} {result.error}"
     parts = [
         f"{name} {value:.2f}" + ("" if good else f" OVER {LIMITS[name]:g}")
-        for name, (value, good) in found.verdicts.items()
+        for name, (value, good) in result.verdicts.items()
     ]
     calls = [
         f"{name} {pair.ours:.1f} µs, the library's {pair.direct:.1f}"
-        for name, pair in (("call", found.host), ("plan", found.plan))
+        for name, pair in (("call", result.host), ("plan", result.plan))
         if pair
     ]
-    if found.plan_from_host_us is not None:
-        calls[-1] += f" or from the host {found.plan_from_host_us:.1f}"
-    return f"{found.backend:<11} {found.case:<36} {'  '.join(parts)}  ({'; '.join(calls)})"
+    if result.plan_from_host_us is not None:
+        calls[-1] += f" or from the host {result.plan_from_host_us:.1f}"
+    return f"{result.backend:<11} {result.case:<36} {'  '.join(parts)}  ({'; '.join(calls)})"
 
 
 def cases_of(name: str, registry: Registry, kind: Device) -> list[Case]:
@@ -85,7 +85,7 @@ def cases_of(name: str, registry: Registry, kind: Device) -> list[Case]:
     return taken
 
 
-def save(path: pathlib.Path, device: torch.device, found: Sequence[Found], command: str) -> None:
+def save(path: pathlib.Path, device: torch.device, results: Sequence[Found], command: str) -> None:
     """Write what was found as JSON, with the limits and the versions."""
     data = {
         "schema": 1,
@@ -95,14 +95,14 @@ def save(path: pathlib.Path, device: torch.device, found: Sequence[Found], comma
         "versions": versions(sorted({"attn-core", "attn-nvidia", *installed(DISTRIBUTIONS)})),
         "command": command,
         "limits": LIMITS,
-        "found": [asdict(f) | {"verdicts": f.verdicts} for f in found],
+        "found": [asdict(f) | {"verdicts": f.verdicts} for f in results],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overhead",
         description="Measure what dispatcher and wrapper add to a library's own call.",
@@ -111,12 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--backends", default=",".join(BACKENDS), help="names with commas")
     add("--device", default="cuda", help="a torch device")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/overhead.….json)")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here")
     torch.set_grad_enabled(False)
-    registry, kind, found = load_plugins(), device_kind(device), []
+    registry, kind, results = load_plugins(), device_kind(device), []
     for name in args.backends.split(","):
         try:
             cases = cases_of(name, registry, kind)
@@ -125,13 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not cases:
             print(f"{name:<11} serves no case here; `attn why-not` says why", flush=True)
         for case in cases:
-            found.append(measure(name, case, registry, device, kind))
-            print(describe(found[-1]), flush=True)
+            results.append(measure(name, case, registry, device, kind))
+            print(describe(results[-1]), flush=True)
     path = args.out or FOLDER / f"overhead.{slug(device_name(device))}.json"
-    if found:
-        save(path, device, found, "python -m benchmarks.overhead " + shlex.join(given))
+    if results:
+        save(path, device, results, "python -m benchmarks.overhead " + shlex.join(argv))
         print(f"limits: {', '.join(f'{k} {v:g}' for k, v in LIMITS.items())}; {path}")
-    return 0 if found else 1
+    return 0 if results else 1
 
 
 if __name__ == "__main__":

@@ -51,10 +51,10 @@ def plain(call: functools.partial[Any], inputs: Inputs) -> Plain | None:
     queries, decodes = inputs.batch.cu_seqlens_q, inputs.batch.forward_mode in DECODE_MODES
     dims: tuple[int, ...] = (case.q_heads, case.kv_heads, case.head_dim, case.page_size)
     tensors: tuple[Tensor, ...]
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if kind == _MLA:
         wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend=kernel)
-        tensors, more = (queries, *pages, inputs.seq_lens), {"causal": not decodes}
+        tensors, options = (queries, *pages, inputs.seq_lens), {"causal": not decodes}
         dims = (case.q_heads, LATENT, ROPE, case.page_size)
     elif decodes:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
@@ -63,12 +63,12 @@ def plain(call: functools.partial[Any], inputs: Inputs) -> Plain | None:
         tensors = (*pages, last)
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
-        tensors, more = (queries, *pages, last), {"causal": True, "head_dim_vo": case.v_head_dim}
-    more |= {"q_data_type": inputs.q.dtype, "kv_data_type": TORCH_DTYPES[case.kv_dtype]}
-    more["sm_scale"] = case.scale
+        tensors, options = (queries, *pages, last), {"causal": True, "head_dim_vo": case.v_head_dim}
+    options |= {"q_data_type": inputs.q.dtype, "kv_data_type": TORCH_DTYPES[case.kv_dtype]}
+    options["sm_scale"] = case.scale
     host = tuple(t if t is csr.indices else t.cpu() for t in tensors)
     return Plain(
         wrapper=wrapper,
-        plan=functools.partial(wrapper.plan, *tensors, *dims, **more),
-        from_host=functools.partial(wrapper.plan, *host, *dims, **more),
+        plan=functools.partial(wrapper.plan, *tensors, *dims, **options),
+        from_host=functools.partial(wrapper.plan, *host, *dims, **options),
     )

@@ -58,13 +58,13 @@ class Recorder:
         """Return a function that notes the call and makes it."""
 
         @functools.wraps(function)
-        def call(*args: Any, **more: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
-                return function(*args, **more)
-            self._calls.append(functools.partial(function, *args, **more))
+                return function(*args, **kwargs)
+            self._calls.append(functools.partial(function, *args, **kwargs))
             self._inside = True
             try:
-                return function(*args, **more)
+                return function(*args, **kwargs)
             finally:
                 self._inside = False
 

@@ -108,8 +108,8 @@ class Report:
     @property
     def ranked(self) -> list[tuple[float, Measured]]:
         """The cases that have a ratio, the worst first."""
-        found = [(m.ratio, m) for m in self.cases if m.ratio is not None]
-        return sorted(found, key=lambda pair: (-pair[0], pair[1].name))
+        ranked = [(m.ratio, m) for m in self.cases if m.ratio is not None]
+        return sorted(ranked, key=lambda pair: (-pair[0], pair[1].name))
 
     @property
     def completed(self) -> Report:
@@ -120,12 +120,12 @@ class Report:
         cases = []
         for m in self.cases:
             here = names([m])
-            more = tuple(
+            others = tuple(
                 Entry(name=name, error=SKIPPED + "timed in other cases of this phase alone")
                 for name in names(c for c in self.cases if c.phase == m.phase)
                 if name not in here
             )
-            cases.append(replace(m, peers=m.peers + more))
+            cases.append(replace(m, peers=m.peers + others))
         return replace(self, cases=tuple(cases))
 
     def save(self, path: pathlib.Path) -> None:

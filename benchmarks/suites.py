@@ -90,7 +90,7 @@ def grid() -> tuple[Case, ...]:
     that each value of one meets each value of the others. Shapes beyond 40 GiB of KV or 20 TFLOP
     of work are left out.
     """
-    found = []
+    cases = []
     for p, (phase, lengths) in enumerate(_LENGTHS.items()):
         for i, j in itertools.product(range(len(_BATCHES)), range(len(lengths))):
             q_heads, kv_heads = _RATIOS[(i + j + p) % len(_RATIOS)]
@@ -109,8 +109,8 @@ def grid() -> tuple[Case, ...]:
                 page_size=_PAGES[(2 * i + j + p) % len(_PAGES)],
             )
             if case.kv_bytes <= GRID_KV_BYTES and case.flops <= _GRID_FLOPS:
-                found.append(case)
-    return tuple(found)
+                cases.append(case)
+    return tuple(cases)
 
 
 def cases_of(phase: str) -> tuple[Case, ...]:

@@ -141,17 +141,17 @@ def _cell(entry: Entry | None, fastest: float | None, computes: bool) -> str:
 
 def _failures(cases: Iterable[Measured]) -> str:
     """List what failed or was wrong, not what a peer does not take."""
-    found: dict[str, list[str]] = {}
+    names_by_failure: dict[str, list[str]] = {}
     for m in cases:
         for e in (m.ours, *m.peers):
             if e.wrong:
-                found.setdefault(f"{e.name}: a wrong result", []).append(m.name)
+                names_by_failure.setdefault(f"{e.name}: a wrong result", []).append(m.name)
             elif e.error and (e is m.ours or not e.refuses):
                 said = " ".join(e.error.replace("`", "'").split())[:SHOWN_FAILURES]
-                found.setdefault(f"{e.name}: `{said}`", []).append(m.name)
-    if not found:
+                names_by_failure.setdefault(f"{e.name}: `{said}`", []).append(m.name)
+    if not names_by_failure:
         return ""
-    lines = (f"- {what} ({', '.join(where)})" for what, where in found.items())
+    lines = (f"- {what} ({', '.join(names)})" for what, names in names_by_failure.items())
     return "\nNot measured, or wrong:\n\n" + "\n".join(lines) + "\n"
 
 

@@ -33,13 +33,13 @@ _EXTENDS = [(64, 8, 2), (64, 8, 3), (64, 8, 4), (128, 8, 2), (128, 8, 3), (64, 4
 
 def candidates(case: Case) -> Iterator[Launch]:
     """Yield the launch parameters that are worth a try for a case."""
-    lines = (case.queries or case.length) * case.q_heads // case.kv_heads
+    rows = (case.queries or case.length) * case.q_heads // case.kv_heads
     if case.phase in ("prefill", "extend"):
         for (bn, warps, stages), bm in itertools.product(_EXTENDS, (64, 128)):
             if (bm == 64) == (warps == 4):
                 yield Launch(block_m=bm, block_n=bn, warps=warps, stages=stages)
         return
-    least = max(16, min(64, 1 << (lines - 1).bit_length()))
+    least = max(16, min(64, 1 << (rows - 1).bit_length()))
     tried = _LATENTS if case.kind == "mla" else _DECODES
     small = case.kv_dtype.startswith("fp8")
     grid = [(least, *shape) for shape in (_BYTES if small else tried)]
@@ -114,20 +114,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--out", type=pathlib.Path)
-    asked = parser.parse_args()
-    cases = [c for p in asked.phase for c in cases_of(p) if asked.only in c.name]
+    args = parser.parse_args()
+    cases = [c for p in args.phase for c in cases_of(p) if args.only in c.name]
     kinds: dict[tuple[Any, ...], tuple[Case, list[Launch]]] = {}
     for c in cases:
         key = (c.phase, c.q_heads, c.kv_heads, c.head_dim, c.page_size, c.queries, c.tree)
         unlike = {(x.block_m, x.block_n, x.warps, x.stages, x.least): x for x in candidates(c)}
         kinds.setdefault(key, (c, list(unlike.values())))
     work = [(c, part[i::3]) for c, part in kinds.values() for i in range(3)]
-    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         pool.map(_compile, work, chunksize=1)
-    found = []
+    results = []
     for case in cases:
         rows = tune(case)
-        found += rows
+        results += rows
         good = sorted((r for r in rows if r.get("us")), key=lambda r: r["us"])
         print(case.name, f"({len(good)} of {len(rows)})")
         for r in good[:5]:
@@ -137,8 +137,8 @@ def main() -> None:
         for text in sorted({r["failed"] for r in rows if "failed" in r})[:2]:
             print("   failed:", text)
         torch.cuda.empty_cache()
-    if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

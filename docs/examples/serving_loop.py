@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from attn_core import (
     PageAllocator,
     Registry,
     Requirements,
+    Role,
     SpecInfo,
     Speculation,
     copy_slots,
@@ -42,10 +44,10 @@ class Model:
         width = (HEADS + 2 * KV_HEADS) * DIM
 
         def weight(*shape: int) -> Tensor:
-            return (torch.randn(shape, generator=rng) / shape[-1] ** 0.5).to(device)
+            return (torch.randn(shape, generator=rng) / math.sqrt(shape[-1])).to(device)
 
-        self.embedding = weight(VOCAB, HEADS * DIM) * DIM**0.5
-        self.places = weight(MAX_SEQ_LEN, HEADS * DIM) * DIM**0.5
+        self.embedding = weight(VOCAB, HEADS * DIM) * math.sqrt(DIM)
+        self.places = weight(MAX_SEQ_LEN, HEADS * DIM) * math.sqrt(DIM)
         self.qkv = [weight(width, HEADS * DIM) for _ in range(2)]
         self.head = weight(VOCAB, HEADS * DIM)
         self.layers = [
@@ -64,7 +66,8 @@ class Model:
         """Return logits [T, VOCAB] of tokens and positions, int64 [T] each."""
         x = self.embedding[tokens] + self.places[positions]
         for layer, weight in zip(self.layers, self.qkv, strict=True):
-            q, k, v = (x @ weight.T).view(len(x), -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
+            heads = (x @ weight.T).view(len(x), -1, DIM)
+            q, k, v = heads.split_with_sizes([HEADS, KV_HEADS, KV_HEADS], 1)
             x = x / 4 + attend(q, k, v, layer).flatten(1)
         return x @ self.head.T
 
@@ -83,19 +86,17 @@ class Server:
 
     def __init__(self, registry: Registry | None = None) -> None:
         registry = registry or load_plugins()
-        shape = LayerRequirements(
-            head_dim=DIM, v_head_dim=DIM, num_q_heads=HEADS, num_kv_heads=KV_HEADS
-        )
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = Model(self.device)
         needs = Requirements(
-            layers=(shape,),
+            layers=tuple(dict.fromkeys(map(LayerRequirements.of, self.model.layers))),
             dtype="fp32",
             page_size=8,
             speculation=Speculation(topk=TOPK, num_draft_tokens=DRAFTS),
         )
         installed = registry.installed_libraries()
         self.selection = select(needs, probe_device(), registry, installed)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = Model(self.device)
+        assert self.selection.page_size is not None  # it is None without softmax layers
         self.pool = KVPool(
             self.model.layers,
             num_pages=NUM_PAGES,
@@ -119,7 +120,11 @@ class Server:
             self.dispatcher, batch_sizes=[1, 2, MAX_BS], max_seq_len=MAX_SEQ_LEN
         )
         tokens = torch.zeros(1, dtype=torch.int64)  # an input of each captured step
-        for mode, role in ((ForwardMode.DECODE, "decode"), (ForwardMode.TARGET_VERIFY, "verify")):
+        roles: dict[ForwardMode, Role] = {
+            ForwardMode.DECODE: "decode",
+            ForwardMode.TARGET_VERIFY: "verify",
+        }
+        for mode, role in roles.items():
             if self.dispatcher.backend(role) in self.dispatcher.captured:
                 self.graphs.capture(mode, self.step, inputs=[tokens])
 
@@ -127,7 +132,9 @@ class Server:
         """Run all layers: what a graph captures, and what an eager pass calls."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-            return self.dispatcher.forward(q, k, v, layer, batch, metadata)
+            out = self.dispatcher.forward(q, k, v, layer, batch, metadata)
+            assert isinstance(out, Tensor)  # a pair with return_lse
+            return out
 
         return self.model(tokens, batch.positions, attend)
 
@@ -152,7 +159,8 @@ class Server:
         )
         tokens = torch.tensor(list(itertools.chain(*new)), device=self.device)
         if self.graphs.fits(batch):
-            return self.graphs.replay(batch, tokens).clone()
+            logits: Tensor = self.graphs.replay(batch, tokens)
+            return logits.clone()
         return self.step(batch, self.dispatcher.init_forward_metadata(batch), tokens)
 
     def add(self, prompt: list[int], like: Request | None = None) -> Request:

@@ -6,11 +6,11 @@ import time
 import pytest
 from attn_core.spec.device import Device
 from attn_core.testing import parallel
-from attn_core.testing.parallel import Asked, run_parallel
+from attn_core.testing.parallel import SuiteOptions, run_parallel
 from attn_core.testing.tolerance import Measure
 from dying import DEADLY, serve
 
-ASKED = Asked(backend="torch_native", device=Device("cpu"), kinds=("mha",), reduced=True)
+ASKED = SuiteOptions(backend="torch_native", device=Device("cpu"), kinds=("mha",), reduced=True)
 
 
 def test_a_process_that_dies_fails_its_check_by_name_and_no_other(monkeypatch):
@@ -22,7 +22,7 @@ def test_a_process_that_dies_fails_its_check_by_name_and_no_other(monkeypatch):
     skipped = [p for p in planned if p.check.id not in kept]
     for p in skipped:
         object.__setattr__(p, "row", None)
-    monkeypatch.setattr(Asked, "plan", lambda self: (None, planned))
+    monkeypatch.setattr(SuiteOptions, "plan", lambda self: (None, planned))
     seen = []
     outcomes = run_parallel(ASKED, 2, lambda p: seen.append(p.check.id))
     assert sorted(seen) == sorted(p.check.id for p in few)
@@ -58,7 +58,7 @@ def test_what_takes_the_memory_of_a_device_runs_alone(alone, monkeypatch):
     assert all(p.check.alone for p in picked)
     for p in picked:
         object.__setattr__(p.check, "alone", alone)
-    monkeypatch.setattr(Asked, "plan", lambda self: (None, picked * 2))
+    monkeypatch.setattr(SuiteOptions, "plan", lambda self: (None, picked * 2))
     monkeypatch.setattr(parallel._Worker, "run", run)
     run_parallel(ASKED, 3, lambda p: None)
     assert (max(most) == 1) == alone

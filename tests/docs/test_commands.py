@@ -83,7 +83,9 @@ def acme(tmp_path, monkeypatch):
     """Install attn-acme as a development install does: its source on the path, its metadata."""
     info = tmp_path / "attn_acme-1.0.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-acme\nVersion: 1.0.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: attn-acme\nVersion: 1.0.0\nRequires-Dist: attn-core==0.1.*\n"
+    )
     (info / "entry_points.txt").write_text("[attn_core]\nacme = attn_acme\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(ACME / "src"))

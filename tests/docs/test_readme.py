@@ -41,7 +41,9 @@ def acme(tmp_path, monkeypatch):
         (package / f"{name}.py").write_text(block(f"# attn_acme/{name}.py"))
     info = tmp_path / "attn_acme-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-acme\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: attn-acme\nVersion: 1.0\nRequires-Dist: attn-core==0.1.*\n"
+    )
     (info / "entry_points.txt").write_text("[attn_core]\nacme = attn_acme\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield load_plugins()

@@ -25,7 +25,7 @@ def test_one_query_a_request_is_cutlasss_and_drafts_are_flashinfers(case, ours, 
     library = importlib.import_module("sgl_kernel.attention")
     calls = counted(monkeypatch, library, "cutlass_mla_decode")
     that = that_pass(case)
-    that.check(that.backend(), given=True)
+    that.check(that.backend(), preallocated=True)
     assert len(calls) == ours
 
 

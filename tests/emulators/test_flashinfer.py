@@ -220,7 +220,7 @@ def test_a_wrapper_takes_the_tree_of_its_pass(window):
     for batch in (*passes, *passes):
         right = attend(make_backend(layer), layer, batch)
         torch.testing.assert_close(attend(backend, layer, batch), right, rtol=0, atol=0)
-    assert sum(map(len, backend._pool._held.values())) == 1
+    assert sum(map(len, backend._pool._wrappers.values())) == 1
 
 
 def verify(trees, seq_lens, **more):
@@ -473,11 +473,11 @@ def test_the_layers_of_a_tower_share_what_the_first_one_found(encodes, monkeypat
     backend = make_backend(layer, encodes=encodes)
     cu = indptr(9, 4), indptr(9, 4)
     first = ragged(backend, layer, [9, 4], [9, 4], cu=cu)
-    found = backend._found if encodes else backend._ragged._lengths
-    for planned in () if encodes else backend._ragged._held.values():
+    found = backend._layout if encodes else backend._ragged._lengths
+    for planned in () if encodes else backend._ragged._wrappers.values():
         monkeypatch.setattr(planned.wrapper, "plan", None)  # a second plan would fail
     again = ragged(backend, layer, [9, 4], [9, 4], cu=cu)
-    assert (backend._found if encodes else backend._ragged._lengths) is found
+    assert (backend._layout if encodes else backend._ragged._lengths) is found
     monkeypatch.undo()
     torch.testing.assert_close(again, first, rtol=0, atol=0)
     cu[0].copy_(indptr(4, 9))  # the same tensors, other lengths
@@ -505,7 +505,7 @@ def test_long_requests_without_a_cache_run_on_fa3():
     backend = make_backend(layer)
     ragged(backend, layer, [600], [600], causal=True, return_lse=True)
     ragged(backend, layer, [4], [600], causal=True)
-    assert [key.kernel for key in backend._ragged._held] == ["fa3", "fa2"]
+    assert [key.kernel for key in backend._ragged._wrappers] == ["fa3", "fa2"]
 
 
 def test_ragged_requests_without_keys():

@@ -90,7 +90,7 @@ def test_even_queries_are_flashmlas_and_scheduled_once_a_pass(case, causal, monk
     metadata = backend.init_forward_metadata(without_host_lengths(that.inputs.batch))
     assert len(schedules) == 1
     schedules.clear()
-    that.check(backend, metadata=metadata, given=True)
+    that.check(backend, metadata=metadata, preallocated=True)
     that.check(backend, metadata=metadata)
     assert [args[-1] for args, _ in calls] == [causal] * 2
 

@@ -47,7 +47,7 @@ def test_even_queries_are_trtllms_and_ragged_ones_flashinfers(case, ours, monkey
     mla = importlib.import_module("flashinfer.mla")
     calls = counted(monkeypatch, mla, "trtllm_batch_decode_with_kv_cache_mla")
     that = that_pass(case)
-    that.check(that.backend(), batch=without_host_lengths(that.inputs.batch), given=True)
+    that.check(that.backend(), batch=without_host_lengths(that.inputs.batch), preallocated=True)
     assert len(calls) == ours
 
 
@@ -123,7 +123,7 @@ def test_an_fp8_cache_is_read_with_rounded_queries_ragged_ones_too(case, monkeyp
     mla = importlib.import_module("flashinfer.mla")
     calls = counted(monkeypatch, mla, "trtllm_batch_decode_with_kv_cache_mla")
     that = that_pass(case, **FP8)
-    that.check(that.backend(), batch=without_host_lengths(that.inputs.batch), given=True)
+    that.check(that.backend(), batch=without_host_lengths(that.inputs.batch), preallocated=True)
     backend, inputs, q = that.backend(), that.inputs, that.inputs.q.clone()
     q[0, 0, 0] = 1e4  # a plain cast of it is NaN
     metadata = backend.init_forward_metadata(inputs.batch)

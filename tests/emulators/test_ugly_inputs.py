@@ -197,7 +197,7 @@ def test_a_pass_without_tokens(backend, mode, requests):
     )
     nothing = dataclasses.replace(inputs, q=inputs.q[:0], k=None, v=None, batch=batch)
     lse = that.config.row.lse
-    out, sums = attend(that, nothing, cache=inputs.after, given=True, return_lse=lse)
+    out, sums = attend(that, nothing, cache=inputs.after, preallocated=True, return_lse=lse)
     assert out.shape[0] == 0
     assert sums is None or sums.shape == (0, inputs.q.shape[1])
 

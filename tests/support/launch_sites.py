@@ -62,13 +62,19 @@ def merge(chip):
     merge_states(meta(2, 512, 32, 128), meta(2, 512, 32, dtype=torch.float32))
 
 
-def write(store, layout, chip):
+def write(store, layout, chip, *, tensor_scales=False):
     """Launch for new tokens of Llama's heads, whatever a chip's backends store."""
     layer = AttentionLayer(
         layer_id=0, num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scale=1.0
     )
     pool = KVPool(
-        [layer], num_pages=2, page_size=64, kv_cache_dtype=store, device=META, layout=layout
+        [layer],
+        num_pages=2,
+        page_size=64,
+        kv_cache_dtype=store,
+        device=META,
+        layout=layout,
+        scales={0: (meta(1, dtype=torch.float32),) * 2} if tensor_scales else None,
     )
     slots = meta(70, dtype=torch.int64)
     write_kv(pool.layer(0), meta(70, 8, 128), meta(70, 8, 128), slots)
@@ -161,6 +167,7 @@ WRITES: dict[str, Launch] = {
     "write-fp8": partial(write, "fp8_e4m3", "HND"),
     "write-e5m2": partial(write, "fp8_e5m2", "NHD"),
     "write-fp4": partial(write, "fp4_e2m1", "NHD"),
+    "write-tensor-scales": partial(write, "fp8_e4m3", "NHD", tensor_scales=True),
 }
 SITES: dict[str, Launch] = {
     "merge": merge,

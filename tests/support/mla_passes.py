@@ -64,11 +64,16 @@ class Pass:
         """Create the backend for this pass."""
         return create(self.bench, self.case, self.inputs, self.point)
 
-    def check(self, backend, *, batch=None, metadata=None, given=False):
+    def check(self, backend, *, batch=None, metadata=None, preallocated=False):
         """Run the pass and compare every number, the LSE too where the row has it."""
         lse = self.row.lse
         got = attend(
-            backend, self.inputs, batch=batch, metadata=metadata, given=given, return_lse=lse
+            backend,
+            self.inputs,
+            batch=batch,
+            metadata=metadata,
+            preallocated=preallocated,
+            return_lse=lse,
         )
         tokens = self.inputs.real_tokens
         compare(got, self.right, tokens, TORCH_DTYPES[self.point.dtype], "output")

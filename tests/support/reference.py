@@ -289,6 +289,7 @@ ROW = Capabilities(
     max_verify_topk=ANY_TOPK,
     lse=True,
     deterministic=True,
+    tensor_scales=True,
     cuda_graph="uniform",
 )
 LATENT = dataclasses.replace(

@@ -38,7 +38,7 @@ class FakePoint:
 class FakeDist:
     name: str
     version: str = "1.0"
-    requires: list[str] = field(default_factory=list)
+    requires: list[str] | None = field(default_factory=lambda: ["attn-core==0.1.*"])
 
 
 def plugin(specs: Any) -> Any:
@@ -50,7 +50,7 @@ def plugin(specs: Any) -> Any:
     return SimpleNamespace(attn_register_backends=hookimpl(attn_register_backends))
 
 
-def point(name: str, specs: Any, requires: tuple[str, ...] = ()) -> FakePoint:
+def point(name: str, specs: Any, requires: tuple[str, ...] = ("attn-core==0.1.*",)) -> FakePoint:
     return FakePoint(name, plugin(specs), FakeDist(name, requires=list(requires)))
 
 

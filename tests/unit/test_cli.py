@@ -310,7 +310,10 @@ def test_a_plugin_that_prints_or_says_nothing_is_listed_and_json_stays_json(tmp_
         (tmp_path / f"attn_{name}.py").write_text(text)
         info = tmp_path / f"attn_{name}-1.2.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: attn-{name}\nVersion: 1.2\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: attn-{name}\nVersion: 1.2\n"
+            "Requires-Dist: attn-core==0.1.*\n"
+        )
         (info / "entry_points.txt").write_text(f"[attn_core]\n{name} = attn_{name}\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = attn("backends", "--json", PYTHONPATH=path)
@@ -441,7 +444,9 @@ def test_a_corrupt_plugin_is_printed_in_full_and_takes_nothing_down(tmp_path):
     )
     info = tmp_path / "attn_bad-1.2.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-bad\nVersion: 1.2\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: attn-bad\nVersion: 1.2\nRequires-Dist: attn-core==0.1.*\n"
+    )
     (info / "entry_points.txt").write_text("[attn_core]\nbad = attn_bad\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = attn("backends", PYTHONPATH=path)

@@ -325,6 +325,7 @@ LAYER = {
     "v_head_dim": 64,
     "scale": 0.125,
 }
+SHAPE = {k: v for k, v in LAYER.items() if k not in ("layer_id", "scale")}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -347,9 +348,8 @@ NAN, INF = float("nan"), float("inf")
 def test_off_is_none_and_nothing_else(changes, message):
     with pytest.raises(UsageError, match=f"layer 7: {message}"):
         AttentionLayer(**LAYER | changes)
-    shape = {k: v for k, v in LAYER.items() if k not in ("layer_id", "scale")}
     with pytest.raises(UsageError, match=message):
-        LayerRequirements(**shape | changes)
+        LayerRequirements(**SHAPE | changes)
 
 
 @pytest.mark.parametrize(
@@ -388,3 +388,21 @@ def test_query_heads_of_softmax_layers_are_a_multiple_of_their_kv_heads():
     with pytest.raises(UsageError, match="4 query heads are no multiple of 8 KV heads"):
         LayerRequirements(num_q_heads=4, num_kv_heads=8)
     assert LayerRequirements(kind="gdn", num_q_heads=4, num_kv_heads=8).family == "linear"
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, {}),
+        ({"v_head_dim": 32, "num_kv_heads": 1}, {"v_head_dim": 32, "num_kv_heads": 1}),
+        ({"sliding_window": 9, "logit_cap": 3.0}, {"sliding_window": 9, "logit_cap": 3.0}),
+        ({"sinks": torch.zeros(4)}, {"sinks": True}),
+        ({"is_causal": False}, {"encoder": True}),
+        ({"is_cross": True}, {"cross": True}),
+        ({"is_cross": True, "is_causal": False}, {"cross": True}),  # it needs no encoder layer
+    ],
+)
+def test_requirements_of_a_layer(changes, needs):
+    layer = AttentionLayer(**LAYER | changes)
+    assert LayerRequirements.of(layer, "mla") == LayerRequirements(kind="mla", **SHAPE | needs)
+    assert LayerRequirements.of(layer).kind == "mha"

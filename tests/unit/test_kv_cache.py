@@ -126,6 +126,65 @@ def test_scales_belong_to_fp8_and_fp4(store, kind):
                 pool(store, kind=kind, scales={0: scales})
 
 
+def test_a_layout_is_one_of_two():
+    with pytest.raises(UsageError, match=r"layout 'NDH' \(expected 'NHD' or 'HND'\)"):
+        pool(layout="NDH")
+
+
+QUANTISED = [store for store, dtype in TORCH_DTYPES.items() if dtype.itemsize == 1]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("store", QUANTISED)
+def test_a_scale_in_a_tensor_is_that_of_its_number(store, shape):
+    tensors = tuple(torch.full(shape, x) for x in (0.5, 3.0))
+    k, v = tokens(5, 2, 32) * 4, tokens(5, 2, 16, seed=1)
+    numbers = pool(store, scales={0: (0.5, 3.0)}).layer(0)
+    cache = pool(store, scales={0: tensors}).layer(0)
+    assert cache.k_scale is tensors[0]
+    for each in (numbers, cache):
+        write_kv(each, k, v, SLOTS)
+    for (a, _), (b, _) in zip(numbers.parts(), cache.parts(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for a, b in zip(
+        read_kv(numbers, SLOTS, torch.float32), read_kv(cache, SLOTS, torch.float32), strict=True
+    ):
+        assert torch.equal(a, b)
+    tensors[0].mul_(2)  # calibrated later
+    assert torch.equal(
+        read_kv(cache, SLOTS, torch.float32)[0], 2 * read_kv(numbers, SLOTS, torch.float32)[0]
+    )
+
+
+@pytest.mark.parametrize("store", QUANTISED)
+def test_a_scale_in_a_tensor_is_never_read_on_the_host(store):
+    meta = torch.device("meta")  # which has no numbers to read
+    scales = {0: (torch.ones(1, device=meta), torch.ones(1, device=meta))}
+    cache = pool(store, device=meta, scales=scales).layer(0)
+    k, v = (torch.empty(5, 2, d, device=meta) for d in (32, 16))
+    write_kv(cache, k, v, SLOTS.to(meta))
+    assert read_kv(cache, SLOTS.to(meta), torch.float32)[0].shape == (5, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("store", "scale", "message"),
+    [
+        ("fp8_e4m3", torch.ones(2), r"k_scale torch.float32 \[2\] on cpu \(expected a number, or"),
+        ("fp8_e4m3", torch.ones(1, dtype=torch.float64), r"k_scale torch.float64 \[1\] on cpu"),
+        ("fp8_e5m2", torch.ones(1, device="meta"), r"on meta \(.* float32 \[1\] on cpu\)"),
+        ("bf16", torch.ones(1), "only FP8 and FP4 have scales"),
+    ],
+)
+def test_a_scale_in_a_tensor_has_one_form(store, scale, message):
+    with pytest.raises(UsageError, match=message):
+        pool(store, scales={0: (scale, 1.0)})
+
+
+def test_latents_have_no_scale_of_values_in_a_tensor_either():
+    with pytest.raises(UsageError, match="for a latent cache, which stores no V"):
+        pool("fp8_e4m3", kind="mla", scales={0: (1.0, torch.ones(1))})
+
+
 @pytest.mark.parametrize("store", ["bf16", "fp8_e4m3", "fp4_e2m1"])
 def test_mla_stores_the_latent_once(store):
     mla = layer(heads=1, d=576, dv=512)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
+import attn_core
 import pytest
 import strategies as gen
 from attn_core.errors import UnknownBackendError, UsageError
@@ -15,6 +18,8 @@ from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.requirements import Speculation
 
+ROOT = Path(__file__).parents[2]
+ACME = "docs/examples/attn-acme"
 ROW = Capabilities(
     kind="mha", device="any", dtypes=["bf16"], kv_dtypes=["bf16"], priority=1, requires=["acme>=2"]
 )
@@ -87,6 +92,22 @@ class NoHook:
         (
             gen.point("bad", [spec()], requires=("attn-core>=0.2",)),
             "requires attn-core>=0.2, 0.1.0 is installed",
+        ),
+        (
+            gen.point("bad", [spec()], requires=("attn-core==2.*",)),
+            "0.1.0 is installed; pip install 'attn-core==2.*' or another version of the plugin",
+        ),
+        (
+            gen.point("bad", [spec()], requires=("torch>=2", "attn-core")),
+            "pins no version of attn-core, 0.1.0 is installed",
+        ),
+        (
+            gen.point("bad", [spec()], requires=('attn-core==0.1.*; extra == "test"',)),
+            "add 'attn-core==0.1.*' to the dependencies in its pyproject.toml",
+        ),
+        (
+            gen.FakePoint("p", gen.plugin([spec()]), gen.FakeDist("bad", requires=None)),
+            "pins no version of attn-core",
         ),
         (gen.FakePoint("p", GeneratorExit("odd"), gen.FakeDist("bad")), "GeneratorExit: odd"),
         (gen.point("bad", None), "a hook returned None, not a list"),
@@ -182,6 +203,23 @@ def test_a_plugin_cannot_write_to_the_commands_output(capsys):
 def test_ctrl_c_is_nobodys_fault():
     with pytest.raises(KeyboardInterrupt):
         load_plugins([gen.FakePoint("p", KeyboardInterrupt(), gen.FakeDist("a"))])
+
+
+@pytest.mark.parametrize(
+    "project", ["packages/attn-" + n for n in ("nvidia", "rocm", "ascend", "intel")] + [ACME]
+)
+def test_our_plugins_pin_the_contract(project):
+    data = tomllib.loads((ROOT / project / "pyproject.toml").read_text())["project"]
+    dist = gen.FakeDist(data["name"], requires=data["dependencies"])
+    registry = load_plugins([gen.FakePoint("p", gen.plugin([spec()]), dist)])
+    assert not registry.broken
+    major, minor, _ = attn_core.__version__.split(".")
+    assert f"attn-core=={major}.{minor}.*" in data["dependencies"]
+
+
+def test_a_distribution_that_lost_its_metadata_is_no_fault_of_the_plugin():
+    lost = gen.FakeDist(None, requires=None)
+    assert not load_plugins([gen.FakePoint("p", gen.plugin([spec()]), lost)]).broken
 
 
 def test_extras_of_another_contract_do_not_count():

@@ -5,9 +5,11 @@ import functools
 
 import pytest
 import torch
+from attn_core.cache.pool import KVPool
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.runtime.batch import SpecInfo
 from attn_core.runtime.contract_checks import refuse_unplanned, refuse_window
+from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.spec.capabilities import ANY_TOPK
 from recording import DV, HQ, LAYERS, M, batch, make, qkv, recorder
 
@@ -30,6 +32,21 @@ def test_a_field_that_a_row_does_not_honour_is_refused_at_construction(role, cha
     ):
         make(**{role: recorder("picky", layers=layers)})
     make(**{role: recorder("able", layers=layers, **{flag: True})})
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_in_a_tensor_is_refused_at_construction(name):
+    def dispatcher(scale, *, tensor_scales):
+        scales = {0: (scale, 1.0) if name == "k_scale" else (1.0, scale)}
+        pool = KVPool(LAYERS, num_pages=5, page_size=4, kv_cache_dtype="fp8_e4m3", scales=scales)
+        able = recorder("able", tensor_scales=True)
+        other = recorder("picky", tensor_scales=tensor_scales)
+        return HybridDispatcher({"prefill": able, "decode": other}, pool)
+
+    with pytest.raises(UnsupportedError, match=rf"layer 0: {name} is a tensor, .* of picky has no"):
+        dispatcher(torch.ones(1), tensor_scales=False)
+    dispatcher(torch.ones(1), tensor_scales=True)
+    dispatcher(2.0, tensor_scales=False)
 
 
 @pytest.mark.parametrize(

@@ -232,18 +232,18 @@ def check_answer(registry, spec, needs, device, libs, flags, sim):
     except UsageError:  # a flag that has nothing to decide
         return
     assert spec.name in describe(answer)
-    assert answer.fits == (answer.changes == ())
-    if answer.changes is None:
+    assert answer.fits == (answer.fixes == ())
+    if answer.fixes is None:
         assert answer.reasons or not spec.implemented
         return
-    changes = (*answer.changes, *answer.named)
-    if not changes:
+    fixes = (*answer.fixes, *answer.named)
+    if not fixes:
         assert answer.chosen
         return
-    roles = gained(asked.apply(changes).select(registry), spec, answer)
+    roles = gained(asked.apply(fixes).select(registry), spec, answer)
     assert roles
-    for left_out in changes:
-        rest = asked.apply(tuple(c for c in changes if c is not left_out))
+    for left_out in fixes:
+        rest = asked.apply(tuple(c for c in fixes if c is not left_out))
         try:
             still = gained(rest.select(registry), spec, answer)
         except AttnError:

@@ -1,5 +1,6 @@
 """The kernels beside attention write and merge as the torch versions do."""
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -118,6 +119,21 @@ def test_the_same_bits_are_written(case):
             scales=case["scales"],
             interleaved=case["pool"] == "interleaved",
         )
+
+    check_write(make, k, v, slots_of(n, page))
+
+
+@pytest.mark.parametrize("of_k", [True, False])
+@pytest.mark.parametrize("store", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
+def test_a_scale_in_a_tensor_writes_the_same_bits(store, of_k):
+    shape = heads, d, dv, page = next(x for x in SHAPES.values() if x[2] and not x[1] % 16)
+    n = min(13, (PAGES - 1) * page)
+    k, v = (hard(n, heads, x, seed=x) for x in (d, dv))
+
+    def make():
+        cache = cache_of(store, shape, scales=(0.37, 1.7))
+        tensor = {"k_scale": torch.tensor([0.37])} if of_k else {"v_scale": torch.tensor(1.7)}
+        return dataclasses.replace(cache, **tensor)
 
     check_write(make, k, v, slots_of(n, page))
 

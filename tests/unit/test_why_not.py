@@ -100,12 +100,12 @@ def test_the_printed_command_works_and_is_minimal(flags, name):
     for answer in (got, got.get("linear")):
         if answer is None or not answer["command"]:
             continue
-        changes = suggested(asked, answer)
+        fixes = suggested(asked, answer)
         before = served(got["decision"], name)
-        gained = roles(answer["command"], name, installs(asked, changes)) - before
+        gained = roles(answer["command"], name, installs(asked, fixes)) - before
         assert gained, answer["command"]
-        for left_out in changes:
-            rest = tuple(c for c in changes if c is not left_out)
+        for left_out in fixes:
+            rest = tuple(c for c in fixes if c is not left_out)
             less = applier(asked, REGISTRY)(rest)
             assert less is None or not gained <= asked_roles(less, name), left_out.text
 
@@ -131,13 +131,13 @@ def suggested(asked, answer):
         family=answer["family"],
         apply=applier(asked, REGISTRY),
     )
-    assert [c.text for c in again.changes] == answer["changes"]
-    return (*again.changes, *again.named)
+    assert [c.text for c in again.fixes] == answer["changes"]
+    return (*again.fixes, *again.named)
 
 
-def installs(asked, changes) -> tuple[str, ...]:
+def installs(asked, fixes) -> tuple[str, ...]:
     """Return the libraries that no flag adds: those to be installed on this machine."""
-    rest = changed_flags(asked, changes)[1]
+    rest = changed_flags(asked, fixes)[1]
     return tuple(name for c in rest if c.target == "libraries" for name, _ in c.values)
 
 
@@ -183,14 +183,14 @@ def test_a_placeholder_is_not_advised(monkeypatch):
     monkeypatch.setattr("attn_core.selection.diagnosis.torch_build", lambda: {"version": "2.13.0"})
     here = Device("cuda", "sm90", "13.0")
     answer = why_not("fa3", Requirements(), here, REGISTRY, {"triton": "3.7.1"})
-    assert [c.text for c in answer.changes] == ["pip install 'sglang-kernel==0.4.8'"]
+    assert [c.text for c in answer.fixes] == ["pip install 'sglang-kernel==0.4.8'"]
 
 
 def test_nothing_helps_only_where_nothing_does():
     """A backend that is only declared is not created here, whatever is changed."""
     here = Device("npu", "910b", None)
     answer = why_not("ascend", Requirements(), here, REGISTRY, {"torch-npu": "2.13"})
-    assert answer.changes is None
+    assert answer.fixes is None
 
 
 def test_a_variable_that_a_command_leaves_out_is_unset(monkeypatch):

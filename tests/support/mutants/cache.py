@@ -107,6 +107,26 @@ class KeyScaleIgnored(Reference):
         return 1.0, cache.v_scale
 
 
+class TensorScalesIgnored(Reference):
+    """Only a scale that is a number is applied."""
+
+    def scales(self, cache):
+        return tuple(1.0 if isinstance(x, torch.Tensor) else x for x in super().scales(cache))
+
+
+class TensorScalesReadOnce(Reference):
+    """What a scale held in the first pass is kept, though it is calibrated later."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.read_scales = {}
+
+    def scales(self, cache):
+        for x in super().scales(cache):
+            self.read_scales.setdefault(id(x), float(x))
+        return tuple(self.read_scales[id(x)] for x in super().scales(cache))
+
+
 class E5m2ReadAsE4m3(Reference):
     def decode_fp8(self, x, scale):
         return super().decode_fp8(x.view(torch.float8_e4m3fn), scale)

@@ -32,19 +32,19 @@ class SubBackends:
         return self.prefill if mode.value in ("extend", "mixed") else self.decode
 
 
-def store_dtype(device: Device, asked: str = "auto", *, sinks: bool = False) -> Store:
+def store_dtype(device: Device, dtype: str = "auto", *, sinks: bool = False) -> Store:
     """Return what the latent cache stores: FP8 from compute capability 10 on, else bf16.
 
     Learnable sinks need bf16. Raises UsageError for another dtype, or FP8 asked with sinks.
     """
-    if asked == "auto":
+    if dtype == "auto":
         return "bf16" if sinks or _capability(device) < 100 else "fp8_e4m3"
-    if asked == "fp8_e4m3" and not sinks:
+    if dtype == "fp8_e4m3" and not sinks:
         return "fp8_e4m3"
-    if asked == "bf16":
+    if dtype == "bf16":
         return "bf16"
     possible = "bf16, for a model with sinks" if sinks else "auto, bf16, fp8_e4m3"
-    raise UsageError(f"--kv-cache-dtype {asked}: sparse MLA stores {possible}")
+    raise UsageError(f"--kv-cache-dtype {dtype}: sparse MLA stores {possible}")
 
 
 def sub_backends(

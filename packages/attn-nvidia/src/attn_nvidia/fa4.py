@@ -29,7 +29,7 @@ from attn_core import (
 from torch import Tensor
 
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import aligned, no_keys, request_of_token
+from attn_nvidia.common.tensors import align16, empty_attention, request_of_token
 
 # Its compiler is not known to bear two threads, and when it compiles is the library's decision.
 _ONE_AT_A_TIME = threading.Lock()
@@ -40,13 +40,13 @@ _LATENT = 512  # the layers of an MLA model that lie in its cache; others are ra
 
 
 class Plan(NamedTuple):
-    """What all layers of a class are called with; blind: bool [T, 1], which query sees no key.
+    """What all layers of a class are called with; rows_without_keys: bool [T, 1], by query.
 
     The Hopper kernel of 4.0.0b18 gives NaN for these. None: by causal order each sees itself.
     """
 
     arguments: dict[str, Any]
-    blind: Tensor | None
+    rows_without_keys: Tensor | None
 
 
 Plans = Mapping[LayerGroup, Plan]
@@ -56,7 +56,7 @@ Plans = Mapping[LayerGroup, Plan]
 class _Layer:
     """What every call of one layer is given."""
 
-    which: LayerGroup
+    group: LayerGroup
     arguments: dict[str, Any]
 
 
@@ -79,7 +79,7 @@ class FA4(AttentionBackend):
         self._page = max(sizes, default=config.page_size)
         self._layers = {layer: self._prepare(layer) for layer in config.layers}
         self._classes = {
-            x.which
+            x.group
             for layer, x in self._layers.items()
             if absorbed and (not self._latent or layer.v_head_dim == _LATENT)
         }
@@ -102,33 +102,33 @@ class FA4(AttentionBackend):
         """Collect what the layers of a class share; large pages are named as the kernel's."""
         tables: dict[str, Tensor] = {}
         plans: dict[LayerGroup, Plan] = {}
-        for which in self._classes:
-            view = batch.views.get(which.view)
+        for group in self._classes:
+            view = batch.views.get(group.view)
             if view is None:
                 continue
-            if which.view not in tables:
-                tables[which.view] = split_pages(view.page_table, self.config.page_size, self._page)
-            table = tables[which.view]
+            if group.view not in tables:
+                tables[group.view] = split_pages(view.page_table, self.config.page_size, self._page)
+            table = tables[group.view]
             arguments = {
                 "cu_seqlens_q": _dense(batch.cu_seqlens_q),
                 "seqused_k": _dense(view.seq_lens),
                 "page_table": table,
                 "max_seqlen_q": batch.max_q_len,
                 "max_seqlen_k": table.shape[1] * self._page,
-                "causal": which.causal,
+                "causal": group.causal,
             }
-            plans[which] = Plan(arguments, None if which.causal else _keyless(batch, view))
+            plans[group] = Plan(arguments, None if group.causal else _keyless(batch, view))
         return plans
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
         """Split the pages again, where they are not the kernel's; see who has keys."""
-        for which, plan in metadata.items():
-            view = batch.views[which.view]
+        for group, plan in metadata.items():
+            view = batch.views[group.view]
             if self._page != self.config.page_size:
                 pages = split_pages(view.page_table, self.config.page_size, self._page)
                 plan.arguments["page_table"].copy_(pages)
-            if plan.blind is not None:
-                plan.blind.copy_(_keyless(batch, view))
+            if plan.rows_without_keys is not None:
+                plan.rows_without_keys.copy_(_keyless(batch, view))
 
     def forward(
         self,
@@ -147,8 +147,8 @@ class FA4(AttentionBackend):
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         if topk_indices is not None:
             refuse_call(self.config, return_lse=return_lse, sparse=True)
-        mine = self._layers.get(layer) or self._adopt(layer)
-        plan = metadata.get(mine.which)
+        prepared = self._layers.get(layer) or self._adopt(layer)
+        plan = metadata.get(prepared.group)
         if plan is None:
             refuse_mode(self.config, batch.forward_mode)
             refuse_unplanned(layer, metadata)
@@ -157,16 +157,19 @@ class FA4(AttentionBackend):
             keys = keys.view(-1, self._page, *keys.shape[2:])
             if values is not None:
                 values = values.view(-1, self._page, *values.shape[2:])
-        given = plan.arguments
+        arguments = plan.arguments
         if not self._latent:
-            got = self._call(mine, True, aligned(q), keys, values, out, return_lse, given)
-            return got if plan.blind is None else _emptied(got, plan.blind, layer)
+            got = self._call(prepared, True, align16(q), keys, values, out, return_lse, arguments)
+            keyless = plan.rows_without_keys
+            return got if keyless is None else _empty_rows(got, keyless, layer)
         # K is the rope part, the latent is V and joins the logits: four views, no copy
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
         (q_latent, q_rope), (latent, rope) = (
-            x.split_with_sizes(cut, -1) for x in (aligned(q), keys)
+            x.split_with_sizes(cut, -1) for x in (align16(q), keys)
         )
-        return self._call(mine, True, q_rope, rope, latent, out, return_lse, given, qv=q_latent)
+        return self._call(
+            prepared, True, q_rope, rope, latent, out, return_lse, arguments, qv=q_latent
+        )
 
     def forward_ragged(
         self,
@@ -184,10 +187,10 @@ class FA4(AttentionBackend):
         return_lse: bool = False,
     ) -> Output:
         """Attend without a cache; nothing is planned."""
-        mine = self._layers.get(layer) or self._adopt(layer)
+        prepared = self._layers.get(layer) or self._adopt(layer)
         refuse_window(self.config.name, layer, causal=causal)
         if not k.shape[0]:
-            return no_keys(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         plan = {
             "cu_seqlens_q": _dense(cu_seqlens_q),
             "cu_seqlens_k": _dense(cu_seqlens_k),
@@ -195,21 +198,21 @@ class FA4(AttentionBackend):
             "max_seqlen_k": max_k,
             "causal": causal,
         }
-        got = self._call(mine, False, aligned(q), aligned(k), aligned(v), out, return_lse, plan)
+        got = self._call(prepared, False, align16(q), align16(k), align16(v), out, return_lse, plan)
         if layer.sinks is None:
             return got
         keys = cu_seqlens_k.diff()
-        blind = _blind(keys, cu_seqlens_q, q.shape[0], causal=causal)
-        return _emptied(got, blind, layer)  # exp(sink + inf)
+        rows_without_keys = _rows_without_keys(keys, cu_seqlens_q, q.shape[0], causal=causal)
+        return _empty_rows(got, rows_without_keys, layer)  # exp(sink + inf)
 
     def _adopt(self, layer: AttentionLayer) -> _Layer:
         """Prepare a layer that the config does not list; one of a planned class runs as well."""
-        self._layers[layer] = mine = self._prepare(layer)
-        return mine
+        self._layers[layer] = prepared = self._prepare(layer)
+        return prepared
 
     def _call(
         self,
-        mine: _Layer,
+        prepared: _Layer,
         paged: bool,
         q: Tensor,
         k: Tensor,
@@ -217,17 +220,17 @@ class FA4(AttentionBackend):
         out: Tensor | None,
         return_lse: bool,
         plan: dict[str, Any],
-        **more: Tensor,
+        **kwargs: Tensor,
     ) -> Output:
-        variant = (mine.which, paged, plan["causal"], return_lse)
+        variant = (prepared.group, paged, plan["causal"], return_lse)
         attend = self._attend if variant in self._built else partial(self._compile, variant)
-        arguments = {**mine.arguments, **plan, **more}
+        arguments = {**prepared.arguments, **plan, **kwargs}
         with _ONE_AT_A_TIME:
             got, lse = attend(q, k, v, out=out, return_lse=return_lse, **arguments)
         if not return_lse:
             return got if out is None else out
         # beside qv the library lays heads out innermost
-        return got if out is None else out, lse if more else lse.T
+        return got if out is None else out, lse if kwargs else lse.T
 
     def _compile(self, variant: Variant, *tensors: Tensor | None, **arguments: Any) -> Any:
         """Call for the first time, which compiles unless another backend has done it."""
@@ -243,10 +246,10 @@ def _dense(lengths: Tensor) -> Tensor:
 
 
 def _keyless(batch: ForwardBatch, view: CacheView) -> Tensor:
-    return _blind(view.seq_lens, batch.cu_seqlens_q, batch.num_tokens, causal=False)
+    return _rows_without_keys(view.seq_lens, batch.cu_seqlens_q, batch.num_tokens, causal=False)
 
 
-def _blind(keys: Tensor, cu_seqlens_q: Tensor, tokens: int, *, causal: bool) -> Tensor:
+def _rows_without_keys(keys: Tensor, cu_seqlens_q: Tensor, tokens: int, *, causal: bool) -> Tensor:
     """Return bool [T, 1]: which queries see none of their request's keys, int32 [B]; never syncs.
 
     In causal order the last query sees the last key. Nothing is indexed: that asks for a device,
@@ -261,12 +264,12 @@ def _blind(keys: Tensor, cu_seqlens_q: Tensor, tokens: int, *, causal: bool) -> 
     return (token < first.index_select(0, request)).view(-1, 1)
 
 
-def _emptied(got: Output, blind: Tensor, layer: AttentionLayer) -> Output:
+def _empty_rows(got: Output, rows_without_keys: Tensor, layer: AttentionLayer) -> Output:
     """Write what no keys give, zeros and the sink or -inf, where the kernel gave NaN."""
     out, lse = got if isinstance(got, tuple) else (got, None)
-    out.masked_fill_(blind.unsqueeze(-1), 0)
+    out.masked_fill_(rows_without_keys.unsqueeze(-1), 0)
     if lse is None:
         return out
     if layer.sinks is None:
-        return out, lse.masked_fill_(blind, -torch.inf)
-    return out, torch.where(blind, layer.sinks.float(), lse)
+        return out, lse.masked_fill_(rows_without_keys, -torch.inf)
+    return out, torch.where(rows_without_keys, layer.sinks.float(), lse)

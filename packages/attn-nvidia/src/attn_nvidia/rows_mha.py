@@ -106,6 +106,7 @@ def fa3() -> Sequence[Capabilities]:
         kv_dtypes=E4M3,
         head_dims=frozenset(range(16, 257, 16)),
         quantizes_q_to_fp8=True,
+        tensor_scales=True,
         note=ROUNDED,
     )
     # Only that build has sinks, as bf16 numbers, in shared memory for 64 heads; its kernels for

@@ -52,8 +52,9 @@ def _torch_native() -> BackendSpec:
         lse=True,
         deterministic=True,
         needs_host_lengths=True,
+        tensor_scales=True,
     )
-    more = "this implementation does more than the documented one: "
+    adds = "this implementation does more than the documented one: "
     return BackendSpec(
         name="torch_native",
         capabilities=[
@@ -64,10 +65,10 @@ def _torch_native() -> BackendSpec:
         create="attn_core.backends.torch_native.backend:TorchNative",
         aliases=["sdpa"],
         matrix_deviations={
-            "mha.spec_topk1": more + "a chain of drafts is verified by a causal mask",
-            "mha.spec_topk_gt1": more + "a tree of drafts is verified by its mask",
-            "mha.sliding_window": more + "the window is part of the mask",
-            "mla.backend": more + "MLA, absorbed and ragged, where the documented one has MHA only",
+            "mha.spec_topk1": adds + "a chain of drafts is verified by a causal mask",
+            "mha.spec_topk_gt1": adds + "a tree of drafts is verified by its mask",
+            "mha.sliding_window": adds + "the window is part of the mask",
+            "mla.backend": adds + "MLA, absorbed and ragged, where the documented one has MHA only",
         },
     )
 
@@ -85,18 +86,19 @@ def _flex_attention() -> BackendSpec:
         logit_cap=True,
         max_session_topk=0,
         needs_host_lengths=True,
+        tensor_scales=True,  # quantised tokens are dequantised when they are gathered
         requires_finite_padding=True,  # a block is read as a whole, and 0 times NaN is NaN
         note="flex_attention reads pages of a multiple of 16 tokens in place; smaller pages and "
         "quantised stores are gathered first",
     )
-    more = "this implementation does more than the documented one: "
+    adds = "this implementation does more than the documented one: "
     return BackendSpec(
         name="flex_attention",
         capabilities=list(_everywhere(row)),
         create="attn_core.backends.flex_attention.backend:FlexAttention",
         matrix_deviations={
-            "mha.fp8_kv": more + "quantised tokens are gathered and dequantised first",
-            "mha.sliding_window": more + "the window is part of the mask and of the block list",
+            "mha.fp8_kv": adds + "quantised tokens are gathered and dequantised first",
+            "mha.sliding_window": adds + "the window is part of the mask and of the block list",
         },
     )
 

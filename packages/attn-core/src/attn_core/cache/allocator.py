@@ -51,7 +51,7 @@ class PageAllocator:
 
     def pages(self, key: Hashable) -> list[int]:
         """Return a key's pages in order, its row of the page table. Raises UsageError."""
-        return list(self._held(key))
+        return list(self._pages_of(key))
 
     def grow(self, key: Hashable, length: int) -> list[int]:
         """Make `key` `length` tokens long, add the pages it needs, and return its pages in order.
@@ -60,17 +60,17 @@ class PageAllocator:
         OutOfPagesError, which changes nothing, and UsageError for a negative length.
         """
         _refuse_negative(key, length)
-        held = self._pages.get(key, [])
-        asked = max(0, num_pages_for(length, self.page_size) - len(held))
-        if asked > len(self._free):
+        pages = self._pages.get(key, [])
+        num_new = max(0, num_pages_for(length, self.page_size) - len(pages))
+        if num_new > len(self._free):
             raise OutOfPagesError(
-                f"{key!r} asked for {asked} more pages ({length} tokens in pages of "
+                f"{key!r} asked for {num_new} more pages ({length} tokens in pages of "
                 f"{self.page_size}), {len(self._free)} of {self.total} are free; release a "
                 "request or create a pool with more pages"
             )
-        fresh = [self._free.pop() for _ in range(asked)]
+        fresh = [self._free.pop() for _ in range(num_new)]
         self._owners.update(fresh)
-        self._pages[key], self._lengths[key] = [*held, *fresh], length
+        self._pages[key], self._lengths[key] = [*pages, *fresh], length
         return self.pages(key)
 
     def share(self, key: Hashable, from_key: Hashable, tokens: int, *, behind: int = 0) -> int:
@@ -86,7 +86,7 @@ class PageAllocator:
         if key in self._pages:
             raise UsageError(f"{key!r} holds pages already; share starts a new key")
         reused = reusable_prefix(tokens, self.page_size)
-        prefix = self._held(from_key)[: reused // self.page_size]
+        prefix = self._pages_of(from_key)[: reused // self.page_size]
         lost, have = 0 in prefix[max(behind, 0) // self.page_size :], self._lengths[from_key]
         if tokens > have or lost:
             why = "gave some of them back" if lost else f"has {have}"
@@ -100,17 +100,17 @@ class PageAllocator:
 
         Their entries become the dummy page 0, so later pages keep their index.
         """
-        held = self._held(key)
-        behind = min(max(position, 0) // self.page_size, len(held))
-        self._let_go(held[:behind])
-        held[:behind] = [0] * behind
+        pages = self._pages_of(key)
+        behind = min(max(position, 0) // self.page_size, len(pages))
+        self._let_go(pages[:behind])
+        pages[:behind] = [0] * behind
 
     def release(self, key: Hashable) -> None:
         """Release all pages of a key and forget the key. Raises UsageError for an unknown key."""
-        self._let_go(self._held(key))
+        self._let_go(self._pages_of(key))
         del self._pages[key], self._lengths[key]
 
-    def _held(self, key: Hashable) -> list[int]:
+    def _pages_of(self, key: Hashable) -> list[int]:
         try:
             return self._pages[key]
         except KeyError:

@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_core.errors import UsageError
 
 FP4_BLOCK = 16  # values that share one e4m3 scale
+Scale = float | Tensor  # a tensor: float32, one element, on the device of the pages
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -50,18 +51,21 @@ class LayerCache:
     FP4 (e2m1): uint8 [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales =
     (k, v) e4m3 [..., D / 16]. Other formats have no scales.
     index: keys of sparse MLA, bf16 [pages, page_size, dim].
+    k_scale, v_scale: a number, or a float32 tensor of one element on the device of the pages. A
+    tensor is read in each pass and never on the host, so it may be calibrated, or written by a
+    graph, after the cache was created. Rows with tensor_scales accept it.
     """
 
     k: Tensor
     v: Tensor | None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0
     block_scales: tuple[Tensor, Tensor | None] | None = None
     index: Tensor | None = None
     layout: str = "NHD"
 
     def __post_init__(self) -> None:
-        check_scales(self.k.dtype, self.k_scale, self.v_scale, latent=self.v is None)
+        check_scales(self.k, self.k_scale, self.v_scale, latent=self.v is None)
 
     @property
     def num_pages(self) -> int:
@@ -78,25 +82,34 @@ class LayerCache:
         return [(t, self.layout) for t in stores if t is not None] + index
 
 
-def check_scales(store: torch.dtype, k_scale: float, v_scale: float, *, latent: bool) -> None:
-    """Raise UsageError for a scale that is not finite and positive, or that the format lacks.
+def check_scales(k: Tensor, k_scale: Scale, v_scale: Scale, *, latent: bool) -> None:
+    """Raise UsageError for a scale that LayerCache does not take, or that the format lacks.
 
-    store: the dtype of the pool. Only FP8 and FP4 have scales; other formats hold the numbers
-    themselves, and backends read them without a scale.
+    k: the pool. Only FP8 and FP4 have scales; other formats hold the numbers themselves, and
+    backends read them without a scale.
     latent: the values are part of the keys.
+    The number in a tensor is not read.
     """
-    if k_scale == v_scale == 1.0:
-        return
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if not 0 < scale < math.inf:
+        if isinstance(scale, Tensor):
+            if (scale.dtype, scale.numel(), scale.device) != (torch.float32, 1, k.device):
+                raise UsageError(
+                    f"{name} {scale.dtype} {list(scale.shape)} on {scale.device} (expected a "
+                    f"number, or float32 [1] on {k.device})"
+                )
+        elif not 0 < scale < math.inf:
             raise UsageError(f"{name} {scale} (expected a finite number above 0)")
-    if store.itemsize > 1:
+    if k.dtype.itemsize > 1 and not (_is_one(k_scale) and _is_one(v_scale)):
         raise UsageError(
-            f"k_scale {k_scale} and v_scale {v_scale} for a cache in {store}: only FP8 and FP4 "
+            f"k_scale {k_scale} and v_scale {v_scale} for a cache in {k.dtype}: only FP8 and FP4 "
             "have scales; leave them out, or store fp8_e4m3, fp8_e5m2 or fp4_e2m1"
         )
-    if latent and v_scale != 1.0:
+    if latent and not _is_one(v_scale):
         raise UsageError(
             f"v_scale {v_scale} for a latent cache, which stores no V (supports 1.0): its values "
             "are read with k_scale"
         )
+
+
+def _is_one(scale: Scale) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1.0

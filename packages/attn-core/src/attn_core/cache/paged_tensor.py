@@ -14,7 +14,7 @@ def _raw(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
-def _where(t: Tensor, layout: str, slots: Tensor) -> tuple[Tensor | slice, ...]:
+def _index(t: Tensor, layout: str, slots: Tensor) -> tuple[Tensor | slice, ...]:
     page_size = t.shape[2 if layout == "HND" else 1]
     page, offset = slots // page_size, slots % page_size
     return (page, slice(None), offset) if layout == "HND" else (page, offset)
@@ -26,7 +26,7 @@ def put(t: Tensor, layout: str, slots: Tensor, values: Tensor) -> None:
     if layout == "NHD" and t.is_contiguous():
         t.view(-1, *t.shape[2:]).index_copy_(0, slots, values)
     else:
-        t[_where(t, layout, slots)] = values
+        t[_index(t, layout, slots)] = values
 
 
 def take(t: Tensor, layout: str, slots: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def take(t: Tensor, layout: str, slots: Tensor) -> Tensor:
         rows = raw.view(raw.shape[0] * raw.shape[1], -1).index_select(0, flat)
         got = rows.view(-1, *raw.shape[2:])
     else:
-        got = raw[_where(raw, layout, flat)]
+        got = raw[_index(raw, layout, flat)]
     return got.view(t.dtype).view(*slots.shape, *got.shape[1:])
 
 

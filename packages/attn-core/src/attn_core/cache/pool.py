@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache
+from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache, Scale
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
 
@@ -38,9 +38,10 @@ class KVPool:
 
     num_pages: includes page 0, the dummy page; a mapping gives each view its own number.
     kv_cache_dtype: a key of TORCH_DTYPES.
+    layout: "NHD" or "HND", as in LayerCache.
     kind: "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index keys.
-    scales: for FP8 and FP4 only: layer_id → (k_scale, v_scale), 1.0 if absent. Latents have no
-    v_scale.
+    scales: for FP8 and FP4 only: layer_id → (k_scale, v_scale), 1.0 if absent, each a number or a
+    tensor as in LayerCache. Latents have no v_scale.
     Raises UsageError, and UnsupportedError if FP4 does not support a head dim.
     """
 
@@ -53,9 +54,9 @@ class KVPool:
         kv_cache_dtype: str,
         device: torch.device | str = "cpu",
         kind: Literal["mha", "mla", "dsa"] = "mha",
-        layout: Literal["NHD", "HND"] = "NHD",
+        layout: str = "NHD",
         index_dim: int = 0,
-        scales: Mapping[int, tuple[float, float]] | None = None,
+        scales: Mapping[int, tuple[Scale, Scale]] | None = None,
     ) -> None:
         if kv_cache_dtype not in TORCH_DTYPES:
             raise UsageError(
@@ -63,6 +64,8 @@ class KVPool:
             )
         if page_size < 1:
             raise UsageError(f"page_size {page_size} (expected 1 or more)")
+        if layout not in ("NHD", "HND"):
+            raise UsageError(f"layout {layout!r} (expected 'NHD' or 'HND')")
         self.page_size, self.kv_cache_dtype, self.kind = page_size, kv_cache_dtype, kind
         self.layout, self.device, self.index_dim = layout, torch.device(device), index_dim
         self._layers: dict[int, LayerCache] = {}
@@ -73,7 +76,7 @@ class KVPool:
             scale = (scales or {}).get(x.layer_id, (1.0, 1.0))
             self._layers[x.layer_id] = self._create(x, pages, scale)
 
-    def _create(self, layer: CachedLayer, pages: int, scale: tuple[float, float]) -> LayerCache:
+    def _create(self, layer: CachedLayer, pages: int, scale: tuple[Scale, Scale]) -> LayerCache:
         fp4, size, heads = self.kv_cache_dtype == "fp4_e2m1", self.page_size, layer.num_kv_heads
         dims = [layer.head_dim] if self.kind != "mha" else [layer.head_dim, layer.v_head_dim]
         if fp4 and any(d % FP4_BLOCK for d in dims):

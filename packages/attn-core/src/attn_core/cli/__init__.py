@@ -40,12 +40,12 @@ def main() -> None:
         _end(f"{text}{'' if debug else '; run again with --debug'}", 1, debug)
 
 
-def _run(asked: str) -> None:
+def _run(name: str) -> None:
     from attn_core.cli.app import COMMANDS, command, variables
 
-    run = command(asked)
-    if asked in COMMANDS:
-        for sentence in unknown_variables(os.environ, variables(run), f"`attn {asked}`"):
+    run = command(name)
+    if name in COMMANDS:
+        for sentence in unknown_variables(os.environ, variables(run), f"`attn {name}`"):
             print(f"warning: {printable(sentence)}", file=sys.stderr)
     run()
 

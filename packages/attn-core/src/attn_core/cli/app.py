@@ -24,14 +24,14 @@ COMMANDS = {
 }
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         print(f"attn-core {attn_core.__version__}")
         raise typer.Exit
 
 
-def build_app(asked: str | None = None) -> typer.Typer:
-    """Return the application. If `asked` names a command, only that one is built."""
+def build_app(only: str | None = None) -> typer.Typer:
+    """Return the application. If `only` names a command, no other command is built."""
     app = typer.Typer(
         help="Attention backends for LLM inference: select, explain, test and run them. "
         "Add --debug for tracebacks.",
@@ -42,15 +42,15 @@ def build_app(asked: str | None = None) -> typer.Typer:
     )
     app.callback()(_root)  # keeps the name of a command even where there is only one
     for name, place in COMMANDS.items():
-        if asked not in COMMANDS or asked == name:
+        if only not in COMMANDS or only == name:
             module, _, function = place.partition(":")
             app.command(name)(getattr(importlib.import_module(f"attn_core.cli.{module}"), function))
     return app
 
 
-def command(asked: str) -> click.Group:
-    """Return the function of the command `asked`."""
-    return cast("click.Group", typer.main.get_command(build_app(asked)))
+def command(name: str) -> click.Group:
+    """Return the function of the command `name`."""
+    return cast("click.Group", typer.main.get_command(build_app(name)))
 
 
 def variables(group: click.Group) -> list[str]:

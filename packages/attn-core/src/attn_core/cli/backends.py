@@ -37,11 +37,11 @@ def backends_command(json: Json = False) -> None:
         ]
         print_json({"device": str(here), "backends": entries, "broken": broken, "slow": slow})
         return
-    lines = [
-        [e["name"], ", ".join(e["kinds"]), e["origin"], _found(e["libraries"]), e["here"]]
+    rows = [
+        [e["name"], ", ".join(e["kinds"]), e["origin"], _versions(e["libraries"]), e["here"]]
         for e in entries
     ]
-    print_table(["backend", "kinds", "from", "libraries", f"on {here}"], lines)
+    print_table(["backend", "kinds", "from", "libraries", f"on {here}"], rows)
     for s in registry.slow:
         console().print(f"\nslow: {s.name} from {s.origin} ({s.origin.module})\n  {s}")
     for b in registry.broken:
@@ -54,7 +54,7 @@ def _entry(
     registry: Registry, spec: BackendSpec, here: Device, libraries: Libraries
 ) -> dict[str, Any]:
     groups = sorted({g for row in spec.capabilities for g in row.requires})
-    found = {
+    versions = {
         w.name: libraries.get(canonicalize_name(w.name)) for g in groups for w in alternatives(g)
     }
     reason = _reason(spec, here, libraries)
@@ -66,7 +66,7 @@ def _entry(
         "origin": str(registry.origins[(spec.family, spec.name)]),
         "implemented": spec.implemented,
         "requires": groups,
-        "libraries": found,
+        "libraries": versions,
         "usable": reason is None,
         "here": reason or "usable",
     }
@@ -86,7 +86,7 @@ def _reason(spec: BackendSpec, here: Device, libraries: Libraries) -> str | None
     return None if spec.implemented else "declared, not implemented in 0.1"
 
 
-def _found(libraries: dict[str, str | None]) -> str:
+def _versions(libraries: dict[str, str | None]) -> str:
     return ", ".join(f"{n} {v or 'not installed'}" for n, v in libraries.items()) or "-"
 
 
@@ -110,6 +110,6 @@ def matrix_command(
         print(to_html(matrix), end="")
     else:
         for name in matrix:
-            header, lines = summary(matrix, name)
-            print_table(header, lines, title=name)
+            header, rows = summary(matrix, name)
+            print_table(header, rows, title=name)
             print()

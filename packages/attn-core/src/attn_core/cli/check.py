@@ -20,7 +20,7 @@ from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.spec.device import Device, parse_device, probe_device
 
 if TYPE_CHECKING:
-    from attn_core.testing.parallel import Asked
+    from attn_core.testing.parallel import SuiteOptions
     from attn_core.testing.plan import PlannedCheck
     from attn_core.testing.runner import CellReport, Outcome, Report
 
@@ -55,14 +55,15 @@ def check_command(
         _check_folder(evidence)
     from attn_core.testing import runner  # torch, which other commands do without
     from attn_core.testing.evidence import write_evidence
-    from attn_core.testing.parallel import Asked
+    from attn_core.testing.parallel import SuiteOptions
     from attn_core.testing.plan import KINDS
 
     if kind not in (None, *KINDS):
         raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
     kinds = tuple(k for k in KINDS if kind in (None, k))
     with stdout_to_stderr():  # compilers print
-        outcomes = _run(Asked(backend=spec.name, device=here, kinds=kinds, reduced=quick), jobs)
+        options = SuiteOptions(backend=spec.name, device=here, kinds=kinds, reduced=quick)
+        outcomes = _run(options, jobs)
     cells = runner.report(outcomes, spec, here, libraries)
     failures = [o.detail for o in outcomes if o.status == "failed"]
     failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]
@@ -107,30 +108,30 @@ def _check_folder(folder: Path) -> None:
         ) from error
 
 
-def _here(asked: str | None) -> Device:
+def _here(device: str | None) -> Device:
     """Return the named device of this machine. Its CPU always counts as one."""
     here = probe_device()
-    if asked is None:
+    if device is None:
         return here
-    wanted = parse_device(asked, extra=[here.type])
-    named = ":" in asked
+    wanted = parse_device(device, extra=[here.type])
+    named = ":" in device
     if wanted.type == here.type and (not named or wanted.arch == here.arch):
         return here
     if wanted.type == "cpu" and here.type != "cpu":
         return wanted if named else Device("cpu")
     raise UsageError(
-        f"--device {asked}: checks run on real devices, and this machine has {here}; leave "
+        f"--device {device}: checks run on real devices, and this machine has {here}; leave "
         "--device away, or run `attn check` on a machine that has one"
     )
 
 
-def _run(asked: Asked, jobs: int) -> list[Outcome]:
+def _run(options: SuiteOptions, jobs: int) -> list[Outcome]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from attn_core.testing import runner
     from attn_core.testing.parallel import run_parallel
 
-    spec, planned = asked.plan()
+    spec, planned = options.plan()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with progress(*columns) as bar:
         task = bar.add_task("", total=len(planned))
@@ -140,15 +141,16 @@ def _run(asked: Asked, jobs: int) -> list[Outcome]:
 
         if jobs > 1:
             bar.update(task, advance=sum(p.row is None for p in planned))
-            return run_parallel(asked, jobs, step)
-        here = asked.device
+            return run_parallel(options, jobs, step)
+        here = options.device
         return runner.run_all(planned, spec, runner.torch_device(here), step, arch=here.arch)
 
 
-def _print(outcomes: Sequence[Outcome], cells: Report, where: str) -> None:
+def _print(outcomes: Sequence[Outcome], cells: Report, place: str) -> None:
     header = ["cell", "checks", "failed", "worst error", "allowed", "verdict"]
-    for kind, found in cells.items():
-        print_table(header, [_line(cell, r) for cell, r in found.items()], title=f"{kind} {where}")
+    for kind, reports in cells.items():
+        rows = [_line(cell, report) for cell, report in reports.items()]
+        print_table(header, rows, title=f"{kind} {place}")
         print()
     reasons = dict.fromkeys(
         (f"{o.planned.kind}: {o.planned.check.feature}", o.detail)

@@ -23,44 +23,42 @@ from attn_core.spec.kinds import LINEAR_KINDS
 LISTS = ("prefer", "allow", "deny")
 
 
-def changed_flags(
-    flags: InputFlags, changes: tuple[Fix, ...]
-) -> tuple[InputFlags, tuple[Fix, ...]]:
-    """Return the flags after the changes, and the changes that no flag says.
+def changed_flags(flags: InputFlags, fixes: tuple[Fix, ...]) -> tuple[InputFlags, tuple[Fix, ...]]:
+    """Return the flags after the fixes, and the fixes that no flag says.
 
     Those are an installation on this machine, and another model where --model names one.
     """
     rest = []
-    for change in changes:
-        values = _values(flags, change)
+    for fix in fixes:
+        values = _values(flags, fix)
         if values is None:
-            rest.append(change)
+            rest.append(fix)
         else:
             flags = replace(flags, **values)
     return flags, tuple(rest)
 
 
-def _values(flags: InputFlags, change: Fix) -> dict[str, Any] | None:
-    values = dict(change.values)
-    if change.target == "overrides":
+def _values(flags: InputFlags, fix: Fix) -> dict[str, Any] | None:
+    values = dict(fix.values)
+    if fix.target == "overrides":
         return {
             name: ([",".join(value)] if value else None) if name in LISTS else value
             for name, value in values.items()
         }
-    if change.target == "speculation":
+    if fix.target == "speculation":
         short = {"topk": "speculative_eagle_topk", "mode": "speculative_attention_mode"}
         return {short[name]: value for name, value in values.items()}
-    if change.target == "requirements":
+    if fix.target == "requirements":
         if "speculation" in values:
             return {"speculative_eagle_topk": None, "speculative_attention_mode": None}
         known = {"dtype", "kv_cache_dtype", "page_size", "deterministic"}
         return values if set(values) <= known else None
-    if change.target == "device":
+    if fix.target == "device":
         moved = {"device": str(Device(values["type"], values["arch"]))} if "type" in values else {}
         return moved | ({"runtime_version": values["runtime"]} if "runtime" in values else {})
-    if change.target == "libraries":
+    if fix.target == "libraries":
         return _installed(flags, set(values))
-    return _shape(flags, change, values)
+    return _shape(flags, fix, values)
 
 
 def _installed(flags: InputFlags, wanted: set[str]) -> dict[str, Any] | None:
@@ -74,11 +72,11 @@ def _installed(flags: InputFlags, wanted: set[str]) -> dict[str, Any] | None:
     return {"assume_installed": [",".join([*kept, *(() if "all" in kept else sorted(wanted))])]}
 
 
-def _shape(flags: InputFlags, change: Fix, values: dict[str, Any]) -> dict[str, Any] | None:
+def _shape(flags: InputFlags, fix: Fix, values: dict[str, Any]) -> dict[str, Any] | None:
     linear = flags.kind in LINEAR_KINDS
-    if flags.model is not None or change.target == "vision":
+    if flags.model is not None or fix.target == "vision":
         return None
-    if change.target == "linear":
+    if fix.target == "linear":
         kinds = [x.kind for x in values.get("layers", ())] or [values.get("kind")]
         plain = flags.kind in (None, "mha") or linear
         return {"kind": kinds[0]} if plain and set(values) <= {"kind", "layers"} else None
@@ -91,19 +89,19 @@ def _shape(flags: InputFlags, change: Fix, values: dict[str, Any]) -> dict[str, 
 
 
 def applier(flags: InputFlags, registry: Registry) -> Any:
-    """Return a function that applies changes and returns the inputs of their command line."""
+    """Return a function that applies fixes and returns the inputs of their command line."""
     known: dict[str, SelectionInputs | None] = {}
 
-    def apply(changes: tuple[Fix, ...]) -> SelectionInputs | None:
-        after, rest = changed_flags(flags, changes)
+    def apply(fixes: tuple[Fix, ...]) -> SelectionInputs | None:
+        after, rest = changed_flags(flags, fixes)
         key = repr(after)
         if key not in known:
             try:
                 known[key] = selection_inputs(after, registry)
             except UsageError:
                 known[key] = None
-        found = known[key]
-        return None if found is None else found.apply(rest)
+        inputs = known[key]
+        return None if inputs is None else inputs.apply(rest)
 
     return apply
 

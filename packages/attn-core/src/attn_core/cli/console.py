@@ -36,22 +36,22 @@ def progress(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=out, transient=True, disable=not out.is_interactive)
 
 
-def print_table(header: list[str], lines: list[list[str]], title: str = "") -> None:
+def print_table(header: list[str], rows: list[list[str]], title: str = "") -> None:
     """Print a table. Long cells wrap between words, and within a word only if necessary."""
     from rich.table import Table
 
     out = console()
-    lines = [[printable(cell) for cell in line] for line in lines]
+    rows = [[printable(cell) for cell in row] for row in rows]
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    widths = _widths([header, *lines], out.width - 2 * (len(header) - 1))
+    widths = _widths([header, *rows], out.width - 2 * (len(header) - 1))
     for name, width in zip(header, widths, strict=True):
         table.add_column(name, overflow="fold", width=width)
-    for line in lines:
-        table.add_row(*line)
+    for row in rows:
+        table.add_row(*row)
     out.print(table)
 
 
-def _widths(rows: list[list[str]], room: int) -> list[int]:
+def _widths(rows: list[list[str]], width: int) -> list[int]:
     """Give every column its longest word, then share what is left.
 
     Where the words do not fit, those of the widest columns break, names (the first column) last.
@@ -59,10 +59,10 @@ def _widths(rows: list[list[str]], room: int) -> list[int]:
     columns = list(zip(*rows, strict=True))
     least = [max(len(word) for cell in c for word in (cell.split() or [""])) for c in columns]
     whole = [max(map(len, c)) for c in columns]
-    while sum(least) > max(room, len(columns)):
+    while sum(least) > max(width, len(columns)):
         widest = max(range(len(columns)), key=lambda i: (least[i] > 1, i > 0, least[i]))
         least[widest] -= 1
-    spare = max(0, room - sum(least))
+    spare = max(0, width - sum(least))
     wanting = sorted(range(len(columns)), key=lambda i: whole[i] - least[i])
     for left, i in zip(range(len(wanting), 0, -1), wanting, strict=True):
         share = min(whole[i] - least[i], spare // left)

@@ -29,8 +29,8 @@ def doctor_command(
     if json:
         print_json([asdict(f) for f in findings])
     else:
-        lines = [[f.subject, f.found, f.level, f.verdict] for f in findings]
-        print_table(["what", "found", "", "verdict"], lines)
+        rows = [[f.subject, f.found, f.level, f.verdict] for f in findings]
+        print_table(["what", "found", "", "verdict"], rows)
         fixes = [f for f in findings if f.fix]
         if fixes:
             console().print("\nto fix or install:")

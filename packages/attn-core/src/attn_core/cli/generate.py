@@ -168,7 +168,7 @@ def _print_report(engine: Engine, report: Report) -> None:
     chosen, out = engine.selection, console()
     steps = max(0, report.new_tokens - 1)  # the first new token is the prefill's
     rate = f"{steps / report.decode_seconds:.1f} tokens/s" if report.decode_seconds else "-"
-    lines = [
+    facts = [
         ("prefill", _chosen(chosen.roles["prefill"])),
         ("decode", _chosen(chosen.roles["decode"])),
         ("page size", f"{engine.page_size}: {chosen.page_size_reason}"),
@@ -178,7 +178,7 @@ def _print_report(engine: Engine, report: Report) -> None:
         *(("assumed", sentence) for sentence in chosen.assumptions),
     ]
     if report.interrupted:
-        lines.append(("ended", "by Ctrl-C"))
+        facts.append(("ended", "by Ctrl-C"))
     out.print()
-    for name, value in lines:
+    for name, value in facts:
         out.print(f"{name:<11}{value}", soft_wrap=True)

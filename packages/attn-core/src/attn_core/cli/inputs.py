@@ -52,23 +52,23 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
 def _libraries(
     flags: InputFlags, registry: Registry, same: bool
 ) -> tuple[dict[str, str | None], list[str]]:
-    asked = names(flags.assume_installed)
-    given = [name for name in asked if name != "all"]
+    assumed = names(flags.assume_installed)
+    named = [name for name in assumed if name != "all"]
     every: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
-    pinned, known = parse_libraries(given), [*every, "torch"]
+    pinned, known = parse_libraries(named), [*every, "torch"]
     for name in pinned:
         if name not in known:
             raise UsageError(
                 f"--assume-installed {name}: no backend requires it; {near(name, known)}"
             )
-    found: dict[str, str | None] = dict(registry.installed_libraries()) if same else {}
-    if "all" in asked or not (same or asked):
-        exact = f"; exactly: {', '.join(given)}" if given else ""
+    installed: dict[str, str | None] = dict(registry.installed_libraries()) if same else {}
+    if "all" in assumed or not (same or assumed):
+        exact = f"; exactly: {', '.join(named)}" if named else ""
         return every | pinned, [f"every library counts as installed, new enough{exact}"]
-    if given:
-        text = f"installed: {', '.join(given)}" + ("" if same else ", no other library")
-        return found | pinned, [text]
-    return found, []
+    if named:
+        text = f"installed: {', '.join(named)}" + ("" if same else ", no other library")
+        return installed | pinned, [text]
+    return installed, []
 
 
 def _requirements(flags: InputFlags, assumed: list[str]) -> Requirements:
@@ -101,10 +101,11 @@ def _of_model(
 ) -> Requirements:
     from attn_core.model_config import read_config, requirements_from_config
 
-    given = [_option(n) for n in SHAPE if getattr(flags, n) not in (None, False)]
-    if given:
+    shape_options = [_option(n) for n in SHAPE if getattr(flags, n) not in (None, False)]
+    if shape_options:
         raise UsageError(
-            f"{', '.join(given)} cannot be combined with --model, which sets the shape; drop one"
+            f"{', '.join(shape_options)} cannot be combined with --model, which sets the shape; "
+            "drop one"
         )
     needs = requirements_from_config(
         read_config(model),
@@ -162,8 +163,8 @@ def _heads(flags: InputFlags, assumed: list[str]) -> tuple[int | None, int | Non
     from attn_core.model_config.layers import rank_heads
 
     keys = Keys({}, owner, notes=assumed)
-    mine = rank_heads(keys, q or (kv or 1) * tp, kv or q or 1, tp)
-    return q and mine[0], kv and mine[1]
+    rank = rank_heads(keys, q or (kv or 1) * tp, kv or q or 1, tp)
+    return q and rank[0], kv and rank[1]
 
 
 def _speculation(flags: InputFlags, assumed: list[str]) -> Speculation | None:

@@ -179,8 +179,8 @@ def takes(flags: type[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
         ]
 
         def run(**kwargs: Any) -> None:
-            mine = {f.name: kwargs.pop(f.name) for f in fields(flags)}
-            command(flags(**mine), **kwargs)
+            values = {f.name: kwargs.pop(f.name) for f in fields(flags)}
+            command(flags(**values), **kwargs)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared

@@ -32,14 +32,14 @@ def select_command(
 ) -> None:
     """Select backends for a model on a device and explain why. Exit code 3: none fits."""
     registry = load_plugins()
-    asked = selection_inputs(flags, registry)
-    layers = {"layers_read": layers_as_data(asked.requirements)}
+    inputs = selection_inputs(flags, registry)
+    layers = {"layers_read": layers_as_data(inputs.requirements)}
     if flags.model is not None and not json:
-        print_text(layers_as_text(asked.requirements, flags.model))
+        print_text(layers_as_text(inputs.requirements, flags.model))
     if implemented_only:  # as on this machine, where nothing else can be created
-        asked = replace(asked, simulated=False)
+        inputs = replace(inputs, simulated=False)
     try:
-        selection = asked.select(registry)
+        selection = inputs.select(registry)
     except NoBackendError as error:
         if json:
             print_json(to_json(error.selection, str(error)) | layers)
@@ -60,20 +60,20 @@ def why_not_command(
 ) -> None:
     """Explain why a backend is not selected, and find the smallest change that makes it fit."""
     registry = load_plugins()
-    asked = selection_inputs(flags, registry)
+    inputs = selection_inputs(flags, registry)
     answers = [
         why_not(
             backend,
-            asked.requirements,
-            asked.device,
+            inputs.requirements,
+            inputs.device,
             registry,
-            asked.libraries,
-            asked.overrides,
-            simulated=asked.simulated,
+            inputs.libraries,
+            inputs.overrides,
+            simulated=inputs.simulated,
             family=family,
             apply=applier(flags, registry),
         )
-        for family in _families(backend, registry, asked)
+        for family in _families(backend, registry, inputs)
     ]
     if json:
         data = [_as_data(a, _command(flags, a)) for a in answers]
@@ -82,23 +82,23 @@ def why_not_command(
         print_text("\n\n".join(describe(a, _command(flags, a)) for a in answers))
 
 
-def _families(backend: str, registry: Registry, asked: SelectionInputs) -> list[Family]:
+def _families(backend: str, registry: Registry, inputs: SelectionInputs) -> list[Family]:
     """Diagnose the family that has the name, or both families if the model has layers of both."""
     families: list[Family] = ["softmax", "linear"]
     having = [
         f
         for f in families
         if any(backend in (s.name, *s.aliases) for s in registry.family(f))
-        and (f == "softmax" or asked.requirements.linear_layers)
+        and (f == "softmax" or inputs.requirements.linear_layers)
     ]
     return having or [registry.find(backend).family]
 
 
 def _command(flags: InputFlags, answer: WhyNot) -> str:
-    """Return a command line that selects the backend, or "" if flags cannot express the change."""
-    if answer.changes is None or not (answer.changes or answer.named):
+    """Return a command line that selects the backend, or "" if flags cannot express the fixes."""
+    if answer.fixes is None or not (answer.fixes or answer.named):
         return ""
-    after, rest = changed_flags(flags, (*answer.changes, *answer.named))
+    after, rest = changed_flags(flags, (*answer.fixes, *answer.named))
     return "" if any(c.target != "libraries" for c in rest) else written("select", after)
 
 
@@ -109,7 +109,7 @@ def _as_data(answer: WhyNot, command: str) -> dict[str, Any]:
         "fits": answer.fits,
         "chosen": list(answer.chosen),
         "reasons": [{"phase": phase, "reason": reason} for phase, reason in answer.reasons],
-        "changes": None if answer.changes is None else [c.text for c in answer.changes],
+        "changes": None if answer.fixes is None else [c.text for c in answer.fixes],
         "naming": answer.naming,
         "command": command or None,
         "notes": list(answer.notes),

@@ -43,13 +43,13 @@ def warmup_command(
     registry = load_plugins()
     here = probe_device()
     device = None if flags.device == here.type else flags.device  # the one of that type
-    asked = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)
-    _must_be_here(asked, here)
-    selection = asked.select(registry)
+    inputs = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)
+    _must_be_here(inputs, here)
+    selection = inputs.select(registry)
     if not {"prefill", "decode"} <= selection.roles.keys():
         raise UsageError("this model has no softmax attention: there is nothing to warm up")
 
-    _must_fit(asked.requirements, max_bs, selection.page_size or 1)
+    _must_fit(inputs.requirements, max_bs, selection.page_size or 1)
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     from attn_core.runtime.warmup import Warmed, create, warmup
@@ -63,20 +63,20 @@ def warmup_command(
         def step(backend: str, what: str, passes: int) -> None:
             bar.update(task, advance=1, total=passes, description=f"{backend}: {what}")
 
-        on = torch_device(asked.device)
+        on = torch_device(inputs.device)
         start = time.perf_counter()
-        dispatcher = create(selection, asked.requirements, registry, on, max_bs=max_bs)
+        dispatcher = create(selection, inputs.requirements, registry, on, max_bs=max_bs)
         names = dict.fromkeys(b.config.name for b in dispatcher.routes.values())
         created = Warmed(", ".join(names), "create", time.perf_counter() - start)
         warmed = [created, *warmup(dispatcher, max_bs=max_bs, step=step)]
     if json:
-        print_json({"device": str(asked.device), "passes": [asdict(w) for w in warmed]})
+        print_json({"device": str(inputs.device), "passes": [asdict(w) for w in warmed]})
         return
-    lines = [[w.backend, w.what, f"{w.seconds:.2f}"] for w in warmed]
-    print_table(["backend", "pass", "seconds"], lines, title=f"warmed up on {asked.device}")
+    rows = [[w.backend, w.what, f"{w.seconds:.2f}"] for w in warmed]
+    print_table(["backend", "pass", "seconds"], rows, title=f"warmed up on {inputs.device}")
     total = sum(w.seconds for w in warmed)
     console().print(f"\n{len(warmed) - 1} passes in {total:.1f} s, creation included")
-    if asked.requirements.linear_layers:
+    if inputs.requirements.linear_layers:
         console().print(
             "linear attention layers are not warmed up: their kernels are not implemented"
         )
@@ -98,16 +98,16 @@ def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
             )
 
 
-def _must_be_here(asked: SelectionInputs, here: Device) -> None:
+def _must_be_here(inputs: SelectionInputs, here: Device) -> None:
     """Refuse a simulated device or assumed libraries: kernels need real ones."""
-    if not asked.simulated or (asked.device.type == "cpu" and here.type != "cpu"):
+    if not inputs.simulated or (inputs.device.type == "cpu" and here.type != "cpu"):
         return
-    if (asked.device.type, asked.device.arch) == (here.type, here.arch):
+    if (inputs.device.type, inputs.device.arch) == (here.type, here.arch):
         raise UsageError(
             "--assume-installed: a warm-up runs kernels, so it takes the libraries that are "
             "installed; leave it away"
         )
     raise UsageError(
-        f"--device {asked.device}: a warm-up runs kernels, and this machine has {here}; leave "
+        f"--device {inputs.device}: a warm-up runs kernels, and this machine has {here}; leave "
         "--device away, or run `attn warmup` on a machine that has one"
     )

@@ -113,7 +113,7 @@ class Keys:
         paths = ALIASES.get(name, (name,))
         self.seen.update(paths)
         hits = [lookup(self.config, path) for path in paths]
-        values = [value for found, value in hits if found]
+        values = [value for is_set, value in hits if is_set]
         if values:
             return next((v for v in values if v is not None), None)
         if name in self.defaults:

@@ -100,8 +100,8 @@ def _roles(keys: Keys, family: Family) -> list[Role]:
     crossed = keys.get("cross_attention_layers")
     if layer_types is not None:
         return _named_roles(keys, layer_types)
-    if found := _numbered_roles(keys) or _coded_roles(keys):
-        return found
+    if roles := _numbered_roles(keys) or _coded_roles(keys):
+        return roles
     if isinstance(crossed, list) and crossed:
         return ["full", "cross"]
     if family.period:

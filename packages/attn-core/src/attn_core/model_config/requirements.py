@@ -79,9 +79,9 @@ def requirements_from_config(
         keys.assume(NOTES[model_type])
     _alibi(keys)
     if left := _not_read(keys):
-        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        others = f" and {len(left) - 8} more" if len(left) > 8 else ""
         keys.assume(
-            f"not applied, though the names are about attention: {', '.join(left[:8])}{more}; "
+            f"not applied, though the names are about attention: {', '.join(left[:8])}{others}; "
             "compare the layers that were read with the model's own code"
         )
     for part in (keys, tower):
@@ -179,11 +179,11 @@ def _vision(config: Mapping[str, object], keys: Keys) -> Keys | None:
     return Keys(tower, f"{keys.owner}'s vision tower", model_type, defaults, keys.notes)
 
 
-def _dtype(config: Mapping[str, object], keys: Keys, asked: str | None) -> str:
-    if asked is not None and asked != "auto":
-        if asked not in DTYPES:
-            raise UsageError(f"dtype {asked!r}: {near(asked, DTYPES)}")
-        return DTYPES[asked]
+def _dtype(config: Mapping[str, object], keys: Keys, dtype: str | None) -> str:
+    if dtype is not None and dtype != "auto":
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r}: {near(dtype, DTYPES)}")
+        return DTYPES[dtype]
     said = [part.get(name) for part in (keys.config, config) for name in ("torch_dtype", "dtype")]
     stored = next((str(value).removeprefix("torch.") for value in said if value), None)
     if stored is not None and stored in DTYPES:

@@ -9,13 +9,13 @@ from functools import cache as cached
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.layer_cache import LayerCache, Scale
 from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
-_Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, where → tokens
+_Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, index → tokens
 
 
 def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
@@ -79,12 +79,12 @@ def read_pages(
 
 
 def _read(
-    cache: LayerCache, where: Tensor, dtype: torch.dtype, gather: _Gather
+    cache: LayerCache, index: Tensor, dtype: torch.dtype, gather: _Gather
 ) -> tuple[Tensor, Tensor | None]:
-    def side(pool: Tensor, block_pool: Tensor | None, scale: float) -> Tensor:
-        stored = gather(pool, cache.layout, where)
+    def side(pool: Tensor, block_pool: Tensor | None, scale: Scale) -> Tensor:
+        stored = gather(pool, cache.layout, index)
         if block_pool is not None:
-            return from_fp4(stored, gather(block_pool, cache.layout, where), scale, dtype)
+            return from_fp4(stored, gather(block_pool, cache.layout, index), scale, dtype)
         return from_fp8(stored, scale, dtype) if pool.dtype.itemsize == 1 else stored.to(dtype)
 
     blocks = cache.block_scales or (None, None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import FP4_BLOCK
+from attn_core.cache.layer_cache import FP4_BLOCK, Scale
 
 _FP4_MAX = 6.0
 _E4M3_MAX = 448.0
 
 
-def to_fp8(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def to_fp8(x: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
     """Return x / scale as float8 `dtype`, clamped to its largest finite number (448 or 57344).
 
     A plain cast of an out-of-range number gives NaN or infinity on some devices and versions.
@@ -20,12 +20,14 @@ def to_fp8(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-top, top).to(dtype)
 
 
-def from_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def from_fp8(x: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
     """Return x · scale in `dtype`; the product is computed in float32."""
-    return x.to(dtype) if scale == 1.0 else (x.float() * scale).to(dtype)
+    if not isinstance(scale, Tensor) and scale == 1.0:
+        return x.to(dtype)
+    return (x.float() * scale).to(dtype)
 
 
-def to_fp4(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def to_fp4(x: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
     """Encode [..., D] as e2m1 with one scale per 16 values: x ≈ e2m1 · block · scale.
 
     Returns codes uint8 [..., D / 2], low nibble first, and blocks float8_e4m3fn [..., D / 16].
@@ -43,7 +45,7 @@ def to_fp4(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return code[..., 0::2] | (code[..., 1::2] << 4), blocks
 
 
-def from_fp4(codes: Tensor, blocks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def from_fp4(codes: Tensor, blocks: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
     """Decode what to_fp4 wrote: codes uint8 [..., D / 2], blocks [..., D / 16] → [..., D]."""
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     exponent, odd = (nibbles >> 1) & 3, nibbles & 1

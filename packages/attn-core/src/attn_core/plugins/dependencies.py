@@ -84,23 +84,23 @@ def shortfall(group: str, libraries: Libraries) -> str | None:
     if used(group, libraries) is not None:
         return None
     wanted = alternatives(group)
-    found = [
+    present = [
         f"{w.name} {libraries[name]}"
         for w in wanted
         if (name := canonicalize_name(w.name)) in libraries
     ]
-    return " and ".join(found) or f"{' or '.join(w.name for w in wanted)} not installed"
+    return " and ".join(present) or f"{' or '.join(w.name for w in wanted)} not installed"
 
 
 def installed(groups: Iterable[str]) -> dict[str, str | None]:
     """Look up the installed version of every distribution in `groups` without importing any."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in {canonicalize_name(w.name) for group in groups for w in alternatives(group)}:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:
@@ -127,11 +127,11 @@ def chosen_distribution(name: str, group: str) -> str:
 
     Raises BackendError if none is installed, because the backend was created without select().
     """
-    found = installed([group])
-    wanted = used(group, found)
+    versions = installed([group])
+    wanted = used(group, versions)
     if wanted is None:
         raise BackendError(
-            f"{name} needs {group}, here: {shortfall(group, found)}; install the one that "
+            f"{name} needs {group}, here: {shortfall(group, versions)}; install the one that "
             "`attn doctor` names"
         )
     return wanted.name

@@ -21,15 +21,15 @@ def levels(module: str, backend: str, kind: str, device: str | None = None) -> d
     A file is JSON: {"backend", "kind", "device", "cells": {cell: {"level": one of LEVELS, …}}, …}.
     A file that cannot be read is skipped, and `faults` names it.
     """
-    found: dict[str, str] = {}
+    levels: dict[str, str] = {}
     for _, data in _files(module):
         if isinstance(data, str) or (data["backend"], data["kind"]) != (backend, kind):
             continue
         if device not in (None, data.get("device")):
             continue
         for cell, proof in data["cells"].items():
-            found[cell] = max(found.get(cell, LEVELS[0]), proof["level"], key=LEVELS.index)
-    return found
+            levels[cell] = max(levels.get(cell, LEVELS[0]), proof["level"], key=LEVELS.index)
+    return levels
 
 
 def proved(module: str, backend: str, kind: str, device: str) -> str:

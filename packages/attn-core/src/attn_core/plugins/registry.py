@@ -143,8 +143,8 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
 
     A plugin is listed in `broken` with its error if its import fails, if a hook raises or returns
     the wrong type, if it registers no backends or too many, if it uses a name or alias that is
-    taken, or if its distribution requires another attn-core. If two plugins use one name, the
-    built-in wins, or else the alphabetically first distribution.
+    taken, or if its distribution requires another attn-core or names none. If two plugins use one
+    name, the built-in wins, or else the alphabetically first distribution.
     A plugin that takes longer than SLOW_SECONDS is loaded and listed in `slow`.
     Everything that a plugin prints goes to stderr, including output from C code.
     """
@@ -155,15 +155,15 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     pins: list[Pin] = []
     slow: list[SlowPlugin] = []
     points = _installed_points(broken) if entry_points is None else entry_points
-    found = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
+    unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
-        found.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
+        unique.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
     ):
         start = time.perf_counter()
         try:
-            _check_contract(point)
+            _check_contract(point.dist)
             with stdout_to_stderr():  # stdout is the command's
-                specs, more = _call(point.load(), point.name)
+                specs, plugin_pins = _call(point.load(), point.name)
                 wrongs = [problem(spec) for spec in specs]
         except KeyboardInterrupt:
             raise
@@ -172,7 +172,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
             continue
         if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
             slow.append(SlowPlugin(_shown(point.name), origin, seconds))
-        pins += more
+        pins += plugin_pins
         for spec, wrong in zip(specs, wrongs, strict=True):
             wrong = wrong or _taken(spec, names)
             if wrong is not None:
@@ -226,19 +226,34 @@ def _shown(name: object) -> str:
     return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
 
 
-def _check_contract(point: EntryPoint) -> None:
-    for text in (point.dist.requires if point.dist is not None else None) or ():
-        requirement = Requirement(text)
-        marker = requirement.marker
-        if canonicalize_name(requirement.name) != BUILTIN or (
-            marker is not None and not marker.evaluate({"extra": ""})
-        ):
-            continue
-        if not requirement.specifier.contains(attn_core.__version__, prereleases=True):
+def _check_contract(dist: Distribution | None) -> None:
+    """Raise ImportError where a distribution pins another attn-core than this one, or none.
+
+    The pin is its own dependency: the version of attn-core is the version of the contract.
+    """
+    if dist is None or dist.name is None or canonicalize_name(dist.name) == BUILTIN:
+        return
+    required = [Requirement(text) for text in dist.requires or ()]
+    specifiers = [
+        r.specifier
+        for r in required
+        if canonicalize_name(r.name) == BUILTIN
+        and (r.marker is None or r.marker.evaluate({"extra": ""}))
+    ]
+    here = attn_core.__version__
+    for specifier in specifiers:
+        if not specifier.contains(here, prereleases=True):
             raise ImportError(
-                f"requires attn-core{requirement.specifier}, {attn_core.__version__} is installed; "
-                f"pip install 'attn-core{requirement.specifier}' or another version of the plugin"
+                f"requires attn-core{specifier}, {here} is installed; "
+                f"pip install 'attn-core{specifier}' or another version of the plugin"
             )
+    if not any(specifiers):
+        contract = here.rpartition(".")[0]
+        raise ImportError(
+            f"pins no version of attn-core, {here} is installed; install a version of the plugin "
+            f"that pins one, or add 'attn-core=={contract}.*' to the dependencies in its "
+            "pyproject.toml"
+        )
 
 
 def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:

@@ -62,15 +62,15 @@ class BackendConfig:
 @functools.cache
 def properties_of(device: torch.device) -> Mapping[str, str | int]:
     """Query a GPU's arch, multiprocessors and shared memory, named as in BackendConfig."""
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        arch = found.gcnArchName.partition(":")[0]
+        arch = properties.gcnArchName.partition(":")[0]
     else:
-        arch = f"sm{found.major}{found.minor}"
+        arch = f"sm{properties.major}{properties.minor}"
     return {
         "arch": FAMILY.get(arch, arch),
-        "multiprocessors": found.multi_processor_count,
-        "shared_memory": getattr(found, "shared_memory_per_block_optin", 0),  # not on ROCm
+        "multiprocessors": properties.multi_processor_count,
+        "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0),  # not on ROCm
     }
 
 

@@ -116,9 +116,10 @@ class CacheView:
         writes: False if the engine writes K/V itself.
         Raises BatchError if a request has more tokens than its row of the table can hold.
         """
-        device, room = page_table.device, page_table.shape[1] * page_size
+        device, capacity = page_table.device, page_table.shape[1] * page_size
         _check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
-        _check(max(seq_lens, default=0) <= room, f"seq_len {max(seq_lens, default=0)} > {room}")
+        longest = max(seq_lens, default=0)
+        _check(longest <= capacity, f"seq_len {longest} > {capacity}")
         bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if n > s]
         _check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
         slots = None

@@ -8,6 +8,7 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor
 
+from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.runtime.backend import BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
@@ -20,24 +21,26 @@ from attn_core.spec.requirements import LayerRequirements
 def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
     """Raise UnsupportedError for a layer's shape or field that the row does not support."""
     row = config.row
-    needs = LayerRequirements(
-        kind=row.kind,
-        head_dim=layer.head_dim,
-        v_head_dim=layer.v_head_dim,
-        num_q_heads=layer.num_q_heads,
-        num_kv_heads=layer.num_kv_heads,
-        sliding_window=layer.sliding_window,
-        logit_cap=layer.logit_cap,
-        sinks=layer.sinks is not None,
-        cross=layer.is_cross,
-        encoder=not (layer.is_causal or layer.is_cross),
-    )
+    needs = LayerRequirements.of(layer, row.kind)
     gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
     if gaps:
         raise UnsupportedError(
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "
             "it; state it in the Requirements, so that select() finds a backend that does"
         )
+
+
+def refuse_scales(config: BackendConfig, layer: AttentionLayer, cache: LayerCache) -> None:
+    """Raise UnsupportedError for scales in tensors, of a row that takes numbers alone."""
+    if config.row.tensor_scales:
+        return
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if isinstance(scale, Tensor):
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: {name} is a tensor, the chosen row of {config.name} has "
+                "no tensor_scales and takes numbers; create the pool with numbers, or name a "
+                "backend that reads scales on the device"
+            )
 
 
 def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:
@@ -142,19 +145,19 @@ def refuse_output(
     owed: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("out", (*rows, layer.v_head_dim), q.dtype if out is None else out.dtype)
     ]
-    given: tuple[Output, ...] = (result,)
+    outputs: tuple[Output, ...] = (result,)
     if return_lse:
         owed.append(("lse", rows, torch.float32))
-        given = result if isinstance(result, tuple) else (result,)
-    if len(given) != len(owed):
-        _broke(config, layer, f"{len(given)} value", "(out, lse)")
-    for value, (name, shape, dtype) in zip(given, owed, strict=True):
+        outputs = result if isinstance(result, tuple) else (result,)
+    if len(outputs) != len(owed):
+        _broke(config, layer, f"{len(outputs)} value", "(out, lse)")
+    for value, (name, shape, dtype) in zip(outputs, owed, strict=True):
         expected = f"{list(shape)} {dtype}"
         if not isinstance(value, Tensor):
             _broke(config, layer, f"{name} as {type(value).__name__}", f"a tensor {expected}")
         if value.shape != shape or value.dtype != dtype:
             _broke(config, layer, f"{name} {list(value.shape)} {value.dtype}", expected)
-    if out is not None and given[0] is not out:
+    if out is not None and outputs[0] is not out:
         _broke(config, layer, "a new tensor", "the one given as `out`, filled")
 
 

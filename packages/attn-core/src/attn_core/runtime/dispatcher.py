@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -28,6 +29,7 @@ from attn_core.runtime.contract_checks import (
     refuse_layer,
     refuse_mode,
     refuse_output,
+    refuse_scales,
 )
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
@@ -72,9 +74,10 @@ class HybridDispatcher:
     routes: role → backend; "prefill" and "decode" are required. The selection has decided which
     backend verifies and drafts.
     caches: a KVPool or an engine's own pool. A pool of the same form may replace it between passes.
-    Raises UnsupportedError if a backend's row does not support a field of its config's layers. Any
-    exception other than an AttnError that a backend raises is re-raised as BackendRunError, with
-    the original as its cause. Unless `restart` is True, cache and dispatcher can run the next pass.
+    Raises UnsupportedError if a backend's row does not support a field of its config's layers or
+    the form of their scales. Any exception other than an AttnError that a backend raises is
+    re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
+    and dispatcher can run the next pass.
     """
 
     def __init__(self, routes: Mapping[Role, AttentionBackend], caches: CachePool) -> None:
@@ -88,6 +91,10 @@ class HybridDispatcher:
         for backend in _distinct(self.routes.values()):
             for layer in backend.config.layers:
                 refuse_layer(backend.config, layer)
+        for role, backend in self.routes.items():
+            for layer in backend.config.layers if role != "encode" else ():
+                with contextlib.suppress(UsageError):  # a layer without a cache is ragged
+                    refuse_scales(backend.config, layer, caches.layer(layer.layer_id))
 
     @classmethod
     def from_selection(
@@ -108,7 +115,7 @@ class HybridDispatcher:
         Linear roles are not routed here. Raises UsageError if the pool's page size, dtype or layout
         differ from the selection's, and everything that create_backend raises.
         """
-        asked = selection.requirements
+        needs = selection.requirements
         pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
         chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
         if pool != chosen:
@@ -130,18 +137,18 @@ class HybridDispatcher:
                     row=choice.row,
                     layers=vision if encodes else layers,
                     page_size=caches.page_size,
-                    dtype=asked.dtype,
+                    dtype=needs.dtype,
                     kv_cache_dtype=caches.kv_cache_dtype,
                     device=caches.device,
                     arch=selection.device.arch,
                     max_bs=max_bs,
                     max_num_tokens=max_num_tokens,
                     max_seq_len=max_seq_len,
-                    topk=asked.speculation.topk if asked.speculation else 0,
+                    topk=needs.speculation.topk if needs.speculation else 0,
                     num_draft_tokens=(
-                        asked.speculation.num_draft_tokens if asked.speculation else 0
+                        needs.speculation.num_draft_tokens if needs.speculation else 0
                     ),
-                    deterministic=asked.deterministic,
+                    deterministic=needs.deterministic,
                 )
                 created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
             routes[role] = created[key]

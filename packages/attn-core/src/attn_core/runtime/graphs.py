@@ -132,11 +132,11 @@ class GraphRunner:
         """Create a static page table, int32 zeros [requests, columns]; override to place it."""
         return torch.zeros(requests, columns, dtype=torch.int32, device=self._device)
 
-    def _queries(self, mode: ForwardMode, config: BackendConfig, asked: int | None) -> int:
+    def _queries(self, mode: ForwardMode, config: BackendConfig, num_queries: int | None) -> int:
         fixed = 1 if mode in DECODE_MODES else None
         if mode is ForwardMode.TARGET_VERIFY:
             fixed = config.num_draft_tokens
-        queries = fixed if asked is None else asked
+        queries = fixed if num_queries is None else num_queries
         if not queries or (fixed is not None and queries != fixed) or queries > self.max_query_len:
             expected = f"1 to max_query_len {self.max_query_len}" if fixed is None else f"{fixed}"
             raise UsageError(

@@ -137,21 +137,21 @@ class StaticBatch:
         together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         new = [*self._tensors(batch), *inputs]
         for static, x in zip((*self._rest, *self._inputs), new, strict=True):
-            mine, theirs = together.setdefault(static.tensor.dtype, ([], []))
-            mine.append(static.first(size))
-            theirs.append(x)
-        for mine, theirs in together.values():  # a launch for each dtype
-            torch._foreach_copy_(mine, theirs, non_blocking=True)
+            targets, sources = together.setdefault(static.tensor.dtype, ([], []))
+            targets.append(static.first(size))
+            sources.append(x)
+        for targets, sources in together.values():  # a launch for each dtype
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def described(self, static: ForwardBatch, batch: ForwardBatch) -> ForwardBatch:
         """Return a static batch with what the host knows of a pass: lengths, and the longest."""
         padded = (self.padded_len,) * (static.batch_size - batch.batch_size)
         views = {}
-        for name, mine in static.views.items():
+        for name, padded_view in static.views.items():
             view = batch.views[name]
             host = None if view.seq_lens_host is None else (*view.seq_lens_host, *padded)
             longest = max(view.max_seq_len, *padded[:1], 0)
-            views[name] = replace(mine, max_seq_len=longest, seq_lens_host=host)
+            views[name] = replace(padded_view, max_seq_len=longest, seq_lens_host=host)
         query_lens = (self.query_len,) * static.batch_size
         return replace(static, views=views, query_lens_host=query_lens)
 
@@ -162,9 +162,10 @@ class StaticBatch:
                 return f"the batch has no view {name!r} (has {sorted(batch.views)})"
             if batch.views[name].out_cache_loc is None:
                 return f"view {name!r} has no out_cache_loc: a captured step writes new K and V"
-            longest, room = batch.views[name].max_seq_len, static.max_seq_len
-            if longest > room:
-                return f"view {name!r}: lengths up to {longest}, the static page table holds {room}"
+            longest, limit = batch.views[name].max_seq_len, static.max_seq_len
+            if longest > limit:
+                table = f"the static page table holds {limit}"
+                return f"view {name!r}: lengths up to {longest}, {table}"
         if has_tree(batch) != has_tree(self.batch):
             drafts = "trees" if has_tree(self.batch) else "chains, without a tree_mask,"
             return f"verification of {drafts} was captured, as it was selected"

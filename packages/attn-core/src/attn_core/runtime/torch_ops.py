@@ -47,10 +47,10 @@ def attention(
 
     The runner defines what the tensors are. Raises UsageError if the runner no longer exists.
     """
-    found = _KNOWN.get(runner)
-    if found is None:
+    attends = _KNOWN.get(runner)
+    if attends is None:
         raise UsageError("a compiled model attends in a pool that is gone; compile the model again")
-    found.attend_into(out, q, k, v, layer_id)
+    attends.attend_into(out, q, k, v, layer_id)
 
 
 @attention.register_fake

@@ -58,7 +58,7 @@ def warmup(
     step(backend, pass, number of passes) is called before each pass.
     Raises what the dispatcher raises; BackendRunError names the backend and the pass.
     """
-    found = []
+    warmed = []
     passes = list(_passes(dispatcher, max_bs))
     with torch.no_grad():
         for one in passes:
@@ -67,8 +67,8 @@ def warmup(
             start = time.perf_counter()
             one.run()
             _wait(dispatcher.caches.device)
-            found.append(Warmed(name, one.what, time.perf_counter() - start))
-    return found
+            warmed.append(Warmed(name, one.what, time.perf_counter() - start))
+    return warmed
 
 
 def create(
@@ -96,7 +96,7 @@ def create(
         kv_cache_dtype=selection.kv_cache_dtype,
         device=device,
         kind=kind,
-        layout="HND" if selection.layout == "HND" else "NHD",
+        layout=selection.layout,
     )
     return HybridDispatcher.from_selection(
         selection,
@@ -175,8 +175,8 @@ def _paged(
     role, pool = ROLE_OF_MODE[mode], dispatcher.caches
 
     def run() -> None:
-        for more in _MORE:
-            run_at([n + more for n in seq_lens])
+        for extra in _MORE:
+            run_at([n + extra for n in seq_lens])
 
     def run_at(seq_lens: Sequence[int]) -> None:
         config = dispatcher.backend(role).config
@@ -242,23 +242,23 @@ def _without_cache(
     lse: bool = False,
 ) -> Callable[[], None]:
     def run() -> None:
-        for more in (0,) if causal else _MORE:
-            run_at(more)
+        for extra in (0,) if causal else _MORE:
+            run_at(extra)
 
-    def run_at(more: int) -> None:
+    def run_at(extra: int) -> None:
         config = dispatcher.routes[role].config
         of = config.dtype, config.device
         ends = torch.tensor([0, 17, 50], dtype=torch.int32, device=config.device)
-        key_ends = torch.tensor([0, 17, 50 + more], dtype=torch.int32, device=config.device)
+        key_ends = torch.tensor([0, 17, 50 + extra], dtype=torch.int32, device=config.device)
         dispatcher.forward_ragged(
             _zeros(50, *of, layer.num_q_heads, layer.head_dim),
-            _zeros(50 + more, *of, layer.num_kv_heads, layer.head_dim),
-            _zeros(50 + more, *of, layer.num_kv_heads, layer.v_head_dim),
+            _zeros(50 + extra, *of, layer.num_kv_heads, layer.head_dim),
+            _zeros(50 + extra, *of, layer.num_kv_heads, layer.v_head_dim),
             layer,
             ends,
             key_ends,
             33,
-            33 + more,
+            33 + extra,
             causal=causal,
             return_lse=lse and config.row.lse,
             role="encode" if role == "encode" else "prefill",

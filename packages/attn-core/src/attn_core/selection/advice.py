@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.errors import AttnError
-from attn_core.selection.mismatch import MACHINE, Fix, changed
+from attn_core.selection.mismatch import Fix, FixCost, apply_fix
 from attn_core.selection.ranking import RowJudge
 from attn_core.selection.result import Choice, NoBackendError, Overrides, Selection, role_of
 from attn_core.spec.kinds import Family, Phase, Role
@@ -51,8 +51,8 @@ def advice(s: RowJudge, chosen: Selection, solve: Solve) -> tuple[str, ...]:
     """Say what is slow on this accelerator and which flag, already tried, avoids it."""
     if s.device.type == "cpu":
         return ()
-    found = [_reference(s, chosen, solve, phase) for phase in (Phase.PREFILL, Phase.DECODE)]
-    return tuple(text for text in (*found, _float32(s, chosen, solve)) if text)
+    sentences = [_reference(s, chosen, solve, phase) for phase in (Phase.PREFILL, Phase.DECODE)]
+    return tuple(text for text in (*sentences, _float32(s, chosen, solve)) if text)
 
 
 def _references(s: RowJudge, chosen: Selection) -> set[Phase]:
@@ -70,19 +70,19 @@ def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> st
     slow = _references(s, chosen)
     if phase not in slow:
         return ""
-    changes = {
-        change
+    fixes = {
+        fix
         for verdict in s.weigh("softmax", phase)
         for reason in verdict.reasons
-        for change in reason.changes
-        if change.target in ("requirements", "speculation") and change.cost < MACHINE
+        for fix in reason.fixes
+        if fix.target in ("requirements", "speculation") and fix.cost < FixCost.MACHINE
     }
     helping = []
-    for change in sorted(changes, key=lambda c: (c.cost, c.text))[:TRIES]:
-        after = _solved(s, change, solve)
+    for fix in sorted(fixes, key=lambda c: (c.cost, c.text))[:TRIES]:
+        after = _solved(s, fix, solve)
         if after is not None and _references(s, after) <= slow - {phase}:
-            helping.append(change)
-        if len(helping) == SHOWN or (helping and helping[0].cost < change.cost):
+            helping.append(fix)
+        if len(helping) == SHOWN or (helping and helping[0].cost < fix.cost):
             break
     ways = " or ".join(c.text for c in helping if c.cost == helping[0].cost)
     name = chosen.backend(role_of("softmax", phase))
@@ -96,8 +96,8 @@ def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> st
 def _float32(s: RowJudge, chosen: Selection, solve: Solve) -> str:
     if s.needs.dtype != "fp32" or "prefill" not in chosen.roles:
         return ""
-    change = Fix("requirements", (("dtype", "bf16"),), 0, "--dtype bf16")
-    after = _solved(s, change, solve)
+    fix = Fix("requirements", (("dtype", "bf16"),), 0, "--dtype bf16")
+    after = _solved(s, fix, solve)
     if after is None:
         return ""
     gains = []
@@ -109,11 +109,11 @@ def _float32(s: RowJudge, chosen: Selection, solve: Solve) -> str:
     what = "the model is float32, and so is its KV cache"
     if chosen.kv_cache_dtype != "fp32":
         what = "the model is float32"
-    return f"{what}: {change.text} {' and '.join(gains)}" if gains else ""
+    return f"{what}: {fix.text} {' and '.join(gains)}" if gains else ""
 
 
-def _solved(s: RowJudge, change: Fix, solve: Solve) -> Selection | None:
+def _solved(s: RowJudge, fix: Fix, solve: Solve) -> Selection | None:
     try:
-        return solve(replace(s, needs=changed(s.needs, change)))
+        return solve(replace(s, needs=apply_fix(s.needs, fix)))
     except NoBackendError:
         return None

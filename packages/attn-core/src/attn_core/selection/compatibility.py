@@ -11,19 +11,7 @@ from packaging.version import Version
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries, alternatives, shortfall
-from attn_core.selection.mismatch import (
-    DTYPE,
-    FEATURE,
-    FLAG,
-    INSTALL,
-    KIND,
-    MACHINE,
-    MODEL,
-    RUNTIME,
-    Fix,
-    Mismatch,
-    Target,
-)
+from attn_core.selection.mismatch import Fix, FixCost, Mismatch, Target
 from attn_core.spec.capabilities import ANY_TOPK, Capabilities, places
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Family, Phase, VerifyMode
@@ -44,50 +32,50 @@ def mismatches(
 
     speculates: whether the backend of this phase also verifies and drafts.
     """
-    found = [*_where(row, device), *_libraries(row, libraries)]
+    gaps = [*_device_gaps(row, device), *_library_gaps(row, libraries)]
     if phase not in row.phases:
         phases = listing(p.value for p in row.phases)
-        found.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
+        gaps.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
     if needs.dtype not in row.dtypes:
-        options = [_set(f"--dtype {d}", DTYPE, dtype=d) for d in sorted(row.dtypes)]
-        found.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
+        options = [_set(f"--dtype {d}", FixCost.DTYPE, dtype=d) for d in sorted(row.dtypes)]
+        gaps.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
     target: Target = "vision" if phase is Phase.ENCODE else row.family
     for layer in _layers(row, needs, phase):
-        found.extend(x for x in layer_gaps(row, layer, target) if x not in found)
+        gaps.extend(x for x in layer_gaps(row, layer, target) if x not in gaps)
     if not any(x.family == row.family for x in needs.layers) and phase is not Phase.ENCODE:
-        found.append(_without(row.family, row))
+        gaps.append(_family_gap(row.family, row))
     if phase is Phase.ENCODE and needs.vision is None:
         tower = LayerRequirements(encoder=True)
-        change = Fix("vision", (("tower", tower),), KIND, "a model with a vision tower")
-        found.append(Mismatch("vision", "a vision tower", "the model has none", (change,)))
+        fix = Fix("vision", (("tower", tower),), FixCost.KIND, "a model with a vision tower")
+        gaps.append(Mismatch("vision", "a vision tower", "the model has none", (fix,)))
     if row.family == "softmax" and phase is not Phase.ENCODE:
-        found.extend(_store(row, needs))
-        found.extend(_flags(row, needs, phase, speculates))
-    found.extend(_speculation(row, needs, speculates))
-    return tuple(found)
+        gaps.extend(_cache_gaps(row, needs))
+        gaps.extend(_flag_gaps(row, needs, phase, speculates))
+    gaps.extend(_speculation_gaps(row, needs, speculates))
+    return tuple(gaps)
 
 
-def _without(family: Family, row: Capabilities) -> Mismatch:
+def _family_gap(family: Family, row: Capabilities) -> Mismatch:
     added = (("layers", (LayerRequirements(kind=row.kind),)),)
-    change = Fix(family, added, KIND, f"a model with {row.kind} layers")
-    return Mismatch(family, f"{family} attention", f"the model has no {family} layers", (change,))
+    fix = Fix(family, added, FixCost.KIND, f"a model with {row.kind} layers")
+    return Mismatch(family, f"{family} attention", f"the model has no {family} layers", (fix,))
 
 
 def _set(text: str, cost: int, **values: Any) -> Fix:
     return Fix("requirements", tuple(values.items()), cost, text)
 
 
-def _no(need: str, asked: object, supported: str, changes: Iterable[Fix] = ()) -> Mismatch:
+def _no(need: str, asked: object, supported: str, fixes: Iterable[Fix] = ()) -> Mismatch:
     possible = f"supports {supported}" if supported else "not supported"
-    return Mismatch(need, f"{need} {asked}", possible, tuple(changes))
+    return Mismatch(need, f"{need} {asked}", possible, tuple(fixes))
 
 
-def _where(row: Capabilities, device: Device) -> Iterator[Mismatch]:
+def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
     here = row.device in ("any", device.type)
     if not here or (row.archs and device.arch not in row.archs):
         kind = device.type if row.device == "any" else row.device
         named = sorted(row.archs, key=lambda a: (len(a), a))
-        cost = MACHINE if here else MACHINE + 1
+        cost = FixCost.MACHINE if here else FixCost.MACHINE + 1
         moves = [
             Fix("device", (("type", kind), ("arch", arch)), cost, f"--device {Device(kind, arch)}")
             for arch in named or (None,)
@@ -107,18 +95,23 @@ def _where(row: Capabilities, device: Device) -> Iterator[Mismatch]:
         newer = Fix(
             "device",
             (("runtime", row.min_runtime),),
-            RUNTIME,
+            FixCost.RUNTIME,
             f"a runtime of {row.min_runtime} or newer (--runtime-version {row.min_runtime})",
         )
         yield _no("runtime", device.runtime, f">= {row.min_runtime}", [newer])
 
 
-def _libraries(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
+def _library_gaps(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
     for group in row.requires:
         there = shortfall(group, libraries)
         if there is not None:
             installs = [
-                Fix("libraries", ((canonicalize_name(w.name), None),), INSTALL, f"install {w}")
+                Fix(
+                    "libraries",
+                    ((canonicalize_name(w.name), None),),
+                    FixCost.INSTALL,
+                    f"install {w}",
+                )
                 for w in alternatives(group)
             ]
             yield Mismatch("library", there, f"needs {group}", tuple(installs))
@@ -134,12 +127,12 @@ def _layers(row: Capabilities, needs: Requirements, phase: Phase) -> tuple[Layer
 
 
 def _model(target: Target, text: str, **values: Any) -> Fix:
-    cost = KIND if "kind" in values else MODEL
+    cost = FixCost.KIND if "kind" in values else FixCost.MODEL
     return Fix(target, tuple(values.items()), cost, f"a model {text}")
 
 
 def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> Iterator[Mismatch]:
-    """List what `row` lacks for one layer; the changes are made to the layers of `target`."""
+    """List what `row` lacks for one layer; the fixes are applied to the layers of `target`."""
     if layer.kind != row.kind:
         other = _model(
             target,
@@ -153,7 +146,7 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
         yield _no("kind", layer.kind, row.kind, [other])
         return
     if row.family == "softmax":
-        yield from _head_dims(row, layer, target)
+        yield from _head_dim_gaps(row, layer, target)
     elif layer.head_dim is not None and row.head_dims and layer.head_dim not in row.head_dims:
         options = [_model(target, f"with head_dim {d}", head_dim=d) for d in sorted(row.head_dims)]
         yield _no("head_dim", layer.head_dim, listing(row.head_dims), options)
@@ -180,11 +173,13 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
         value = getattr(layer, name)
         if value and not able:
             said = "" if value is True else f" {value:g}"
-            change = _model(target, f"without {name}", **{name: without})
-            yield Mismatch(name, f"{name}{said}", "not supported", (change,))
+            fix = _model(target, f"without {name}", **{name: without})
+            yield Mismatch(name, f"{name}{said}", "not supported", (fix,))
 
 
-def _head_dims(row: Capabilities, layer: LayerRequirements, target: Target) -> Iterator[Mismatch]:
+def _head_dim_gaps(
+    row: Capabilities, layer: LayerRequirements, target: Target
+) -> Iterator[Mismatch]:
     d, dv = layer.head_dim, layer.v_head_dim
     if d is None:
         return
@@ -212,7 +207,7 @@ def _head_dims(row: Capabilities, layer: LayerRequirements, target: Target) -> I
     yield _no("head_dim", d if d == dv else f"{d}/{dv}", possible, options)
 
 
-def _store(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
+def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
     store = needs.store_dtype
     mixed = store in PLAIN_DTYPES and store != needs.dtype and not row.kv_dtype_may_differ
     follows = needs.kv_cache_dtype == "auto" and needs.dtype not in row.dtypes  # said already
@@ -222,20 +217,22 @@ def _store(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
         )
         if needs.dtype in row.kv_dtypes or needs.dtype not in row.dtypes:
             options.append("auto")  # it follows the dtype, which has to change where it is refused
-        alike = {d: FLAG if d[:3] == store[:3] else FLAG + 1 for d in options}  # FP8 stays FP8
-        changes = [
+        alike = {
+            d: FixCost.FLAG if d[:3] == store[:3] else FixCost.FLAG + 1 for d in options
+        }  # FP8 stays FP8
+        fixes = [
             _set(f"--kv-cache-dtype {d}", alike[d], kv_cache_dtype=d)
             for d in sorted(options, key=alike.__getitem__)
             if d != needs.kv_cache_dtype
         ]
         if needs.dtype in row.dtypes:
-            changes += [
-                _set(f"--dtype {d}", DTYPE, dtype=d)
+            fixes += [
+                _set(f"--dtype {d}", FixCost.DTYPE, dtype=d)
                 for d in sorted(row.dtypes & row.kv_dtypes - {needs.dtype})
             ]
         asked = f"{store} of a {needs.dtype} model" if mixed else store
         possible = options if mixed else sorted(row.kv_dtypes)
-        yield _no("kv_cache_dtype", asked, ", ".join(possible), changes)
+        yield _no("kv_cache_dtype", asked, ", ".join(possible), fixes)
     page = needs.page_size
     if page is not None and not takes_page(row, page):
         sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""
@@ -243,47 +240,49 @@ def _store(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
             sizes = f"{sizes}, " * bool(sizes) + f"at most {row.max_page_size}"
         sizes = sizes.replace(" and multiples", "") if len(row.page_sizes) > 1 else sizes
         # the selection puts the page that it would choose in the place of None
-        yield _no("page_size", page, sizes, [_set("no --page-size", FLAG, page_size=None)])
+        yield _no("page_size", page, sizes, [_set("no --page-size", FixCost.FLAG, page_size=None)])
     linear = bool(needs.linear_layers)
     if row.with_linear_layers is not None and row.with_linear_layers != linear:
         gdn = () if linear else (LayerRequirements(kind="gdn"),)
-        change = Fix(
+        fix = Fix(
             "linear",
             (("layers", gdn),),
-            MODEL if linear else KIND,
+            FixCost.MODEL if linear else FixCost.KIND,
             "a model without linear layers" if linear else "a model with gdn layers",
         )
         asked = "full attention beside linear layers" if linear else "full attention alone"
-        yield Mismatch("with_linear_layers", asked, "not supported", (change,))
+        yield Mismatch("with_linear_layers", asked, "not supported", (fix,))
 
 
-def _flags(
+def _flag_gaps(
     row: Capabilities, needs: Requirements, phase: Phase, speculates: bool
 ) -> Iterator[Mismatch]:
     if needs.lse and not row.lse:
-        yield _no("lse", "asked", "", [_set("no log-sum-exp output", FEATURE, lse=False)])
+        yield _no("lse", "asked", "", [_set("no log-sum-exp output", FixCost.FEATURE, lse=False)])
     if needs.deterministic and not row.deterministic:
-        change = _set("no determinism", FEATURE, deterministic=False)
-        yield _no("deterministic", "asked", "", [change])
+        fix = _set("no determinism", FixCost.FEATURE, deterministic=False)
+        yield _no("deterministic", "asked", "", [fix])
     # verify and draft extend are captured as a whole, prefill never
     short = row.cuda_graph in (("never", "decode") if speculates else ("never",))
     if needs.graphs and short and (speculates or phase is Phase.DECODE):
         asked, possible = ("uniform", row.cuda_graph) if speculates else ("asked", "")
         spec = needs.speculation if speculates else None
         options = [] if spec is None else _verified_elsewhere(spec)
-        without = _set("no CUDA graphs", FEATURE, graphs=False)
+        without = _set("no CUDA graphs", FixCost.FEATURE, graphs=False)
         yield _no("cuda_graph", asked, possible, [without, *options])
 
 
 def _verified_elsewhere(spec: Speculation) -> list[Fix]:
-    """List the changes after which the backend of this phase verifies no drafts."""
+    """List the fixes after which the backend of this phase verifies no drafts."""
     mode: VerifyMode = "decode" if spec.mode == "prefill" else "prefill"
     text = f"--speculative-attention-mode {mode}"
-    none = _set("no speculation", FEATURE + 1, speculation=None)
-    return [none, Fix("speculation", (("mode", mode),), FLAG + 1, text)]
+    none = _set("no speculation", FixCost.FEATURE + 1, speculation=None)
+    return [none, Fix("speculation", (("mode", mode),), FixCost.FLAG + 1, text)]
 
 
-def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> Iterator[Mismatch]:
+def _speculation_gaps(
+    row: Capabilities, needs: Requirements, speculates: bool
+) -> Iterator[Mismatch]:
     spec = needs.speculation
     if spec is None:
         return
@@ -297,6 +296,6 @@ def _speculation(row: Capabilities, needs: Requirements, speculates: bool) -> It
     options = _verified_elsewhere(spec)[: 2 if speculates and row.family == "softmax" else 1]
     if limit >= 1:
         text = f"--speculative-eagle-topk {limit}"
-        options.insert(0, Fix("speculation", (("topk", limit),), FEATURE, text))
+        options.insert(0, Fix("speculation", (("topk", limit),), FixCost.FEATURE, text))
     possible = f"topk up to {limit}" if limit else "no speculation"
     yield _no("speculative topk", spec.topk, possible, options)

@@ -1,4 +1,4 @@
-"""Diagnose why a backend is not selected, and find the smallest change that makes it fit."""
+"""Diagnose why a backend is not selected, and find the smallest fix that makes it fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_core.plugins.evidence import proved
 from attn_core.plugins.registry import Registry
 from attn_core.selection.fix_search import Apply, Goal, Search, drop
 from attn_core.selection.inputs import SelectionInputs
-from attn_core.selection.mismatch import Fix
+from attn_core.selection.mismatch import Fix, FixCost
 from attn_core.selection.result import NoBackendError, Overrides, Selection, role_of
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import Device, torch_build
@@ -27,9 +27,9 @@ class WhyNot:
     chosen: the roles that it has in the decision as requested.
     reasons: (phase, what it lacks).
     naming: the flag that gives it a role, or "" if none is needed.
-    changes: the cheapest changes that get it selected; () if none is needed, None if nothing that a
+    fixes: the cheapest fixes that get it selected; () if none is needed, None if nothing that a
     caller can change is enough.
-    after: the inputs with the changes and the flag, for which it is selected.
+    after: the inputs with the fixes and the flag, for which it is selected.
     decision: the selection as requested, as far as it could be solved.
     """
 
@@ -39,17 +39,17 @@ class WhyNot:
     chosen: tuple[str, ...]
     reasons: tuple[tuple[str, str], ...]
     naming: str
-    changes: tuple[Fix, ...] | None
+    fixes: tuple[Fix, ...] | None
     after: SelectionInputs | None
     decision: Selection
     notes: tuple[str, ...] = ()
 
     @property
     def named(self) -> tuple[Fix, ...]:
-        """The flag of `naming` as a change, to apply together with the others."""
+        """The flag of `naming` as a fix, to apply together with the others."""
         option, _, name = self.naming.removeprefix("--").partition(" ")
         values = ((option.replace("-", "_"), name),)
-        return (Fix("overrides", values, 1, self.naming),) if name else ()
+        return (Fix("overrides", values, FixCost.NAME, self.naming),) if name else ()
 
 
 def why_not(
@@ -66,10 +66,10 @@ def why_not(
 ) -> WhyNot:
     """Answer why `backend` lacks some or all roles, and what would have to change.
 
-    The suggested changes were run through select(): with them the backend is selected, and without
+    The suggested fixes were run through select(): with them the backend is selected, and without
     any one of them it is not. An alias of a vision backend (--mm-attention-backend) asks about that
     role.
-    apply: how changes are applied, by default to these inputs; a command line applies them to its
+    apply: how fixes are applied, by default to these inputs; a command line applies them to its
     flags.
     Raises UnknownBackendError.
     """
@@ -91,16 +91,14 @@ def why_not(
     module = registry.origins[(spec.family, spec.name)].module
     said: tuple[str, ...] = () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
 
-    def answer(
-        naming: str, changes: tuple[Fix, ...] | None, after: SelectionInputs | None
-    ) -> WhyNot:
-        fits, notes = changes == (), said
+    def answer(naming: str, fixes: tuple[Fix, ...] | None, after: SelectionInputs | None) -> WhyNot:
+        fits, notes = fixes == (), said
         if after is not None:
             layers = after.requirements.layers
             kinds = dict.fromkeys(x.kind for x in layers if x.family == family)
             notes += tuple(proved(module, spec.name, kind, str(after.device)) for kind in kinds)
         return WhyNot(
-            spec.name, family, fits, roles, reasons, naming, changes, after, decision, notes
+            spec.name, family, fits, roles, reasons, naming, fixes, after, decision, notes
         )
 
     if roles and not (family == "softmax" and len(set(roles) & {"prefill", "decode"}) == 1):
@@ -109,15 +107,15 @@ def why_not(
     vision_only = encodes or backend != spec.name
     torch = None if simulated else torch_build().get("version")
     search = Search(spec, registry, apply or here.apply, torch)
-    found = search.run(_goals(spec.name, here, family, roles, vision_only))
-    if found is None:
+    result = search.run(_goals(spec.name, here, family, roles, vision_only))
+    if result is None:
         if not reasons:  # it fits alone: what fails is another role
-            reasons = (("", failure or f"no change gives {spec.name} a role"),)
+            reasons = (("", failure or f"no fix gives {spec.name} a role"),)
         return answer("", () if roles else None, None)
-    changes, after = found
+    fixes, after = result
     flags = {_flag(f.name) for f in fields(Overrides) if f.name.endswith("backend")}
-    naming = next((c for c in changes if c.text.partition(" ")[0] in flags), None)
-    rest = tuple(c for c in changes if c is not naming)
+    naming = next((c for c in fixes if c.text.partition(" ")[0] in flags), None)
+    rest = tuple(c for c in fixes if c is not naming)
     return answer(naming.text if naming else "", rest, after)
 
 
@@ -138,7 +136,7 @@ def _goals(
         drops = tuple(drop(f, getattr(o, f)) for f in others if getattr(o, f) not in (None, name))
         if not drops and all(o.flag(family, p)[1] in (None, name) for p in phases):
             yield Goal(phases, (), cost)
-        named = Fix("overrides", ((field, name),), 1, f"{_flag(field)} {name}")
+        named = Fix("overrides", ((field, name),), FixCost.NAME, f"{_flag(field)} {name}")
         yield Goal(phases, (*drops, named), cost)
 
     text = {Phase.PREFILL, Phase.DECODE} if not vision_only else set()
@@ -155,8 +153,8 @@ def _goals(
             continue
         other = next(f for f in own.values() if f != field)
         # another backend is named for the other phase: then the question is about this one
-        asked = getattr(o, other) not in (None, name) and getattr(o, field) in (None, name)
-        yield from goals((phase,), field, (), 0 if asked else 1)
+        other_named = getattr(o, other) not in (None, name) and getattr(o, field) in (None, name)
+        yield from goals((phase,), field, (), 0 if other_named else 1)
     if family == "softmax" and (vision_only or here.requirements.vision is not None):
         # last for a backend of text: the question is about text
         cost = 0 if vision_only else 3
@@ -182,11 +180,11 @@ def describe(answer: WhyNot, command: str = "") -> str:
     else:
         lines.append(f"{name} does not fit")
     lines += [f"  {phase:<8} {reason}" for phase, reason in answer.reasons]
-    if answer.changes is None:
+    if answer.fixes is None:
         lines.append("nothing that can be changed here makes it fit")
-    elif answer.changes or answer.naming:
-        lines.append("smallest change:" if answer.changes else "to use it:")
-        lines += [f"  {c.text}" for c in answer.changes]
+    elif answer.fixes or answer.naming:
+        lines.append("smallest change:" if answer.fixes else "to use it:")
+        lines += [f"  {c.text}" for c in answer.fixes]
         lines += [f"  {answer.naming}"] if answer.naming else []
         lines += ["as one command:", f"  {command}"] if command else []
     lines += [f"note: {note}" for note in answer.notes]

@@ -1,4 +1,4 @@
-"""Search for the cheapest changes that get a backend selected; each is tried and necessary."""
+"""Search for the cheapest fixes that get a backend selected; each is tried and necessary."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from attn_core.plugins.dependencies import alternatives
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
 from attn_core.selection.inputs import SelectionInputs
-from attn_core.selection.mismatch import FEATURE, FLAG, INSTALL, Fix, Mismatch
+from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import NoBackendError, Selection, role_of
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
 
 MAX_EXPLORED = 1000  # situations that the search looks at before it gives up
 NEAREST = 2  # backends of the other phase that it tries to bring about, where none fits it
-# What is asked after some changes, None where that cannot be asked.
+# What is asked after some fixes, None where that cannot be asked.
 Apply = Callable[[tuple[Fix, ...]], SelectionInputs | None]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Phases that a backend may serve, and the changes that this begins with.
+    """Phases that a backend may serve, and the fixes that this begins with.
 
-    cost: what the goal costs beside its changes; a goal that answers less of the question is dear.
+    cost: what the goal costs beside its fixes; a goal that answers less of the question is dear.
     """
 
     phases: tuple[Phase, ...]
@@ -37,7 +37,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Search:
-    """Uniform-cost search over changes, from what is asked to where `spec` serves.
+    """Uniform-cost search over fixes, from what is asked to where `spec` serves.
 
     torch: the version beside which libraries are installed, None where it is unknown.
     """
@@ -48,13 +48,13 @@ class Search:
     torch: str | None = None
 
     def run(self, goals: Iterable[Goal]) -> tuple[tuple[Fix, ...], SelectionInputs] | None:
-        """Return the cheapest changes that reach one of the goals, and what is then asked."""
+        """Return the cheapest fixes that reach one of the goals, and what is then asked."""
         tie = itertools.count()
         queue: list[tuple[int, int, Goal, tuple[Capabilities, ...], tuple[Fix, ...]]] = []
 
-        def push(goal: Goal, rows: tuple[Capabilities, ...], changes: tuple[Fix, ...]) -> None:
-            cost = goal.cost + sum(c.cost for c in changes)
-            heapq.heappush(queue, (cost, next(tie), goal, rows, changes))
+        def push(goal: Goal, rows: tuple[Capabilities, ...], fixes: tuple[Fix, ...]) -> None:
+            cost = goal.cost + sum(c.cost for c in fixes)
+            heapq.heappush(queue, (cost, next(tie), goal, rows, fixes))
 
         for goal in goals:
             for rows in _row_sets(self.spec, goal.phases):
@@ -64,31 +64,31 @@ class Search:
         for _ in range(MAX_EXPLORED):
             if not queue:
                 return None
-            _, _, goal, rows, changes = heapq.heappop(queue)
-            asked = (id(goal), frozenset(changes))
-            key = (asked[0], tuple(map(id, rows)), asked[1])
-            after = None if key in seen else self.apply(changes)
+            _, _, goal, rows, fixes = heapq.heappop(queue)
+            state = (id(goal), frozenset(fixes))
+            key = (state[0], tuple(map(id, rows)), state[1])
+            after = None if key in seen else self.apply(fixes)
             seen.add(key)
             if after is None:
                 continue
             gaps = self._gaps(after, rows, goal.phases)
             if gaps:
                 options = self._options(gaps[0], after)
-            elif asked in failed:
-                options = failed[asked]
+            elif state in failed:
+                options = failed[state]
             else:
                 result = self._select(after)
                 if self._serves(result, goal):
-                    return self._least(goal, changes, result)
-                options = failed[asked] = tuple(_ways_out(after, goal, result))
+                    return self._least(goal, fixes, result)
+                options = failed[state] = tuple(_ways_out(after, goal, result))
             for option in options:
-                push(goal, rows, _added(changes, option))
+                push(goal, rows, _added(fixes, option))
         return None
 
-    def _select(self, asked: SelectionInputs) -> Selection | NoBackendError | None:
+    def _select(self, inputs: SelectionInputs) -> Selection | NoBackendError | None:
         """Select; return the refusal where nothing fits, None where nothing can be asked."""
         try:
-            return asked.select(self.registry, advise=False)
+            return inputs.select(self.registry, advise=False)
         except NoBackendError as error:
             return error
         except AttnError:
@@ -100,32 +100,32 @@ class Search:
         roles = (role_of(self.spec.family, phase) for phase in goal.phases)
         return all(result.backend(role) == self.spec.name for role in roles)
 
-    def _works(self, goal: Goal, changes: tuple[Fix, ...]) -> SelectionInputs | None:
-        after = self.apply(changes)
+    def _works(self, goal: Goal, fixes: tuple[Fix, ...]) -> SelectionInputs | None:
+        after = self.apply(fixes)
         return after if after and self._serves(self._select(after), goal) else None
 
     def _least(
-        self, goal: Goal, changes: tuple[Fix, ...], result: Selection | NoBackendError | None
+        self, goal: Goal, fixes: tuple[Fix, ...], result: Selection | NoBackendError | None
     ) -> tuple[tuple[Fix, ...], SelectionInputs] | None:
-        """Leave out what other changes made superfluous, the dearest first."""
-        for change in sorted(changes, key=lambda c: -c.cost):
-            rest = tuple(c for c in changes if c is not change)
+        """Leave out the fixes that others make superfluous, the dearest first."""
+        for fix in sorted(fixes, key=lambda c: -c.cost):
+            rest = tuple(c for c in fixes if c is not fix)
             if self._works(goal, rest):
                 return self._least(goal, rest, result)
         page = result.page_size if isinstance(result, Selection) else None
-        named = tuple(_page(c, page) for c in changes)
-        for least in (named, changes):
+        named = tuple(_page(c, page) for c in fixes)
+        for least in (named, fixes):
             after = self._works(goal, least)
             if after is not None:
                 return least, after
         return None
 
     def _gaps(
-        self, asked: SelectionInputs, rows: tuple[Capabilities, ...], phases: tuple[Phase, ...]
+        self, inputs: SelectionInputs, rows: tuple[Capabilities, ...], phases: tuple[Phase, ...]
     ) -> list[Mismatch]:
-        speculation = asked.requirements.speculation
+        speculation = inputs.requirements.speculation
         mode = speculation.mode if speculation and self.spec.family == "softmax" else None
-        needs, device, libraries = asked.requirements, asked.device, asked.libraries
+        needs, device, libraries = inputs.requirements, inputs.device, inputs.libraries
         gaps = [
             gap
             for row, phase in zip(rows, phases, strict=True)
@@ -134,43 +134,43 @@ class Search:
             )
         ]
         elsewhere = any(g.need == "device" for g in gaps)
-        if not all(map(self.spec.creator, rows)) and not asked.simulated and not elsewhere:
+        if not all(map(self.spec.creator, rows)) and not inputs.simulated and not elsewhere:
             gaps.insert(0, Mismatch("implementation", self.spec.name, "not implemented in 0.1"))
-        o, name = asked.overrides, self.spec.name
+        o, name = inputs.overrides, self.spec.name
         if o.allow is not None and name not in o.allow:
-            change = _override(f"add {name} to --allow", 1, allow=(*o.allow, name))
-            gaps.append(Mismatch("allow", name, "--allow lacks it", (change,)))
+            fix = _override(f"add {name} to --allow", FixCost.NAME, allow=(*o.allow, name))
+            gaps.append(Mismatch("allow", name, "--allow lacks it", (fix,)))
         if name in o.deny:
             rest = tuple(d for d in o.deny if d != name)
-            change = _override(f"take {name} from --deny", 1, deny=rest)
-            gaps.append(Mismatch("deny", name, "--deny has it", (change,)))
+            fix = _override(f"take {name} from --deny", FixCost.NAME, deny=rest)
+            gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
         # the fewest ways out first: a gap that nothing closes ends the branch at once
-        return sorted(dict.fromkeys(gaps), key=lambda g: len(g.changes))
+        return sorted(dict.fromkeys(gaps), key=lambda g: len(g.fixes))
 
-    def _options(self, gap: Mismatch, asked: SelectionInputs) -> tuple[Fix, ...]:
-        """Return the changes that close a gap; of libraries those that can be installed first."""
+    def _options(self, gap: Mismatch, inputs: SelectionInputs) -> tuple[Fix, ...]:
+        """Return the fixes that close a gap; of libraries those that can be installed first."""
         if gap.need != "library":
-            return gap.changes
+            return gap.fixes
         wanted = alternatives(gap.supported.removeprefix("needs "))
-        found = []
-        for change, library in zip(gap.changes, wanted, strict=True):
+        fixes = []
+        for fix, library in zip(gap.fixes, wanted, strict=True):
             pins = [p for p in self.registry.pins if p.distribution == library.name]
             fitting = [p for p in pins if p.accepts(library) and p.loads(self.torch)]
             installable = next((p for p in fitting if p.pip), None)
             if installable is not None:
-                text = change.text if asked.simulated else installable.pip
-                found.append(replace(change, text=text))
+                text = fix.text if inputs.simulated else installable.pip
+                fixes.append(replace(fix, text=text))
             elif not pins:
-                text = change.text if asked.simulated else f"pip install '{library}'"
-                found.append(replace(change, text=text))
+                text = fix.text if inputs.simulated else f"pip install '{library}'"
+                fixes.append(replace(fix, text=text))
             elif any(not p.indexed for p in pins):
                 why = next(p.why for p in pins if not p.indexed)
-                found.append(replace(change, cost=INSTALL + 2, text=f"{change.text}: {why}"))
+                fixes.append(replace(fix, cost=FixCost.INSTALL + 2, text=f"{fix.text}: {why}"))
             else:
                 known = " or ".join(dict.fromkeys(p.torch for p in pins if p.accepts(library)))
-                text = f"{change.text} beside torch{known}" if self.torch else change.text
-                found.append(replace(change, cost=INSTALL + 1, text=text))
-        return tuple(found)
+                text = f"{fix.text} beside torch{known}" if self.torch else fix.text
+                fixes.append(replace(fix, cost=FixCost.INSTALL + 1, text=text))
+        return tuple(fixes)
 
 
 def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Capabilities, ...]]:
@@ -187,10 +187,10 @@ def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Ca
             yield rows
 
 
-def _added(changes: tuple[Fix, ...], option: Fix) -> tuple[Fix, ...]:
-    """Add a change; one that it overwrites is left out."""
+def _added(fixes: tuple[Fix, ...], option: Fix) -> tuple[Fix, ...]:
+    """Add a fix; one that it overwrites is left out."""
     new = {name for name, _ in option.values}
-    kept = (c for c in changes if c.target != option.target or {n for n, _ in c.values} - new)
+    kept = (c for c in fixes if c.target != option.target or {n for n, _ in c.values} - new)
     return (*kept, option)
 
 
@@ -210,11 +210,11 @@ def _ways_out(
         return  # it is possible, and others rank before the backend
     if after.requirements.page_size is not None:
         free = (("page_size", None),)
-        yield Fix("requirements", free, FLAG, "no --page-size")
+        yield Fix("requirements", free, FixCost.FLAG, "no --page-size")
     if after.requirements.speculation is not None:  # linear layers that nobody verifies
         without = (("speculation", None),)
-        yield Fix("requirements", without, FEATURE + 1, "no speculation")
-    own = {name for change in goal.start for name, _ in change.values}
+        yield Fix("requirements", without, FixCost.FEATURE + 1, "no speculation")
+    own = {name for fix in goal.start for name, _ in fix.values}
     for field in fields(after.overrides):
         value = getattr(after.overrides, field.name)
         if value not in (None, ()) and field.name not in own and field.name != "prefer":
@@ -224,18 +224,18 @@ def _ways_out(
     unserved = [v for v in verdicts if v.phase not in served and v.phase not in goal.phases]
     for verdict in sorted(unserved, key=lambda v: (len(v.reasons), v.cost))[:NEAREST]:
         for reason in verdict.reasons:
-            yield from (c for c in reason.changes if c.target not in ("device", "overrides"))
+            yield from (c for c in reason.fixes if c.target not in ("device", "overrides"))
 
 
 def drop(field: str, value: object) -> Fix:
-    """Return the change that takes a flag of the caller back."""
+    """Return the fix that takes a flag of the caller back."""
     said = ",".join(value) if isinstance(value, tuple) else value
     empty = () if field in ("prefer", "deny") else None
-    return _override(f"no --{field.replace('_', '-')} {said}", FLAG, **{field: empty})
+    return _override(f"no --{field.replace('_', '-')} {said}", FixCost.FLAG, **{field: empty})
 
 
-def _page(change: Fix, page: int | None) -> Fix:
+def _page(fix: Fix, page: int | None) -> Fix:
     """Put the page size that was chosen in the place of "no --page-size"."""
-    if change.values != (("page_size", None),) or page is None:
-        return change
-    return replace(change, values=(("page_size", page),), text=f"--page-size {page}")
+    if fix.values != (("page_size", None),) or page is None:
+        return fix
+    return replace(fix, values=(("page_size", page),), text=f"--page-size {page}")

@@ -1,14 +1,15 @@
-"""A requirement that a row does not meet, and the changes that would close the gap."""
+"""A requirement that a row does not meet, and the fixes that would close the gap."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, Literal
 
 from attn_core.spec.requirements import Requirements
 
-# "softmax" and "linear" are the layers of the model of that family, "vision" its tower. A change of
-# "layers" replaces all layers of a family, a change of "tower" the whole tower.
+# "softmax" and "linear" are the layers of the model of that family, "vision" its tower. A fix of
+# "layers" replaces all layers of a family, a fix of "tower" the whole tower.
 Target = Literal[
     "requirements",
     "speculation",
@@ -20,9 +21,19 @@ Target = Literal[
     "overrides",
 ]
 
-# What a change costs the caller: a flag, an installation, another machine, another model, and
-# last a model of another kind. Naming a backend for one phase only costs 1.
-FLAG, FEATURE, INSTALL, RUNTIME, DTYPE, MACHINE, MODEL, KIND = 2, 4, 6, 8, 20, 60, 200, 400
+
+class FixCost(IntEnum):
+    """What a fix costs the caller; costs add up, and the search returns the cheapest sum."""
+
+    NAME = 1  # a backend is named, allowed or no longer denied
+    FLAG = 2  # another value of a flag
+    FEATURE = 4  # something that was asked for is given up
+    INSTALL = 6
+    RUNTIME = 8
+    DTYPE = 20
+    MACHINE = 60
+    MODEL = 200
+    KIND = 400  # a model of another kind
 
 
 @dataclass(frozen=True)
@@ -35,10 +46,10 @@ class Fix:
     text: str
 
 
-def changed(needs: Requirements, change: Fix) -> Requirements:
-    """Apply a change of the requirements or of the speculation in them."""
-    values: dict[str, Any] = dict(change.values)
-    if change.target == "speculation":
+def apply_fix(needs: Requirements, fix: Fix) -> Requirements:
+    """Apply a fix of the requirements or of the speculation in them."""
+    values: dict[str, Any] = dict(fix.values)
+    if fix.target == "speculation":
         now = needs.speculation
         return replace(needs, speculation=now and replace(now, **values))
     return replace(needs, **values)
@@ -46,12 +57,12 @@ def changed(needs: Requirements, change: Fix) -> Requirements:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One requirement that a row does not meet; any one of `changes` closes the gap."""
+    """One requirement that a row does not meet; any one of `fixes` closes the gap."""
 
     need: str
     asked: str
     supported: str
-    changes: tuple[Fix, ...] = ()
+    fixes: tuple[Fix, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.asked} ({self.supported})"

@@ -9,7 +9,7 @@ from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
-from attn_core.selection.mismatch import Fix, Mismatch
+from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import Overrides, Verdict
 from attn_core.spec.capabilities import BackendSpec, Capabilities, places
 from attn_core.spec.device import Device
@@ -55,20 +55,18 @@ class RowJudge:
         )
 
     def _policy(self, spec: BackendSpec, row: Capabilities) -> tuple[Mismatch, ...]:
-        found = []
+        gaps = []
         allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
         if spec.creator(row) is None and not self.simulated:
-            found.append(
-                Mismatch("implementation", f"{name} is declared", "not implemented in 0.1")
-            )
+            gaps.append(Mismatch("implementation", f"{name} is declared", "not implemented in 0.1"))
         if allow is not None and name not in allow:
-            change = Fix("overrides", (("allow", (*allow, name)),), 1, f"--allow {name}")
-            found.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (change,)))
+            fix = Fix("overrides", (("allow", (*allow, name)),), FixCost.NAME, f"--allow {name}")
+            gaps.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (fix,)))
         if name in deny:
             rest = tuple(d for d in deny if d != name)
-            change = Fix("overrides", (("deny", rest),), 1, f"no --deny {name}")
-            found.append(Mismatch("deny", name, "--deny has it", (change,)))
-        return tuple(found)
+            fix = Fix("overrides", (("deny", rest),), FixCost.NAME, f"no --deny {name}")
+            gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
+        return tuple(gaps)
 
     def rank(self, verdict: Verdict) -> tuple[float, ...]:
         """Rank fitting rows, best first: by preference, then measured cost, then priority."""
@@ -144,19 +142,19 @@ def _everywhere(reason: Mismatch, verdict: Verdict, verdicts: tuple[Verdict, ...
         return replace(reason, supported=f"supports {listing(kinds)}")
     if reason.need != "device":
         return reason
-    mine = (v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases)
-    rows = [row for row in mine if row.kind == verdict.row.kind]
+    fitting = (v.row for v in verdicts if v.spec is verdict.spec and v.phase in v.row.phases)
+    rows = [row for row in fitting if row.kind == verdict.row.kind]
     return replace(reason, supported=f"supports {places(rows)}") if rows else reason
 
 
 def nothing_fits(s: RowJudge, verdicts: tuple[Verdict, ...], phase: Phase) -> str:
     family: Family = verdicts[0].spec.family if verdicts else "softmax"
-    flag, asked = s.overrides.flag(family, phase)
-    if asked is not None:
-        name = s.registry.get(asked, family).name
+    flag, named = s.overrides.flag(family, phase)
+    if named is not None:
+        name = s.registry.get(named, family).name
         near = [v for v in verdicts if v.phase is phase and v.spec.name == name]
         reasons = "; ".join(str(r) for v in near for r in v.reasons)
-        return f"{flag} {asked} cannot run {phase.value} on {s.device}: {reasons}"
+        return f"{flag} {named} cannot run {phase.value} on {s.device}: {reasons}"
     near = sorted((v for v in verdicts if v.phase is phase), key=_distance)[:3]
     shown = "; ".join(f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in near)
     return (

@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def cost(self) -> int:
-        return sum(min((c.cost for c in r.changes), default=1000) for r in self.reasons)
+        return sum(min((c.cost for c in r.fixes), default=1000) for r in self.reasons)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _reasons(selection: Selection) -> dict[str, str]:
 
 def notes_of(selection: Selection) -> str:
     """Return what the caller should know of the chosen rows, each sentence once."""
-    found: list[str] = []
+    sentences: list[str] = []
     groups: tuple[tuple[Role, ...], ...] = (
         ("prefill", "decode"),
         ("encode",),
@@ -187,8 +187,8 @@ def notes_of(selection: Selection) -> str:
         same = len(chosen) > 1 and len({(c.backend, c.row.note) for _, c in chosen}) == 1
         for role, c in chosen:
             name = c.backend if same else f"{c.backend} ({role.removeprefix('linear_')})"
-            found += [f"{name}: {note}" if note == c.row.note else note for note in c.notes]
-    return "; ".join(dict.fromkeys(found))
+            sentences += [f"{name}: {note}" if note == c.row.note else note for note in c.notes]
+    return "; ".join(dict.fromkeys(sentences))
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

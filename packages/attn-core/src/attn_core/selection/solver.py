@@ -71,8 +71,8 @@ def _solve(s: RowJudge) -> Selection:
 def _canonical(overrides: Overrides, registry: Registry) -> Overrides:
     """Replace aliases in the lists by names. Raises UnknownBackendError."""
 
-    def names(given: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(registry.find(name).name for name in given))
+    def names(listed: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(registry.find(name).name for name in listed))
 
     return replace(
         overrides,

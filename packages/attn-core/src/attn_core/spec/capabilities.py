@@ -79,6 +79,7 @@ class Capabilities:
     quantizes_q_to_fp8: bool = (
         False  # with an FP8 store, queries and probabilities are rounded to it too
     )
+    tensor_scales: bool = False  # k_scale and v_scale of the cache may be tensors on the device
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
     note: str = ""
     create: str | None = None  # "module:Class" that runs this row, None: the spec's
@@ -137,6 +138,6 @@ class BackendSpec:
 
 def places(rows: Iterable[Capabilities]) -> str:
     """Name the devices that rows run on: "cuda:sm80, cuda:sm90"."""
-    found = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
-    order = sorted(found, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
+    devices = {Device(r.device, arch) for r in rows for arch in r.archs or {""}}
+    order = sorted(devices, key=lambda d: (d.type, len(d.arch or ""), d.arch or ""))
     return ", ".join(map(str, order))

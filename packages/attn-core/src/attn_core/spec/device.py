@@ -92,8 +92,8 @@ def torch_build() -> dict[str, str]:
         text = (pathlib.Path(spec.origin).parent / "version.py").read_text()
     except OSError:
         return {}
-    found = re.findall(r"^(__version__|cuda|hip|xpu)\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.M)
-    return {("version" if name == "__version__" else name): value for name, value in found}
+    constants = re.findall(r"^(__version__|cuda|hip|xpu)\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.M)
+    return {("version" if name == "__version__" else name): value for name, value in constants}
 
 
 def probe_device() -> Device:
@@ -132,16 +132,16 @@ def _cuda_arch() -> str | None:
 def _rocm_arch() -> str | None:
     """Read the first GPU's gfx name from the kernel's topology."""
     for path in sorted(pathlib.Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
-        found = re.search(r"^gfx_target_version (\d+)$", path.read_text(), re.M)
-        if found and (number := int(found[1])):
+        match = re.search(r"^gfx_target_version (\d+)$", path.read_text(), re.M)
+        if match and (number := int(match[1])):
             return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
     return None
 
 
 def _npu_arch() -> str | None:
     text = "".join(p.read_text() for p in pathlib.Path("/proc/driver").glob("**/*version*"))
-    found = re.search(r"910[bc]", text.lower())
-    return found[0] if found else None
+    match = re.search(r"910[bc]", text.lower())
+    return match[0] if match else None
 
 
 def _xpu_arch() -> str | None:

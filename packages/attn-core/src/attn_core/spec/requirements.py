@@ -56,6 +56,22 @@ class LayerRequirements:
         if self.family == "softmax" and q and kv and q % kv:
             raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
 
+    @classmethod
+    def of(cls, layer: Any, kind: Kind = "mha") -> LayerRequirements:
+        """Return what an AttentionLayer needs; its kind is the one thing that it does not say."""
+        return cls(
+            kind=kind,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            num_q_heads=layer.num_q_heads,
+            num_kv_heads=layer.num_kv_heads,
+            sliding_window=layer.sliding_window,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks is not None,
+            cross=layer.is_cross,
+            encoder=not (layer.is_causal or layer.is_cross),
+        )
+
     @property
     def family(self) -> Family:
         return "linear" if self.kind in LINEAR_KINDS else "softmax"

@@ -33,22 +33,22 @@ def renamed(parents: Parents, seed: int) -> Parents:
 
 
 def _case(
-    feature: str, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **more: object
+    feature: str, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **fields: object
 ) -> Case:
-    return replace(Case(feature=feature, query_lens=query_lens, seq_lens=seq_lens), **more)  # type: ignore[arg-type]  # names and types are Case's, checked by replace
+    return replace(Case(feature=feature, query_lens=query_lens, seq_lens=seq_lens), **fields)  # type: ignore[arg-type]  # names and types are Case's, checked by replace
 
 
-def _decode(feature: str, *seq_lens: int, **more: object) -> Case:
-    return _case(feature, (1,) * len(seq_lens), seq_lens, mode=DECODE, **more)
+def _decode(feature: str, *seq_lens: int, **fields: object) -> Case:
+    return _case(feature, (1,) * len(seq_lens), seq_lens, mode=DECODE, **fields)
 
 
 _AFTER_VERIFY = {"mode": ForwardMode.DRAFT_EXTEND, "leftover_spec": True, "sweep": False}
 
 
-def _verify(feature: str, seq_lens: tuple[int, ...], *trees: Parents, **more: object) -> Case:
+def _verify(feature: str, seq_lens: tuple[int, ...], *trees: Parents, **fields: object) -> Case:
     drafts = len(trees[0]) if trees else 4
-    more = {"mode": VERIFY, "trees": trees or None, **more}
-    return _case(feature, (drafts,) * len(seq_lens), seq_lens, **more)
+    fields = {"mode": VERIFY, "trees": trees or None, **fields}
+    return _case(feature, (drafts,) * len(seq_lens), seq_lens, **fields)
 
 
 PAGED: tuple[Case, ...] = (
@@ -209,10 +209,10 @@ _CHUNK = {**_MLA, "causal": False}
 
 
 def _ragged(
-    feature: str, query_lens: tuple[int, ...], key_lens: tuple[int, ...], **more: object
+    feature: str, query_lens: tuple[int, ...], key_lens: tuple[int, ...], **fields: object
 ) -> RaggedCase:
     base = RaggedCase(feature=feature, query_lens=query_lens, key_lens=key_lens)
-    return replace(base, **more)  # type: ignore[arg-type]  # names and types are RaggedCase's
+    return replace(base, **fields)  # type: ignore[arg-type]  # names and types are RaggedCase's
 
 
 RAGGED: tuple[RaggedCase, ...] = (

@@ -20,14 +20,14 @@ class Case:
     """One pass: B requests with query_lens new tokens that end seq_lens tokens.
 
     heads = (q, kv), dims = (D, Dv): a row that lacks them gets its own, unless `fixed` names them.
-    kv_dtype "auto" is the dtype of the queries; k_scale and v_scale apply to FP8 and FP4. window,
-    logit_cap, sinks, is_causal: the layer's; scale_by multiplies its scale of 1 / sqrt(D).
-    encoder_lens: cross attention to as many keys. trees: parents per request. padding: rows
-    appended to the batch, on page 0. strides: of q, k and v. leftover_spec: a draft model's batch
-    carries the spec of the verify pass before it. shared_kv: nothing new to write, k and v are
-    None. device_lengths: no lengths on the host. all_dtypes: run in every dtype, not in the finest
-    and the coarsest alone. sweep: run on every page size and order of pages, not on one page size
-    alone.
+    kv_dtype "auto" is the dtype of the queries; k_scale and v_scale apply to FP8 and FP4, and are
+    tensors with tensor_scales. window, logit_cap, sinks, is_causal: the layer's; scale_by
+    multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as many keys. trees:
+    parents per request. padding: rows appended to the batch, on page 0. strides: of q, k and v.
+    leftover_spec: a draft model's batch carries the spec of the verify pass before it. shared_kv:
+    nothing new to write, k and v are None. device_lengths: no lengths on the host. all_dtypes: run
+    in every dtype, not in the finest and the coarsest alone. sweep: run on every page size and
+    order of pages, not on one page size alone.
     """
 
     feature: str
@@ -41,6 +41,7 @@ class Case:
     kv_dtype: str = "auto"
     k_scale: float = 1.0
     v_scale: float = 1.0
+    tensor_scales: bool = False
     window: int | None = None
     logit_cap: float | None = None
     sinks: bool = False
@@ -86,7 +87,7 @@ class Case:
     @property
     def cells(self) -> frozenset[str]:
         """The cells of the support matrix that this case is evidence for."""
-        found = {
+        covers = {
             "page_sizes": True,
             "fp8_kv": self.kv_dtype.startswith("fp8"),
             "fp4_kv": self.kv_dtype.startswith("fp4"),
@@ -97,7 +98,7 @@ class Case:
             "sinks": self.sinks,
             "cross_attention": self.encoder_lens is not None,
         }
-        return frozenset(cell for cell, is_it in found.items() if is_it)
+        return frozenset(cell for cell, is_it in covers.items() if is_it)
 
     def needs(self, dtype: str, page_size: int) -> Requirements:
         """Return what a row must declare to be asked for this case."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
@@ -77,8 +78,8 @@ def templates(
         base = base_point(serving)
         paged = case_catalog.PAGED if kind == "mha" else case_catalog.LATENT
         for case in (*paged, *shape_cases(kind, serving)):
-            where = points(case, serving)
-            for point in _one(where, case, serving) if reduced else where:
+            options = points(case, serving)
+            for point in _one(options, case, serving) if reduced else options:
                 yield partial(_paged, case, point)
         for case, page_size in page_cases(kind, serving):
             yield partial(_paged, case, replace(base, page_size=page_size))
@@ -97,11 +98,11 @@ def templates(
         yield partial(_ragged, case_catalog.PREFIX, dtypes(rows)[-1], metamorphic.prefix_in_chunks)
 
 
-def _one(where: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
+def _one(options: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
     """Choose the first point whose dtype goes with the case's store on some row."""
     auto = case.kv_dtype == "auto"
     able = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
-    return [point for point in where if point.dtype in able][:1] or [*where[:1]]
+    return [point for point in options if point.dtype in able][:1] or [*options[:1]]
 
 
 def _paged(case: Case, point: Point, row: Capabilities) -> Check:
@@ -168,6 +169,11 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
     for store in ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"
         yield partial(_related, name, case, base, neighbours.layers_of_one_plan)
+    for name, store in product(("whole", "decode"), ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")):
+        case = replace(cases[name], kv_dtype=store, k_scale=0.37, tensor_scales=True)
+        case = replace(case, v_scale=1.7) if kind == "mha" else case
+        name = f"tensor-scales-{name}-{store}"
+        yield partial(_related, name, case, base, neighbours.scales_on_the_device)
 
 
 Relation = Callable[[Bench, Case, Point], Measure]
@@ -198,9 +204,17 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         every=decodes_too,
         run=lambda bench: ask(bench, case, point),
         layout=point.layout,
-        flaw=_first(_no_cache, partial(_no_graph, level) if cell == "cuda_graph" else _none),
+        flaw=_first(
+            _no_cache,
+            partial(_no_graph, level) if cell == "cuda_graph" else _none,
+            _takes_numbers if case.tensor_scales else _none,
+        ),
         alone=ask is far_pages,
     )
+
+
+def _takes_numbers(row: Capabilities) -> str | None:
+    return None if row.tensor_scales else "scales in tensors (tensor_scales is not declared)"
 
 
 def _no_graph(level: str, row: Capabilities) -> str | None:

@@ -37,9 +37,9 @@ def write_evidence(
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for kind, found in cells.items():
+    for kind, reports in cells.items():
         proved = {
-            name: _proof(r, level) for name, r in found.items() if r.declared and not r.problem
+            name: _proof(r, level) for name, r in reports.items() if r.declared and not r.problem
         }
         data = {
             "backend": spec.name,
@@ -66,14 +66,14 @@ def _proof(cell: CellReport, level: Level) -> dict[str, Any]:
     return proof
 
 
-def versions(spec: BackendSpec, more: Iterable[str] = ()) -> dict[str, Any]:
+def versions(spec: BackendSpec, extra: Iterable[str] = ()) -> dict[str, Any]:
     """Return the versions of Python, attn-core, torch, what the rows require, and `more`."""
     groups = {g for row in spec.capabilities for g in row.requires}
-    names = {"attn-core", "torch", *more, *(w.name for g in groups for w in alternatives(g))}
-    found = {"python": platform.python_version()}
+    names = {"attn-core", "torch", *extra, *(w.name for g in groups for w in alternatives(g))}
+    versions_here = {"python": platform.python_version()}
     for name in sorted(names):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_here[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_here

@@ -34,7 +34,7 @@ _PHASE = {M.EXTEND: Phase.PREFILL, M.MIXED: Phase.PREFILL, M.DECODE: Phase.DECOD
 
 def session_cells(row: Capabilities, store: str) -> frozenset[str]:
     """Return the cells of the matrix that a session on this row is evidence for."""
-    found = {
+    covers = {
         "page_sizes": True,
         "sliding_window": row.sliding_window,
         "sinks": row.sinks,
@@ -44,7 +44,7 @@ def session_cells(row: Capabilities, store: str) -> frozenset[str]:
         "spec_topk_gt1": _drafts(row) > 1,
         "fp8_kv": store.startswith("fp8"),
     }
-    return frozenset(cell for cell, is_it in found.items() if is_it)
+    return frozenset(cell for cell, is_it in covers.items() if is_it)
 
 
 def _drafts(row: Capabilities) -> int:
@@ -111,7 +111,7 @@ class _Wish:
 class _Seen:
     """What a pass returned, and what is right."""
 
-    where: str
+    place: str
     got: Tensor
     truth: Tensor
     near: Tensor
@@ -172,16 +172,16 @@ class _Session:
 
     def verdict(self) -> Measure:
         """Compare all that was seen; one pass has too few numbers for a budget of its own."""
-        found = []
+        errors = []
         for what, seen in self._seen.items():
             rounding = torch.float32 if what.endswith("LSE") else TORCH_DTYPES[self._point.dtype]
             got, truth, near = (torch.cat([getattr(s, x) for s in seen]) for x in _NUMBERS)
             try:
-                found.append(within_budget(what, got, truth, near, rounding))
+                errors.append(within_budget(what, got, truth, near, rounding))
             except CheckFailed as error:
                 first = max(seen, key=lambda s: _error(s.got, s.truth))
-                raise CheckFailed(f"{error}; worst in {first.where}") from error
-        return worst(found)
+                raise CheckFailed(f"{error}; worst in {first.place}") from error
+        return worst(errors)
 
     def _wish(self, mode: ForwardMode) -> _Wish:
         server, rng = self._server, self._rng
@@ -208,7 +208,7 @@ class _Session:
         seed = self._rng.randrange(1 << 30)
         return renamed(random_tree(DRAFTS, seed), seed)
 
-    def _run(self, wish: _Wish, where: str) -> None:
+    def _run(self, wish: _Wish, place: str) -> None:
         server, rng = self._server, self._rng
         served = _PHASE.get(wish.mode) in (None, *self._row.phases)
         step = server.prepare(
@@ -241,13 +241,13 @@ class _Session:
             try:
                 out, lse = returned(got, shape, q.dtype, out=None, return_lse=return_lse)
             except CheckFailed as error:
-                raise CheckFailed(f"{where}, layer {index}: {error}") from error
+                raise CheckFailed(f"{place}, layer {index}: {error}") from error
             server.record(step, index)
             if wish.requests:
-                self._note(step, index, where, out, lse)
+                self._note(step, index, place, out, lse)
         self._settle(wish)
 
-    def _note(self, step: Step, index: int, where: str, out: Tensor, lse: Tensor | None) -> None:
+    def _note(self, step: Step, index: int, place: str, out: Tensor, lse: Tensor | None) -> None:
         """Keep some tokens of each request, the last and one more, beside what is right."""
         layer, at, rows = self._server.layers[index], 0, []
         truths: list[tuple[Tensor, Tensor]] = []
@@ -280,7 +280,7 @@ class _Session:
         for i, (what, got) in enumerate((("output", out), ("LSE", lse))):
             if got is not None:
                 truth, near = (torch.cat([pair[i] for pair in a]) for a in (truths, nears))
-                seen = _Seen(where, got[rows].detach().cpu(), truth, near)
+                seen = _Seen(place, got[rows].detach().cpu(), truth, near)
                 self._seen.setdefault(f"layer {index}, {what}", []).append(seen)
 
     def _settle(self, wish: _Wish) -> None:

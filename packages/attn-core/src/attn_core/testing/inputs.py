@@ -35,8 +35,8 @@ class Point:
     layout: str = "NHD"
 
     def __str__(self) -> str:
-        more = [x for x in (self.order, self.layout) if x not in ("shuffled", "NHD")]
-        return "-".join([self.dtype, f"page{self.page_size}", *more])
+        extra = [x for x in (self.order, self.layout) if x not in ("shuffled", "NHD")]
+        return "-".join([self.dtype, f"page{self.page_size}", *extra])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,11 +122,12 @@ def make_inputs(
 
     keys = side(case.dims[0], case.k_scale)
     values = side(case.dims[1], case.v_scale) if case.kind == "mha" else None
+    of_v = case.tensor_scales and values is not None
     after = LayerCache(
         k=keys.pool,
         v=None if values is None else values.pool,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
+        k_scale=torch.tensor([case.k_scale]) if case.tensor_scales else case.k_scale,
+        v_scale=torch.tensor([case.v_scale]) if of_v else case.v_scale,
         block_scales=None
         if keys.blocks is None
         else (keys.blocks, None if values is None else values.blocks),
@@ -202,7 +203,7 @@ def _new_tokens(case: Case, truth: Sequence[Tensor], total: int, dtype: torch.dt
 def _before(after: LayerCache, stored: str, case: Case, placed: Placement) -> LayerCache:
     """Return the cache with poison where the new tokens of this pass belong."""
     fresh = clone_cache(after)
-    ends = [(p[-n:], o[-n:]) for (p, o), n in zip(placed.where, case.query_lens, strict=True) if n]
+    ends = [(p[-n:], o[-n:]) for (p, o), n in zip(placed.slots, case.query_lens, strict=True) if n]
     page, offset = (torch.cat(x) for x in zip(*ends, strict=True))
     for pool, blocks in ((fresh.k, 0), (fresh.v, 0), *((b, 1) for b in fresh.block_scales or ())):
         if pool is None:
@@ -242,8 +243,8 @@ def to_device(x: T, device: torch.device) -> T:
 def _moved(t: Tensor, device: torch.device) -> Tensor:
     if t.is_contiguous():
         return t.to(device)
-    room = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    fresh = torch.zeros(max(room, 0), dtype=t.dtype, device=device)
+    elements = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    fresh = torch.zeros(max(elements, 0), dtype=t.dtype, device=device)
     view = fresh.as_strided(t.shape, t.stride())
     view.copy_(t)
     return view
@@ -291,8 +292,8 @@ def expected(
 ) -> tuple[Inputs, Answer]:
     """Return the inputs of a case and its answers, drawn and computed once per process."""
     inputs = make_inputs(case, point, requires_finite_padding=requires_finite_padding, fused=fused)
-    asked = _question(case, inputs, point.dtype, rounds)
-    right = _RIGHT.get(asked)
+    question = _question(case, inputs, point.dtype, rounds)
+    right = _RIGHT.get(question)
     if right is None:
         truth = answer(case, inputs, torch.float64)
         near = yardstick(
@@ -301,7 +302,7 @@ def expected(
         right = truth, near
         if len(_RIGHT) >= MOST_ANSWERS:
             _RIGHT.clear()
-        _RIGHT[asked] = right
+        _RIGHT[question] = right
     return inputs, right
 
 
@@ -309,12 +310,12 @@ MOST_ANSWERS = 1024
 _RIGHT: dict[bytes, Answer] = {}  # the same numbers lie on pages of every size and order
 
 
-def _question(case: Case, inputs: Inputs, *more: object) -> bytes:
+def _question(case: Case, inputs: Inputs, *extra: object) -> bytes:
     """Return a digest of all that the answers of a case depend on."""
     layer, q = inputs.layer, inputs.q[: inputs.real_tokens]
     plain = (
         (layer.is_causal, layer.is_cross, layer.scale, layer.sliding_window, layer.logit_cap),
-        (case.query_lens, case.trees, more),
+        (case.query_lens, case.trees, extra),
         [(x.dtype, x.shape) for x in (q, *inputs.keys, *inputs.values)],
     )
     digest = hashlib.blake2b(repr(plain).encode())

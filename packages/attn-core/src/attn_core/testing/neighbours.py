@@ -87,7 +87,7 @@ def same_bits(bench: Bench, case: Case, point: Point) -> Measure:
     everyone = list(range(len(case.query_lens)))
     lse = bench.row.lse
     whole = attend(backend, inputs, return_lse=lse)
-    found = [compare(whole, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output")]
+    errors = [compare(whole, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output")]
     cache = clone_cache(inputs.after)  # with every token, whoever writes it again
     for requests, padding in ((everyone[::-1], 0), (everyone, 2), *(([r], 0) for r in everyone)):
         part = picked(inputs, case, point, requests, padding)
@@ -98,7 +98,7 @@ def same_bits(bench: Bench, case: Case, point: Point) -> Measure:
             require(
                 same, f"not deterministic: other neighbours ({requests}) gave other bits of {what}"
             )
-    return worst(found)
+    return worst(errors)
 
 
 def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
@@ -108,13 +108,13 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
     """
     inputs, right = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    everyone, found = list(range(len(case.query_lens))), []
+    everyone, errors = list(range(len(case.query_lens))), []
     for broken in everyone:
-        mine = tokens_of(case, [broken]).to(inputs.q.device)
+        own = tokens_of(case, [broken]).to(inputs.q.device)
         k, v = (
-            None if x is None else x.index_fill(0, mine, torch.nan) for x in (inputs.k, inputs.v)
+            None if x is None else x.index_fill(0, own, torch.nan) for x in (inputs.k, inputs.v)
         )
-        q = inputs.q.index_fill(0, mine, torch.nan)
+        q = inputs.q.index_fill(0, own, torch.nan)
         used = -(-case.seq_lens[broken] // point.page_size)
         pages = inputs.batch.views["full"].page_table[broken, :used].long()
         cache = _poisoned(inputs.cache, pages, point, large=bench.row.requires_finite_padding)
@@ -123,8 +123,8 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
         answer = _right_of(right, others)
         got = out[others.to(out.device)], None
         what = f"output beside NaN in request {broken}"
-        found.append(compare(got, answer, len(others), TORCH_DTYPES[point.dtype], what))
-    return worst(found)
+        errors.append(compare(got, answer, len(others), TORCH_DTYPES[point.dtype], what))
+    return worst(errors)
 
 
 def _poisoned(cache: LayerCache, pages: Tensor, point: Point, *, large: bool) -> LayerCache:
@@ -144,7 +144,7 @@ def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
     q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
     backend = bench.create((layer,), dtype=dtype)
     keys = dataclasses.replace(case, query_lens=case.key_lens)  # the same requests, by their keys
-    everyone, found = list(range(len(case.query_lens))), []
+    everyone, errors = list(range(len(case.query_lens))), []
     shape = (q.shape[0], q.shape[1], v.shape[2])
     for broken in everyone:
         queries, own = (tokens_of(c, [broken]).to(q.device) for c in (case, keys))
@@ -164,8 +164,8 @@ def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
         others = tokens_of(case, [r for r in everyone if r != broken])
         answer = _right_of(right, others)
         what = f"ragged output beside NaN in request {broken}"
-        found.append(compare((out[others.to(q.device)], None), answer, len(others), q.dtype, what))
-    return worst(found)
+        errors.append(compare((out[others.to(q.device)], None), answer, len(others), q.dtype, what))
+    return worst(errors)
 
 
 # Softmax scale and, in FP8 and FP4, the scales of K and V, as multiples of the case's own.
@@ -186,11 +186,24 @@ def layers_of_one_plan(bench: Bench, case: Case, point: Point) -> Measure:
         layers.append((dataclasses.replace(inputs, layer=layer), right))
     first = layers[0][0]
     backend = create(bench, case, first, point, layers=[inputs.layer for inputs, _ in layers])
-    metadata, found = backend.init_forward_metadata(first.batch), []
+    metadata, errors = backend.init_forward_metadata(first.batch), []
     for index in (0, 1, 2, 1, 0):
         inputs, right = layers[index]
         inputs = dataclasses.replace(inputs, batch=first.batch)
         got = attend(backend, inputs, metadata=metadata)
         what = f"output of layer {index}"
-        found.append(compare(got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], what))
-    return worst(found)
+        errors.append(compare(got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], what))
+    return worst(errors)
+
+
+def scales_on_the_device(bench: Bench, case: Case, point: Point) -> Measure:
+    """Scales in tensors are read in each pass, so what is written into them counts from then on."""
+    inputs, right = prepared(bench, case, point)
+    backend, cache = create(bench, case, inputs, point), clone_cache(inputs.cache)
+    scales = [x for x in (cache.k_scale, cache.v_scale) if isinstance(x, Tensor)]
+    metadata, dtype = backend.init_forward_metadata(inputs.batch), TORCH_DTYPES[point.dtype]
+    for factor in (2.0, 0.5):
+        for scale in scales:
+            scale.mul_(factor)
+        got = attend(backend, inputs, cache=cache, metadata=metadata)
+    return compare(got, right, inputs.real_tokens, dtype, "output with scales in tensors")

@@ -26,7 +26,7 @@ from attn_core.testing.tolerance import Measure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SuiteOptions:
     """What a process needs to plan the same checks again: a plan itself holds functions."""
 
     backend: str
@@ -41,15 +41,17 @@ class Asked:
         return spec, plan(spec, self.device, libraries, kinds=self.kinds, reduced=self.reduced)
 
 
-def run_parallel(asked: Asked, jobs: int, step: Callable[[PlannedCheck], None]) -> list[Outcome]:
+def run_parallel(
+    options: SuiteOptions, jobs: int, step: Callable[[PlannedCheck], None]
+) -> list[Outcome]:
     """Run every check that has a row in `jobs` processes; `step` is called after each.
 
-    The checks are those of `asked.plan()`, in its order. A check whose process dies, as with a
+    The checks are those of `options.plan()`, in its order. A check whose process dies, as with a
     fault in a kernel that its driver does not survive, has failed; the next gets a new process.
     """
-    _, planned = asked.plan()
+    _, planned = options.plan()
     outcomes = [Outcome(planned=p, status="skipped", detail=p.reason) for p in planned]
-    workers = [_Worker(asked) for _ in range(jobs)]
+    workers = [_Worker(options) for _ in range(jobs)]
     free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     for worker in workers:
         free.put(worker)
@@ -87,8 +89,8 @@ Answer = tuple[Status, Measure, str]
 class _Worker:
     """A process that runs one check after another, started anew where it has died."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, options: SuiteOptions) -> None:
+        self._options = options
         self._process: SpawnProcess | None = None
         self._connection: Connection[int, Answer] | None = None
 
@@ -97,7 +99,7 @@ class _Worker:
         if self._process is None or self._connection is None:
             context = multiprocessing.get_context("spawn")  # a device does not survive a fork
             self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(self._asked, theirs))
+            self._process = context.Process(target=_serve, args=(self._options, theirs))
             self._process.start()
             theirs.close()
         try:
@@ -117,18 +119,18 @@ class _Worker:
             self._process.join()
 
 
-def _serve(asked: Asked, connection: Connection[Answer, int]) -> None:
+def _serve(options: SuiteOptions, connection: Connection[Answer, int]) -> None:
     torch.set_num_threads(1)  # the processes share the cores
     with contextlib.suppress(EOFError):  # the process that asks has ended
         while True:
-            connection.send(_run(asked, connection.recv()))
+            connection.send(_run(options, connection.recv()))
 
 
-_planned = functools.cache(Asked.plan)
+_planned = functools.cache(SuiteOptions.plan)
 
 
-def _run(asked: Asked, index: int) -> Answer:
-    spec, planned = _planned(asked)
-    on, arch = torch_device(asked.device), asked.device.arch
+def _run(options: SuiteOptions, index: int) -> Answer:
+    spec, planned = _planned(options)
+    on, arch = torch_device(options.device), options.device.arch
     [outcome] = run_all([planned[index]], spec, on, arch=arch)
     return outcome.status, outcome.measure, outcome.detail

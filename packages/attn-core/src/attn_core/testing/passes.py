@@ -66,34 +66,35 @@ def attend(
     batch: ForwardBatch | None = None,
     metadata: object = None,
     cache: LayerCache | None = None,
-    given: bool = False,
+    preallocated: bool = False,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one pass: plan (unless metadata is given), then one layer; check shapes and dtypes.
 
-    cache None: a copy of inputs.cache, and afterwards it must be inputs.after bit by bit. given:
-    hand in an output buffer full of NaN. Returns out and the LSE, None where it was not asked.
+    cache None: a copy of inputs.cache, and afterwards it must be inputs.after bit by bit.
+    preallocated: hand in an output buffer full of NaN. Returns out and the LSE, None without
+    return_lse.
     """
     batch = batch or inputs.batch
     layer, q = inputs.layer, inputs.q
-    mine = clone_cache(inputs.cache) if cache is None else cache
+    target = clone_cache(inputs.cache) if cache is None else cache
     if metadata is None:
         metadata = backend.init_forward_metadata(batch)
     shape = (batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
-    out = q.new_full(shape, torch.nan) if given else None
+    out = q.new_full(shape, torch.nan) if preallocated else None
     got = backend.forward(
         q,
         inputs.k,
         inputs.v,
         layer,
-        mine,
+        target,
         batch,
         metadata,
         out=out,
         return_lse=return_lse,
     )
     if cache is None:
-        pages = sorted(set(changed(_parts(inputs.after), _parts(mine))))
+        pages = sorted(set(changed(_parts(inputs.after), _parts(target))))
         require(not pages, f"the cache is not what it must be after the pass in pages {pages}")
     return returned(got, shape, q.dtype, out=out, return_lse=return_lse)
 
@@ -131,10 +132,10 @@ def compare(
     """Compare out and LSE of the first `tokens` tokens with truth and yardstick."""
     truth, near = right
     value, lse = got
-    found = [within_budget(what, value[:tokens], truth[0], near[0], dtype)]
+    errors = [within_budget(what, value[:tokens], truth[0], near[0], dtype)]
     if lse is not None:
-        found.append(within_budget(f"{what}, LSE", lse[:tokens], truth[1], near[1], torch.float32))
-    return worst(found)
+        errors.append(within_budget(f"{what}, LSE", lse[:tokens], truth[1], near[1], torch.float32))
+    return worst(errors)
 
 
 def run_case(bench: Bench, case: Case, point: Point) -> Measure:
@@ -142,12 +143,12 @@ def run_case(bench: Bench, case: Case, point: Point) -> Measure:
     inputs, right = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
     dtype, tokens = TORCH_DTYPES[point.dtype], inputs.real_tokens
-    got = attend(backend, inputs, given=True)
-    found = [compare(got, right, tokens, dtype, "output")]
+    got = attend(backend, inputs, preallocated=True)
+    errors = [compare(got, right, tokens, dtype, "output")]
     if bench.row.lse:
         got = attend(backend, inputs, return_lse=True)
-        found.append(compare(got, right, tokens, dtype, "output with LSE"))
-    return worst(found)
+        errors.append(compare(got, right, tokens, dtype, "output with LSE"))
+    return worst(errors)
 
 
 @lru_cache(maxsize=128)
@@ -196,7 +197,7 @@ def run_ragged(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
     layer = make_layer(case, torch.Generator().manual_seed(1))
     q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
     backend = bench.create((layer,), dtype=dtype)
-    shape, found = (q.shape[0], q.shape[1], v.shape[2]), []
+    shape, errors = (q.shape[0], q.shape[1], v.shape[2]), []
     for return_lse in (False, True) if bench.row.lse else (False,):
         out = None if return_lse else q.new_full(shape, torch.nan)
         got = backend.forward_ragged(
@@ -213,5 +214,5 @@ def run_ragged(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
             return_lse=return_lse,
         )
         form = returned(got, shape, q.dtype, out=out, return_lse=return_lse)
-        found.append(compare(form, right, q.shape[0], q.dtype, "ragged output"))
-    return worst(found)
+        errors.append(compare(form, right, q.shape[0], q.dtype, "ragged output"))
+    return worst(errors)

@@ -68,7 +68,7 @@ def plan(
         raise BackendNotImplementedError(
             f"{spec.name} is declared but not implemented in 0.1, so there is nothing to check"
         )
-    found: dict[tuple[Kind, str], PlannedCheck] = {}
+    planned: dict[tuple[Kind, str], PlannedCheck] = {}
     absent: list[UnsupportedError] = []
     for kind in kinds:
         try:
@@ -86,19 +86,19 @@ def plan(
             _, missing, check, row, reason = min(options, key=lambda o: o[:2])
             taken = None if missing else row
             # two cases may turn into one on a row that takes a single shape
-            found.setdefault(
+            planned.setdefault(
                 (kind, check.id), PlannedCheck(check=check, kind=kind, row=taken, reason=reason)
             )
-    if not found and absent:
+    if not planned and absent:
         raise absent[0]
-    if not found:
+    if not planned:
         has = sorted({r.kind for r in spec.capabilities})
         raise UnsupportedError(
             f"{spec.name} has rows of kind {', '.join(has)}; the suite has cases for "
             f"{', '.join(kinds)}"
         )
     # the longest last: a fault is found sooner elsewhere
-    return sorted(found.values(), key=lambda p: p.check.feature == "session")
+    return sorted(planned.values(), key=lambda p: p.check.feature == "session")
 
 
 def _lacks(

@@ -27,7 +27,7 @@ class Placement:
     """
 
     table: Tensor
-    where: tuple[tuple[Tensor, Tensor], ...]
+    slots: tuple[tuple[Tensor, Tensor], ...]
     num_pages: int
     behind: Tensor
 
@@ -69,14 +69,14 @@ def place(
     table[len(lens) :] = 0
     for (b, j), page in zip(turns, ids.tolist(), strict=False):
         table[b, j] = page
-    where = []
+    slots = []
     for b, s in enumerate(lens):
         token = torch.arange(s)
-        where.append((table[b, token // page_size], token % page_size))
+        slots.append((table[b, token // page_size], token % page_size))
     # a slice of a wider table, as static buffers hand it out
     wide = torch.cat([table, torch.zeros_like(table)], 1).int()
     behind = [table[b, : first // page_size] for b, first in enumerate(seen_from)]
-    return Placement(wide[:, : table.shape[1]], tuple(where), total, torch.cat(behind))
+    return Placement(wide[:, : table.shape[1]], tuple(slots), total, torch.cat(behind))
 
 
 def fill(
@@ -102,12 +102,12 @@ def fill(
     blocks = poison_blocks((*shape, dim // 16), large=False) if fp4 else None
     if requires_finite_padding:
         large = poison(stored, (1, *pool.shape[1:]), large=True)
-        owned = sorted({int(p) for pages, _ in place.where for p in pages})
+        owned = sorted({int(p) for pages, _ in place.slots for p in pages})
         raw(pool)[owned] = raw(large)
         if blocks is not None:
             raw(blocks)[owned] = _BLOCK_LARGE
     truth = []
-    for page, offset in place.where:
+    for page, offset in place.slots:
         tokens = (len(page), heads, dim)
         if blocks is not None:
             codes = torch.randint(0, 16, tokens, generator=rng)

@@ -50,12 +50,12 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
         returned(got, shape, out.dtype, out=out, return_lse=False)
         return out
 
-    runner.capture(case.mode, run, inputs=_given(inputs), query_len=n)
+    runner.capture(case.mode, run, inputs=_tensors(inputs), query_len=n)
     measures = []
     for order in (rows, rows[::-1], [*rows[1:], None], others, rows):
         fresh = _arranged(inputs, case, point, order, fill)
         out.fill_(torch.nan)
-        got = runner.replay(fresh.batch, *_given(fresh)), None
+        got = runner.replay(fresh.batch, *_tensors(fresh)), None
         real = _tokens([r for r in order if r is not None], n)
         truth, near = ((o[real], lse[real]) for o, lse in right)
         answer: Answer = (truth, near)
@@ -86,7 +86,7 @@ def _served(backend: AttentionBackend) -> HybridDispatcher:
     return HybridDispatcher(dict.fromkeys(roles, backend), pool)
 
 
-def _given(inputs: Inputs) -> list[Tensor]:
+def _tensors(inputs: Inputs) -> list[Tensor]:
     return [x for x in (inputs.q, inputs.k, inputs.v) if x is not None]
 
 

@@ -69,8 +69,13 @@ def run_check(
     """
     if planned.row is None:
         raise ValueError(f"{planned.check.id} has no row: {planned.reason}")
-    asked = planned.check.needs.deterministic
-    bench = Bench(spec=spec, row=planned.row, torch_device=on, arch=arch, deterministic=asked)
+    bench = Bench(
+        spec=spec,
+        row=planned.row,
+        torch_device=on,
+        arch=arch,
+        deterministic=planned.check.needs.deterministic,
+    )
     try:
         with torch.no_grad():
             return planned.check.run(bench)
@@ -136,20 +141,20 @@ def _cells(
         name: any(has(r) for r in (rows if name in OF_TOWERS else models))
         for name, has in CELLS[kind].items()
     }
-    found = {}
+    reports = {}
     for cell, declared in {"page_sizes": bool(serving), **declares}.items():
-        mine = [o for o in outcomes if cell in o.planned.check.cells]
-        ran = [o for o in mine if o.status != "skipped"]
+        covering = [o for o in outcomes if cell in o.planned.check.cells]
+        ran = [o for o in covering if o.status != "skipped"]
         failed = [o for o in ran if o.status == "failed"]
         worst = max((o.measure for o in ran), key=lambda m: m.ratio, default=Measure())
         skipped: dict[str, int] = {}
-        for o in mine:
+        for o in covering:
             if o.status == "skipped":
                 skipped[o.detail] = skipped.get(o.detail, 0) + 1
         problem = failed[0].detail if failed else ""
         if declared and not ran:
             problem = "declared, but no check could be run: " + "; ".join(skipped or ["no case"])
-        found[cell] = CellReport(
+        reports[cell] = CellReport(
             declared=declared,
             cases=len(ran),
             failed=len(failed),
@@ -158,7 +163,7 @@ def _cells(
             skipped=skipped,
             problem=problem,
         )
-    return found
+    return reports
 
 
 def summary(outcomes: Sequence[Outcome], cells: Report) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def summary(outcomes: Sequence[Outcome], cells: Report) -> dict[str, Any]:
         "passed": sum(o.status == "passed" for o in outcomes),
         "failures": [o.detail for o in outcomes if o.status == "failed"],
         "skipped": sum(o.status == "skipped" for o in outcomes),
-        "kinds": {k: {c: vars(r) for c, r in found.items()} for k, found in cells.items()},
+        "kinds": {k: {c: vars(r) for c, r in reports.items()} for k, reports in cells.items()},
     }
 
 
@@ -175,7 +180,7 @@ def problems(cells: Report) -> list[str]:
     """List the declared cells that are not proved, with the reason."""
     return [
         f"{kind}, {cell}: {r.problem}"
-        for kind, found in cells.items()
-        for cell, r in found.items()
+        for kind, reports in cells.items()
+        for cell, r in reports.items()
         if r.problem
     ]

@@ -63,7 +63,7 @@ class Server:
             kv_cache_dtype=self._store,
             device=bench.torch_device,
             kind="mla" if case.kind == "mla" else "mha",
-            layout="HND" if point.layout == "HND" else "NHD",
+            layout=point.layout,
             scales=self._scales,
         )
         self._caches = [pool.layer(x.layer_id) for x in self.layers]
@@ -124,17 +124,17 @@ class Server:
             self.requests.remove(request)
         for view, allocator in self._allocators.items():
             if request.key in allocator:
-                held = allocator.pages(request.key)
+                pages = allocator.pages(request.key)
                 allocator.release(request.key)
-                self._poison_free(view, held)
+                self._poison_free(view, pages)
 
     def forget_window(self, request: Request) -> None:
         """Give back the pages that no later token sees."""
         allocator = self._allocators.get("window")
         if allocator is not None and request.key in allocator:
-            held = allocator.pages(request.key)
+            pages = allocator.pages(request.key)
             allocator.release_before(request.key, request.length - WINDOW + 1)
-            self._poison_free("window", held)
+            self._poison_free("window", pages)
 
     def keep(self, request: Request, drafts: int, path: Sequence[int]) -> None:
         """Keep the drafts on an accepted path, moved together behind the prefix."""
@@ -275,17 +275,17 @@ class Server:
 
     def _poison_free(self, view: str, pages: Sequence[int]) -> None:
         allocator = self._allocators[view]
-        held = {p for r in self.requests if r.key in allocator for p in allocator.pages(r.key)}
-        free = [p for p in pages if p and p not in held]
+        in_use = {p for r in self.requests if r.key in allocator for p in allocator.pages(r.key)}
+        free = [p for p in pages if p and p not in in_use]
         self._poison(view, free, large=self._bench.row.requires_finite_padding)
 
     def _poison(self, view: str, pages: Sequence[int], *, large: bool) -> None:
-        where = torch.tensor(list(pages), dtype=torch.int64, device=self._bench.torch_device)
+        index = torch.tensor(list(pages), dtype=torch.int64, device=self._bench.torch_device)
         bad = raw(poison(self._store, (1,), large=large)).item()
         for layer, cache in zip(self.layers, self._caches, strict=True):
             if layer.view == view:
                 for t, _ in cache.parts():
-                    raw(t).index_fill_(0, where, bad)
+                    raw(t).index_fill_(0, index, bad)
 
 
 def _layers(bench: Bench, case: Case, rng: torch.Generator) -> tuple[AttentionLayer, ...]:

@@ -114,11 +114,11 @@ def _both(name: str, make: type[Case], **shape: object) -> Iterator[Case]:
 
 def page_sizes(rows: Sequence[Capabilities]) -> list[int]:
     """List the pages to ask for: every declared one, a multiple, and some where any will do."""
-    found = {p for r in rows for p in r.page_sizes}
-    found |= {2 * max(r.page_sizes) for r in rows if r.page_sizes}
+    sizes = {p for r in rows for p in r.page_sizes}
+    sizes |= {2 * max(r.page_sizes) for r in rows if r.page_sizes}
     if any(not r.page_sizes for r in rows):
-        found |= set(_PAGES)
-    return [p for p in sorted(found) if any(takes_page(r, p) for r in rows)]
+        sizes |= set(_PAGES)
+    return [p for p in sorted(sizes) if any(takes_page(r, p) for r in rows)]
 
 
 def dtypes(rows: Sequence[Capabilities]) -> list[str]:
@@ -139,9 +139,9 @@ def base_point(rows: Sequence[Capabilities]) -> Point:
 def points(case: Case, rows: Sequence[Capabilities]) -> list[Point]:
     """List where a case runs: dtypes on the base page; with `sweep` all pages, orders, layouts."""
     base, able = base_point(rows), dtypes(rows)
-    found = [replace(base, dtype=d) for d in (able if case.all_dtypes else (able[0], able[-1]))]
+    points = [replace(base, dtype=d) for d in (able if case.all_dtypes else (able[0], able[-1]))]
     if case.sweep:
-        found += [replace(base, page_size=p) for p in page_sizes(rows)]
-        found += [replace(base, order=o) for o in ORDERS]
-        found += [replace(base, layout=x) for x in sorted({x for r in rows for x in r.layouts})]
-    return list(dict.fromkeys(found))
+        points += [replace(base, page_size=p) for p in page_sizes(rows)]
+        points += [replace(base, order=o) for o in ORDERS]
+        points += [replace(base, layout=x) for x in sorted({x for r in rows for x in r.layouts})]
+    return list(dict.fromkeys(points))

@@ -106,24 +106,24 @@ def _proved(cells: Mapping[str, Any]) -> list[str]:
 
 
 def table(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines of one kind, as text; * marks a departure from the documented."""
+    """Return header and rows of one kind, as text; * marks a departure from the documented."""
     hidden = {"evidence", "matrix_deviations", "implemented"}
     first = next(iter(matrix[kind].values()), {})
     columns = [c for c in first if c not in hidden]
-    lines = []
+    rows = []
     for name, cells in matrix[kind].items():
         shown = [
             _show(cells[c]) + ("*" if c in cells["matrix_deviations"] else "") for c in columns
         ]
         proved = _proved(cells)
         built = "" if cells["implemented"] else ", not implemented"
-        lines.append([name, *shown, " … ".join(proved) + built])
-    return ["backend", *columns, "evidence"], lines
+        rows.append([name, *shown, " … ".join(proved) + built])
+    return ["backend", *columns, "evidence"], rows
 
 
 def summary(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines of one kind for a terminal: what a backend has, in one cell."""
-    lines = []
+    """Return header and rows of one kind for a terminal: what a backend has, in one cell."""
+    rows = []
     for name, cells in matrix[kind].items():
         has = [c + "*" * (c in cells["matrix_deviations"]) for c in CELLS[kind] if cells[c]]
         lacks = [
@@ -133,7 +133,7 @@ def summary(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
         pages = _show(cells.get("page_sizes", "-"))
         built = "yes" if cells["implemented"] else "no"
         row = [name, ", ".join(cells["devices"]), pages, " ".join([*has, *lacks]) or "-", built]
-        lines.append([*row, " … ".join(proved)])
+        rows.append([*row, " … ".join(proved)])
     return [
         "backend",
         "devices",
@@ -141,15 +141,15 @@ def summary(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
         "has (* differs from documented)",
         "built",
         "evidence",
-    ], lines
+    ], rows
 
 
 def to_markdown(matrix: Matrix, *, notes: bool = True) -> str:
     """Write every kind as a Markdown table, with `notes` the reason of each departure below."""
     parts = []
     for kind in matrix:
-        header, lines = table(matrix, kind)
-        rows = [header, ["---"] * len(header), *lines]
+        header, rows = table(matrix, kind)
+        rows = [header, ["---"] * len(header), *rows]
         parts.append(f"### {kind}\n\n" + "\n".join(f"| {' | '.join(r)} |" for r in rows))
         reasons = [
             f"- \\* {name}, {cell}: {why}"
@@ -165,11 +165,10 @@ def to_html(matrix: Matrix) -> str:
     """Write every kind as an HTML table of a page that stands alone."""
     body = []
     for kind in matrix:
-        header, lines = table(matrix, kind)
+        header, texts = table(matrix, kind)
         head = "".join(f"<th>{html.escape(c)}</th>" for c in header)
         rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>\n"
-            for line in lines
+            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>\n" for row in texts
         )
         body.append(f"<h2>{kind}</h2>\n<table>\n<tr>{head}</tr>\n{rows}</table>")
     style = "td, th {border: 1px solid #999; padding: .2em .5em} table {border-collapse: collapse}"

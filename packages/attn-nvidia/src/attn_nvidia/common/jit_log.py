@@ -1,4 +1,4 @@
-"""Say what is being compiled, and for how long: a request never waits for a compiler in silence."""
+"""Log JIT compilation and how long it took."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 _E4M3_MAX = 448.0
 
 
-def aligned(x: Tensor) -> Tensor:
+def align16(x: Tensor) -> Tensor:
     """Return x [T, H, D] itself where kernels can load 16 bytes at a time, else a dense copy.
 
     D is taken as a multiple of 16 bytes. A slice of fused Q, K and V is no copy. A dim of size 1
@@ -29,7 +29,7 @@ def packed(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def rounded(q: Tensor) -> Tensor:
+def to_e4m3_saturating(q: Tensor) -> Tensor:
     """Return q as dense e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
     within = q.clamp(-_E4M3_MAX, _E4M3_MAX)
     return within.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
@@ -49,17 +49,19 @@ class Scales:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: dict[float, Tensor] = {}
+        self._tensors: dict[float, Tensor] = {}
         self.of(1.0)  # what most stores have
 
-    def of(self, scale: float) -> Tensor:
-        """Return the tensor of this scale."""
-        held = self._held.get(scale)
-        if held is None:
-            held = torch.full((1,), scale, device=self._device)
+    def of(self, scale: float | Tensor) -> Tensor:
+        """Return the tensor of this scale; one that is a tensor is read where it lies."""
+        if isinstance(scale, Tensor):
+            return scale.view(1)
+        tensor = self._tensors.get(scale)
+        if tensor is None:
+            tensor = torch.full((1,), scale, device=self._device)
             if not capturing(self._device):
-                self._held[scale] = held
-        return held
+                self._tensors[scale] = tensor
+        return tensor
 
 
 def request_of_token(cu_seqlens_q: Tensor, num_tokens: int) -> Tensor:
@@ -67,24 +69,26 @@ def request_of_token(cu_seqlens_q: Tensor, num_tokens: int) -> Tensor:
 
     Tokens past the last request, which pad a batch, count as its.
     """
-    requests = cu_seqlens_q.shape[0] - 1
+    batch_size = cu_seqlens_q.shape[0] - 1
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens_q.device)
-    found = torch.searchsorted(cu_seqlens_q.narrow(0, 1, requests), tokens, right=True)
-    return found.clamp_(max=requests - 1)
+    requests = torch.searchsorted(cu_seqlens_q.narrow(0, 1, batch_size), tokens, right=True)
+    return requests.clamp_(max=batch_size - 1)
 
 
-def dense(q: Tensor, v_dim: int, out: Tensor | None) -> Tensor:
+def contiguous_out(q: Tensor, v_dim: int, out: Tensor | None) -> Tensor:
     """Return what a kernel that knows no strides of its output can fill, `out` where possible."""
     return q.new_empty(*q.shape[:2], v_dim) if out is None or not out.is_contiguous() else out
 
 
-def as_asked(result: Tensor, out: Tensor | None) -> Tensor:
+def copy_to_out(result: Tensor, out: Tensor | None) -> Tensor:
     """Return what a kernel gave in a buffer of its own, in `out` where that was given."""
     return result if out is None or out is result else out.copy_(result)
 
 
-def no_keys(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
-    """Return what queries see that see no key: zeros, and the sink or -inf as the LSE [T, Hq]."""
+def empty_attention(
+    q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool
+) -> Output:
+    """Return the attention of queries without keys: zeros, the LSE [T, Hq] is the sink or -inf."""
     if out is None:
         out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
     out.zero_()

@@ -25,11 +25,11 @@ def workspace(device: torch.device, use: str, nbytes: int) -> Tensor:
         device = torch.device("cuda", index)
         # what torch's own generated code asks; a Stream object costs ten times as much
         stream = torch._C._cuda_getCurrentRawStream(index)
-    held = _HELD.get((device, stream, use))
-    if held is None or held.numel() < nbytes:
-        held = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        _HELD[device, stream, use] = held
-    return held
+    buffer = _HELD.get((device, stream, use))
+    if buffer is None or buffer.numel() < nbytes:
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        _HELD[device, stream, use] = buffer
+    return buffer
 
 
 def multiprocessors(config: BackendConfig) -> int:

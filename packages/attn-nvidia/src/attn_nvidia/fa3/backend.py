@@ -23,7 +23,7 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import Scales, aligned, no_keys, rounded
+from attn_nvidia.common.tensors import Scales, align16, empty_attention, to_e4m3_saturating
 from attn_nvidia.fa3.library import load
 from attn_nvidia.fa3.plan import Call, CallGroup, Plan, Planner, Plans, window_of
 
@@ -54,7 +54,7 @@ class FA3(AttentionBackend):
         self._kinds = {x.kind for x in self._layers.values() if self._in_cache(x.kind.layer)}
         self._scales = Scales(config.device)
 
-    def _in_cache(self, which: LayerGroup) -> bool:
+    def _in_cache(self, group: LayerGroup) -> bool:
         return True
 
     def _prepare(self, layer: AttentionLayer) -> _Layer:
@@ -76,11 +76,11 @@ class FA3(AttentionBackend):
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
         """Derive again what depends on the lengths, into the tensors of the capture."""
         for kind, plan in metadata.items():
-            for held, fresh in zip(plan, self._planner.plan(kind, batch, plan), strict=True):
+            for captured, fresh in zip(plan, self._planner.plan(kind, batch, plan), strict=True):
                 for name, value in fresh.arguments.items():
-                    mine = held.arguments[name]
-                    if isinstance(value, Tensor) and value.data_ptr() != mine.data_ptr():
-                        mine.copy_(value)
+                    target = captured.arguments[name]
+                    if isinstance(value, Tensor) and value.data_ptr() != target.data_ptr():
+                        target.copy_(value)
 
     def forward(
         self,
@@ -99,15 +99,15 @@ class FA3(AttentionBackend):
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         if topk_indices is not None:
             refuse_call(self.config, return_lse=return_lse, sparse=True)
-        mine = self._layers.get(layer) or self._adopt(layer)
-        plan = metadata.get(mine.kind)
+        prepared = self._layers.get(layer) or self._adopt(layer)
+        plan = metadata.get(prepared.kind)
         if plan is None:
             if not batch.num_tokens:
-                return no_keys(q, layer, out, return_lse)
+                return empty_attention(q, layer, out, return_lse)
             refuse_unplanned(layer, metadata)
         if len(plan) > 1:
-            return self._merged(plan, mine, q, layer, cache, out, return_lse)
-        result = self._run(plan[0], mine.with_sinks, q, layer, cache, out, return_lse)
+            return self._merged(plan, prepared, q, layer, cache, out, return_lse)
+        result = self._run(plan[0], prepared.with_sinks, q, layer, cache, out, return_lse)
         return _returned(result, layer, out, return_lse)
 
     def forward_ragged(
@@ -126,14 +126,14 @@ class FA3(AttentionBackend):
         return_lse: bool = False,
     ) -> Output:
         """Attend without a cache; nothing is planned."""
-        mine = self._layers.get(layer) or self._adopt(layer)
+        prepared = self._layers.get(layer) or self._adopt(layer)
         refuse_window(self.config.name, layer, causal=causal)
         if not k.shape[0]:  # the library would give +inf as the log-sum-exp
-            return no_keys(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         result = self._ragged(
-            aligned(q),
-            aligned(k),
-            aligned(v),
+            align16(q),
+            align16(k),
+            align16(v),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_q,
@@ -142,14 +142,14 @@ class FA3(AttentionBackend):
             window_size=window_of(layer.sliding_window),
             out=out,
             return_softmax_lse=return_lse,
-            **mine.with_sinks,
+            **prepared.with_sinks,
         )
         return _returned(result, layer, out, return_lse)
 
     def _adopt(self, layer: AttentionLayer) -> _Layer:
         """Prepare a layer that the config does not list; one of a planned kind runs as well."""
-        self._layers[layer] = mine = self._prepare(layer)
-        return mine
+        self._layers[layer] = prepared = self._prepare(layer)
+        return prepared
 
     def _run(
         self,
@@ -167,7 +167,7 @@ class FA3(AttentionBackend):
         if self._fp8:
             q, arguments = self._quantised(q, arguments, call, layer, cache)
         return self._paged(
-            aligned(q), k, v, out=out, return_softmax_lse=return_lse, **arguments, **call.arguments
+            align16(q), k, v, out=out, return_softmax_lse=return_lse, **arguments, **call.arguments
         )
 
     def _quantised(
@@ -184,12 +184,12 @@ class FA3(AttentionBackend):
             "k_descale": self._scales.of(cache.k_scale).expand(shape),
             "v_descale": self._scales.of(cache.v_scale).expand(shape),
         }
-        return rounded(q), {**arguments, **descales}
+        return to_e4m3_saturating(q), {**arguments, **descales}
 
     def _merged(
         self,
         plan: Plan,
-        mine: _Layer,
+        prepared: _Layer,
         q: Tensor,
         layer: AttentionLayer,
         cache: LayerCache,
@@ -199,7 +199,7 @@ class FA3(AttentionBackend):
         parts = q.new_empty(len(plan), q.shape[0], layer.num_q_heads, layer.v_head_dim)
         lses = []
         for part, call in zip(parts, plan, strict=True):
-            arguments = mine.with_sinks if call.last else mine.arguments
+            arguments = prepared.with_sinks if call.last else prepared.arguments
             lses.append(self._run(call, arguments, q, layer, cache, part, True)[1])
         states = torch.stack(lses).transpose(1, 2)
         if q.is_cuda:

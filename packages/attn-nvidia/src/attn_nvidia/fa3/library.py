@@ -58,13 +58,13 @@ def _filling(attend: Any, flag: str | None) -> Any:
     """Give a function that allocates its output the parameter `out`, by a copy."""
 
     def call(
-        *tensors: Tensor, out: Tensor | None = None, return_softmax_lse: bool, **more: Any
+        *tensors: Tensor, out: Tensor | None = None, return_softmax_lse: bool, **kwargs: Any
     ) -> Any:
         if flag is not None:
-            more[flag] = return_softmax_lse
-        result = attend(*tensors, **more)
-        given, lse = result[:2] if isinstance(result, tuple) else (result, None)
-        given = given if out is None else out.copy_(given)
-        return (given, lse) if return_softmax_lse else given
+            kwargs[flag] = return_softmax_lse
+        result = attend(*tensors, **kwargs)
+        result, lse = result[:2] if isinstance(result, tuple) else (result, None)
+        result = result if out is None else out.copy_(result)
+        return (result, lse) if return_softmax_lse else result
 
     return call

@@ -7,7 +7,7 @@ from typing import Any
 from attn_core import AttentionLayer, BackendConfig, LayerCache, LayerGroup
 from torch import Tensor
 
-from attn_nvidia.common.tensors import aligned
+from attn_nvidia.common.tensors import align16
 from attn_nvidia.fa3.backend import FA3
 from attn_nvidia.fa3.plan import Call
 
@@ -23,8 +23,8 @@ class FA3MLA(FA3):
         # per layer and whether tokens are named, not pages: taking views apart costs microseconds
         self._views: dict[tuple[int, bool], tuple[LayerCache, tuple[Tensor, ...]]] = {}
 
-    def _in_cache(self, which: LayerGroup) -> bool:
-        return which.num_kv_heads == 1 and which.head_dim > which.v_head_dim >= 256
+    def _in_cache(self, group: LayerGroup) -> bool:
+        return group.num_kv_heads == 1 and group.head_dim > group.v_head_dim >= 256
 
     def _run(
         self,
@@ -37,13 +37,13 @@ class FA3MLA(FA3):
         return_lse: bool,
     ) -> Any:
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
-        held = self._views.get((layer.layer_id, call.tokens))
-        if held is None or held[0] is not cache:
+        views = self._views.get((layer.layer_id, call.tokens))
+        if views is None or views[0] is not cache:
             pages = cache.k.view(-1, 1, *cache.k.shape[2:]) if call.tokens else cache.k
-            held = cache, tuple(pages.split_with_sizes(cut, -1))
-            self._views[layer.layer_id, call.tokens] = held
-        latent, rope = held[1]
-        q_latent, q_rope = aligned(q).split_with_sizes(cut, -1)
+            views = cache, tuple(pages.split_with_sizes(cut, -1))
+            self._views[layer.layer_id, call.tokens] = views
+        latent, rope = views[1]
+        q_latent, q_rope = align16(q).split_with_sizes(cut, -1)
         return self._paged(
             q_rope,
             rope,

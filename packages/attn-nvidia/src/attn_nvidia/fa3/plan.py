@@ -58,16 +58,18 @@ class Planner:
         self._splits = 1 if config.deterministic else 0  # 0: the library's choice
         self._counting = torch.arange(1, dtype=torch.int32, device=config.device)
 
-    def plan(self, kind: CallGroup, batch: ForwardBatch, held: Plan | None = None) -> Plan:
-        """Return the calls of one kind; `held` is the plan of a capture, whose shapes it takes."""
-        view, which = batch.views[kind.layer.view], kind.layer
+    def plan(self, kind: CallGroup, batch: ForwardBatch, captured: Plan | None = None) -> Plan:
+        """Return the calls of one kind, in the shapes of the plan `captured` by a graph, if any."""
+        view, group = batch.views[kind.layer.view], kind.layer
         spec = batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
-        if spec is None or spec.tree_mask is None or not which.causal:
-            window = window_of(which.window)
-            where = (batch.cu_seqlens_q, batch.max_q_len, view.seq_lens, view.page_table)
+        if spec is None or spec.tree_mask is None or not group.causal:
+            window = window_of(group.window)
+            paged_inputs = (batch.cu_seqlens_q, batch.max_q_len, view.seq_lens, view.page_table)
             size = self.config.page_size
-            return (Call(self._call(kind, *where, size, causal=which.causal, window=window)),)
-        return tuple(self._tree(kind, batch, view, spec, held))
+            return (
+                Call(self._call(kind, *paged_inputs, size, causal=group.causal, window=window)),
+            )
+        return tuple(self._tree(kind, batch, view, spec, captured))
 
     def _tree(
         self,
@@ -75,17 +77,17 @@ class Planner:
         batch: ForwardBatch,
         view: CacheView,
         spec: SpecInfo,
-        held: Plan | None,
+        captured: Plan | None,
     ) -> Iterator[Call]:
         assert spec.tree_mask is not None
         n, window, size = spec.num_draft_tokens, kind.layer.window, self.config.page_size
         prefix = view.seq_lens - n
         if window is None:
-            where = (batch.cu_seqlens_q, batch.max_q_len, prefix, view.page_table)
-            yield Call(self._call(kind, *where, size), last=False)
+            paged_inputs = (batch.cu_seqlens_q, batch.max_q_len, prefix, view.page_table)
+            yield Call(self._call(kind, *paged_inputs, size), last=False)
         width = n if window is None else max(n, min(window, view.max_seq_len))
-        if held is not None:  # as wide as at the capture, whose longest request is a bound
-            width = held[-1].arguments["page_table"].shape[1] - 1
+        if captured is not None:  # as wide as at the capture, whose longest request is a bound
+            width = captured[-1].arguments["page_table"].shape[1] - 1
         table, lengths = seen_slots(
             view.page_table, prefix, spec.tree_mask, size, window=window, width=width
         )
@@ -110,19 +112,19 @@ class Planner:
         window: tuple[int, int] = NO_WINDOW,
     ) -> dict[str, Any]:
         """Return arguments of a call, with the schedule that each layer would make anew."""
-        which = kind.layer
+        group = kind.layer
         rope = self.config.row.kind == "mla"  # K is the rope part, all of it V's complement
-        head_dim = which.head_dim - which.v_head_dim if rope else which.head_dim
+        head_dim = group.head_dim - group.v_head_dim if rope else group.head_dim
         schedule = self._library.schedule(
             lengths.shape[0],
             max_q,
             page_table.shape[1] * page_size,  # what the call itself takes as the longest
-            which.num_q_heads,
-            which.num_kv_heads,
+            group.num_q_heads,
+            group.num_kv_heads,
             head_dim,
             lengths,
             qkv_dtype=TORCH_DTYPES[self.config.kv_cache_dtype],
-            headdim_v=which.v_head_dim,
+            headdim_v=group.v_head_dim,
             cu_seqlens_q=cu_seqlens_q,
             page_size=page_size,
             causal=causal,

@@ -23,7 +23,7 @@ _MOST_PARTIALS: Final = 1024 * MIB  # of a deterministic plan
 
 def choose(
     config: BackendConfig,
-    which: LayerGroup,
+    group: LayerGroup,
     mode: ForwardMode,
     queries: Lengths,
     keys: Lengths,
@@ -39,13 +39,13 @@ def choose(
     if mode in DECODE_MODES:
         # Four queries for one load of K and V are worth tensor cores, FP8 needs their conversion,
         # and only they split at fixed places.
-        few = which.group < 4 and not fp8(config) and not config.deterministic
+        few = group.group < 4 and not fp8(config) and not config.deterministic
         return "decode" if few else "fa2"
-    if masked or mode is ForwardMode.TARGET_VERIFY or not fa3_takes(config, which):
+    if masked or mode is ForwardMode.TARGET_VERIFY or not fa3_takes(config, group):
         return "fa2"
     if config.deterministic:
         return "fa3"
-    return faster_prefill(which, queries, keys, processors)
+    return faster_prefill(group, queries, keys, processors)
 
 
 def fp8(config: BackendConfig) -> bool:
@@ -53,18 +53,18 @@ def fp8(config: BackendConfig) -> bool:
     return config.kv_cache_dtype.startswith("fp8")
 
 
-def fa3_takes(config: BackendConfig, which: LayerGroup) -> bool:
+def fa3_takes(config: BackendConfig, group: LayerGroup) -> bool:
     """Say whether the Hopper kernel serves a class of layers.
 
     It wants FP8 queries with FP8 keys. With a window it loads the first tile of V from the start
     of the request and not of the window (attention/hopper/sparse_mainloop.cuh, flashinfer 0.6.14).
     """
-    dims = (which.head_dim, which.v_head_dim) in FA3_DIMS
-    return config.arch == "sm90" and dims and which.window is None and not fp8(config)
+    dims = (group.head_dim, group.v_head_dim) in FA3_DIMS
+    return config.arch == "sm90" and dims and group.window is None and not fp8(config)
 
 
 def faster_prefill(
-    which: LayerGroup, queries: Lengths, keys: Lengths, processors: int
+    group: LayerGroup, queries: Lengths, keys: Lengths, processors: int
 ) -> Literal["fa2", "fa3"]:
     """Compare blocks · keys of both tensor-core kernels.
 
@@ -72,9 +72,9 @@ def faster_prefill(
     blocks leave processors idle. A block of fa2 holds 128 rows of a group of heads, keys split.
     """
     length = keys.astype(np.int64)
-    fa3 = int((-(-queries // _TILE) * length).sum()) * which.num_q_heads / processors
+    fa3 = int((-(-queries // _TILE) * length).sum()) * group.num_q_heads / processors
     fa3 = max(fa3, int(length.max(initial=0)))
-    fa2 = int((-(-queries * which.group // _TILE) * length).sum()) * which.num_kv_heads
+    fa2 = int((-(-queries * group.group // _TILE) * length).sum()) * group.num_kv_heads
     return "fa3" if fa3 < _FA3_SPEED * fa2 / processors else "fa2"
 
 
@@ -88,34 +88,34 @@ def tile_rows(rows: int, head_dim: int) -> int:
     return 64 if rows > 16 else 16
 
 
-def partials(which: LayerGroup, tile: int, blocks: int) -> int:
+def partials(group: LayerGroup, tile: int, blocks: int) -> int:
     """Return the bytes of the partial results of split keys: an output and an LSE in float32."""
-    return which.num_q_heads * tile * blocks * (which.v_head_dim + 1) * 4 + 32
+    return group.num_q_heads * tile * blocks * (group.v_head_dim + 1) * 4 + 32
 
 
-def graph_splits(which: LayerGroup, batch: int, tokens: int, processors: int, room: int) -> bool:
-    """Say whether a captured plan may split keys: its partial results must fit `room` bytes.
+def graph_splits(group: LayerGroup, batch: int, tokens: int, processors: int, nbytes: int) -> bool:
+    """Say whether a captured plan may split keys: its partial results must fit `nbytes`.
 
     A graph has room for the worst case: all tokens in one request (PrefillSplitQOKVIndptr).
     """
-    tile = tile_rows((tokens - batch + 1) * which.group, which.v_head_dim)
-    tiles = -(-tokens * which.group // tile) + batch - 1
-    blocks = max(2 * processors // which.num_kv_heads, tiles)
-    return partials(which, tile, blocks) <= room
+    tile = tile_rows((tokens - batch + 1) * group.group, group.v_head_dim)
+    tiles = -(-tokens * group.group // tile) + batch - 1
+    blocks = max(2 * processors // group.num_kv_heads, tiles)
+    return partials(group, tile, blocks) <= nbytes
 
 
-def schedule_bytes(which: LayerGroup, batch: int, tokens: int, processors: int) -> int:
+def schedule_bytes(group: LayerGroup, batch: int, tokens: int, processors: int) -> int:
     """Return the bytes of a captured plan's schedule, at most.
 
     Per block of fa2 or of decode three indices and a flag, per token and request an offset, per
     block of fa3 seven numbers (the plans in attention/scheduler.cuh of flashinfer 0.6.14).
     """
-    blocks = 32 * processors // which.num_kv_heads + tokens * which.group // 16 + batch + 1
-    works = which.num_q_heads * (tokens // _TILE + batch + 1)
+    blocks = 32 * processors // group.num_kv_heads + tokens * group.group // 16 + batch + 1
+    works = group.num_q_heads * (tokens // _TILE + batch + 1)
     return 13 * blocks + 8 * (tokens + batch + processors) + 28 * works + 4096
 
 
-def fixed_split(config: BackendConfig, which: LayerGroup) -> int | None:
+def fixed_split(config: BackendConfig, group: LayerGroup) -> int | None:
     """Return the pages of a split that does not depend on the batch, None: do not split.
 
     The partial results of the largest batch must fit the workspace; without limits in `config`
@@ -125,21 +125,21 @@ def fixed_split(config: BackendConfig, which: LayerGroup) -> int | None:
         return None
     longest = num_pages_for(config.max_seq_len, config.page_size)
     split = max(1, _FIXED_SPLIT // config.page_size)
-    while _split_bytes(config, which, split) > _MOST_PARTIALS:
+    while _split_bytes(config, group, split) > _MOST_PARTIALS:
         if split >= longest:
             return None
         split *= 2
     return split
 
 
-def fixed_bytes(config: BackendConfig, which: LayerGroup) -> int:
+def fixed_bytes(config: BackendConfig, group: LayerGroup) -> int:
     """Return the bytes of partial results that plans of the fixed split take at most."""
-    split = fixed_split(config, which)
-    return 0 if split is None else _split_bytes(config, which, split)
+    split = fixed_split(config, group)
+    return 0 if split is None else _split_bytes(config, group, split)
 
 
-def _split_bytes(config: BackendConfig, which: LayerGroup, split: int) -> int:
-    rows = max(config.num_draft_tokens, 1) * which.group
-    tile = tile_rows(rows, which.v_head_dim)
+def _split_bytes(config: BackendConfig, group: LayerGroup, split: int) -> int:
+    rows = max(config.num_draft_tokens, 1) * group.group
+    tile = tile_rows(rows, group.v_head_dim)
     chunks = -(-num_pages_for(config.max_seq_len, config.page_size) // split)
-    return partials(which, tile, config.max_bs * -(-rows // tile) * chunks)
+    return partials(group, tile, config.max_bs * -(-rows // tile) * chunks)

@@ -25,7 +25,7 @@ from attn_core import (
 from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
-from attn_nvidia.common.tensors import aligned, as_asked, dense
+from attn_nvidia.common.tensors import align16, contiguous_out, copy_to_out
 from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.csr import query_lengths
 from attn_nvidia.flashinfer.kernels import (
@@ -43,7 +43,7 @@ from attn_nvidia.flashinfer.ragged import Ragged
 from attn_nvidia.flashinfer.tree import loose_window
 from attn_nvidia.flashinfer.wrappers import PlannedWrapper, Shape, Static, WrapperPool
 
-Class = tuple[LayerGroup, float]  # and the soft cap, 0 = none
+PlanKey = tuple[LayerGroup, float]  # and the soft cap, 0 = none
 
 
 class Plan(NamedTuple):
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     table: Table
 
 
-class Plans(dict[Class, Plan]):
+class Plans(dict[PlanKey, Plan]):
     """The plan of a pass, per class of layers; while it lives, its wrappers are its own."""
 
 
@@ -69,19 +69,19 @@ class FlashInfer(AttentionBackend):
             refuse_window(config.name, layer)
         library: Any = importlib.import_module("flashinfer")
         self._library, self._pool = library, WrapperPool(library)
-        self._classes = {_class_of(layer) for layer in config.layers}
+        self._classes = {_plan_key(layer) for layer in config.layers}
         self._processors = multiprocessors(config)
         self._bytes = max(
-            (self._workspace_bytes(which) for which, _ in self._classes),
+            (self._workspace_bytes(group) for group, _ in self._classes),
             default=workspace_bytes.RECOMMENDED,
         )
         self._fp8 = fp8(config)
         self._ragged = Ragged(config, library, self._processors, self._bytes)
 
-    def _workspace_bytes(self, which: LayerGroup) -> int:
-        heads = (which.num_q_heads, which.num_kv_heads)
-        room = workspace_bytes.flashinfer(self._processors, *heads, which.v_head_dim)
-        return max(room, fixed_bytes(self.config, which) if self.config.deterministic else 0)
+    def _workspace_bytes(self, group: LayerGroup) -> int:
+        heads = (group.num_q_heads, group.num_kv_heads)
+        nbytes = workspace_bytes.flashinfer(self._processors, *heads, group.v_head_dim)
+        return max(nbytes, fixed_bytes(self.config, group) if self.config.deterministic else 0)
 
     def _workspace(self) -> Tensor:
         return workspace(self.config.device, "flashinfer", self._bytes)
@@ -106,27 +106,27 @@ class FlashInfer(AttentionBackend):
         plans, tables = Plans(), dict[tuple[str, int | None, bool], Table]()
         if not batch.num_tokens:
             return plans
-        queries, room = query_lengths(batch), self._workspace()
-        for which, cap in self._classes:
-            if which.view not in batch.views:
+        queries, scratch = query_lengths(batch), self._workspace()
+        for group, cap in self._classes:
+            if group.view not in batch.views:
                 continue
-            at = which.view, which.window, which.causal
+            at = group.view, group.window, group.causal
             if at not in tables:
                 page_size = self.config.page_size
                 tables[at] = Table(*at, batch, page_size=page_size, static=captured)
                 tables[at].fill(batch, queries)
             table = tables[at]
-            shape = self._shape(which, cap, batch, queries, table, room if captured else None)
+            shape = self._shape(group, cap, batch, queries, table, scratch if captured else None)
             if captured:
-                size = schedule_bytes(which, batch.batch_size, batch.num_tokens, self._processors)
-                schedule = torch.empty(size, dtype=torch.uint8, device=room.device)
+                size = schedule_bytes(group, batch.batch_size, batch.num_tokens, self._processors)
+                schedule = torch.empty(size, dtype=torch.uint8, device=scratch.device)
                 static = Static(table.device, table.indices, table.mask, schedule)
-                planned = PlannedWrapper(self._library, shape, room, static)
+                planned = PlannedWrapper(self._library, shape, scratch, static)
             else:
-                planned = self._pool.lease(shape, room, plans)
+                planned = self._pool.lease(shape, scratch, plans)
             self._fill(planned, table, batch)
-            empty = not which.causal and (captured or not table.keys.all())
-            plans[which, cap] = Plan(planned.run, empty, planned, table)
+            empty = not group.causal and (captured or not table.keys.all())
+            plans[group, cap] = Plan(planned.run, empty, planned, table)
         if captured:  # the library's first plan has filled the lists as its own are
             for table in tables.values():
                 table.upload()
@@ -137,41 +137,41 @@ class FlashInfer(AttentionBackend):
 
     def _shape(
         self,
-        which: LayerGroup,
+        group: LayerGroup,
         cap: float,
         batch: ForwardBatch,
         queries: Lengths,
         table: Table,
-        room: Tensor | None,
+        scratch: Tensor | None,
     ) -> Shape:
-        """Say what a wrapper is planned for; room: the workspace of a captured pass."""
+        """Say what a wrapper is planned for; scratch: the workspace of a captured pass."""
         config, mode, masked = self.config, batch.forward_mode, table.mask is not None
-        window_left = -1 if which.window is None else which.window - 1
-        if masked and which.window is not None and batch.spec is not None:
-            window_left = loose_window(which.window, batch.spec.num_draft_tokens)
+        window_left = -1 if group.window is None else group.window - 1
+        if masked and group.window is not None and batch.spec is not None:
+            window_left = loose_window(group.window, batch.spec.num_draft_tokens)
         even, split, fixed = mode in EVEN_MODES, True, None
         if config.deterministic:
-            fixed = fixed_split(config, which) if even and room is None else None
+            fixed = fixed_split(config, group) if even and scratch is None else None
             split = fixed is not None
-        elif room is not None:
+        elif scratch is not None:
             size = (batch.batch_size, batch.num_tokens, self._processors)
-            split = graph_splits(which, *size, room.numel())
+            split = graph_splits(group, *size, scratch.numel())
         return Shape(
             kernel=choose(
                 config,
-                which,
+                group,
                 mode,
                 queries,
                 table.keys,
                 masked=masked,
                 processors=self._processors,
             ),
-            num_q_heads=which.num_q_heads,
-            num_kv_heads=which.num_kv_heads,
-            head_dim=which.head_dim,
-            v_head_dim=which.v_head_dim,
+            num_q_heads=group.num_q_heads,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            v_head_dim=group.v_head_dim,
             page_size=config.page_size,
-            causal=which.causal and not masked,
+            causal=group.causal and not masked,
             window_left=window_left,
             logit_cap=cap,
             masked=masked,
@@ -197,23 +197,24 @@ class FlashInfer(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        q, mine, lse = _outputs(q, layer, out, return_lse=return_lse)
-        plan = metadata.get(_class_of(layer))
+        q, result, lse = _outputs(q, layer, out, return_lse=return_lse)
+        plan = metadata.get(_plan_key(layer))
         if plan is not None:
             keys, values = cache.k, cache.v
             assert values is not None
             if cache.layout == "HND":
                 keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-            scale, v_scale = layer.scale, None
+            k_scale: float | Tensor = layer.scale
+            v_scale = None
             if self._fp8:
-                scale, v_scale = scale * cache.k_scale, cache.v_scale
+                k_scale, v_scale = layer.scale * cache.k_scale, cache.v_scale
             # plans have a scale of 1, which k_scale multiplies: layers may differ in theirs
             plan.run(
                 q,
                 (keys, values),
-                k_scale=scale,
+                k_scale=k_scale,
                 v_scale=v_scale,
-                out=mine,
+                out=result,
                 lse=lse,
                 return_lse=return_lse,
             )
@@ -221,8 +222,8 @@ class FlashInfer(AttentionBackend):
                 natural(lse, empty=plan.empty)
         elif batch.num_tokens:
             refuse_unplanned(layer, metadata)
-        mine = as_asked(mine, out)
-        return mine if lse is None else (mine, lse)
+        result = copy_to_out(result, out)
+        return result if lse is None else (result, lse)
 
     def forward_ragged(
         self,
@@ -242,18 +243,18 @@ class FlashInfer(AttentionBackend):
         """Attend without a cache; plans where the lengths are new, so it reads them on the host."""
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
-        q, mine, lse = _outputs(q, layer, out, return_lse=return_lse)
+        q, result, lse = _outputs(q, layer, out, return_lse=return_lse)
         if q.shape[0]:
-            which = LayerGroup.of(layer, causal=causal)
-            run, empty = self._ragged.plan(which, layer, cu_seqlens_q, cu_seqlens_k)
-            run(q, aligned(k), aligned(v), out=mine, lse=lse, return_lse=return_lse)
+            group = LayerGroup.of(layer, causal=causal)
+            run, empty = self._ragged.plan(group, layer, cu_seqlens_q, cu_seqlens_k)
+            run(q, align16(k), align16(v), out=result, lse=lse, return_lse=return_lse)
             if lse is not None:
                 natural(lse, empty=empty)
-        mine = as_asked(mine, out)
-        return mine if lse is None else (mine, lse)
+        result = copy_to_out(result, out)
+        return result if lse is None else (result, lse)
 
 
-def _class_of(layer: AttentionLayer) -> Class:
+def _plan_key(layer: AttentionLayer) -> PlanKey:
     return LayerGroup.of(layer), layer.logit_cap or 0.0
 
 
@@ -261,6 +262,6 @@ def _outputs(
     q: Tensor, layer: AttentionLayer, out: Tensor | None, *, return_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return q as kernels load it, and what is to be filled: `out` where it is contiguous."""
-    q = aligned(q)
+    q = align16(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    return q, dense(q, layer.v_head_dim, out), lse
+    return q, contiguous_out(q, layer.v_head_dim, out), lse

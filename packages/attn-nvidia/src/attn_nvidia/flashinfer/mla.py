@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from attn_core import (
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import aligned, no_keys
+from attn_nvidia.common.tensors import align16, empty_attention
 from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.csr import adjacent, key_lengths, page_list, refuse_moved
 from attn_nvidia.flashinfer.lse import natural
@@ -62,8 +63,8 @@ class FlashInferMLA(AttentionBackend):
         self._new = mla.BatchMLAPagedAttentionWrapper
         ragged = prefill.BatchPrefillWithRaggedKVCacheWrapper
         family = self._family
-        self._wrappers = Wrappers(lambda room: self._new(room, backend=family), plan_absorbed)
-        self._ragged_wrappers = Wrappers(lambda room: ragged(room, backend=family), plan_ragged)
+        self._wrappers = Wrappers(partial(self._new, backend=family), plan_absorbed)
+        self._ragged_wrappers = Wrappers(partial(ragged, backend=family), plan_ragged)
         self._ragged: PerPassCache[Plan] = PerPassCache()
         absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
         self._keys = tuple(dict.fromkeys((LayerGroup.of(x), x.scale) for x in absorbed))
@@ -94,18 +95,18 @@ class FlashInferMLA(AttentionBackend):
         causal = batch.forward_mode not in DECODE_MODES  # one query sees all keys anyway
         dtypes = TORCH_DTYPES[self.config.dtype], TORCH_DTYPES[self.config.kv_cache_dtype]
         known: dict[str, Lists] = {}
-        for which, scale in self._keys:
-            view = batch.views.get(which.view)
+        for group, scale in self._keys:
+            view = batch.views.get(group.view)
             if view is None:
                 continue
-            refuse_too_many(batch, which.num_q_heads)
-            if which.view not in known:
+            refuse_too_many(batch, group.num_q_heads)
+            if group.view not in known:
                 keys, size = key_lengths(view), self.config.page_size
                 table = adjacent(view.page_table, keys, size, captured=captured)
                 qo_indptr, kv_indptr, kv_len = host_lengths(batch, keys, table)
-                known[which.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
-            shape = (which.num_q_heads, LATENT, ROPE, self.config.page_size)
-            yield (which, scale), (*known[which.view], *shape, causal, scale, *dtypes)
+                known[group.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
+            shape = (group.num_q_heads, LATENT, ROPE, self.config.page_size)
+            yield (group, scale), (*known[group.view], *shape, causal, scale, *dtypes)
 
     def forward(
         self,
@@ -126,9 +127,9 @@ class FlashInferMLA(AttentionBackend):
         plan = metadata.get((LayerGroup.of(layer), layer.scale))
         if plan is None:
             if not batch.num_tokens:
-                return no_keys(q, layer, out, return_lse)
+                return empty_attention(q, layer, out, return_lse)
             refuse_unplanned(layer, metadata)
-        q_latent, q_rope = aligned(q).split_with_sizes((LATENT, ROPE), -1)
+        q_latent, q_rope = align16(q).split_with_sizes((LATENT, ROPE), -1)
         latent, rope = self._pages(layer.layer_id, cache)
         scale = cache.k_scale if self._fp8 else None
         result: Output = plan.library.run(
@@ -146,11 +147,11 @@ class FlashInferMLA(AttentionBackend):
 
     def _pages(self, layer_id: int, cache: LayerCache) -> tuple[Tensor, ...]:
         """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
-        held = self._views.get(layer_id)
-        if held is None or held[0] is not cache:
-            views = cache.k.squeeze(2).split_with_sizes((LATENT, ROPE), -1)
-            held = self._views[layer_id] = (cache, views)
-        return held[1]
+        views = self._views.get(layer_id)
+        if views is None or views[0] is not cache:
+            parts = cache.k.squeeze(2).split_with_sizes((LATENT, ROPE), -1)
+            views = self._views[layer_id] = (cache, parts)
+        return views[1]
 
     def forward_ragged(
         self,
@@ -174,7 +175,7 @@ class FlashInferMLA(AttentionBackend):
         """
         refuse_call(self.config, return_lse=return_lse)
         if not q.shape[0] or not k.shape[0]:  # nothing to plan
-            return no_keys(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         shape = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
         def plan() -> Plan:
@@ -190,9 +191,9 @@ class FlashInferMLA(AttentionBackend):
                     kv_data_type=k.dtype,
                 )
 
-        more = (*shape, causal, layer.scale, q.dtype)
-        planned = self._ragged.get((cu_seqlens_q, cu_seqlens_k), more, plan)
-        q, k, v = aligned(q), aligned(k), aligned(v)
+        parameters = (*shape, causal, layer.scale, q.dtype)
+        planned = self._ragged.get((cu_seqlens_q, cu_seqlens_k), parameters, plan)
+        q, k, v = align16(q), align16(k), align16(v)
         result: Output = planned.library.run(q, k, v, out=out, return_lse=return_lse)
         if isinstance(result, tuple):
             # without causal order, a request whose prefix has no more chunks sees no key

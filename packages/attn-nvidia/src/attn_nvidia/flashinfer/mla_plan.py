@@ -1,4 +1,4 @@
-"""What FlashInfer's MLA plans are made of: lengths on the host, page lists, wrappers for hire."""
+"""What FlashInfer's MLA plans are made of: lengths on the host, page lists, a pool of wrappers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Wrapper:
     def __init__(self, library: Any, device: torch.device) -> None:
         self.library, self._copy = library, PinnedCopy(device)
 
-    def plan(self, call: Callable[..., object], *args: object, **more: object) -> None:
+    def plan(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call a plan of this wrapper, which fills its pinned buffer and enqueues the copy of it.
 
         With lengths from the host nothing in the library waits for the copy before: where the
         device lags a pass behind, a plan would overwrite what has not been copied yet.
         """
         self._copy.wait()
-        call(self.library, *args, **more)
+        call(self.library, *args, **kwargs)
         self._copy.begun()
 
 
@@ -84,23 +84,23 @@ class Plan:
 
 
 class Wrappers:
-    """Wrappers for hire: they own pinned memory, so making one takes milliseconds."""
+    """A pool of wrappers: they own pinned memory, so making one takes milliseconds."""
 
     def __init__(self, make: Callable[[Tensor], Any], plan: Callable[..., object]) -> None:
         self._make, self._plan = make, plan
         self._free: dict[int, list[Wrapper]] = {}
 
-    def plan(self, scratch: Tensor, *args: object, **more: object) -> Plan:
+    def plan(self, scratch: Tensor, *args: object, **kwargs: object) -> Plan:
         """Plan a free wrapper, or a new one, over `scratch`; the arguments are the library's."""
         free = self._free.setdefault(scratch.data_ptr(), [])
         wrapper = free.pop() if free else Wrapper(self._make(scratch), scratch.device)
-        wrapper.plan(self._plan, *args, **more)
+        wrapper.plan(self._plan, *args, **kwargs)
         return Plan(wrapper, free)
 
 
-def plan_ragged(library: Any, *args: object, **more: object) -> None:
+def plan_ragged(library: Any, *args: object, **kwargs: object) -> None:
     """Plan a wrapper by its own plan()."""
-    library.plan(*args, **more)
+    library.plan(*args, **kwargs)
 
 
 def plan_absorbed(library: Any, *arguments: object) -> None:
@@ -130,21 +130,21 @@ class PerPassCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Sequence[Tensor], Sequence[int], Hashable, T]] = []
+        self._values: list[tuple[Sequence[Tensor], Sequence[int], Hashable, T]] = []
 
     def clear(self) -> None:
         """Forget all values: a pass begins."""
-        self._made.clear()
+        self._values.clear()
 
-    def get(self, of: Sequence[Tensor], more: Hashable, make: Callable[[], T]) -> T:
-        """Return the value made of these tensors, and of `more`, in this pass."""
+    def get(self, of: Sequence[Tensor], parameters: Hashable, make: Callable[[], T]) -> T:
+        """Return the value made of these tensors, and of `parameters`, in this pass."""
         versions = [0 if t.is_inference() else t._version for t in of]
-        for tensors, then, also, value in self._made:
+        for tensors, then, also, value in self._values:
             same = all(a is b for a, b in zip(tensors, of, strict=True))
-            if same and then == versions and also == more:
+            if same and then == versions and also == parameters:
                 return value
-        if len(self._made) == _MOST_KEPT:  # a caller that never begins a pass
-            del self._made[0]
+        if len(self._values) == _MOST_KEPT:  # a caller that never begins a pass
+            del self._values[0]
         value = make()
-        self._made.append((of, versions, more, value))
+        self._values.append((of, versions, parameters, value))
         return value

@@ -53,8 +53,8 @@ class Table:
         self._packed = torch.zeros(3 * rows + 2, dtype=torch.int32, device=device)
         self.device = Csr.of(self._packed, rows)
         if (tree := self._tree(batch)) is not None:
-            room = rows * -(-tree.shape[1] * width * page_size // 8)
-            bits = torch.zeros(room, dtype=torch.uint8, device=device)
+            nbytes = rows * -(-tree.shape[1] * width * page_size // 8)
+            bits = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             self.mask = bits, torch.zeros(rows + 1, dtype=torch.int32, device=device)
 
     @property

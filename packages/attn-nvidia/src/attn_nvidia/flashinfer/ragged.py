@@ -36,13 +36,13 @@ class UnchangedTensors:
 
 class _Key(NamedTuple):
     kernel: str
-    which: LayerGroup
+    group: LayerGroup
     cap: float
     scale: float
     workspace: int
 
 
-class _Planned:
+class PlannedWrapper:
     """A wrapper, and the lengths that it was planned for last."""
 
     def __init__(self, wrapper: Any) -> None:
@@ -58,13 +58,13 @@ class Ragged:
     ) -> None:
         self._config, self._library = config, library
         self._processors, self._bytes = processors, workspace_bytes
-        self._held: dict[_Key, _Planned] = {}
+        self._wrappers: dict[_Key, PlannedWrapper] = {}
         self._recent = UnchangedTensors()
         self._lengths: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
         self._of_last: set[_Key] = set()
 
     def plan(
-        self, which: LayerGroup, layer: AttentionLayer, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+        self, group: LayerGroup, layer: AttentionLayer, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
     ) -> tuple[Callable[..., Any], bool]:
         """Return what runs layers of this class, and whether some query has no key.
 
@@ -74,38 +74,38 @@ class Ragged:
         self._read(cu_seqlens_q, cu_seqlens_k)
         qo_indptr, kv_indptr = self._lengths
         queries, keys = (x.diff().numpy() for x in (qo_indptr, kv_indptr))
-        plain = (which.head_dim, which.v_head_dim) in FA3_DIMS and which.window is None
+        plain = (group.head_dim, group.v_head_dim) in FA3_DIMS and group.window is None
         kernel = "fa2"
         if self._config.arch == "sm90" and plain:
             kernel = "fa3"
             if not self._config.deterministic:
-                kernel = faster_prefill(which, queries, keys, self._processors)
-        room = workspace(self._config.device, "flashinfer", self._bytes)
+                kernel = faster_prefill(group, queries, keys, self._processors)
+        scratch = workspace(self._config.device, "flashinfer", self._bytes)
         cap = layer.logit_cap or 0.0
-        key = _Key(kernel, which, cap, layer.scale, room.data_ptr())
-        planned = self._held.get(key)
+        key = _Key(kernel, group, cap, layer.scale, scratch.data_ptr())
+        planned = self._wrappers.get(key)
         if planned is not None and key in self._of_last:
             return planned.wrapper.run, planned.empty
-        if which.causal and (keys < queries).any():
+        if group.causal and (keys < queries).any():
             raise UnsupportedError(
                 f"layer {layer.layer_id}: causal attention with fewer keys than queries, the first "
                 "queries see nothing; flashinfer gives them a mean of all values: cut them off"
             )
         if planned is None:
             wrap = self._library.BatchPrefillWithRaggedKVCacheWrapper
-            planned = self._held[key] = _Planned(wrap(room, "NHD", backend=kernel))
+            planned = self._wrappers[key] = PlannedWrapper(wrap(scratch, "NHD", backend=kernel))
         planned.copy.wait()
         dtype = TORCH_DTYPES[self._config.dtype]
-        with building(f"flashinfer {kernel}, ragged, {dtype}, head dim {which.head_dim}"):
+        with building(f"flashinfer {kernel}, ragged, {dtype}, head dim {group.head_dim}"):
             planned.wrapper.plan(
                 qo_indptr,
                 kv_indptr,
-                which.num_q_heads,
-                which.num_kv_heads,
-                which.head_dim,
-                head_dim_vo=which.v_head_dim,
-                causal=which.causal,
-                window_left=-1 if which.window is None else which.window - 1,
+                group.num_q_heads,
+                group.num_kv_heads,
+                group.head_dim,
+                head_dim_vo=group.v_head_dim,
+                causal=group.causal,
+                window_left=-1 if group.window is None else group.window - 1,
                 logits_soft_cap=cap,
                 sm_scale=layer.scale,
                 q_data_type=dtype,

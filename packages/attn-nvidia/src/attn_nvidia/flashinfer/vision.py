@@ -21,7 +21,7 @@ from attn_core import (
 from torch import Tensor
 
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import aligned, as_asked, dense
+from attn_nvidia.common.tensors import align16, contiguous_out, copy_to_out
 from attn_nvidia.common.workspace import workspace
 from attn_nvidia.common.workspace_bytes import RECOMMENDED
 from attn_nvidia.flashinfer.ragged import UnchangedTensors
@@ -38,7 +38,7 @@ class Cudnn(AttentionBackend):
             refuse_layer(config, layer)
         library: Any = importlib.import_module("flashinfer.cudnn")
         self._recent, self._strides = UnchangedTensors(), tuple[int, ...]()
-        self._found: Mapping[str, Tensor] = {}
+        self._layout: Mapping[str, Tensor] = {}
         self._attend: Any = library.cudnn_batch_prefill_with_kv_cache
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -85,10 +85,10 @@ class Cudnn(AttentionBackend):
     ) -> Output:
         """Attend without a cache; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        mine = dense(q, layer.v_head_dim, out)
+        q, k, v = align16(q), align16(k), align16(v)
+        result = contiguous_out(q, layer.v_head_dim, out)
         if q.shape[0]:
-            places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, mine))
+            places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, result))
             with building(f"{self.config.name}, cuDNN attention"):
                 self._attend(
                     q,
@@ -100,10 +100,10 @@ class Cudnn(AttentionBackend):
                     max_sequence_kv=-(-max_k // _ROUND) * _ROUND,
                     causal=causal,
                     return_lse=False,
-                    out=mine,
+                    out=result,
                     **places,
                 )
-        return as_asked(mine, out)
+        return copy_to_out(result, out)
 
     def _places(
         self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tensors: tuple[Tensor, ...]
@@ -119,7 +119,7 @@ class Cudnn(AttentionBackend):
             dtype = torch.int64 if large else torch.int32
             q, k = (x.view(-1, 1, 1, 1).to(dtype) for x in (cu_seqlens_q, cu_seqlens_k))
             self._strides = strides
-            self._found = {
+            self._layout = {
                 "actual_seq_lens_q": q.diff(dim=0).int(),
                 "actual_seq_lens_kv": k.diff(dim=0).int(),
                 "batch_offsets_q": q * strides[0],
@@ -127,4 +127,4 @@ class Cudnn(AttentionBackend):
                 "batch_offsets_v": k * strides[2],
                 "batch_offsets_o": q * strides[3],
             }
-        return self._found
+        return self._layout

@@ -243,16 +243,16 @@ class WrapperPool:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self._held: dict[tuple[Shape, int], list[list[Any]]] = {}
+        self._wrappers: dict[tuple[Shape, int], list[list[Any]]] = {}
 
     def lease(self, shape: Shape, workspace: Tensor, owner: object) -> PlannedWrapper:
         """Return a wrapper that is `owner`'s until it is gone; workspace: of the current stream."""
-        held = self._held.setdefault((shape, workspace.data_ptr()), [])
-        for entry in held:
+        entries = self._wrappers.setdefault((shape, workspace.data_ptr()), [])
+        for entry in entries:
             planned, lease = entry
             if lease() is None:
                 entry[1] = weakref.ref(owner)
                 return planned  # type: ignore[no-any-return]  # the first of each entry
         fresh = PlannedWrapper(self._library, shape, workspace)
-        held.append([fresh, weakref.ref(owner)])
+        entries.append([fresh, weakref.ref(owner)])
         return fresh

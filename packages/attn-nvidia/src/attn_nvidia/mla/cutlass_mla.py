@@ -14,7 +14,7 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import aligned, as_asked
+from attn_nvidia.common.tensors import align16, copy_to_out
 from attn_nvidia.common.workspace import workspace
 from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
@@ -34,7 +34,7 @@ class CutlassMLA(MlaDecode):
         super().__init__(config)
         self._library: Any = importlib.import_module("sgl_kernel.attention")
 
-    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Tensor:
+    def plan(self, group: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Tensor:
         """Return the scratch that this batch needs."""
         batch, width = table.shape
         nbytes = self._library.cutlass_mla_get_workspace_size(width * self.page, batch)
@@ -46,12 +46,12 @@ class CutlassMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
-        k_scale: float,
+        k_scale: float | Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
         """Call the kernel; it has no LSE, and neither has the row."""
-        q_latent, q_rope = aligned(q).split_with_sizes((LATENT, ROPE), -1)
+        q_latent, q_rope = align16(q).split_with_sizes((LATENT, ROPE), -1)
         result: Tensor = self._library.cutlass_mla_decode(
             q_latent,
             q_rope,
@@ -61,4 +61,4 @@ class CutlassMLA(MlaDecode):
             plan.extra,
             layer.scale,
         )
-        return as_asked(result, out)
+        return copy_to_out(result, out)

@@ -67,10 +67,10 @@ class MlaDecode(AttentionBackend):
         absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
         self._classes = tuple(dict.fromkeys(LayerGroup.of(x) for x in absorbed))
 
-    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Any:
+    def plan(self, group: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Any:
         """Plan what depends on the pass and not on the layer."""
 
-    def refill(self, which: LayerGroup, plan: DecodePlan) -> None:
+    def refill(self, group: LayerGroup, plan: DecodePlan) -> None:
         """Plan again for the lengths of a replay, into the tensors of `plan`."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class MlaDecode(AttentionBackend):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
-        k_scale: float,
+        k_scale: float | Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
@@ -100,15 +100,15 @@ class MlaDecode(AttentionBackend):
         queries, cu_queries = batch.num_tokens // batch.batch_size, None
         if batch.forward_mode not in EVEN_MODES:
             queries, cu_queries = batch.max_q_len, batch.cu_seqlens_q
-        for which in self._classes:
-            view = batch.views.get(which.view)
+        for group in self._classes:
+            view = batch.views.get(group.view)
             if view is None:
                 continue
-            if which.view not in tables:
-                tables[which.view] = self._table(view)
-            table = tables[which.view]
-            extra = self.plan(which, table, view.seq_lens, queries)
-            plans[which] = DecodePlan(
+            if group.view not in tables:
+                tables[group.view] = self._table(view)
+            table = tables[group.view]
+            extra = self.plan(group, table, view.seq_lens, queries)
+            plans[group] = DecodePlan(
                 table, view.seq_lens, queries, cu_queries, view.max_seq_len, extra
             )
         return DecodePlans(plans)
@@ -185,9 +185,9 @@ class MlaDecode(AttentionBackend):
             self.prefill.init_forward_metadata_replay_cuda_graph(batch, metadata)
             return
         filled: set[int] = set()
-        for which, plan in metadata.of.items():
-            view = batch.views[which.view]
+        for group, plan in metadata.of.items():
+            view = batch.views[group.view]
             if plan.table is not view.page_table and id(plan.table) not in filled:
                 plan.table.copy_(self._table(view))
                 filled.add(id(plan.table))
-            self.refill(which, plan)
+            self.refill(group, plan)

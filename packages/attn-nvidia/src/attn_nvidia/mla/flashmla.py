@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from attn_core import AttentionLayer, BackendConfig, LayerGroup, Output, chosen_distribution
 from torch import Tensor
 
-from attn_nvidia.common.tensors import Scales, aligned, as_asked, rounded
+from attn_nvidia.common.tensors import Scales, align16, copy_to_out, to_e4m3_saturating
 from attn_nvidia.flashinfer.mla import LATENT
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 
@@ -43,9 +43,9 @@ class FlashMLA(MlaDecode):
         )
         self._scales = Scales(config.device)
 
-    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
+    def plan(self, group: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
         """Schedule the tiles on the device."""
-        library, rows = self._library, queries * which.num_q_heads
+        library, rows = self._library, queries * group.num_q_heads
         if not self._legacy:
             tiles, splits = library.get_mla_metadata(seq_lens, rows, 1, **self._kernels)
             return _Schedule(tiles, splits, (tiles, splits))
@@ -54,9 +54,9 @@ class FlashMLA(MlaDecode):
         metadata.tile_scheduler_metadata, metadata.num_splits = tiles, splits
         return _Schedule(metadata, None, (tiles, splits))
 
-    def refill(self, which: LayerGroup, plan: DecodePlan) -> None:
+    def refill(self, group: LayerGroup, plan: DecodePlan) -> None:
         """Schedule a replay; a schedule has the same shape for all lengths."""
-        fresh = self.plan(which, plan.table, plan.seq_lens, plan.queries)
+        fresh = self.plan(group, plan.table, plan.seq_lens, plan.queries)
         for old, new in zip(plan.extra.tensors, fresh.tensors, strict=True):
             old.copy_(new)
 
@@ -66,13 +66,13 @@ class FlashMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
-        k_scale: float,
+        k_scale: float | Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
         """Call the kernel, whose LSE is natural, [B, H, queries]."""
         tokens, heads, dim = q.shape
-        q = rounded(q) if self._fp8 else aligned(q)
+        q = to_e4m3_saturating(q) if self._fp8 else align16(q)
         result, lse = self._library.flash_mla_with_kvcache(
             q.view(-1, plan.queries, heads, dim),
             pages,
@@ -85,10 +85,10 @@ class FlashMLA(MlaDecode):
             causal=plan.queries > 1,
             **self._arguments(k_scale),
         )
-        result = as_asked(result.view(tokens, heads, LATENT), out)
+        result = copy_to_out(result.view(tokens, heads, LATENT), out)
         return (result, lse.transpose(1, 2).reshape(tokens, heads)) if return_lse else result
 
-    def _arguments(self, k_scale: float) -> dict[str, Any]:
+    def _arguments(self, k_scale: float | Tensor) -> dict[str, Any]:
         """Return what selects the kernels and, for FP8's, how queries and keys were scaled."""
         if not self._fp8:
             return self._kernels

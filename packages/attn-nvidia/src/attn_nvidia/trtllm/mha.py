@@ -22,7 +22,7 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import as_asked, dense, packed
+from attn_nvidia.common.tensors import contiguous_out, copy_to_out, packed
 
 PlanKey = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
 Plan = TypeVar("Plan")
@@ -69,9 +69,9 @@ class RequestTables:
         if parts == 1 and table.is_contiguous() and lens.is_contiguous() and not derived:
             return cls(table, lens, own=False)
         rows, columns = table.shape
-        found = cls(table.new_empty(rows, columns * parts), torch.empty_like(lens), own=True)
-        found.fill(view, parts)
-        return found
+        copies = cls(table.new_empty(rows, columns * parts), torch.empty_like(lens), own=True)
+        copies.fill(view, parts)
+        return copies
 
     def fill(self, view: CacheView, parts: int) -> None:
         """Write the view into the copies, with no new memory."""
@@ -147,13 +147,13 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         if this is None or this.cache is not cache or this.layer is not layer:
             this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
         q = packed(q)
-        mine, lse = dense(q, layer.v_head_dim, out), None
+        buffer, lse = contiguous_out(q, layer.v_head_dim, out), None
         if q.shape[0]:
             plan = metadata.get(this.key)
             if plan is None:
                 refuse_unplanned(layer, metadata)
-            lse = self._attend(q, this, batch, plan, mine, return_lse)
-        result = as_asked(mine, out)
+            lse = self._attend(q, this, batch, plan, buffer, return_lse)
+        result = copy_to_out(buffer, out)
         if not return_lse:
             return result
         return result, q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse

@@ -21,13 +21,13 @@ from torch import Tensor
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
 from attn_nvidia.common.tensors import (
-    aligned,
-    as_asked,
-    dense,
-    no_keys,
+    align16,
+    contiguous_out,
+    copy_to_out,
+    empty_attention,
     packed,
     request_of_token,
-    rounded,
+    to_e4m3_saturating,
 )
 from attn_nvidia.common.workspace import multiprocessors, workspace
 from attn_nvidia.flashinfer.lse import natural
@@ -67,9 +67,9 @@ class TrtllmMLA(MlaDecode):
         self._lengths.clear()
         return super().init_forward_metadata(batch)
 
-    def plan(self, which: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Tensor:
+    def plan(self, group: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> Tensor:
         """Return the scratch, with room for the LSE."""
-        return self._scratch(which.num_q_heads, LATENT, table.shape[0], queries)
+        return self._scratch(group.num_q_heads, LATENT, table.shape[0], queries)
 
     def _scratch(self, heads: int, v_dim: int, requests: int, queries: int) -> Tensor:
         rows = requests * (-(-queries // 256) * 256)
@@ -83,20 +83,20 @@ class TrtllmMLA(MlaDecode):
         pages: Tensor,
         layer: AttentionLayer,
         plan: DecodePlan,
-        k_scale: float,
+        k_scale: float | Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
         """Call the kernel, whose LSE is log2, [T, H]; ragged queries have none."""
         tokens, heads, dim = q.shape
-        result = dense(q, LATENT, out)
-        q = rounded(q) if self._fp8 else aligned(q)
+        result = contiguous_out(q, LATENT, out)
+        q = to_e4m3_saturating(q) if self._fp8 else align16(q)
         shape: tuple[int, ...] = (-1, plan.queries, heads)
         scale = k_scale if self._fp8 else 1.0
-        more: dict[str, Any] = {"return_lse": return_lse}
+        options: dict[str, Any] = {"return_lse": return_lse}
         if plan.cu_queries is not None:
             shape = (tokens, heads)
-            more = {"cum_seq_lens_q": plan.cu_queries, "max_q_len": min(plan.queries, tokens)}
+            options = {"cum_seq_lens_q": plan.cu_queries, "max_q_len": min(plan.queries, tokens)}
 
         def call() -> Any:
             return self._decode(
@@ -113,21 +113,21 @@ class TrtllmMLA(MlaDecode):
                 bmm1_scale=layer.scale * scale,
                 bmm2_scale=scale,
                 backend="trtllm-gen",
-                **more,
+                **options,
             )
 
-        found = self._first("decode", call)
-        result = as_asked(result, out)
-        return (result, natural(found[1])) if return_lse else result
+        returned = self._first("decode", call)
+        result = copy_to_out(result, out)
+        return (result, natural(returned[1])) if return_lse else result
 
     def _first(self, what: str, call: Any) -> Any:
         """Call a kernel; the first call may build or fetch it."""
         if what in self._called:
             return call()
         with building(f"trtllm-gen's {what} kernels"):
-            found = call()
+            result = call()
         self._called.add(what)
-        return found
+        return result
 
     def forward_ragged(
         self,
@@ -147,18 +147,18 @@ class TrtllmMLA(MlaDecode):
         """Attend without a cache, heads of 192/128; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
         if not q.shape[0] or not k.shape[0]:
-            return no_keys(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         of = (cu_seqlens_q, cu_seqlens_k)
-        lengths, blind = self._lengths.get(
+        lengths, rows_without_keys = self._lengths.get(
             of, (q.shape[0], causal), lambda: _lengths(*of, q, causal)
         )
-        result = dense(q, v.shape[-1], out)
+        result = contiguous_out(q, v.shape[-1], out)
 
         def call() -> Any:
             return self._ragged(
                 packed(q),  # it takes strides of keys and values alone
-                aligned(k),
-                aligned(v),
+                align16(k),
+                align16(v),
                 self._scratch(q.shape[1], v.shape[-1], lengths.shape[0], max_q),
                 lengths,
                 max_q,
@@ -175,14 +175,16 @@ class TrtllmMLA(MlaDecode):
                 out=result,
             )
 
-        found = self._first("prefill", call)
-        if blind is not None:
-            result.masked_fill_(blind[:, None, None], 0.0)
-        result = as_asked(result, out)
+        returned = self._first("prefill", call)
+        if rows_without_keys is not None:
+            result.masked_fill_(rows_without_keys[:, None, None], 0.0)
+        result = copy_to_out(result, out)
         if not return_lse:
             return result
-        lse = natural(found[1])
-        return result, lse if blind is None else lse.masked_fill_(blind[:, None], -torch.inf)
+        lse = natural(returned[1])
+        if rows_without_keys is not None:
+            lse.masked_fill_(rows_without_keys[:, None], -torch.inf)
+        return result, lse
 
 
 def _lengths(
@@ -196,5 +198,5 @@ def _lengths(
     lengths = cu_seqlens_k.diff()
     if causal:
         return lengths, None
-    blind = (lengths == 0).index_select(0, request_of_token(cu_seqlens_q, q.shape[0]))
-    return lengths, blind
+    rows_without_keys = (lengths == 0).index_select(0, request_of_token(cu_seqlens_q, q.shape[0]))
+    return lengths, rows_without_keys

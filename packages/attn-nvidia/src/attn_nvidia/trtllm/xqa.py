@@ -110,11 +110,11 @@ class Xqa(TrtllmMha[Rows]):
         plan.requests.fill(view, self._parts)
 
     def _mask(self, drafts: int, rows: int) -> Tensor:
-        held = self._masks.get(drafts)
-        if held is None or held.shape[0] < rows:
-            held = chain_mask(drafts, max(rows, self.config.max_bs), self.config.device)
-            self._masks[drafts] = held
-        return held[:rows]
+        mask = self._masks.get(drafts)
+        if mask is None or mask.shape[0] < rows:
+            mask = chain_mask(drafts, max(rows, self.config.max_bs), self.config.device)
+            self._masks[drafts] = mask
+        return mask[:rows]
 
     def _build(self, key: PlanKey, q_len: int) -> None:
         """Let FlashInfer compile, or load, the kernels of these layers, once."""

@@ -85,12 +85,12 @@ class FlexAttention(AttentionBackend):
             query_lens = tuple(batch.cu_seqlens_q.diff().tolist())
         with torch.inference_mode(False):  # what it makes is used in passes of either mode
             return {
-                which: self._plan(which, query_lens, batch.views[which.view])
-                for which in self._classes
-                if which.view in batch.views and any(query_lens)
+                group: self._plan(group, query_lens, batch.views[group.view])
+                for group in self._classes
+                if group.view in batch.views and any(query_lens)
             }
 
-    def _plan(self, which: LayerGroup, query_lens: Sequence[int], view: CacheView) -> Plan:
+    def _plan(self, group: LayerGroup, query_lens: Sequence[int], view: CacheView) -> Plan:
         key_lens: Sequence[int] | None = view.seq_lens_host
         if key_lens is None:
             key_lens = view.seq_lens.tolist()
@@ -99,10 +99,10 @@ class FlexAttention(AttentionBackend):
             table = split_pages(view.page_table, page_size, self._block)
         else:
             gather, table = gather_tokens(
-                view.page_table, page_size, query_lens, key_lens, which.window, self._block
+                view.page_table, page_size, query_lens, key_lens, group.window, self._block
             )
-        rows = max(self._rows, which.group)
-        return cut(which, query_lens, key_lens, table, block=self._block, max_rows=rows), gather
+        rows = max(self._rows, group.group)
+        return cut(group, query_lens, key_lens, table, block=self._block, max_rows=rows), gather
 
     def forward(
         self,

@@ -113,10 +113,10 @@ class Kernel:
                     torch._dynamo.mark_dynamic(x, dims)
                 self._run(*inputs)
         except Exception as error:  # whatever the compiler says: keep it, say what to do
-            lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+            message = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
             raise UnsupportedError(
                 f"flex_attention cannot be compiled here for {s}: {type(error).__name__}: "
-                f"{' '.join(lines[:3])}; on a CPU it needs AVX2 and a C++ compiler (g++), "
+                f"{' '.join(message[:3])}; on a CPU it needs AVX2 and a C++ compiler (g++), "
                 "elsewhere Triton; or take another backend, torch_native runs anywhere"
             ) from error
         if not self.compiled:
@@ -146,8 +146,8 @@ def _at(table: Tensor, index: Tensor) -> Tensor:
 
     (A size in a mask can break the build: inductor's CPU template may take its name for its own.)
     """
-    found: Tensor = torch.ops.aten._unsafe_masked_index(table, index == index, [index], 0)
-    return found
+    picked: Tensor = torch.ops.aten._unsafe_masked_index(table, index == index, [index], 0)
+    return picked
 
 
 def _attend(shape: KernelShape) -> Callable[..., Tensor]:

@@ -76,20 +76,20 @@ class Tiles:
             block = self.partial.flatten()[self.real]
             places[starts[self.real // most] + block] = self.logical.int()
             self._lists[blocks] = Lists(
-                partial=_room(self.partial, blocks),
-                full=_room(self.full, blocks),
+                partial=_widened(self.partial, blocks),
+                full=_widened(self.full, blocks),
                 places=places,
                 starts=starts,
             )
         return self._lists[blocks]
 
 
-def _room(listed: Tensor, blocks: int) -> Tensor:
+def _widened(listed: Tensor, blocks: int) -> Tensor:
     """Give a list room for every block of the pool: what is not written costs no memory."""
-    room = listed.new_empty(len(listed), 1, 1, blocks)
+    lists = listed.new_empty(len(listed), 1, 1, blocks)
     width = min(listed.shape[1], blocks)
-    room[:, 0, 0, :width] = listed[:, :width]
-    return room
+    lists[:, 0, 0, :width] = listed[:, :width]
+    return lists
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,9 +126,9 @@ def gather_tokens(
     position = number[:, None] * block + torch.arange(block)
     request = request[:, None]
     dead = (position < seen[request]) | (position >= s[request])
-    room = table.shape[1] * page_size  # a slot that no query sees may be any
+    num_slots = table.shape[1] * page_size  # a slot that no query sees may be any
     position, request, dead = (
-        x.to(table.device) for x in (position.clamp(max=room - 1), request, dead)
+        x.to(table.device) for x in (position.clamp(max=num_slots - 1), request, dead)
     )
     slots = table[request, position // page_size].long() * page_size + position % page_size
     blocks = ((starts - first)[:, None] + torch.arange(int(end.max()))).clamp(min=0)

@@ -12,7 +12,7 @@ from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
 from attn_core.backends.torch_native.plan import Limits, Piece, Planner
-from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.ops.merge import merge_states
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
@@ -83,11 +83,11 @@ class TorchNative(AttentionBackend):
             known = view.seq_lens_host
             key_lens[name] = view.seq_lens.tolist() if known is None else known
         plans = {}
-        for which, limits in self._limits.items():
-            if which.view in batch.views:
-                table = batch.views[which.view].page_table
+        for group, limits in self._limits.items():
+            if group.view in batch.views:
+                table = batch.views[group.view].page_table
                 blocks_of = paged(table, self.config.page_size // limits.block)
-                plans[which] = planner.plan(which, key_lens[which.view], blocks_of, limits)
+                plans[group] = planner.plan(group, key_lens[group.view], blocks_of, limits)
         return plans
 
     def forward(
@@ -106,11 +106,11 @@ class TorchNative(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        which = LayerGroup.of(layer)
-        pieces = metadata.get(which)
+        group = LayerGroup.of(layer)
+        pieces = metadata.get(group)
         if pieces is None:
             refuse_unplanned(layer, metadata)
-        block = self._limits[which].block
+        block = self._limits[group].block
         return self._attend(q, layer, cache, pieces, block, out, return_lse)
 
     def forward_ragged(
@@ -134,9 +134,9 @@ class TorchNative(AttentionBackend):
         starts = cu_seqlens_k.tolist()
         key_lens = [b - a for a, b in pairwise(starts)]
         planner = Planner(query_lens, q.dtype, q.device)
-        which = LayerGroup.of(layer, causal=causal)
-        limits = self._limits_of(which, 1, q.device)
-        pieces = planner.plan(which, key_lens, ragged(starts, q.device), limits)
+        group = LayerGroup.of(layer, causal=causal)
+        limits = self._limits_of(group, 1, q.device)
+        pieces = planner.plan(group, key_lens, ragged(starts, q.device), limits)
         tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # a pool of pages of one token
         return self._attend(q, layer, tokens, pieces, 1, out, return_lse)
 
@@ -160,7 +160,7 @@ class TorchNative(AttentionBackend):
         def finish(piece: Piece, part: Tensor, total: Tensor | None) -> None:
             part = _unfold(part, piece, heads)
             total = None if total is None else _unfold(total, piece, heads)
-            if v_scale != 1.0:
+            if isinstance(v_scale, Tensor) or v_scale != 1.0:
                 part = part * v_scale
             if sinks is not None and total is not None:
                 with_sink = torch.logaddexp(total, sinks)
@@ -198,25 +198,25 @@ class TorchNative(AttentionBackend):
         self,
         q: Tensor,
         layer: AttentionLayer,
-        k_scale: float,
+        k_scale: Scale,
         key_values: KeyValues,
         piece: Piece,
         return_lse: bool,
     ) -> States:
         """Attend to each tile of a piece."""
         r, n, heads, kv_heads = piece.requests, piece.queries, layer.num_q_heads, layer.num_kv_heads
-        mine = q[piece.rows].view(r, n, heads, -1)
+        query = q[piece.rows].view(r, n, heads, -1)
         if piece.fold:
-            mine = mine.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
+            query = query.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
         else:
-            mine = mine.transpose(1, 2).contiguous()
+            query = query.transpose(1, 2).contiguous()
         need_lse = return_lse or layer.sinks is not None or piece.parts > 1
         scale = layer.scale * k_scale
         states: States = []
         for tile in piece.tiles:
             k, v = key_values.read(tile, r)
             state = attend(
-                mine.expand(tile.splits, -1, -1, -1) if tile.splits > 1 else mine,
+                query.expand(tile.splits, -1, -1, -1) if tile.splits > 1 else query,
                 k,
                 v,
                 tile,

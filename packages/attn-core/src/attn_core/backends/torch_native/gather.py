@@ -70,12 +70,12 @@ class _Blocks:
 
     def tokens(self, tile: Tile, requests: int) -> Tensor:
         """The tokens of a tile, [R or splits, keys, H, ...], in the pool's dtype."""
-        found = self._scattered(tile.blocks) if self._flat is None else self._rows(tile.blocks)
+        blocks = self._scattered(tile.blocks) if self._flat is None else self._rows(tile.blocks)
         if self._raw is not self._pool:
-            found = found.view(self._pool.dtype)
+            blocks = blocks.view(self._pool.dtype)
         if tile.whole:
-            return found.view(max(requests, tile.splits), -1, *self._tail)
-        tokens = found.view(requests, -1, *self._tail)[:, tile.start : tile.start + tile.length]
+            return blocks.view(max(requests, tile.splits), -1, *self._tail)
+        tokens = blocks.view(requests, -1, *self._tail)[:, tile.start : tile.start + tile.length]
         return tokens.view(tile.splits, -1, *self._tail) if tile.splits > 1 else tokens
 
     def _rows(self, blocks: Where) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_core.backends.torch_native.plan import Tile
+from attn_core.cache.layer_cache import Scale
 
 # Scores that exist at once where they must be formed (256 MiB in float32).
 _MAX_SCORES = 1 << 26
@@ -20,7 +21,7 @@ def attend(
     tile: Tile,
     *,
     v_dim: int,
-    scale: float,
+    scale: Scale,
     logit_cap: float | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -31,7 +32,8 @@ def attend(
     that sees nothing gives zeros and -inf.
     """
     mask = None if tile.mask is None else tile.mask.to(q.dtype)
-    if logit_cap is not None or (need_lse and q.device.type != "cpu"):
+    formed = logit_cap is not None or (need_lse and q.device.type != "cpu")
+    if formed or isinstance(scale, Tensor):  # torch's kernels take the scale from the host
         values = k[..., :v_dim] if v is None else v
         return _formed(q, k, values, mask, tile.causal, scale, logit_cap)
     lse: Tensor | None = None
@@ -76,10 +78,10 @@ def _formed(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float,
+    scale: Scale,
     logit_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Form the scores in float32, some rows at a time: soft caps, and the LSE off the CPU."""
+    """Form the scores in float32, some rows at a time: what torch's own kernels do not do."""
     r, h, rows, _ = q.shape
     keys, groups = k.shape[2], h // k.shape[1]
     kt, vf = k.float().transpose(-1, -2), v.float()

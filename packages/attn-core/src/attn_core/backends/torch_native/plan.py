@@ -223,8 +223,8 @@ class Planner:
         """The mask of draft trees; offset: the first key, counted from the first draft."""
         assert self._tree is not None
         assert self._depth is not None
-        which = torch.tensor(members, device=self._device)
-        tree, depth = self._tree[which], self._depth[which]
+        requests = torch.tensor(members, device=self._device)
+        tree, depth = self._tree[requests], self._depth[requests]
         j = torch.arange(offset, offset + keys, device=self._device)
         draft = j.clamp(min=0)
         visible = (j < 0) | tree[:, :, draft]

@@ -66,21 +66,21 @@ def read_attention(model: Any) -> ModelAttention:
         for i, x in caches.items()
         if i not in linear
     }
-    found = {
+    by_layer = {
         m.layer_idx: m
         for m in model.get_decoder().modules()
         if hasattr(m, "layer_idx") and hasattr(m, "scaling")
     }
-    if found.keys() != windows.keys():
+    if by_layer.keys() != windows.keys():
         raise UnsupportedError(
-            f"{type(model).__name__} has attention layers {sorted(found)} for a cache with keys "
+            f"{type(model).__name__} has attention layers {sorted(by_layer)} for a cache with keys "
             f"and values in layers {sorted(windows)}; attn-core needs one cache layer for each"
         )
     tower = _vision_modules(model)
     return ModelAttention(
-        layers=tuple(_layer(i, found[i], text, window) for i, window in windows.items()),
-        modules=tuple(found[i] for i in windows),
-        latent=any(_is_latent(m) for m in found.values()),
+        layers=tuple(_layer(i, by_layer[i], text, window) for i, window in windows.items()),
+        modules=tuple(by_layer[i] for i in windows),
+        latent=any(_is_latent(m) for m in by_layer.values()),
         linear=bool(linear),
         vision_layers=tuple(_vision_layer(i, m) for i, m in enumerate(tower)),
         vision_modules=tower,

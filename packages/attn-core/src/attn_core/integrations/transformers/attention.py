@@ -140,7 +140,7 @@ def attention(
     if paged.latent:
         query, key = mla.absorb(module, query, key, value)
     v_head_dim = x.v_head_dim if new_values is None else new_values.shape[3]
-    asked = (
+    call = (
         *(query.shape[1], key.shape[1], query.shape[3], v_head_dim),
         *(scaling, none_if_off(sliding_window), none_if_off(softcap), s_aux is x.sinks),
         *(dropout, is_causal is not False),
@@ -149,10 +149,10 @@ def attention(
         *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),
         *(x.scale, x.sliding_window, x.logit_cap, True, 0.0, x.is_causal),
     )
-    if asked != known:
+    if call != known:
         raise UnsupportedError(
             f"layer {x.layer_id} was called with (heads, KV heads, D, Dv, scale, window, softcap, "
-            f"known sinks, dropout, causal) = {asked}, attn-core was enabled for {known}"
+            f"known sinks, dropout, causal) = {call}, attn-core was enabled for {known}"
         )
     foreign = [name for name in _PACKED if kwargs.get(name) is not None]
     if attention_mask is not None or foreign:

@@ -67,8 +67,8 @@ def _limit(seconds: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (until, until + 1))
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            held = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + memory, held + memory))
+            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + memory, in_use + memory))
     except (OSError, ValueError):  # no Linux, or a lower limit is set already
         return
 

@@ -167,7 +167,7 @@ def load_weights(
     The attention and the settings of generation are ours, never the files'. Raises
     ModelConfigError where a file is broken, or a weight is missing or of another shape.
     """
-    model, found = attempt(
+    model, loading_info = attempt(
         path,
         lambda: kind.from_pretrained(
             directory,
@@ -179,19 +179,19 @@ def load_weights(
             **files,
         ),
     )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ModelConfigError(
             f"{path} lacks {len(missing)} weights of the model, which would be random numbers: "
             f"{_few(missing)}; download it again, or correct its config.json"
         )
-    wrong = [f"{n} {tuple(a)} (expected {tuple(b)})" for n, a, b in found["mismatched_keys"]]
+    wrong = [f"{n} {tuple(a)} (expected {tuple(b)})" for n, a, b in loading_info["mismatched_keys"]]
     if wrong:
         raise ModelConfigError(
             f"{path} has {len(wrong)} weights of another shape than its config.json says: "
             f"{_few(sorted(wrong))}; download it again, or correct its config.json"
         )
-    unused = sorted(found["unexpected_keys"])
+    unused = sorted(loading_info["unexpected_keys"])
     if not unused:
         return model, ()
     return model, (

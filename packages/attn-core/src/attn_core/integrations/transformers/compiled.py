@@ -15,14 +15,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def between(function: _F) -> _F:
     """Run a function as it is, and let torch.compile have what it calls."""
-    made: _F = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
-    return made
+    wrapped: _F = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
 def eager(function: _F) -> _F:
     """Run a function and all that it calls as they are: lengths and pages are Python's."""
-    made: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return made
+    wrapped: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
 def attend(

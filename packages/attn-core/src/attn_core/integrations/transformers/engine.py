@@ -185,33 +185,33 @@ class Engine:
     @between
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward as one planned pass over the requests of its cache."""
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        call = self._begin(given)
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        call = self._begin(arguments)
         if call is None:
-            return self._forward(**given)  # the model says what is missing
+            return self._forward(**arguments)  # the model says what is missing
         try:
             with torch.no_grad():
-                output = self._forward(**{**given, "past_key_values": call.cache})
+                output = self._forward(**{**arguments, "past_key_values": call.cache})
             return self._end(call, output)
         except BaseException:
             self._abandon(call)
             raise
 
     @eager
-    def _begin(self, given: dict[str, Any]) -> _Call | None:
+    def _begin(self, arguments: dict[str, Any]) -> _Call | None:
         """Plan the pass that a call of the decoder is; None where it has no tokens."""
-        self._refuse(given)
-        ids = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if ids is None else ids
+        self._refuse(arguments)
+        ids = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if ids is None else ids
         if tokens is None:
             return None
-        config, cache = self._decoder.config, given.get("past_key_values")
-        use_cache = given.get("use_cache")
+        config, cache = self._decoder.config, arguments.get("past_key_values")
+        use_cache = arguments.get("use_cache")
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if cache is None else cache
         requests = self._adopt(cache)
-        requests.begin(tokens.shape[0], tokens.shape[1], _padding_mask(given, requests.columns))
-        return _Call(cache, requests, tokens, kept, given.get("past_key_values") is None)
+        requests.begin(tokens.shape[0], tokens.shape[1], _padding_mask(arguments, requests.columns))
+        return _Call(cache, requests, tokens, kept, arguments.get("past_key_values") is None)
 
     @eager
     def _end(self, call: _Call, output: Any) -> Any:
@@ -230,8 +230,8 @@ class Engine:
         if call.is_new:
             call.requests.release()
 
-    def _refuse(self, given: dict[str, Any]) -> None:
-        config, embeds = self._decoder.config, given.get("inputs_embeds")
+    def _refuse(self, arguments: dict[str, Any]) -> None:
+        config, embeds = self._decoder.config, arguments.get("inputs_embeds")
         if self._decoder.training:
             raise UnsupportedError("a model in training mode; attn-core is for inference: eval()")
         trains = embeds is not None and embeds.is_leaf and embeds.requires_grad
@@ -240,8 +240,8 @@ class Engine:
                 "inputs_embeds that require gradients; attn-core does inference only: run under "
                 "torch.no_grad(), or disable() attn-core for this call"
             )
-        asked = given.get("output_attentions")
-        if config.output_attentions if asked is None else asked:
+        output_attentions = arguments.get("output_attentions")
+        if config.output_attentions if output_attentions is None else output_attentions:
             raise UnsupportedError(
                 "output_attentions: paged backends do not keep attention weights; "
                 "disable() attn-core for this call"
@@ -277,9 +277,9 @@ class Engine:
         return requests
 
 
-def _padding_mask(given: dict[str, Any], columns: int) -> Tensor | None:
+def _padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:
     """Return the 2-D padding mask, None where all tokens are real; refuse other patterns."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

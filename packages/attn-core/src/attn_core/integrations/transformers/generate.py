@@ -105,25 +105,25 @@ def load(
         overrides=overrides,
     )
     check_size(keys, needs.layers, selection, num_pages, device)
-    where = path if path.is_dir() else path.parent
+    directory = path if path.is_dir() else path.parent
     files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    refuse_adapter(where)
+    refuse_adapter(directory)
     ends: list[int] | None = None
     if gguf:
         files["gguf_file"] = path.name
     else:
-        check_files(where)
-        ends = end_tokens(where, keys)
+        check_files(directory)
+        ends = end_tokens(directory, keys)
         files["config"] = plain_config(keys, path)
     # reading a GGUF file draws a bar that nothing else turns off
     with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         step("loading the tokenizer")
-        tokenizer = attempt(path, lambda: AutoTokenizer.from_pretrained(where, **files))
+        tokenizer = attempt(path, lambda: AutoTokenizer.from_pretrained(directory, **files))
     prepare(tokenizer, context_length(keys))
     with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         step("loading the weights")
         kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
-        model, warned = load_weights(kind, where, path, dtype=TORCH_DTYPES[plain], **files)
+        model, warned = load_weights(kind, directory, path, dtype=TORCH_DTYPES[plain], **files)
     step("moving the model")
     model = model.to(device).eval()
     for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
@@ -212,26 +212,26 @@ def generate(
         raise failure
 
 
-def new_tokens(context: int | None, length: int, asked: int | None) -> int:
+def new_tokens(context: int | None, length: int, max_new: int | None) -> int:
     """Return how many tokens to generate after a prompt of `length`, None asked for no number.
 
     Raises UsageError for a number that no prompt leaves room for, ContextLengthError.
     """
     most = MAX_TOKENS if context is None else context - 1
-    if asked is not None and not 1 <= asked <= max(1, most):
+    if max_new is not None and not 1 <= max_new <= max(1, most):
         raise UsageError(
-            f"--max-new-tokens {asked}: at least 1"
-            + (f", at most {most} in a context of {context}" if context and asked > 1 else "")
+            f"--max-new-tokens {max_new}: at least 1"
+            + (f", at most {most} in a context of {context}" if context and max_new > 1 else "")
         )
     if context is None:
-        return asked or MAX_NEW_TOKENS
-    if length + (asked or 1) > context:
-        more = f" and {asked} new tokens" if asked else ""
+        return max_new or MAX_NEW_TOKENS
+    if length + (max_new or 1) > context:
+        new = f" and {max_new} new tokens" if max_new else ""
         raise ContextLengthError(
-            f"a prompt of {length} tokens{more} for a context of {context}; shorten the prompt"
-            + (f" or ask for at most {context - length}" if asked and length < context else "")
+            f"a prompt of {length} tokens{new} for a context of {context}; shorten the prompt"
+            + (f" or ask for at most {context - length}" if max_new and length < context else "")
         )
-    return asked or min(MAX_NEW_TOKENS, context - length)
+    return max_new or min(MAX_NEW_TOKENS, context - length)
 
 
 class _Stream:

@@ -118,19 +118,19 @@ class PagedCache:
                         pages.release(key)
             keys.clear()
 
-    def reserve(self, asked: Mapping[str, int]) -> None:
+    def reserve(self, new_pages: Mapping[str, int]) -> None:
         """Make sure that so many pages of each view are free.
 
         Raises OutOfPagesError and changes nothing.
         """
         self.collect()
-        lacking = {v: n - self.pages[v].num_free for v, n in asked.items()}
+        lacking = {v: n - self.pages[v].num_free for v, n in new_pages.items()}
         short = [view for view, n in lacking.items() if n > 0]
         if short and not self._grows:
             view, pages = short[0], self.pages[short[0]]
             of = f' of view "{view}"' if len(self.pages) > 1 else ""
             raise OutOfPagesError(
-                f"{asked[view]} more pages of {self.page_size} tokens{of} are asked, "
+                f"{new_pages[view]} more pages of {self.page_size} tokens{of} are asked, "
                 f"{pages.num_free} of {pages.total} are free; drop a cache, ask for fewer tokens "
                 "or give more with num_pages"
             )
@@ -144,12 +144,12 @@ class PagedCache:
             sizes[view] += max(n, self.pages[view].total) + slack
         pool, old = self._pool(sizes), self.pool
         for layer in self.layers:
-            held = self.pages[layer.view].total + 1
+            num_pages = self.pages[layer.view].total + 1
             parts = zip(
                 pool.layer(layer.layer_id).parts(), old.layer(layer.layer_id).parts(), strict=True
             )
             for (to, _), (part, _) in parts:
-                to[:held] = part
+                to[:num_pages] = part
         self.pool = self.dispatcher.caches = pool
         for view in lacking:
             self.pages[view].extend(sizes[view])
@@ -174,8 +174,6 @@ class PagedCache:
                     copy_slots(self.dispatcher.caches.layer(layer.layer_id), a, b)
 
     def _pool(self, num_pages: Mapping[str, int]) -> KVPool:
-        layout = self.selection.layout
-        assert layout in ("NHD", "HND")
         try:
             return KVPool(
                 self.layers,
@@ -184,7 +182,7 @@ class PagedCache:
                 kv_cache_dtype=self.selection.kv_cache_dtype,
                 device=self.device,
                 kind="mla" if self.latent else "mha",
-                layout="HND" if layout == "HND" else "NHD",
+                layout=self.selection.layout,
             )
         except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
             said = str(error).partition("\n")[0][:300]

@@ -41,9 +41,9 @@ def check_size(
     least = tokens * numbers * (depth if isinstance(depth, int) else 1) * bits // 8
     memory = _memory(device)
     if least > memory:
-        asked = f"--page-size {size}" if num_pages is None else f"--num-pages {num_pages}"
+        flag = f"--page-size {size}" if num_pages is None else f"--num-pages {num_pages}"
         raise UsageError(
-            f"{asked}: {tokens} tokens of KV cache take {least / 1e9:.0f} GB or more, {device} "
+            f"{flag}: {tokens} tokens of KV cache take {least / 1e9:.0f} GB or more, {device} "
             f"has {memory / 1e9:.0f} GB; ask for fewer tokens"
         )
 

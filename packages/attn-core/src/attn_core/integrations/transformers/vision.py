@@ -76,12 +76,12 @@ def attention(
     encode: _Encode | None = getattr(module, _ENCODE, None)
     if encode is None:
         raise UnsupportedError(f"{type(module).__name__} is no vision tower that attn-core runs")
-    asked = (query.shape[0], attention_mask is None, scaling, dropout, is_causal)
+    call = (query.shape[0], attention_mask is None, scaling, dropout, is_causal)
     known = (1, True, module.scaling, 0.0, False)
-    if asked != known or cu_seq_lens_q is None or cu_seq_lens_k is not cu_seq_lens_q:
+    if call != known or cu_seq_lens_q is None or cu_seq_lens_k is not cu_seq_lens_q:
         raise UnsupportedError(
             f"{type(module).__name__} was called with (rows, no mask, scale, dropout, causal) = "
-            f"{asked} (supports {known}) and {'' if cu_seq_lens_q is not None else 'without '}"
+            f"{call} (supports {known}) and {'' if cu_seq_lens_q is not None else 'without '}"
             "cu_seq_lens, one for queries and keys"
         )
     longest = int(cu_seq_lens_q.diff().max()) if max_length_q is None else max_length_q

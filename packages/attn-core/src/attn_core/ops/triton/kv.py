@@ -70,7 +70,7 @@ def _write_side(
     pool_page, pool_token, pool_head,
     blocks_page, blocks_token, blocks_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE_IS_TENSOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < rows
@@ -88,6 +88,8 @@ def _write_side(
     if FORMAT == PLAIN:
         tl.store(pool + d[None, :], x.to(pool.dtype.element_ty), mask=tile)
     else:
+        if SCALE_IS_TENSOR:
+            scale = tl.load(scale)
         y = tl.div_rn(x.to(tl.float32), scale)
         if FORMAT == E4M3:
             tl.store(pool + d[None, :], fp8_bits(y, 3, 7, 448.0).to(tl.uint8), mask=tile)
@@ -112,18 +114,19 @@ def _write(
     kb_page, kb_inner, kb_head, vb_page, vb_inner, vb_head,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K_SCALE_IS_TENSOR: tl.constexpr, V_SCALE_IS_TENSOR: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _write_side(
             k, k_pool, k_blocks, slots, k_scale, rows, slots_token, k_token, k_head, k_dim,
             k_page, k_inner, k_pool_head, kb_page, kb_inner, kb_head,
-            HEADS, D, PAGE, FORMAT, ROWS, COLUMNS,
+            HEADS, D, PAGE, FORMAT, ROWS, COLUMNS, K_SCALE_IS_TENSOR,
         )  # fmt: skip
     elif DV > 0:
         _write_side(
             v, v_pool, v_blocks, slots, v_scale, rows, slots_token, v_token, v_head, v_dim,
             v_page, v_inner, v_pool_head, vb_page, vb_inner, vb_head,
-            HEADS, DV, PAGE, FORMAT, ROWS, COLUMNS,
+            HEADS, DV, PAGE, FORMAT, ROWS, COLUMNS, V_SCALE_IS_TENSOR,
         )  # fmt: skip
 
 
@@ -166,6 +169,8 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
         *(x.stride(axis) for x in tensors for axis in (0, token, head)),
         HEADS=heads, D=dim, DV=v_dim, PAGE=cache.page_size,
         FORMAT=_FORMATS.get(cache.k.dtype, 0), ROWS=rows, COLUMNS=columns,
+        K_SCALE_IS_TENSOR=isinstance(cache.k_scale, Tensor),
+        V_SCALE_IS_TENSOR=isinstance(cache.v_scale, Tensor),
     )  # fmt: skip
 
 
