@@ -222,46 +222,22 @@ class LinearAttentionBackend(ABC):
 
     @abstractmethod
     def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layer: AttentionLayer,
-        state: StateCache,
-        batch: ForwardBatch,
-        metadata: Metadata,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        layer: AttentionLayer, state: StateCache, batch: ForwardBatch, metadata: Metadata,
+    ) -> Tensor:  # fmt: skip
         """Run ragged new tokens through the recurrence, and store each request's final state."""
 
     @abstractmethod
     def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layer: AttentionLayer,
-        state: StateCache,
-        batch: ForwardBatch,
-        metadata: Metadata,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        layer: AttentionLayer, state: StateCache, batch: ForwardBatch, metadata: Metadata,
+    ) -> Tensor:  # fmt: skip
         """Run one token per request and store the new state."""
 
     def verify(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layer: AttentionLayer,
-        state: StateCache,
-        batch: ForwardBatch,
-        metadata: Metadata,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        layer: AttentionLayer, state: StateCache, batch: ForwardBatch, metadata: Metadata,
+    ) -> Tensor:  # fmt: skip
         """Run draft tokens without changing the state; write one intermediate state per draft."""
         raise UnsupportedError(f"{self.config.name} does not verify drafts")
 

@@ -16,10 +16,8 @@ from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import (
     AttentionBackend,
-    BackendConfig,
     Metadata,
     Output,
-    create_backend,
 )
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
@@ -33,9 +31,9 @@ from attn_core.runtime.contract_checks import (
 )
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
+from attn_core.runtime.routes import create_routes
 from attn_core.runtime.run_errors import backend_errors, run_error
-from attn_core.selection.result import SOFTMAX_ROLES, Selection
-from attn_core.spec.capabilities import Capabilities
+from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
 
 _T = TypeVar("_T")
@@ -115,43 +113,16 @@ class HybridDispatcher:
         Linear roles are not routed here. Raises UsageError if the pool's page size, dtype or layout
         differ from the selection's, and everything that create_backend raises.
         """
-        needs = selection.requirements
-        pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
-        chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
-        if pool != chosen:
-            raise UsageError(
-                f"the pool is {pool}, the selection {chosen} (page size, store, layout)"
-            )
-        layers, vision = tuple(layers), tuple(vision_layers)
-        created: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
-        routes: dict[Role, AttentionBackend] = {}
-        for role in SOFTMAX_ROLES:
-            if role not in selection.roles:
-                continue
-            choice, encodes = selection.roles[role], role == "encode"
-            # a vision tower has layers of its own, so its backend is a second instance
-            key = (choice.backend, choice.row, encodes)
-            if key not in created:
-                config = BackendConfig(
-                    name=choice.backend,
-                    row=choice.row,
-                    layers=vision if encodes else layers,
-                    page_size=caches.page_size,
-                    dtype=needs.dtype,
-                    kv_cache_dtype=caches.kv_cache_dtype,
-                    device=caches.device,
-                    arch=selection.device.arch,
-                    max_bs=max_bs,
-                    max_num_tokens=max_num_tokens,
-                    max_seq_len=max_seq_len,
-                    topk=needs.speculation.topk if needs.speculation else 0,
-                    num_draft_tokens=(
-                        needs.speculation.num_draft_tokens if needs.speculation else 0
-                    ),
-                    deterministic=needs.deterministic,
-                )
-                created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
-            routes[role] = created[key]
+        routes = create_routes(
+            selection,
+            registry,
+            caches,
+            tuple(layers),
+            tuple(vision_layers),
+            max_bs=max_bs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+        )
         return cls(routes, caches)
 
     def backend(self, role: Role) -> AttentionBackend:

@@ -14,20 +14,21 @@ from attn_core.runtime.layer import AttentionLayer
 
 
 def check_pass(
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     layer: AttentionLayer,
     batch: ForwardBatch,
     out: Tensor | None,
 ) -> None:
-    """Raise BatchError for tensors that do not match a layer in this pass.
+    """Raise BatchError for tensors that do not match a layer in this pass; None is absent.
 
     New keys are those of the pass or, in cross attention, those of the encoder. Each needs one slot
     in the layer's view, unless the engine has written them.
     """
     t = batch.num_tokens
-    _check_queries(q, layer, t, out)
+    if q is not None:
+        _check_queries(q, layer, t, out)
     if k is None:
         if v is None:
             return

@@ -134,15 +134,8 @@ def _model(target: Target, text: str, **values: Any) -> Fix:
 def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> Iterator[Mismatch]:
     """List what `row` lacks for one layer; the fixes are applied to the layers of `target`."""
     if layer.kind != row.kind:
-        other = _model(
-            target,
-            f"with {row.kind} layers",
-            kind=row.kind,
-            head_dim=None,
-            v_head_dim=None,
-            num_q_heads=None,
-            num_kv_heads=None,
-        )
+        unknown = dict.fromkeys(("head_dim", "v_head_dim", "num_q_heads", "num_kv_heads"))
+        other = _model(target, f"with {row.kind} layers", kind=row.kind, **unknown)
         yield _no("kind", layer.kind, row.kind, [other])
         return
     if row.family == "softmax":

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.testing.answers import Answer
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Answer, Inputs, Point
+from attn_core.testing.inputs import Inputs, Point
 from attn_core.testing.passes import attend, compare, create, prepared
 from attn_core.testing.pools import poison, raw
 from attn_core.testing.tolerance import Measure

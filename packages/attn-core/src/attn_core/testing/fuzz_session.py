@@ -228,13 +228,7 @@ class _Session:
             return_lse = self._row.lse and rng.random() < 0.5
             q = step.q[index]
             got = server.dispatcher.forward(
-                q,
-                step.k[index],
-                step.v[index],
-                layer,
-                step.batch,
-                metadata,
-                return_lse=return_lse,
+                q, step.k[index], step.v[index], layer, step.batch, metadata, return_lse=return_lse
             )
             self._pause()
             shape = (step.batch.num_tokens, layer.num_q_heads, layer.v_head_dim)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +15,7 @@ from attn_core.runtime.batch import CacheView, ForwardBatch, SpecInfo
 from attn_core.runtime.graphs import without_host_lengths
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.cases import Case, RaggedCase
-from attn_core.testing.oracle import attend_request, tree_mask, yardstick
+from attn_core.testing.oracle import tree_mask
 from attn_core.testing.pools import Placement, Side, fill, place, poison, poison_blocks, raw
 from attn_core.testing.strides import restrided
 
@@ -57,9 +54,6 @@ class Inputs:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     real_tokens: int  # the tokens after these are padding
-
-
-Answer = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (out, lse): truth, yardstick
 
 
 def make_layer(
@@ -248,83 +242,3 @@ def _moved(t: Tensor, device: torch.device) -> Tensor:
     view = fresh.as_strided(t.shape, t.stride())
     view.copy_(t)
     return view
-
-
-def answer(
-    case: Case,
-    inputs: Inputs,
-    dtype: torch.dtype,
-    order: int = 0,
-    *,
-    rounds: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the oracle's out [T, Hq, Dv] and LSE [T, Hq] of the real tokens, in `dtype`."""
-    layer, at = inputs.layer, 0
-    parts = []
-    for b, n in enumerate(case.query_lens):
-        part = attend_request(
-            inputs.q[at : at + n],
-            inputs.keys[b],
-            inputs.values[b],
-            dtype=dtype,
-            causal=layer.is_causal and not layer.is_cross,
-            scale=layer.scale,
-            window=layer.sliding_window,
-            parents=case.trees[b] if case.trees else None,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
-            order=order,
-            rounds=rounds,
-        )
-        parts.append(part)
-        at += n
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs), torch.cat(lses)
-
-
-@lru_cache(maxsize=1024)
-def expected(
-    case: Case,
-    point: Point,
-    requires_finite_padding: bool,
-    fused: bool,
-    rounds: torch.dtype | None = None,
-) -> tuple[Inputs, Answer]:
-    """Return the inputs of a case and its answers, drawn and computed once per process."""
-    inputs = make_inputs(case, point, requires_finite_padding=requires_finite_padding, fused=fused)
-    question = _question(case, inputs, point.dtype, rounds)
-    right = _RIGHT.get(question)
-    if right is None:
-        truth = answer(case, inputs, torch.float64)
-        near = yardstick(
-            partial(answer, case, inputs, rounds=rounds), TORCH_DTYPES[point.dtype], truth
-        )
-        right = truth, near
-        if len(_RIGHT) >= MOST_ANSWERS:
-            _RIGHT.clear()
-        _RIGHT[question] = right
-    return inputs, right
-
-
-MOST_ANSWERS = 1024
-_RIGHT: dict[bytes, Answer] = {}  # the same numbers lie on pages of every size and order
-
-
-def _question(case: Case, inputs: Inputs, *extra: object) -> bytes:
-    """Return a digest of all that the answers of a case depend on."""
-    layer, q = inputs.layer, inputs.q[: inputs.real_tokens]
-    plain = (
-        (layer.is_causal, layer.is_cross, layer.scale, layer.sliding_window, layer.logit_cap),
-        (case.query_lens, case.trees, extra),
-        [(x.dtype, x.shape) for x in (q, *inputs.keys, *inputs.values)],
-    )
-    digest = hashlib.blake2b(repr(plain).encode())
-    for x in (q, *inputs.keys, *inputs.values, layer.sinks):
-        if x is not None:
-            digest.update(_bytes(x))
-    return digest.digest()
-
-
-def _bytes(x: Tensor) -> bytes:
-    dense = x.cpu().contiguous()
-    return ctypes.string_at(dense.data_ptr(), dense.nbytes)

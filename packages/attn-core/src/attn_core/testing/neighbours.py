@@ -10,16 +10,10 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.runtime.batch import ForwardBatch, SpecInfo
+from attn_core.testing.answers import Answer
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import (
-    Answer,
-    Inputs,
-    Point,
-    clone_cache,
-    make_layer,
-    to_device,
-)
+from attn_core.testing.inputs import Inputs, Point, clone_cache, make_layer, to_device
 from attn_core.testing.passes import (
     attend,
     compare,

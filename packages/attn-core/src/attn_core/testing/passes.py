@@ -12,17 +12,10 @@ from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.runtime.backend import AttentionBackend, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.testing.answers import Answer, expected
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import (
-    Answer,
-    Inputs,
-    Point,
-    clone_cache,
-    expected,
-    make_layer,
-    to_device,
-)
+from attn_core.testing.inputs import Inputs, Point, clone_cache, make_layer, to_device
 from attn_core.testing.oracle import attend_request, yardstick
 from attn_core.testing.pools import changed
 from attn_core.testing.strides import restrided

@@ -15,9 +15,10 @@ from attn_core.runtime.batch import ForwardBatch, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner
 from attn_core.spec.kinds import Role
+from attn_core.testing.answers import Answer
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Answer, Inputs, Point
+from attn_core.testing.inputs import Inputs, Point
 from attn_core.testing.passes import compare, create, prepared, returned
 from attn_core.testing.tolerance import Measure, worst
 

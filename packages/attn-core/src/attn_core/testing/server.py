@@ -48,8 +48,7 @@ class Server:
         self._rng, self._torch_rng = rng, torch.Generator().manual_seed(rng.randrange(1 << 30))
         self._store = point.dtype if case.kv_dtype == "auto" else case.kv_dtype
         self.layers = to_device(_layers(bench, case, self._torch_rng), bench.torch_device)
-        views = sorted({x.view for x in self.layers})
-        pages = max(12, 640 // size)
+        views, pages = sorted({x.view for x in self.layers}), max(12, 640 // size)
         self._allocators = {view: PageAllocator(pages, size) for view in views}
         # small scales saturate the tails of what is written; each layer has its own
         scales = ((1.0, 1.0),) * 2 if self._store in PLAIN_DTYPES else ((6e-3, 5e-3), (5e-3, 7e-3))

@@ -174,3 +174,22 @@ def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> None:
             "the model asks for a mask that is more than causal (packed sequences, bidirectional "
             "blocks); attn-core takes one request a row and a 2-D attention_mask"
         )
+
+
+def padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:
+    """Return the 2-D padding mask, None where all tokens are real; refuse other patterns."""
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise UnsupportedError(
+                f"an attention_mask of {shape} (supports [batch, tokens], 1 = real, 0 = padding)"
+            )
+        return mask
+    if positions is not None and positions.dim() == 3:  # time, height and width of image tokens;
+        positions = positions[0] if positions.shape[0] == 4 else None  # four: the text's are first
+    if positions is not None and not columns and bool((positions.diff() != 1).any()):
+        raise UnsupportedError(
+            "position_ids that restart, several sequences packed in a row; give each its own row"
+        )
+    return None

@@ -16,7 +16,12 @@ from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.integrations.transformers import mla, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
-from attn_core.integrations.transformers.attention import NAME, PagedLayer, register
+from attn_core.integrations.transformers.attention import (
+    NAME,
+    PagedLayer,
+    padding_mask,
+    register,
+)
 from attn_core.integrations.transformers.compiled import between, eager
 from attn_core.integrations.transformers.inference import no_backward
 from attn_core.integrations.transformers.paged_cache import PagedCache
@@ -210,7 +215,7 @@ class Engine:
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if cache is None else cache
         requests = self._adopt(cache)
-        requests.begin(tokens.shape[0], tokens.shape[1], _padding_mask(arguments, requests.columns))
+        requests.begin(tokens.shape[0], tokens.shape[1], padding_mask(arguments, requests.columns))
         return _Call(cache, requests, tokens, kept, arguments.get("past_key_values") is None)
 
     @eager
@@ -275,25 +280,6 @@ class Engine:
             layers[x.layer_id] = PagedLayer(requests, x, latent=self._memory.latent)
         cache.layers, cache.layer_class_to_replicate = layers, None
         return requests
-
-
-def _padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:
-    """Return the 2-D padding mask, None where all tokens are real; refuse other patterns."""
-    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise UnsupportedError(
-                f"an attention_mask of {shape} (supports [batch, tokens], 1 = real, 0 = padding)"
-            )
-        return mask
-    if positions is not None and positions.dim() == 3:  # time, height and width of image tokens;
-        positions = positions[0] if positions.shape[0] == 4 else None  # four: the text's are first
-    if positions is not None and not columns and bool((positions.diff() != 1).any()):
-        raise UnsupportedError(
-            "position_ids that restart, several sequences packed in a row; give each its own row"
-        )
-    return None
 
 
 def _without(output: Any, cache: Any) -> Any:

@@ -1,0 +1,62 @@
+"""Create the backends that a selection chose, by role."""
+
+from __future__ import annotations
+
+from attn_core.cache.pool import CachePool
+from attn_core.errors import UsageError
+from attn_core.plugins.registry import Registry
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.selection.result import SOFTMAX_ROLES, Selection
+from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.kinds import Role
+
+
+def create_routes(
+    selection: Selection,
+    registry: Registry,
+    caches: CachePool,
+    layers: tuple[AttentionLayer, ...],
+    vision_layers: tuple[AttentionLayer, ...],
+    *,
+    max_bs: int,
+    max_num_tokens: int,
+    max_seq_len: int,
+) -> dict[Role, AttentionBackend]:
+    """Return role → backend, one instance where roles name the same row of the same backend.
+
+    The arguments and errors are those of HybridDispatcher.from_selection.
+    """
+    needs, speculation = selection.requirements, selection.requirements.speculation
+    pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
+    chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
+    if pool != chosen:
+        raise UsageError(f"the pool is {pool}, the selection {chosen} (page size, store, layout)")
+    created: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
+    routes: dict[Role, AttentionBackend] = {}
+    for role in SOFTMAX_ROLES:
+        if role not in selection.roles:
+            continue
+        choice, encodes = selection.roles[role], role == "encode"
+        # a vision tower has layers of its own, so its backend is a second instance
+        key = (choice.backend, choice.row, encodes)
+        if key not in created:
+            config = BackendConfig(
+                name=choice.backend,
+                row=choice.row,
+                layers=vision_layers if encodes else layers,
+                page_size=caches.page_size,
+                dtype=needs.dtype,
+                kv_cache_dtype=caches.kv_cache_dtype,
+                device=caches.device,
+                arch=selection.device.arch,
+                max_bs=max_bs,
+                max_num_tokens=max_num_tokens,
+                max_seq_len=max_seq_len,
+                topk=speculation.topk if speculation else 0,
+                num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
+                deterministic=needs.deterministic,
+            )
+            created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
+        routes[role] = created[key]
+    return routes
