@@ -145,7 +145,7 @@ def test_equals_float64(case, monkeypatch):
         deterministic=fixed,
     )
     if kind in ("decode", "chain", "tree"):  # whatever the heuristics prefer
-        launch = Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
+        launch = Launch(block_m=64, block_n=64, warps=4, stages=2, ctas_per_sm=2)
         monkeypatch.setattr(backend, "decode_launch", lambda *a, **k: launch)
     made = backend.Triton(config)
     assert made._hopper is not None

@@ -39,7 +39,7 @@ def small_device(monkeypatch):
     if DEVICE.type == "cuda":
         properties = {**contract.properties_of(DEVICE), "multiprocessors": 3}
         monkeypatch.setattr(contract, "properties_of", lambda device: properties)
-    monkeypatch.setattr(module, "short_on", lambda device: 0)
+    monkeypatch.setattr(module, "unsplit_keys_on", lambda device: 0)
 
 
 # ---- Plans -----------------------------------------------------------------------------------
@@ -52,8 +52,10 @@ def test_layers_of_one_class_share_a_plan():
     plans = backend.init_forward_metadata(batch)
     assert sorted((x.window for x in plans), key=str) == [8, None]
     full, windowed = (next(p for x, p in plans.items() if x.window == w) for w in (None, 8))
-    assert full.lines.data_ptr() != windowed.lines.data_ptr()
-    assert full.parts.data_ptr() == windowed.parts.data_ptr(), "one layer runs after the other"
+    assert full.work_indptr.data_ptr() != windowed.work_indptr.data_ptr()
+    assert full.partial_out.data_ptr() == windowed.partial_out.data_ptr(), (
+        "one layer runs after the other"
+    )
 
 
 def test_only_few_queries_are_planned():
@@ -71,16 +73,16 @@ def test_short_requests_are_not_cut(monkeypatch):
     server = Server((90, 1), (1, 1), (40, 1))
     batch, rows = server.batch(M.DECODE)
     cut = make_backend()
-    monkeypatch.setattr(module, "short_on", lambda device: 256)  # as on a GPU
+    monkeypatch.setattr(module, "unsplit_keys_on", lambda device: 256)  # as on a GPU
     whole = make_backend()
     [one], [other] = (b.init_forward_metadata(batch).values() for b in (cut, whole))
-    assert not one.whole
-    assert other.whole
-    assert other.lines.tolist() == [0, 1, 2, 3], "a request is one unit of work"
+    assert not one.unsplit
+    assert other.unsplit
+    assert other.work_indptr.tolist() == [0, 1, 2, 3], "a request is one unit of work"
     for want, got in zip(*(server.attend(b, batch, rows) for b in (cut, whole)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     long, _ = Server((300, 1), (40, 1)).batch(M.DECODE)
-    assert not next(iter(whole.init_forward_metadata(long).values())).whole
+    assert not next(iter(whole.init_forward_metadata(long).values())).unsplit
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def on_hopper(monkeypatch):
 def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbour_decides(
     on_hopper, monkeypatch
 ):
-    monkeypatch.setattr(module, "short_on", lambda device: 256)
+    monkeypatch.setattr(module, "unsplit_keys_on", lambda device: 256)
 
     def plan(made, server, mode):
         [found] = made.init_forward_metadata(server.batch(mode)[0]).values()
@@ -157,16 +159,16 @@ def test_plans_of_any_batch_are_aligned_alike(size, on_hopper, monkeypatch):
     backend.init_cuda_graph_state(size, batch.num_tokens)
     for plan in (backend.init_forward_metadata, backend.init_forward_metadata_capture_cuda_graph):
         [order] = plan(batch).values()
-        assert order.who.data_ptr() % 16 == order.begins.data_ptr() % 16
-        assert (order.begins.shape[0], order.who.shape[0]) == (size + 1, size)
+        assert order.request_order.data_ptr() % 16 == order.tile_offsets.data_ptr() % 16
+        assert (order.tile_offsets.shape[0], order.request_order.shape[0]) == (size + 1, size)
 
 
 def test_a_large_unit_is_enough_for_a_program():
     batch, _ = Server((300, 1)).batch(M.DECODE)
     [plan] = make_backend().init_forward_metadata(batch).values()
-    launch = replace(plan.launch, least=2)  # blocks
-    assert replace(plan, launch=launch, unit=1).least == 2
-    assert replace(plan, launch=launch, unit=4).least == 1
+    launch = replace(plan.launch, min_blocks=2)  # blocks
+    assert replace(plan, launch=launch, blocks_per_unit=1).min_units == 2
+    assert replace(plan, launch=launch, blocks_per_unit=4).min_units == 1
 
 
 def test_a_request_without_keys_gets_zeros():
@@ -270,7 +272,7 @@ def test_a_captured_plan_serves_other_lengths(mode, n, deterministic):
     backend.init_cuda_graph_state(4, 4 * n)
     static = mapped(bounded(server.batch(mode, [0, 1])[0]), torch.Tensor.clone)
     metadata = backend.init_forward_metadata_capture_cuda_graph(static)
-    buffers = [splits.lines.data_ptr() for splits in metadata.values()]
+    buffers = [splits.work_indptr.data_ptr() for splits in metadata.values()]
     for chosen in ([2, 3], [3, 1]):
         fresh, rows = server.batch(mode, chosen)
         overwrite(static, fresh)
@@ -280,7 +282,7 @@ def test_a_captured_plan_serves_other_lengths(mode, n, deterministic):
         backend.init_forward_metadata_replay_cuda_graph(static, metadata)
         got = [server.attend(backend, static, rows, layer, metadata) for layer in layers]
         assert all(map(same, got, want))
-    assert buffers == [splits.lines.data_ptr() for splits in metadata.values()]
+    assert buffers == [splits.work_indptr.data_ptr() for splits in metadata.values()]
 
 
 def overwrite(static, fresh):

@@ -7,13 +7,13 @@ from edited import Edited
 class KernelCausalOneTooFar(Edited):
     """A query sees the key after its own."""
 
-    kernel = common.visible
+    kernel = common.attention_mask
     before = "<= prefix + qi[:, None])"
     after = "<= prefix + qi[:, None] + 1)"
 
 
 class KernelWindowOneTooNarrow(Edited):
-    kernel = common.visible
+    kernel = common.attention_mask
     before = "> prefix + qi[:, None] - window)"
     after = "> prefix + qi[:, None] - window + 1)"
 
@@ -21,19 +21,19 @@ class KernelWindowOneTooNarrow(Edited):
 class KernelOneKeyTooMany(Edited):
     """The last key counts twice: it stands in for the one that is not there."""
 
-    kernel = common.visible
+    kernel = common.attention_mask
     before = "(j < length)"
     after = "(j <= length)"
 
 
 class KernelTreeTransposed(Edited):
-    kernel = common.visible
+    kernel = common.attention_mask
     before = "tree + qi[:, None] * drafts + draft[None, :]"
     after = "tree + draft[None, :] * drafts + qi[:, None]"
 
 
 class KernelScaleForgotten(Edited):
-    kernel = common.attend_keys
+    kernel = common.attention_loop
     before = "factor = scale * LOG2E"
     after = "factor = LOG2E"
 
@@ -41,7 +41,7 @@ class KernelScaleForgotten(Edited):
 class KernelSumNotRescaled(Edited):
     """The sum of the blocks before keeps its old maximum."""
 
-    kernel = common.attend_keys
+    kernel = common.attention_loop
     before = "total = total * shrink + "
     after = "total = total + "
 
@@ -49,13 +49,13 @@ class KernelSumNotRescaled(Edited):
 class KernelPageOfTheFirstKey(Edited):
     """A block of keys is read from the page of its first one."""
 
-    kernel = common.attend_keys
+    kernel = common.attention_loop
     before = "page = tl.load(table + at // PAGE)"
     after = "page = tl.load(table + start // PAGE + at * 0)"
 
 
 class KernelOffsetsOf16Bits(Edited):
-    kernel = common.attend_keys
+    kernel = common.attention_loop
     before = "k_at = page * k_page + inner * k_token"
     after = "k_at = (page * k_page + inner * k_token) % 65536"
 
@@ -67,13 +67,13 @@ class KernelCapNotScaledBack(Edited):
 
 
 class KernelLseInBaseTwo(Edited):
-    kernel = common.finish
+    kernel = common.finalize
     before = "* LN2)"
     after = ")"
 
 
 class KernelSinkNotInTheSum(Edited):
-    kernel = common.finish
+    kernel = common.finalize
     before = "total = total * shrink + tl.exp2(sink2 - new)"
     after = "total = total * shrink"
 

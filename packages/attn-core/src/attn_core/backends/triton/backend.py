@@ -7,18 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.device import hopper_on, short_on
-from attn_core.backends.triton.portable.launch import decode, extend, plan, sees
-from attn_core.backends.triton.split_kv import UNIT, Splits
-from attn_core.backends.triton.tile_order import TILE, Order, fill_order
+from attn_core.backends.triton.device import hopper_on, unsplit_keys_on
+from attn_core.backends.triton.masks import mask_mode
+from attn_core.backends.triton.portable.launch import decode, extend, plan
+from attn_core.backends.triton.split_kv import KEYS_PER_PARTIAL, Splits
+from attn_core.backends.triton.tile_order import TILE_ROWS, Order, fill_order
 from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
     extend_launch,
-    few,
     hopper_block,
     hopper_launch,
     power_of_two,
+    use_split_kv,
 )
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.errors import UsageError
@@ -47,143 +48,153 @@ class Triton(AttentionBackend):
         for layer in config.layers:
             refuse_layer(config, layer)
             refuse_window(config.name, layer)
-        self._classes = {LayerGroup.of(layer) for layer in config.layers}
+        self._groups = {LayerGroup.of(layer) for layer in config.layers}
         arch = None if config.device.type == "cpu" else config.arch
         self._arch = arch or "interpreter"
         self._processors = config.multiprocessors or 3  # few, so that short requests are cut too
         self._hopper = hopper_on(self._arch)
-        self._short = short_on(config.device)
+        self._unsplit_keys = unsplit_keys_on(config.device)
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
-        self._lines: dict[LayerGroup, Tensor] = {}  # of CUDA graphs
+        self._graph_buffers: dict[LayerGroup, Tensor] = {}  # of CUDA graphs
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
-        """Plan every layer class of the model, without asking the device for a length."""
+        """Plan every group of layers of the model, without asking the device for a length."""
         return self._plan(batch, {})
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers that the plans of captured passes fill."""
-        for which in self._classes:
-            self._lines[which] = self._room(max_bs)
+        for group in self._groups:
+            self._graph_buffers[group] = self._plan_buffer(max_bs)
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Plans:
         """Plan into the static buffers; a graph serves every length of this batch size."""
-        return self._plan(batch, self._lines)
+        return self._plan(batch, self._graph_buffers)
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
-        """Plan again for the lengths of a replay: one small launch per class of layers."""
-        for which, made in metadata.items():
-            self._fill(made, which, batch)
+        """Plan again for the lengths of a replay: one small launch per group of layers."""
+        for group, schedule in metadata.items():
+            self._fill(schedule, group, batch)
 
-    def _plan(self, batch: ForwardBatch, lines: Mapping[LayerGroup, Tensor]) -> Plans:
+    def _plan(self, batch: ForwardBatch, graph_buffers: Mapping[LayerGroup, Tensor]) -> Plans:
         plans: dict[LayerGroup, Splits | Order | None] = {}
         even, spec = batch.forward_mode in EVEN_MODES, _spec(batch)
         latent = self.config.row.kind != "mha"
-        for which in self._classes:
-            if which.view not in batch.views or not batch.num_tokens:
+        for group in self._groups:
+            if group.view not in batch.views or not batch.num_tokens:
                 continue
-            room = lines.get(which)
-            longest = batch.views[which.view].max_seq_len
-            if room is not None:  # of a graph's replays: what the table has room for
-                longest = batch.views[which.view].page_table.shape[1] * self.config.page_size
-            whole = self._hopper is not None and not even and longest <= self._short
-            few_queries = few(batch.max_q_len, which.group, latent=latent, whole=whole)
-            tree = which.causal and spec is not None and spec.tree_mask is not None
-            if few_queries and (even or not self.config.deterministic):
-                plans[which] = self._splits(which, batch, longest, room, tree)
+            buffer = graph_buffers.get(group)
+            longest = batch.views[group.view].max_seq_len
+            if buffer is not None:  # of a graph's replays: what the table has room for
+                longest = batch.views[group.view].page_table.shape[1] * self.config.page_size
+            unsplit = self._hopper is not None and not even and longest <= self._unsplit_keys
+            split = use_split_kv(batch.max_q_len, group.group, latent=latent, unsplit=unsplit)
+            tree = group.causal and spec is not None and spec.tree_mask is not None
+            if split and (even or not self.config.deterministic):
+                plans[group] = self._splits(group, batch, longest, buffer, tree)
             else:
                 shape = (batch.batch_size, batch.num_tokens, longest, self.config.page_size)
-                plans[which] = None if tree else self._order(which, *shape, room)
-            self._fill(plans[which], which, batch)
+                plans[group] = None if tree else self._order(group, *shape, buffer)
+            self._fill(plans[group], group, batch)
         return plans
 
     def _splits(
-        self, which: LayerGroup, batch: ForwardBatch, longest: int, room: Tensor | None, tree: bool
+        self,
+        group: LayerGroup,
+        batch: ForwardBatch,
+        longest: int,
+        buffer: Tensor | None,
+        tree: bool,
     ) -> Splits:
         size = batch.batch_size
-        queries, fixed = batch.max_q_len * which.group, self.config.deterministic
-        short = not fixed and longest <= self._short
+        rows, batch_invariant = batch.max_q_len * group.group, self.config.deterministic
+        short = not batch_invariant and longest <= self._unsplit_keys
         launch = decode_launch(
             self._arch,
-            queries,
-            which.head_dim,
-            which.v_head_dim,
+            rows,
+            group.head_dim,
+            group.v_head_dim,
             TORCH_DTYPES[self.config.kv_cache_dtype].itemsize,
             page_size=self.config.page_size,
             short=short,
             tree=tree,
             fp4=self.config.kv_cache_dtype == "fp4_e2m1",
         )
-        unit = max(1, (UNIT if fixed else self._short if short else 0) // launch.block_n)
-        row_blocks = -(-queries // launch.block_m)
-        programs = self._processors * launch.programs
-        rows = size * which.num_kv_heads * row_blocks
-        states = rows * (longest // UNIT + 2) if fixed else 2 * programs
-        parts, lse_parts = self._states(states * launch.block_m, power_of_two(which.v_head_dim))
+        keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
+        unit = max(1, keys_per_unit // launch.block_n)
+        row_blocks = -(-rows // launch.block_m)
+        programs = self._processors * launch.ctas_per_sm
+        tiles = size * group.num_kv_heads * row_blocks
+        partials = 2 * programs
+        if batch_invariant:
+            partials = tiles * (longest // KEYS_PER_PARTIAL + 2)
+        partial_out, partial_lse = self._partials(
+            partials * launch.block_m, power_of_two(group.v_head_dim)
+        )
         return Splits(
             launch=launch,
             row_blocks=row_blocks,
-            row_lines=min(queries, launch.block_m),
+            tile_rows=min(rows, launch.block_m),
             programs=programs,
-            fixed=fixed,
-            unit=unit,
-            whole=longest <= unit * launch.block_n,
+            batch_invariant=batch_invariant,
+            blocks_per_unit=unit,
+            unsplit=longest <= unit * launch.block_n,
             overlap=self._arch in ("sm90", "sm100", "sm103"),
-            lines=(self._room(size) if room is None else room)[0, : size + 1],
-            parts=parts,
-            lse_parts=lse_parts,
+            work_indptr=(self._plan_buffer(size) if buffer is None else buffer)[0, : size + 1],
+            partial_out=partial_out,
+            partial_lse=partial_lse,
         )
 
-    def _states(self, lines: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return room for the states of cut rows; one layer uses it after the other."""
-        held = self._scratch.get(width)
-        if held is None or held[0].shape[0] < lines:
-            room = torch.empty(lines * (width + 1), dtype=torch.float32, device=self.config.device)
-            held = room[: lines * width].view(lines, width), room[lines * width :]
-            self._scratch[width] = held
-        return held
+    def _partials(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return scratch for partials [rows, width] and their LSE [rows], shared by all layers."""
+        scratch = self._scratch.get(width)
+        if scratch is None or scratch[0].shape[0] < rows:
+            flat = torch.empty(rows * (width + 1), dtype=torch.float32, device=self.config.device)
+            scratch = flat[: rows * width].view(rows, width), flat[rows * width :]
+            self._scratch[width] = scratch
+        return scratch
 
     def _order(
         self,
-        which: LayerGroup,
+        group: LayerGroup,
         size: int,
         tokens: int,
         longest: int,
         page: int,
-        room: Tensor | None,
+        buffer: Tensor | None,
     ) -> Order | None:
         """Return the order of `size` requests; None where the kernel that reads it does not run.
 
         page: 0 for plain K and V.
         """
-        config, block = self.config, hopper_block(which.head_dim, which.v_head_dim)
+        config, block = self.config, hopper_block(group.head_dim, group.v_head_dim)
         if not self._hopper or block is None or config.dtype not in ("bf16", "fp16"):
             return None
         if page and (config.kv_cache_dtype != config.dtype or (page % block and block % page)):
             return None
-        room = self._room(size) if room is None else room
-        tiles = (tokens * which.group // TILE + size) * which.num_kv_heads
+        buffer = self._plan_buffer(size) if buffer is None else buffer
+        tiles = (tokens * group.group // TILE_ROWS + size) * group.num_kv_heads
         # in deterministic mode the tile must not depend on the neighbours of a request
         keys = LONG if self.config.deterministic else longest
         return Order(
-            begins=room[0, : size + 1],
-            who=room[1, :size],
+            tile_offsets=buffer[0, : size + 1],
+            request_order=buffer[1, :size],
             longest=longest,
-            launch=hopper_launch(which.head_dim, keys, tiles, self._processors),
+            launch=hopper_launch(group.head_dim, keys, tiles, self._processors),
             tiles=tiles,
         )
 
-    def _room(self, size: int) -> Tensor:
-        """Return two rows for the plan of a batch, as aligned for any batch size as for another."""
+    def _plan_buffer(self, size: int) -> Tensor:
+        """Return two rows for the plan of a batch, aligned alike for every batch size."""
         columns = -(-(size + 1) // 4) * 4
         return torch.empty(2, columns, dtype=torch.int32, device=self.config.device)
 
-    def _fill(self, made: Splits | Order | None, which: LayerGroup, batch: ForwardBatch) -> None:
-        lengths = batch.views[which.view].seq_lens
+    def _fill(self, made: Splits | Order | None, group: LayerGroup, batch: ForwardBatch) -> None:
+        lengths = batch.views[group.view].seq_lens
         if isinstance(made, Splits):
-            plan(made, batch.cu_seqlens_q, lengths, which.window, causal=which.causal)
+            plan(made, batch.cu_seqlens_q, lengths, group.window, causal=group.causal)
         elif made is not None and made.is_read:
-            fill_order(made, batch.cu_seqlens_q, lengths, which.group, paged=True)
+            fill_order(made, batch.cu_seqlens_q, lengths, group.group, paged=True)
 
     def forward(
         self,
@@ -201,13 +212,13 @@ class Triton(AttentionBackend):
     ) -> Output:
         """Attend to the cache, in which k and v lie already."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        which = LayerGroup.of(layer)
-        if batch.num_tokens and which not in metadata:
+        group = LayerGroup.of(layer)
+        if batch.num_tokens and group not in metadata:
             refuse_unplanned(layer, metadata)
         q, out, lse = _outputs(q, layer, out)
         if batch.num_tokens:
             view = batch.views[layer.view]
-            spec, made = _spec(batch), metadata[which]
+            spec, made = _spec(batch), metadata[group]
             where = (batch.cu_seqlens_q, view.seq_lens, view.page_table, batch.positions, spec)
             if isinstance(made, Splits):
                 decode(q, layer, cache, *where, made, out, lse, self._hopper)
@@ -261,7 +272,7 @@ class Triton(AttentionBackend):
         causal: bool | None = None,
     ) -> None:
         where = (cu_seqlens_q, lengths, page_table)
-        which = sees(layer, spec) if causal is None else int(causal)
+        mask = mask_mode(layer, spec) if causal is None else int(causal)
         hopper, paged = self._hopper, page_table is not None
         dims = (layer.head_dim, layer.v_head_dim)
         launch = extend_launch(self._arch, *dims, cache.k.element_size())
@@ -272,9 +283,9 @@ class Triton(AttentionBackend):
                     group = layer.num_q_heads // layer.num_kv_heads
                     fill_order(order, cu_seqlens_q, lengths, group, paged=False)
                 run = (order, min(order.tiles, self._processors), self._counter, out, lse)
-                hopper.extend_on_hopper(q, layer, cache, *where, *run, which)
+                hopper.extend_on_hopper(q, layer, cache, *where, *run, mask)
                 return
-        extend(q, layer, cache, *where, positions, spec, launch, out, lse, which)
+        extend(q, layer, cache, *where, positions, spec, launch, out, lse, mask)
 
 
 def _spec(batch: ForwardBatch) -> SpecInfo | None:

@@ -7,12 +7,12 @@ from types import ModuleType
 
 import torch
 
-from attn_core.backends.triton.split_kv import SHORT
+from attn_core.backends.triton.split_kv import UNSPLIT_KEYS
 
 
-def short_on(device: torch.device) -> int:
-    """Return the keys of a request that is not cut; the interpreter meets no longer ones: 0."""
-    return SHORT if device.type == "cuda" else 0
+def unsplit_keys_on(device: torch.device) -> int:
+    """Return the longest KV length that is never split; 0 in the interpreter, so that it splits."""
+    return UNSPLIT_KEYS if device.type == "cuda" else 0
 
 
 def hopper_on(arch: str) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""How the keys of few queries a request are cut: what plan_splits fills and kernels follow."""
+"""Split-KV schedule of requests with few queries, filled by plan_splits."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from torch import Tensor
 
 from attn_core.backends.triton.tuning import Launch
 
-UNIT = 1024  # keys of a state of its own where a request must not depend on its neighbours
-SHORT = 256  # keys of a request that is not worth a cut
+KEYS_PER_PARTIAL = 1024  # in deterministic mode, where no split depends on other requests
+UNSPLIT_KEYS = 256  # requests with at most so many keys are not split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """One way of cutting the keys of few queries a request, equal for all layers of a class.
+    """How the keys of requests with few queries are split, equal for all layers of a group.
 
-    lines: int32 [batch + 1], see plan_splits. lse_parts [S, block_m] and parts [S, block_m, Dv],
-    float32: the states of rows that were cut, used by one layer after the other.
+    work_indptr: int32 [batch + 1], see plan_splits.
+    partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
+    All layers share them: one runs after the other.
     """
 
     launch: Launch
     row_blocks: int
-    row_lines: int  # of a row's block_m lines those that some request fills
+    tile_rows: int  # those of a tile's block_m rows that some request fills
     programs: int
-    fixed: bool
-    unit: int  # blocks of keys that no two programs share
-    whole: bool  # every row is one unit: no state is left to be joined
-    overlap: bool  # the merge is launched before the states are complete
-    lines: Tensor
-    parts: Tensor
-    lse_parts: Tensor
+    batch_invariant: bool
+    blocks_per_unit: int  # blocks of keys that no two programs share
+    unsplit: bool  # every tile is one unit: there is nothing to merge
+    overlap: bool  # the merge is launched before the partials are complete
+    work_indptr: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
 
     @property
-    def least(self) -> int:
-        """Units of work that a program takes at least."""
-        return max(1, self.launch.least // self.unit)
+    def min_units(self) -> int:
+        """The fewest units of work that a program takes."""
+        return max(1, self.launch.min_blocks // self.blocks_per_unit)

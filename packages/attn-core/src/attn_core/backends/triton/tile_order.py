@@ -1,4 +1,4 @@
-"""The order in which requests of many queries are taken: the longest first."""
+"""Longest-first scheduling of the tiles of prompts."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -13,21 +13,22 @@ from torch import Tensor
 
 from attn_core.backends.triton.tuning import Launch
 
-TILE = 128  # lines of a tile: (query, head of the group) pairs
+TILE_ROWS = 128  # of a tile: (query, head of the group) pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Requests by their keys, the most first, equal for all layers of a class.
+    """Requests by their keys, the longest first, equal for all layers of a group.
 
-    who: int32 [batch], the requests. begins: int32 [batch + 1], how many tiles come before each of
-    them, and at its end how many there are. longest: keys of the longest request at most, as far
-    as the host knows. launch: what runs; only extend_hopper, in tiles of TILE lines, reads the
-    order. tiles: of all requests and KV heads at most.
+    request_order: int32 [batch], the requests.
+    tile_offsets: int32 [batch + 1], the tiles that come before each of them, and all tiles.
+    longest: an upper bound of the keys of a request, as far as the host knows.
+    launch: of the kernel that runs; only extend_hopper, in tiles of TILE_ROWS, reads the order.
+    tiles: an upper bound of the tiles of all requests and KV heads.
     """
 
-    begins: Tensor
-    who: Tensor
+    tile_offsets: Tensor
+    request_order: Tensor
     longest: int
     launch: Launch
     tiles: int
@@ -35,7 +36,7 @@ class Order:
     @property
     def is_read(self) -> bool:
         """Whether the launch takes requests in this order."""
-        return self.launch.block_m == TILE
+        return self.launch.block_m == TILE_ROWS
 
 
 def fill_order(
@@ -45,15 +46,15 @@ def fill_order(
 
     lengths: keys of each request, int32 [batch]; not paged: their cu_seqlens, int32 [batch + 1].
     """
-    batch = order.who.shape[0]
+    batch = order.request_order.shape[0]
     order_requests[(triton.cdiv(batch, 64),)](
         cu_seqlens_q,
         lengths,
-        order.begins,
-        order.who,
+        order.tile_offsets,
+        order.request_order,
         batch,
         GROUP=group,
-        LINES=TILE,
+        ROWS=TILE_ROWS,
         PAGED=paged,
         BLOCK=64,
         num_warps=4,
@@ -61,42 +62,42 @@ def fill_order(
 
 
 @triton.jit
-def _size(cu, lengths, b, batch, GROUP: tl.constexpr, LINES: tl.constexpr, PAGED: tl.constexpr):
-    """Return the keys and the tiles of requests; those beyond the batch have none."""
-    real = b < batch
-    queries = tl.load(cu + b + 1, mask=real, other=0) - tl.load(cu + b, mask=real, other=0)
-    keys = tl.load(lengths + b, mask=real, other=0)
+def _counts(cu, lengths, b, batch, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr):
+    """Return the keys and the tiles of requests; those beyond the batch have neither."""
+    valid = b < batch
+    queries = tl.load(cu + b + 1, mask=valid, other=0) - tl.load(cu + b, mask=valid, other=0)
+    keys = tl.load(lengths + b, mask=valid, other=0)
     if not PAGED:
-        keys = tl.load(lengths + b + 1, mask=real, other=0) - keys
-    return keys, (queries * GROUP + LINES - 1) // LINES
+        keys = tl.load(lengths + b + 1, mask=valid, other=0) - keys
+    return keys, (queries * GROUP + ROWS - 1) // ROWS
 
 
 @triton.jit(do_not_specialize=["batch"])
 def order_requests(
     cu,
     lengths,
-    begins,
-    who,
+    tile_offsets,
+    request_order,
     batch,
     GROUP: tl.constexpr,
-    LINES: tl.constexpr,
+    ROWS: tl.constexpr,
     PAGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Put BLOCK requests in their places: as many come before one as have more keys."""
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keys, tiles = _size(cu, lengths, mine, batch, GROUP, LINES, PAGED)
-    place = tl.zeros([BLOCK], tl.int32)
-    begin = tl.zeros([BLOCK], tl.int32)
+    """Rank BLOCK requests by counting: as many come before one as have more keys."""
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keys, tiles = _counts(cu, lengths, own, batch, GROUP, ROWS, PAGED)
+    rank = tl.zeros([BLOCK], tl.int32)
+    offset = tl.zeros([BLOCK], tl.int32)
     for start in range(0, batch, BLOCK):
         b = start + tl.arange(0, BLOCK)
-        b_keys, b_tiles = _size(cu, lengths, b, batch, GROUP, LINES, PAGED)
+        b_keys, b_tiles = _counts(cu, lengths, b, batch, GROUP, ROWS, PAGED)
         equal = b_keys[None, :] == keys[:, None]
-        before = (b_keys[None, :] > keys[:, None]) | (equal & (b[None, :] < mine[:, None]))
+        before = (b_keys[None, :] > keys[:, None]) | (equal & (b[None, :] < own[:, None]))
         before = before & (b < batch)[None, :]
-        place += tl.sum(before.to(tl.int32), 1)
-        begin += tl.sum(tl.where(before, b_tiles[None, :], 0), 1)
-    real = mine < batch
-    tl.store(who + place, mine, mask=real)
-    tl.store(begins + place, begin, mask=real)
-    tl.store(begins + place + 1, begin + tiles, mask=real & (place == batch - 1))
+        rank += tl.sum(before.to(tl.int32), 1)
+        offset += tl.sum(tl.where(before, b_tiles[None, :], 0), 1)
+    valid = own < batch
+    tl.store(request_order + rank, own, mask=valid)
+    tl.store(tile_offsets + rank, offset, mask=valid)
+    tl.store(tile_offsets + rank + 1, offset + tiles, mask=valid & (rank == batch - 1))

@@ -10,7 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_core.backends.triton.hopper.decode import decode_hopper
 from attn_core.backends.triton.hopper.mla_decode import decode_mla_hopper
 from attn_core.backends.triton.hopper.prefill import extend_hopper
-from attn_core.backends.triton.portable.launch import SEE_TREE, wide
+from attn_core.backends.triton.masks import MASK_TREE
+from attn_core.backends.triton.portable.launch import needs_int64_offsets
 from attn_core.backends.triton.split_kv import Splits
 from attn_core.backends.triton.tile_order import Order
 from attn_core.backends.triton.tuning import heads_at_once, hopper_block
@@ -67,8 +68,8 @@ def extend_on_hopper(
         lse,
         cu_seqlens_q,
         lengths,
-        order.begins,
-        order.who,
+        order.tile_offsets,
+        order.request_order,
         lengths if page_table is None else page_table,
         q if layer.sinks is None else layer.sinks,
         batch,
@@ -96,7 +97,7 @@ def extend_on_hopper(
         SEES=which,
         WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
-        WIDE=wide(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
+        WIDE=needs_int64_offsets(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
         num_warps=4,
     )
 
@@ -107,7 +108,7 @@ def decode_fits(
     """Say whether decode_hopper can run a layer: as extend_fits, in tiles of 64 by 64."""
     tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64)
     dims = layer.head_dim == layer.v_head_dim and layer.head_dim in (64, 128, 256)
-    masks = which != SEE_TREE or layer.sliding_window is None  # positions are not loaded
+    masks = which != MASK_TREE.value or layer.sliding_window is None  # positions are not loaded
     return tiles and dims and masks and extend_fits(q, layer, cache, paged=True)
 
 
@@ -139,12 +140,12 @@ def decode_on_hopper(
         cache.v,
         out,
         lse,
-        splits.parts,
-        splits.lse_parts,
+        splits.partial_out,
+        splits.partial_lse,
         cu_seqlens_q,
         seq_lens,
         page_table,
-        splits.lines,
+        splits.work_indptr,
         q if tree is None else tree.contiguous().view(torch.uint8),
         q if layer.sinks is None else layer.sinks,
         seq_lens.shape[0],
@@ -166,18 +167,18 @@ def decode_on_hopper(
         PAGE=page,
         HND=cache.layout == "HND",
         BN=launch.block_n,
-        UNIT=splits.unit,
-        FIXED=splits.fixed,
-        LEAST=splits.least,
+        UNIT=splits.blocks_per_unit,
+        FIXED=splits.batch_invariant,
+        LEAST=splits.min_units,
         D=layer.head_dim,
         CAP=layer.logit_cap is not None,
         SINKS=layer.sinks is not None,
         SEES=which,
         WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
-        WIDE=wide(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
+        WIDE=needs_int64_offsets(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
         num_warps=4,
-        maxnreg=128 if launch.programs > 1 else 232,  # two programs share a multiprocessor
+        maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a multiprocessor
     )
 
 
@@ -187,7 +188,7 @@ def mla_fits(
     """Say whether decode_mla_hopper can run a layer: 512 + 64 in 16 bits, tiles of 64 by 64."""
     if cache.v is not None or q.dtype not in _DTYPES or q.dtype != cache.k.dtype:
         return False
-    tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and which != SEE_TREE
+    tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and which != MASK_TREE.value
     dims = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (1, 576, 512)
     plain = layer.sinks is None and layer.sliding_window is None
     size = cache.page_size
@@ -215,12 +216,12 @@ def decode_mla_on_hopper(
         _rows(cache.k, cache.layout, min(64, cache.page_size)),
         out,
         lse,
-        splits.parts,
-        splits.lse_parts,
+        splits.partial_out,
+        splits.partial_lse,
         cu_seqlens_q,
         seq_lens,
         page_table,
-        splits.lines,
+        splits.work_indptr,
         seq_lens.shape[0],
         layer.scale * cache.k_scale,
         layer.logit_cap or 1.0,
@@ -231,9 +232,9 @@ def decode_mla_on_hopper(
         GROUP=layer.num_q_heads,
         ROW_BLOCKS=splits.row_blocks,
         PAGE=cache.page_size,
-        UNIT=splits.unit,
-        FIXED=splits.fixed,
-        LEAST=splits.least,
+        UNIT=splits.blocks_per_unit,
+        FIXED=splits.batch_invariant,
+        LEAST=splits.min_units,
         CAP=layer.logit_cap is not None,
         SEES=which,
         STAGES=2,

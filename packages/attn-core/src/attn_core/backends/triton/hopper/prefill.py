@@ -28,9 +28,9 @@ from attn_core.backends.triton.hopper.common import (
     look_up,
     scores,
 )
-from attn_core.backends.triton.tile_order import TILE
+from attn_core.backends.triton.tile_order import TILE_ROWS
 
-LINES = gl.constexpr(TILE)
+LINES = gl.constexpr(TILE_ROWS)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Device functions that the attention kernels share: tokens of pages, visibility, softmax."""
+"""Device functions that the attention kernels share: loads from pages, masks, online softmax."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -8,21 +8,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_NONE, MASK_TREE
+
 LOG2E = tl.constexpr(1.4426950408889634)  # kernels work in base 2, whose exp is one instruction
 LN2 = tl.constexpr(0.6931471805599453)
-# What a query sees of the keys: all of them, those up to its own, or the prefix and what the mask
-# of a tree of drafts says of the rest.
-SEE_ALL = tl.constexpr(0)
-SEE_CAUSAL = tl.constexpr(1)
-SEE_TREE = tl.constexpr(2)
+# When a block of keys is masked: never, since all rows see all its keys; always; at the edges of
+# what rows see, which the loop looks for.
+UNMASKED = tl.constexpr(0)
+MASKED = tl.constexpr(1)
+MASKED_AT_EDGES = tl.constexpr(2)
 
 
 @triton.jit
-def find_request(cu, batch, item, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the last b < batch with cu[b] · SCALE // BLOCK + b <= item (BLOCK 0: cu[b] · SCALE).
+def find_seq_idx(cu, batch, item, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the last b < batch with cu[b] · SCALE // BLOCK + b <= item, by binary search.
 
-    cu does not fall, so that of equal entries the last one counts: requests without work are
-    passed over.
+    BLOCK 0: with cu[b] · SCALE <= item. cu never falls, so that of equal entries the last one is
+    found: requests without work are passed over.
     """
     low = 0
     high = batch
@@ -50,12 +52,12 @@ def load_values(
     FP4: tl.constexpr,
     like: tl.constexpr,
 ):
-    """Load rows of a store as [N, len(d)] in the dtype of `like`.
+    """Load keys or values as [N, len(d)] in the dtype `like`.
 
-    at, block_at: int [N], where each row and its FP4 scales begin. d: the columns; those from D
-    on are 0. FP4 is e2m1, low nibble first, one e4m3 scale per 16 columns.
+    at, block_at: int [N], where each key and its FP4 scales begin. d: the columns; those from D
+    on are 0. FP4 is e2m1, low nibble first, with one e4m3 scale per 16 columns.
     """
-    here = (at >= 0)[:, None] & (d[None, :] < D)  # at is; without padding nothing is masked
+    here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; where D fills d there is no mask
     if FP4:
         codes_at = pool + at[:, None] + d[None, :] // 2
         scale_at = blocks + block_at[:, None] + d[None, :] // 16
@@ -77,11 +79,12 @@ def load_values(
 
 
 @triton.jit
-def load_halves(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
-    """Load rows of an FP8 store as their even and their odd columns, [N, D / 2] each in `like`.
+def load_split_columns(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
+    """Load FP8 values as their even and their odd columns, [N, D / 2] each in the dtype `like`.
 
-    A matrix operand of bytes that lie across its rows is read byte by byte, one of 16 bits by the
-    instruction for it. PTX: take two neighbours apart by NVIDIA's instructions.
+    Two neighbours are loaded as one 16-bit number. The transposed operand of a product is read
+    byte by byte where it has 8 bits, and by one instruction where it has 16. PTX: separate the
+    neighbours by NVIDIA's instructions.
     """
     pair = tl.arange(0, D // 2)
     words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
@@ -120,7 +123,13 @@ def load_halves(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr
 
 @triton.jit
 def soft_cap(x, cap):
-    """Return cap · tanh(x / cap): the interpreter has no tanh, and small x need their bits."""
+    """Return cap · tanh(x / cap), with a relative error below 2**-19.
+
+    Below 0.1, tanh y is its Taylor series y - y³/3 + 2y⁵/15 - 17y⁷/315 (DLMF 4.33.3), whose next
+    term is 2e-10 of y; above, (1 - e) / (1 + e) with e = exp(-2|y|), which would cancel near 0.
+    The bound allows for an exp2 of relative error 2**-22, that of NVIDIA's ex2.approx. Triton
+    has tanh in libdevice alone, which its interpreter lacks.
+    """
     y = x / cap
     square = y * y
     small = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
@@ -130,36 +139,51 @@ def soft_cap(x, cap):
 
 
 @triton.jit
-def visible(
-    j, qi, prefix, length, drafts, tree, positions, window, SEES: tl.constexpr, WINDOW: tl.constexpr
+def attention_mask(
+    j, qi, prefix, length, drafts, tree, positions, window, MASK: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Return bool [M, N]: which keys `j` (numbers in the request) the queries `qi` see.
+    """Return bool [M, N]: which keys `j` the queries `qi` of a request see, both counted from 0.
 
-    prefix: keys before the first query. drafts: n of the tree mask [n, n] at `tree`, whose tokens
-    have the positions at `positions`: a window counts positions, and a tree's branches share them.
+    prefix: keys before the first query. drafts: n of the tree mask [n, n] at `tree`. positions: of
+    the drafts; a window counts positions, and the branches of a tree share them.
     """
     seen = (j < length)[None, :] & (qi >= 0)[:, None]
-    if SEES == SEE_CAUSAL:
+    if MASK == MASK_CAUSAL:
         seen = seen & (j[None, :] <= prefix + qi[:, None])
         if WINDOW:
             seen = seen & (j[None, :] > prefix + qi[:, None] - window)
-    if SEES == SEE_TREE:
+    if MASK == MASK_TREE:
         draft = j - prefix
         inside = (draft >= 0) & (draft < drafts)
-        mine = qi < drafts
-        both = mine[:, None] & inside[None, :]
-        bit = tl.load(tree + qi[:, None] * drafts + draft[None, :], mask=both, other=0)
+        drafted = qi < drafts
+        pair = drafted[:, None] & inside[None, :]
+        bit = tl.load(tree + qi[:, None] * drafts + draft[None, :], mask=pair, other=0)
         seen = seen & ((draft < 0)[None, :] | (bit != 0))
         if WINDOW:
-            own = tl.load(positions + qi, mask=mine, other=0)
-            theirs = tl.load(positions + draft, mask=inside, other=0)
-            theirs = tl.where(inside, theirs, j.to(theirs.dtype))
-            seen = seen & (theirs[None, :] > own[:, None] - window)
+            q_pos = tl.load(positions + qi, mask=drafted, other=0)
+            k_pos = tl.load(positions + draft, mask=inside, other=0)
+            k_pos = tl.where(inside, k_pos, j.to(k_pos.dtype))
+            seen = seen & (k_pos[None, :] > q_pos[:, None] - window)
     return seen
 
 
 @triton.jit
-def attend_keys(
+def softmax_step(s, m, factor, MASK_POLICY: tl.constexpr):
+    """Add scores s [M, N] to an online softmax; return p, the new m, and by what sums shrink.
+
+    factor: a positive number by which s is multiplied last, so that only a small difference is
+    rounded; it takes s to base 2.
+    """
+    new = tl.maximum(m, tl.max(s, 1) * factor)
+    # -inf: the row has seen no key yet
+    base = tl.where(new == -float("inf"), 0.0, new) if MASK_POLICY != UNMASKED else new
+    p = tl.exp2(s * factor - base[:, None])
+    shrink = tl.exp2(m - base)
+    return p, new, shrink
+
+
+@triton.jit
+def attention_loop(
     q1,
     q2,
     m,
@@ -200,24 +224,25 @@ def attend_keys(
     BDV: tl.constexpr,
     LATENT: tl.constexpr,
     FP4: tl.constexpr,
-    HALVES: tl.constexpr,
+    SPLIT_FP8_COLUMNS: tl.constexpr,
     PTX: tl.constexpr,
-    TWINS: tl.constexpr,
-    WIDE: tl.constexpr,
-    CAP: tl.constexpr,
-    SEES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    USE_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
     WINDOW: tl.constexpr,
-    EDGES: tl.constexpr,
+    MASK_POLICY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Go over keys lo..hi (multiples of BN) of one KV head; return the new m, total, acc and acc2.
 
-    q1, q2: the first D1 and the other D2 columns of the queries, [M, D1] and [M, D2]. m, total:
-    float32 [M], running maximum (base 2) and sum. acc: float32 [M, BDV];
-    HALVES: its even columns, acc2 the odd ones, see load_halves. Keys before `first` and
-    from `length` on are never read. PAGE 0: keys lie one after the other at k_token.
-    TWINS: K and V have equal strides. WIDE: their offsets need 64 bits.
-    EDGES 0: every key is seen by every query; 1: each block is masked; 2: where it has to be.
+    q1, q2: the first D1 and the other D2 columns of the queries, [M, D1] and [M, D2].
+    m, total: float32 [M], the running maximum (base 2) and the running sum.
+    acc: float32 [M, BDV]. SPLIT_FP8_COLUMNS: acc holds the even columns and acc2 the odd ones.
+    first, length: keys before `first` and from `length` on are never read.
+    PAGE: 0 for keys that lie one after the other.
+    SAME_STRIDES: K and V have equal strides. INT64_OFFSETS: their offsets need 64 bits.
+    MASK_POLICY: UNMASKED, MASKED or MASKED_AT_EDGES.
     """
     n = tl.arange(0, BN)
     d1 = tl.arange(0, D1)
@@ -225,7 +250,7 @@ def attend_keys(
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         j = start + n
         at = j
-        if EDGES > 0:  # what is nobody's is not read: a key of the request stands in for it
+        if MASK_POLICY != UNMASKED:  # out-of-range keys are clamped to a key of the request
             at = tl.minimum(tl.maximum(j, first), length - 1)
         if PAGE == 0:
             page = at * 0
@@ -236,12 +261,12 @@ def attend_keys(
         else:
             page = tl.load(table + at // PAGE)
             inner = at % PAGE
-        if WIDE:
+        if INT64_OFFSETS:
             inner = tl.cast(inner, tl.int64)
             page = tl.cast(page, tl.int64)
         k_at = page * k_page + inner * k_token
         kb_at = page * kb_page + inner * kb_token
-        if TWINS:  # fewer registers
+        if SAME_STRIDES:  # fewer registers
             v_at = k_at
             vb_at = kb_at
         else:
@@ -254,66 +279,65 @@ def attend_keys(
             k2 = load_values(k_pool, k_blocks, k_at, kb_at, d2, D, D1 + D2, FP4, q1.dtype)
             s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
         factor = scale * LOG2E
-        if CAP:
+        if USE_SOFTCAP:
             s = soft_cap(s * scale, cap)
             factor = LOG2E
-        if EDGES == 1:
-            seen = visible(j, qi, prefix, length, drafts, tree, positions, window, SEES, WINDOW)
+        if MASK_POLICY == MASKED:
+            seen = attention_mask(
+                j, qi, prefix, length, drafts, tree, positions, window, MASK, WINDOW
+            )
             s = tl.where(seen, s, -float("inf"))
-        if EDGES == 2:
+        if MASK_POLICY == MASKED_AT_EDGES:
             edge = start + BN > length
-            if SEES != SEE_ALL:
+            if MASK != MASK_NONE:
                 edge = edge | (start + BN > prefix)
             if WINDOW:
                 edge = True
             if edge:
-                seen = visible(j, qi, prefix, length, drafts, tree, positions, window, SEES, WINDOW)
+                seen = attention_mask(
+                    j, qi, prefix, length, drafts, tree, positions, window, MASK, WINDOW
+                )
                 s = tl.where(seen, s, -float("inf"))
-        # the factor, which is positive, comes last: one rounding, of a small difference
-        new = tl.maximum(m, tl.max(s, 1) * factor)
-        base = tl.where(new == -float("inf"), 0.0, new) if EDGES > 0 else new
-        p = tl.exp2(s * factor - base[:, None])
-        shrink = tl.exp2(m - base)
+        p, m, shrink = softmax_step(s, m, factor, MASK_POLICY)
         total = total * shrink + tl.sum(p, 1)
         weights = p.to(q1.dtype)
-        if HALVES:
-            v, v2 = load_halves(v_pool, v_at, BDV, q1.dtype, PTX)
+        if SPLIT_FP8_COLUMNS:
+            v, v2 = load_split_columns(v_pool, v_at, BDV, q1.dtype, PTX)
             acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
         elif LATENT:
             v = k1
         else:
             v = load_values(v_pool, v_blocks, v_at, vb_at, dv, DV, BDV, FP4, q1.dtype)
         acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
-        m = new
     return m, total, acc, acc2
 
 
 @triton.jit
-def unseen(BM: tl.constexpr, BDV: tl.constexpr, HALVES: tl.constexpr):
-    """Return m, total, acc and acc2 of lines that have seen nothing."""
+def init_state(BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
+    """Return m, total, acc and acc2 of rows that have seen no key yet."""
     m = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    if HALVES:
+    if SPLIT_FP8_COLUMNS:
         acc = tl.zeros([BM, BDV // 2], tl.float32)
         acc2 = acc
     else:
         acc = tl.zeros([BM, BDV], tl.float32)
-        acc2 = total  # nobody's
+        acc2 = total  # not used
     return m, total, acc, acc2
 
 
 @triton.jit
-def joined(acc, acc2, BM: tl.constexpr, BDV: tl.constexpr, HALVES: tl.constexpr):
+def concat_acc(acc, acc2, BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
     """Return the accumulator as [BM, BDV]."""
-    if HALVES:
+    if SPLIT_FP8_COLUMNS:
         acc = tl.reshape(tl.join(acc, acc2), [BM, BDV])
     return acc
 
 
 @triton.jit
-def finish(m, total, acc, sink, v_scale, SINKS: tl.constexpr):
-    """Return the output [M, BDV] and the log-sum-exp (natural) of finished rows; sinks included."""
-    if SINKS:
+def finalize(m, total, acc, sink, v_scale, USE_SINKS: tl.constexpr):
+    """Return the output [M, BDV] and the log-sum-exp [M] (natural, sinks included) of rows."""
+    if USE_SINKS:
         sink2 = sink * LOG2E
         new = tl.maximum(m, sink2)
         shrink = tl.exp2(m - new)

@@ -1,10 +1,11 @@
 """Split-KV attention for few queries a request: decode, verify and absorbed MLA.
 
-The blocks of keys of all requests, KV heads and row blocks form one line of work, which a fixed
-number of programs cut into equal parts. A row that one program covers is finished there; of the
-others each program keeps what it saw, at most two states, and `merge_splits` joins them. Neither
-grid depends on a length, so that a captured CUDA graph serves every length (the idea is stream-K,
-arXiv:2301.03598, applied to keys).
+A tile is BM rows of one KV head of a request: (query, head of the group) pairs. The blocks of keys
+of all tiles form one queue of work, which a fixed number of programs share evenly. A tile that one
+program covers is finished there. Of a tile that several programs share, each stores its partial
+output and LSE, and `merge_splits` merges them. A program stores at most two partials. No grid
+depends on a length, so that a captured CUDA graph serves every length. This is stream-K
+(arXiv:2301.03598), applied to keys.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -16,11 +17,12 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.portable.common import (
-    attend_keys,
-    find_request,
-    finish,
-    joined,
-    unseen,
+    MASKED_AT_EDGES,
+    attention_loop,
+    concat_acc,
+    finalize,
+    find_seq_idx,
+    init_state,
 )
 
 
@@ -28,22 +30,23 @@ from attn_core.backends.triton.portable.common import (
 def plan_splits(
     cu,
     lengths,
-    lines,
+    work_indptr,
     batch,
     window,
     BN: tl.constexpr,
-    UNIT: tl.constexpr,
+    BLOCKS_PER_UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write lines[b], the units of work of a row of the requests before b; int32 [batch + 1].
+    """Write work_indptr int32 [batch + 1]: the units of work that come before each request.
 
-    A unit is UNIT blocks of BN keys; a request without keys has one too, which writes its zeros.
-    cu int32 [batch + 1] are the queries, lengths int32 [batch].
+    A unit is BLOCKS_PER_UNIT blocks of BN keys of one tile. The units counted are those of one tile
+    of each request; its other tiles have as many. A request without keys has one unit, which writes
+    zeros. cu: int32 [batch + 1], cumulated queries. lengths: int32 [batch], keys.
     """
     before = tl.zeros([], tl.int32)
-    tl.store(lines, before)
+    tl.store(work_indptr, before)
     for low in range(0, batch, BLOCK):
         b = low + tl.arange(0, BLOCK)
         ok = b < batch
@@ -53,16 +56,16 @@ def plan_splits(
         if WINDOW and CAUSAL:
             first = tl.maximum(length - queries - window + 1, 0)
         blocks = tl.cdiv(length, BN) - first // BN
-        units = tl.where(ok & (queries > 0), tl.maximum(tl.cdiv(blocks, UNIT), 1), 0)
-        tl.store(lines + b + 1, before + tl.cumsum(units, 0), mask=ok)
+        units = tl.where(ok & (queries > 0), tl.maximum(tl.cdiv(blocks, BLOCKS_PER_UNIT), 1), 0)
+        tl.store(work_indptr + b + 1, before + tl.cumsum(units, 0), mask=ok)
         before += tl.sum(units, 0)
 
 
 @triton.jit
-def share_of(lines, batch, rows, programs, LEAST: tl.constexpr):
-    """Return all units of work and how many of them one program takes, no less than LEAST."""
-    work = tl.load(lines + batch) * rows
-    return work, tl.maximum(tl.cdiv(work, programs), LEAST)
+def quota_of(work_indptr, batch, tiles, programs, MIN_UNITS: tl.constexpr):
+    """Return all units of work and the quota of one program, no less than MIN_UNITS."""
+    work = tl.load(work_indptr + batch) * tiles
+    return work, tl.maximum(tl.cdiv(work, programs), MIN_UNITS)
 
 
 @triton.jit(do_not_specialize=["batch", "window", "drafts", "table_row"])
@@ -74,12 +77,12 @@ def decode_splits(
     v_blocks,
     out,
     lse,
-    parts,
-    part_lse,
+    partial_out,
+    partial_lse,
     cu,
     lengths,
     table,
-    lines,
+    work_indptr,
     tree,
     positions,
     sinks,
@@ -112,9 +115,9 @@ def decode_splits(
     PAGE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    UNIT: tl.constexpr,
-    FIXED: tl.constexpr,
-    LEAST: tl.constexpr,
+    BLOCKS_PER_UNIT: tl.constexpr,
+    BATCH_INVARIANT: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
@@ -122,40 +125,40 @@ def decode_splits(
     BDV: tl.constexpr,
     LATENT: tl.constexpr,
     FP4: tl.constexpr,
-    HALVES: tl.constexpr,
+    SPLIT_FP8_COLUMNS: tl.constexpr,
     PTX: tl.constexpr,
-    TWINS: tl.constexpr,
-    WIDE: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    SEES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    USE_SOFTCAP: tl.constexpr,
+    USE_SINKS: tl.constexpr,
+    MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend over this program's part of the line of work.
+    """Attend over this program's quota of the work.
 
-    HEADS: KV heads. GROUP: q heads of each. A row is one of HEADS · ROW_BLOCKS of a request; its
-    BM lines are (query, head of the group). FIXED: every unit has a state of its own, so that
-    where a request is cut depends on nothing but the request.
+    HEADS: KV heads. GROUP: query heads of each. A request has HEADS · ROW_BLOCKS tiles.
+    BATCH_INVARIANT: every unit has a partial of its own, so that where a request is split depends
+    on nothing but the request.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    rows = HEADS * ROW_BLOCKS
+    tiles = HEADS * ROW_BLOCKS
     programs = tl.num_programs(0)
-    work, share = share_of(lines, batch, rows, programs, LEAST)
-    at = tl.program_id(0) * share
-    end = tl.minimum(at + share, work)
+    work, quota = quota_of(work_indptr, batch, tiles, programs, MIN_UNITS)
+    at = tl.program_id(0) * quota
+    end = tl.minimum(at + quota, work)
     if at < end:
-        b = find_request(lines, batch, at, HEADS * ROW_BLOCKS, 0)
+        b = find_seq_idx(work_indptr, batch, at, HEADS * ROW_BLOCKS, 0)
         while at < end:
-            before = tl.load(lines + b)
-            units = tl.load(lines + b + 1) - before
-            row = (at - before * rows) // units
-            unit = (at - before * rows) % units
-            stop = unit + 1 if FIXED else tl.minimum(unit + end - at, units)
+            before = tl.load(work_indptr + b)
+            units = tl.load(work_indptr + b + 1) - before
+            tile = (at - before * tiles) // units
+            unit = (at - before * tiles) % units
+            stop = unit + 1 if BATCH_INVARIANT else tl.minimum(unit + end - at, units)
 
-            head = row // ROW_BLOCKS
+            head = tile // ROW_BLOCKS
             query = tl.load(cu + b)
             queries = tl.load(cu + b + 1) - query
             length = tl.load(lengths + b)
@@ -164,15 +167,15 @@ def decode_splits(
             if WINDOW:
                 first = tl.maximum(prefix - window + 1, 0)
             origin = first // BN * BN
-            lo = origin + unit * (UNIT * BN)
-            hi = tl.minimum(origin + stop * (UNIT * BN), tl.cdiv(length, BN) * BN)
+            lo = origin + unit * (BLOCKS_PER_UNIT * BN)
+            hi = tl.minimum(origin + stop * (BLOCKS_PER_UNIT * BN), tl.cdiv(length, BN) * BN)
 
-            line = (row % ROW_BLOCKS) * BM + tl.arange(0, BM)
-            qi = line // GROUP
+            row = (tile % ROW_BLOCKS) * BM + tl.arange(0, BM)
+            qi = row // GROUP
             live = qi < queries
             token = (query + qi).to(tl.int64)
-            own_head = (head * GROUP + line % GROUP).to(tl.int64)
-            q_at = token * q_token + own_head * q_head
+            q_heads = (head * GROUP + row % GROUP).to(tl.int64)
+            q_at = token * q_token + q_heads * q_head
             d1 = tl.arange(0, D1)
             in_q1 = live[:, None] & (d1 < D)[None, :]
             q1 = tl.load(q + q_at[:, None] + d1[None, :], mask=in_q1, other=0.0)
@@ -183,15 +186,14 @@ def decode_splits(
                 q2 = tl.load(q + q_at[:, None] + d2[None, :], mask=in_q2, other=0.0)
 
             if not FP4 and k_pool.dtype.element_ty.primitive_bitwidth == 8:
-                if (
-                    q.dtype.element_ty == tl.bfloat16
-                ):  # fp16 holds every fp8, and one instruction makes it
+                # fp16 holds every fp8 number, and one instruction converts to it
+                if q.dtype.element_ty == tl.bfloat16:
                     q1 = q1.to(tl.float16)
                     q2 = q2.to(tl.float16)
             k_off = head.to(tl.int64) * k_head
             v_off = head.to(tl.int64) * v_head
-            m, total, acc, acc2 = unseen(BM, BDV, HALVES)
-            m, total, acc, acc2 = attend_keys(
+            m, total, acc, acc2 = init_state(BM, BDV, SPLIT_FP8_COLUMNS)
+            m, total, acc, acc2 = attention_loop(
                 q1,
                 q2,
                 m,
@@ -232,51 +234,51 @@ def decode_splits(
                 BDV,
                 LATENT,
                 FP4,
-                HALVES,
+                SPLIT_FP8_COLUMNS,
                 PTX,
-                TWINS,
-                WIDE,
-                CAP,
-                SEES,
+                SAME_STRIDES,
+                INT64_OFFSETS,
+                USE_SOFTCAP,
+                MASK,
                 WINDOW,
-                2,
+                MASKED_AT_EDGES,
                 STAGES,
             )
-            acc = joined(acc, acc2, BM, BDV, HALVES)
+            acc = concat_acc(acc, acc2, BM, BDV, SPLIT_FP8_COLUMNS)
             dv = tl.arange(0, BDV)
             if stop - unit == units:
                 sink = m
-                if SINKS:
-                    sink = tl.load(sinks + own_head).to(tl.float32)
-                done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
-                o_at = token * out_token + own_head * out_head
+                if USE_SINKS:
+                    sink = tl.load(sinks + q_heads).to(tl.float32)
+                result, total_lse = finalize(m, total, acc, sink, v_scale, USE_SINKS)
+                o_at = token * out_token + q_heads * out_head
                 in_out = live[:, None] & (dv < DV)[None, :]
                 tl.store(
-                    out + o_at[:, None] + dv[None, :], done.to(out.dtype.element_ty), mask=in_out
+                    out + o_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=in_out
                 )
-                tl.store(lse + token * (HEADS * GROUP) + own_head, total_lse, mask=live)
+                tl.store(lse + token * (HEADS * GROUP) + q_heads, total_lse, mask=live)
             else:
                 slot = at
-                if not FIXED:
+                if not BATCH_INVARIANT:
                     slot = 2 * tl.program_id(0) + (unit == 0).to(tl.int32)
                 none = total == 0.0
                 safe = tl.where(none, 1.0, total)
                 p_at = slot.to(tl.int64) * BM + tl.arange(0, BM)
-                tl.store(parts + p_at[:, None] * BDV + dv[None, :], acc / safe[:, None])
-                tl.store(part_lse + p_at, tl.where(none, -float("inf"), m + tl.log2(safe)))
+                tl.store(partial_out + p_at[:, None] * BDV + dv[None, :], acc / safe[:, None])
+                tl.store(partial_lse + p_at, tl.where(none, -float("inf"), m + tl.log2(safe)))
             at += stop - unit
             if at < end:
-                b = find_request(lines, batch, at, HEADS * ROW_BLOCKS, 0)
+                b = find_seq_idx(work_indptr, batch, at, HEADS * ROW_BLOCKS, 0)
 
 
 @triton.jit(do_not_specialize=["batch", "programs"])
 def merge_splits(
-    parts,
-    part_lse,
+    partial_out,
+    partial_lse,
     out,
     lse,
     cu,
-    lines,
+    work_indptr,
     sinks,
     batch,
     v_scale,
@@ -289,55 +291,57 @@ def merge_splits(
     BM: tl.constexpr,
     DV: tl.constexpr,
     BDV: tl.constexpr,
-    SINKS: tl.constexpr,
-    FIXED: tl.constexpr,
-    LEAST: tl.constexpr,
+    USE_SINKS: tl.constexpr,
+    BATCH_INVARIANT: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    LINES: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the states of LINES lines of a row that several programs saw; PARTS at a time.
+    """Merge the partials of ROWS rows of a tile that was split, PARTIALS at a time.
 
-    Grid: (batch · HEADS · ROW_BLOCKS, lines of a row / LINES, BDV / COLUMNS). OVERLAP: the launch
-    begins before the states are complete, and waits for them here (programmatic dependent launch).
+    Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS). OVERLAP: the launch
+    begins before the partials are complete, and waits for them (programmatic dependent launch).
     """
-    rows = HEADS * ROW_BLOCKS
-    b = tl.program_id(0) // rows
-    row = tl.program_id(0) % rows
-    before = tl.load(lines + b)
-    units = tl.load(lines + b + 1) - before
-    _, share = share_of(lines, batch, rows, programs, LEAST)
-    begin = before * rows + row * units
-    if FIXED:
+    tiles = HEADS * ROW_BLOCKS
+    b = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    before = tl.load(work_indptr + b)
+    units = tl.load(work_indptr + b + 1) - before
+    _, quota = quota_of(work_indptr, batch, tiles, programs, MIN_UNITS)
+    begin = before * tiles + tile * units
+    if BATCH_INVARIANT:
         low = begin
         count = units
     else:
-        low = begin // share
-        count = (begin + units - 1) // share - low + 1
+        low = begin // quota
+        count = (begin + units - 1) // quota - low + 1
     query = tl.load(cu + b)
     queries = tl.load(cu + b + 1) - query
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if count > 1:
         d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        i = tl.arange(0, PARTS)
+        i = tl.arange(0, PARTIALS)
         one = tl.zeros([1], tl.int32)
-        for turn in tl.static_range(LINES):
-            mine = tl.program_id(1) * LINES + turn
-            line = row % ROW_BLOCKS * BM + mine
-            live = (mine < BM) & (line < queries * GROUP)
+        for turn in tl.static_range(ROWS):
+            tile_row = tl.program_id(1) * ROWS + turn
+            row = tile % ROW_BLOCKS * BM + tile_row
+            live = (tile_row < BM) & (row < queries * GROUP)
             m = tl.full([1], -float("inf"), tl.float32)
             total = tl.zeros([1], tl.float32)
             acc = tl.zeros([1, COLUMNS], tl.float32)
-            for part in range(0, count, PARTS):
+            for part in range(0, count, PARTIALS):
                 ok = (part + i < count) & live
                 slot = low + part + i
-                if not FIXED:  # the first program came to the end of its share, the others began
+                # the first program stored this at the end of its quota, the others at the begin
+                if not BATCH_INVARIANT:
                     slot = 2 * slot + (part + i == 0).to(tl.int32)
-                at = slot.to(tl.int64) * BM + mine
-                s = tl.load(part_lse + at, mask=ok, other=-float("inf"))
-                x = tl.load(parts + at[:, None] * BDV + d[None, :], mask=ok[:, None], other=0.0)
+                at = slot.to(tl.int64) * BM + tile_row
+                s = tl.load(partial_lse + at, mask=ok, other=-float("inf"))
+                partial_at = partial_out + at[:, None] * BDV + d[None, :]
+                x = tl.load(partial_at, mask=ok[:, None], other=0.0)
                 new = tl.maximum(m, tl.max(s, 0))
                 base = tl.where(new == -float("inf"), 0.0, new)
                 weight = tl.exp2(s - base)
@@ -345,13 +349,13 @@ def merge_splits(
                 total = total * shrink + tl.sum(weight, 0)
                 acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
                 m = new
-            head = row // ROW_BLOCKS * GROUP + line % GROUP
+            head = tile // ROW_BLOCKS * GROUP + row % GROUP
             sink = m
-            if SINKS:
+            if USE_SINKS:
                 sink = tl.load(sinks + head + one, mask=live, other=0.0).to(tl.float32)
-            done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
-            token = (query + line // GROUP).to(tl.int64)
+            result, total_lse = finalize(m, total, acc, sink, v_scale, USE_SINKS)
+            token = (query + row // GROUP).to(tl.int64)
             o_at = out + token * out_token + head.to(tl.int64) * out_head
             inside = live & (d < DV)[None, :]
-            tl.store(o_at + one[:, None] + d[None, :], done.to(out.dtype.element_ty), mask=inside)
+            tl.store(o_at + one[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=inside)
             tl.store(lse + token * (HEADS * GROUP) + head + one, total_lse, mask=live)

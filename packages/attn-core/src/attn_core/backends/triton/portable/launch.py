@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from attn_core.backends.triton.masks import mask_mode
 from attn_core.backends.triton.portable.decode import decode_splits, merge_splits, plan_splits
 from attn_core.backends.triton.portable.prefill import extend_tiles
 from attn_core.backends.triton.split_kv import Splits
@@ -16,8 +17,6 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
 from attn_core.runtime.batch import SpecInfo
 from attn_core.runtime.layer import AttentionLayer
-
-SEE_ALL, SEE_CAUSAL, SEE_TREE = 0, 1, 2  # as portable/common.py has them
 
 
 def plan(
@@ -28,16 +27,16 @@ def plan(
     *,
     causal: bool,
 ) -> None:
-    """Fill splits.lines for a batch: one small launch, which a CUDA graph can record."""
+    """Fill splits.work_indptr for a batch: one small launch, which a CUDA graph can record."""
     batch = seq_lens.shape[0]
     plan_splits[(1,)](
         cu_seqlens_q,
         seq_lens,
-        splits.lines,
+        splits.work_indptr,
         batch,
         window or 0,
         BN=splits.launch.block_n,
-        UNIT=splits.unit,
+        BLOCKS_PER_UNIT=splits.blocks_per_unit,
         WINDOW=window is not None,
         CAUSAL=causal,
         BLOCK=min(1024, power_of_two(batch)),
@@ -61,34 +60,34 @@ def decode(
 ) -> None:
     """Attend with few queries a request; fill out [T, Hq, Dv] and lse float32 [T, Hq].
 
-    hopper: the module on_hopper, on a Hopper.
+    hopper: the module hopper.launch, on a Hopper.
     """
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-    rows = seq_lens.shape[0] * heads * splits.row_blocks
-    if not rows:
+    tiles = seq_lens.shape[0] * heads * splits.row_blocks
+    if not tiles:
         return
     pools, strides = _stores(cache)
     sinks = q if layer.sinks is None else layer.sinks
     latent, launch = cache.v is None, splits.launch
     v_scale = cache.k_scale if latent else cache.v_scale
-    shape, which = _shape(layer, pools, strides, cache, launch.block_m), sees(layer, spec)
+    shape, mask = _shape(layer, pools, strides, cache, launch.block_m), mask_mode(layer, spec)
     where = (cu_seqlens_q, seq_lens, page_table)
-    if hopper and hopper.mla_fits(q, layer, cache, splits, which):
-        hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, which)
-    elif hopper and hopper.decode_fits(q, layer, cache, splits, which):
-        hopper.decode_on_hopper(q, layer, cache, *where, spec, splits, out, lse, which)
+    if hopper and hopper.mla_fits(q, layer, cache, splits, mask):
+        hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, mask)
+    elif hopper and hopper.decode_fits(q, layer, cache, splits, mask):
+        hopper.decode_on_hopper(q, layer, cache, *where, spec, splits, out, lse, mask)
     else:
         decode_splits[(splits.programs,)](
             q,
             *pools,
             out,
             lse,
-            splits.parts,
-            splits.lse_parts,
+            splits.partial_out,
+            splits.partial_lse,
             cu_seqlens_q,
             seq_lens,
             page_table,
-            splits.lines,
+            splits.work_indptr,
             *_tree(spec, q, positions),
             sinks,
             seq_lens.shape[0],
@@ -109,33 +108,35 @@ def decode(
             PAGE=cache.page_size,
             BM=launch.block_m,
             BN=launch.block_n,
-            UNIT=splits.unit,
-            FIXED=splits.fixed,
-            LEAST=splits.least,
+            BLOCKS_PER_UNIT=splits.blocks_per_unit,
+            BATCH_INVARIANT=splits.batch_invariant,
+            MIN_UNITS=splits.min_units,
             **shape,
             PTX=launch.ptx,
-            TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-            WIDE=wide(cache, heads, strides),
-            CAP=layer.logit_cap is not None,
-            SINKS=layer.sinks is not None,
-            SEES=which,
+            SAME_STRIDES=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
+            INT64_OFFSETS=needs_int64_offsets(cache, heads, strides),
+            USE_SOFTCAP=layer.logit_cap is not None,
+            USE_SINKS=layer.sinks is not None,
+            MASK=mask,
             WINDOW=layer.sliding_window is not None,
             STAGES=launch.stages,
             OVERLAP=splits.overlap,
             num_warps=launch.warps,
             num_stages=launch.stages,
-            **({"maxnreg": launch.registers} if launch.registers else {}),
+            **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
         )
-    if splits.whole:
+    if splits.unsplit:
         return
-    columns, lines, parts, warps = merge_tile(rows, splits.row_lines, splits.programs, shape["BDV"])
-    merge_splits[(rows, -(-splits.row_lines // lines), shape["BDV"] // columns)](
-        splits.parts,
-        splits.lse_parts,
+    columns, rows, partials, warps = merge_tile(
+        tiles, splits.tile_rows, splits.programs, shape["BDV"]
+    )
+    merge_splits[(tiles, -(-splits.tile_rows // rows), shape["BDV"] // columns)](
+        splits.partial_out,
+        splits.partial_lse,
         out,
         lse,
         cu_seqlens_q,
-        splits.lines,
+        splits.work_indptr,
         sinks,
         seq_lens.shape[0],
         v_scale,
@@ -148,12 +149,12 @@ def decode(
         BM=launch.block_m,
         DV=layer.v_head_dim,
         BDV=shape["BDV"],
-        SINKS=layer.sinks is not None,
-        FIXED=splits.fixed,
-        LEAST=splits.least,
+        USE_SINKS=layer.sinks is not None,
+        BATCH_INVARIANT=splits.batch_invariant,
+        MIN_UNITS=splits.min_units,
         COLUMNS=columns,
-        LINES=lines,
-        PARTS=parts,
+        ROWS=rows,
+        PARTIALS=partials,
         OVERLAP=splits.overlap,
         num_warps=warps,
         **({"launch_pdl": True} if splits.overlap else {}),
@@ -172,9 +173,9 @@ def extend(
     launch: Launch,
     out: Tensor,
     lse: Tensor,
-    which: int,
+    mask: int,
 ) -> None:
-    """Attend with many queries, which see SEE_…; fill out [T, Hq, Dv] and lse float32 [T, Hq].
+    """Attend with many queries under the mask MASK_…; fill out [T, Hq, Dv] and lse float32 [T, Hq].
 
     Without a page_table `cache` holds plain K and V as one page, and `lengths` is their cu_seqlens.
     """
@@ -214,11 +215,11 @@ def extend(
         BN=launch.block_n,
         **_shape(layer, pools, strides, cache, launch.block_m),
         PTX=launch.ptx,
-        TWINS=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-        WIDE=wide(cache, heads, strides),
-        CAP=layer.logit_cap is not None,
-        SINKS=layer.sinks is not None,
-        SEES=which,
+        SAME_STRIDES=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
+        INT64_OFFSETS=needs_int64_offsets(cache, heads, strides),
+        USE_SOFTCAP=layer.logit_cap is not None,
+        USE_SINKS=layer.sinks is not None,
+        MASK=mask,
         WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
         num_warps=launch.warps,
@@ -226,14 +227,7 @@ def extend(
     )
 
 
-def sees(layer: AttentionLayer, spec: SpecInfo | None) -> int:
-    """Say which keys the queries of a layer see: the SEES of the kernels."""
-    if layer.is_cross or not layer.is_causal:
-        return SEE_ALL
-    return SEE_TREE if spec is not None and spec.tree_mask is not None else SEE_CAUSAL
-
-
-def wide(cache: LayerCache, heads: int, strides: Sequence[int]) -> bool:
+def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -> bool:
     """Say whether offsets into a cache need 64 bits; strides: (page, token, head) of each store.
 
     The strides decide, not the sizes: a store that is a part of a larger tensor has gaps.
@@ -250,7 +244,7 @@ def _shape(
     pools: Sequence[Tensor],
     strides: Sequence[int],
     cache: LayerCache,
-    lines: int,
+    rows: int,
 ) -> Mapping[str, int | bool]:
     first, rest = head_parts(layer.head_dim)
     width, fp4 = power_of_two(layer.v_head_dim), cache.block_scales is not None
@@ -265,8 +259,8 @@ def _shape(
         "LATENT": cache.v is None,
         "FP4": fp4,
         # two bytes are read as one number, which begins at an even address; and compiled for
-        # wgmma, which takes 64 lines, Triton 3.6 gives wrong products of halves
-        "HALVES": pairs and width == layer.v_head_dim and lines < 64,
+        # wgmma, which takes 64 rows, Triton 3.6 gives wrong products of split columns
+        "SPLIT_FP8_COLUMNS": pairs and width == layer.v_head_dim and rows < 64,
     }
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.masks import MASK_NONE, MASK_TREE
 from attn_core.backends.triton.portable.common import (
-    SEE_ALL,
-    SEE_TREE,
-    attend_keys,
-    find_request,
-    finish,
-    joined,
-    unseen,
+    MASKED,
+    UNMASKED,
+    attention_loop,
+    concat_acc,
+    finalize,
+    find_seq_idx,
+    init_state,
 )
 
 
@@ -69,30 +70,31 @@ def extend_tiles(
     BDV: tl.constexpr,
     LATENT: tl.constexpr,
     FP4: tl.constexpr,
-    HALVES: tl.constexpr,
+    SPLIT_FP8_COLUMNS: tl.constexpr,
     PTX: tl.constexpr,
-    TWINS: tl.constexpr,
-    WIDE: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    SEES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    USE_SOFTCAP: tl.constexpr,
+    USE_SINKS: tl.constexpr,
+    MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend with BM lines, (query, head of the group) pairs of one request and KV head.
+    """Attend with one tile: BM rows, (query, head of the group) pairs of one request and KV head.
 
-    Grid: (upper bound of all tiles, HEADS): tokens · GROUP // BM + batch; a request's last tile
-    comes first, since it sees most keys. PAGE 0: `lengths` is cu_seqlens of plain K and V.
+    Grid: (upper bound of all tiles, HEADS), where the bound is tokens · GROUP // BM + batch. A
+    request's last tile comes first, since it sees most keys. PAGE 0: K and V are plain tensors and
+    `lengths` is their cu_seqlens.
     """
     item = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    b = find_request(cu, batch, item, GROUP, BM)
+    b = find_seq_idx(cu, batch, item, GROUP, BM)
     query = tl.load(cu + b)
     queries = tl.load(cu + b + 1) - query
     tile = item - (query * GROUP // BM + b)
     if tile * BM < queries * GROUP:
-        line = tile * BM + tl.arange(0, BM)
-        qi = line // GROUP
+        row = tile * BM + tl.arange(0, BM)
+        qi = row // GROUP
         live = qi < queries
         k_off = head.to(tl.int64) * k_head
         v_off = head.to(tl.int64) * v_head
@@ -106,8 +108,8 @@ def extend_tiles(
         prefix = length - queries
 
         token = (query + qi).to(tl.int64)
-        own_head = (head * GROUP + line % GROUP).to(tl.int64)
-        q_at = token * q_token + own_head * q_head
+        q_heads = (head * GROUP + row % GROUP).to(tl.int64)
+        q_at = token * q_token + q_heads * q_head
         d1 = tl.arange(0, D1)
         in_q1 = live[:, None] & (d1 < D)[None, :]
         q1 = tl.load(q + q_at[:, None] + d1[None, :], mask=in_q1, other=0.0)
@@ -118,51 +120,50 @@ def extend_tiles(
             q2 = tl.load(q + q_at[:, None] + d2[None, :], mask=in_q2, other=0.0)
 
         if not FP4 and k_pool.dtype.element_ty.primitive_bitwidth == 8:
-            if (
-                q.dtype.element_ty == tl.bfloat16
-            ):  # fp16 holds every fp8, and one instruction makes it
+            # fp16 holds every fp8 number, and one instruction converts to it
+            if q.dtype.element_ty == tl.bfloat16:
                 q1 = q1.to(tl.float16)
                 q2 = q2.to(tl.float16)
-        # keys lo..whole_lo and whole_hi..hi need a mask, those between are seen by every line
+        # keys lo..unmasked_lo and unmasked_hi..hi need a mask, every row sees those between
         first = 0
         lo = 0
-        whole_lo = 0
+        unmasked_lo = 0
         last = length
-        whole_hi = length // BN * BN
-        if SEES != SEE_ALL:
+        unmasked_hi = length // BN * BN
+        if MASK != MASK_NONE:
             last_query = tl.minimum((tile * BM + BM - 1) // GROUP, queries - 1)
-            if SEES == SEE_TREE:
-                whole_hi = tl.maximum(prefix, 0) // BN * BN
+            if MASK == MASK_TREE:
+                unmasked_hi = tl.maximum(prefix, 0) // BN * BN
             else:
                 last = tl.minimum(length, prefix + last_query + 1)
-                whole_hi = tl.maximum(prefix + tile * BM // GROUP + 1, 0) // BN * BN
+                unmasked_hi = tl.maximum(prefix + tile * BM // GROUP + 1, 0) // BN * BN
             if WINDOW:
                 earliest = prefix
                 latest = prefix + last_query
-                if SEES != SEE_TREE:
+                if MASK != MASK_TREE:
                     earliest += tile * BM // GROUP
                 first = tl.maximum(earliest - window + 1, 0)
                 lo = first // BN * BN
-                whole_lo = tl.cdiv(tl.maximum(latest - window + 1, 0), BN) * BN
-                if SEES == SEE_TREE:
-                    whole_lo = whole_hi  # a draft's position is not known before it is loaded
-                whole_lo = tl.minimum(tl.maximum(whole_lo, lo), tl.maximum(whole_hi, lo))
+                unmasked_lo = tl.cdiv(tl.maximum(latest - window + 1, 0), BN) * BN
+                if MASK == MASK_TREE:
+                    unmasked_lo = unmasked_hi  # a draft's position is not known before it is loaded
+                unmasked_lo = tl.minimum(tl.maximum(unmasked_lo, lo), tl.maximum(unmasked_hi, lo))
         hi = tl.cdiv(last, BN) * BN
-        whole_hi = tl.maximum(whole_hi, whole_lo)
+        unmasked_hi = tl.maximum(unmasked_hi, unmasked_lo)
 
-        m, total, acc, acc2 = unseen(BM, BDV, HALVES)
-        for stretch in tl.static_range(0, 3):
-            if stretch != 0 or WINDOW:
-                if stretch == 0:
+        m, total, acc, acc2 = init_state(BM, BDV, SPLIT_FP8_COLUMNS)
+        for stage in tl.static_range(0, 3):
+            if stage != 0 or WINDOW:
+                if stage == 0:
                     begin_key = lo
-                    end_key = whole_lo
-                elif stretch == 1:
-                    begin_key = whole_lo
-                    end_key = whole_hi
+                    end_key = unmasked_lo
+                elif stage == 1:
+                    begin_key = unmasked_lo
+                    end_key = unmasked_hi
                 else:
-                    begin_key = whole_hi
+                    begin_key = unmasked_hi
                     end_key = hi
-                m, total, acc, acc2 = attend_keys(
+                m, total, acc, acc2 = attention_loop(
                     q1,
                     q2,
                     m,
@@ -203,23 +204,23 @@ def extend_tiles(
                     BDV,
                     LATENT,
                     FP4,
-                    HALVES,
+                    SPLIT_FP8_COLUMNS,
                     PTX,
-                    TWINS,
-                    WIDE,
-                    CAP,
-                    SEES,
+                    SAME_STRIDES,
+                    INT64_OFFSETS,
+                    USE_SOFTCAP,
+                    MASK,
                     WINDOW,
-                    0 if stretch == 1 else 1,
+                    UNMASKED if stage == 1 else MASKED,
                     STAGES,
                 )
-        acc = joined(acc, acc2, BM, BDV, HALVES)
+        acc = concat_acc(acc, acc2, BM, BDV, SPLIT_FP8_COLUMNS)
         sink = m
-        if SINKS:
-            sink = tl.load(sinks + own_head).to(tl.float32)
-        done, total_lse = finish(m, total, acc, sink, v_scale, SINKS)
+        if USE_SINKS:
+            sink = tl.load(sinks + q_heads).to(tl.float32)
+        result, total_lse = finalize(m, total, acc, sink, v_scale, USE_SINKS)
         dv = tl.arange(0, BDV)
-        o_at = token * out_token + own_head * out_head
+        o_at = token * out_token + q_heads * out_head
         in_out = live[:, None] & (dv < DV)[None, :]
-        tl.store(out + o_at[:, None] + dv[None, :], done.to(out.dtype.element_ty), mask=in_out)
-        tl.store(lse + token * (HEADS * GROUP) + own_head, total_lse, mask=live)
+        tl.store(out + o_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=in_out)
+        tl.store(lse + token * (HEADS * GROUP) + q_heads, total_lse, mask=live)
