@@ -8,33 +8,33 @@ class KernelCausalOneTooFar(Edited):
     """A query sees the key after its own."""
 
     kernel = common.attention_mask
-    before = "<= prefix + qi[:, None])"
-    after = "<= prefix + qi[:, None] + 1)"
+    before = "<= keys.prefix + qi[:, None])"
+    after = "<= keys.prefix + qi[:, None] + 1)"
 
 
 class KernelWindowOneTooNarrow(Edited):
     kernel = common.attention_mask
-    before = "> prefix + qi[:, None] - window)"
-    after = "> prefix + qi[:, None] - window + 1)"
+    before = "> keys.prefix + qi[:, None] - keys.window)"
+    after = "> keys.prefix + qi[:, None] - keys.window + 1)"
 
 
 class KernelOneKeyTooMany(Edited):
     """The last key counts twice: it stands in for the one that is not there."""
 
     kernel = common.attention_mask
-    before = "(j < length)"
-    after = "(j <= length)"
+    before = "(j < keys.length)"
+    after = "(j <= keys.length)"
 
 
 class KernelTreeTransposed(Edited):
     kernel = common.attention_mask
-    before = "tree + qi[:, None] * drafts + draft[None, :]"
-    after = "tree + draft[None, :] * drafts + qi[:, None]"
+    before = "tree.mask + qi[:, None] * drafts + draft[None, :]"
+    after = "tree.mask + draft[None, :] * drafts + qi[:, None]"
 
 
 class KernelScaleForgotten(Edited):
     kernel = common.attention_loop
-    before = "factor = scale * LOG2E"
+    before = "factor = scales.qk * LOG2E"
     after = "factor = LOG2E"
 
 
@@ -50,14 +50,14 @@ class KernelPageOfTheFirstKey(Edited):
     """A block of keys is read from the page of its first one."""
 
     kernel = common.attention_loop
-    before = "page = tl.load(table + at // PAGE)"
-    after = "page = tl.load(table + start // PAGE + at * 0)"
+    before = "page = tl.load(keys.table + at // C.PAGE)"
+    after = "page = tl.load(keys.table + start // C.PAGE + at * 0)"
 
 
 class KernelOffsetsOf16Bits(Edited):
     kernel = common.attention_loop
-    before = "k_at = page * k_page + inner * k_token"
-    after = "k_at = (page * k_page + inner * k_token) % 65536"
+    before = "k_at = page * k.page_stride + inner * k.token_stride"
+    after = "k_at = (page * k.page_stride + inner * k.token_stride) % 65536"
 
 
 class KernelCapNotScaledBack(Edited):

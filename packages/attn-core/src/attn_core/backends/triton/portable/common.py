@@ -1,4 +1,4 @@
-"""Device functions that the attention kernels share: loads from pages, masks, online softmax."""
+"""Device functions that the attention kernels share: masks, online softmax, the loop, the end."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_NONE, MASK_TREE
+from attn_core.backends.triton.portable.arguments import State
+from attn_core.backends.triton.portable.loads import load_split_columns, load_values
 
 LOG2E = tl.constexpr(1.4426950408889634)  # kernels work in base 2, whose exp is one instruction
 LN2 = tl.constexpr(0.6931471805599453)
@@ -20,105 +22,20 @@ MASKED_AT_EDGES = tl.constexpr(2)
 
 
 @triton.jit
-def find_seq_idx(cu, batch, item, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the last b < batch with cu[b] · SCALE // BLOCK + b <= item, by binary search.
+def store_tile(out, tile, state, acc, sinks, v_scale, C: tl.constexpr):
+    """Write the outputs and the LSE of the rows of a tile that have seen all their keys.
 
-    BLOCK 0: with cu[b] · SCALE <= item. cu never falls, so that of equal entries the last one is
-    found: requests without work are passed over.
+    acc: float32 [BM, BDV], all columns of the state's accumulator.
     """
-    low = 0
-    high = batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = tl.load(cu + middle) * SCALE
-        if BLOCK > 0:
-            start = start // BLOCK + middle
-        if start <= item:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def load_values(
-    pool,
-    blocks,
-    at,
-    block_at,
-    d,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FP4: tl.constexpr,
-    like: tl.constexpr,
-):
-    """Load keys or values as [N, len(d)] in the dtype `like`.
-
-    at, block_at: int [N], where each key and its FP4 scales begin. d: the columns; those from D
-    on are 0. FP4 is e2m1, low nibble first, with one e4m3 scale per 16 columns.
-    """
-    here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; where D fills d there is no mask
-    if FP4:
-        codes_at = pool + at[:, None] + d[None, :] // 2
-        scale_at = blocks + block_at[:, None] + d[None, :] // 16
-        if WIDTH > D:
-            codes = tl.load(codes_at, mask=here, other=0).to(tl.int32)
-            scale = tl.load(scale_at, mask=here, other=0.0)
-        else:
-            codes = tl.load(codes_at).to(tl.int32)
-            scale = tl.load(scale_at)
-        nibble = (codes >> ((d[None, :] % 2) * 4)) & 15
-        exponent = (nibble >> 1) & 3
-        odd = nibble & 1
-        twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
-        value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
-        return (value * scale.to(tl.float32)).to(like)
-    if WIDTH > D:
-        return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
-    return tl.load(pool + at[:, None] + d[None, :]).to(like)
-
-
-@triton.jit
-def load_split_columns(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
-    """Load FP8 values as their even and their odd columns, [N, D / 2] each in the dtype `like`.
-
-    Two neighbours are loaded as one 16-bit number. The transposed operand of a product is read
-    byte by byte where it has 8 bits, and by one instruction where it has 16. PTX: separate the
-    neighbours by NVIDIA's instructions.
-    """
-    pair = tl.arange(0, D // 2)
-    words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
-    word = tl.load(words)
-    if PTX:  # two words at a time: bytes 0, 2 and 1, 3
-        if pool.dtype.element_ty == tl.float8e5:  # the upper byte of an fp16
-            low, high = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
-                "=r,=r,r",
-                [word],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 t;
-                .reg .b16 even, odd;
-                prmt.b32 t, $2, 0, 0x3120;
-                mov.b32 {even, odd}, t;
-                cvt.rn.f16x2.e4m3x2 $0, even;
-                cvt.rn.f16x2.e4m3x2 $1, odd;
-                }""",
-                "=r,=r,r",
-                [word],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-    else:
-        low = (word & 255).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
-        high = (word >> 8).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
-    return low.to(like), high.to(like)
+    sink = state.m
+    if C.USE_SINKS:
+        sink = tl.load(sinks + tile.q_head).to(tl.float32)
+    result, lse = finalize(state.m, state.total, acc, sink, v_scale, C.USE_SINKS)
+    dv = tl.arange(0, C.BDV)
+    at = tile.token * out.token_stride + tile.q_head * out.head_stride
+    inside = tile.live[:, None] & (dv < C.DV)[None, :]
+    tl.store(out.ptr + at[:, None] + dv[None, :], result.to(out.ptr.dtype.element_ty), mask=inside)
+    tl.store(out.lse + tile.token * (C.HEADS * C.GROUP) + tile.q_head, lse, mask=tile.live)
 
 
 @triton.jit
@@ -139,31 +56,30 @@ def soft_cap(x, cap):
 
 
 @triton.jit
-def attention_mask(
-    j, qi, prefix, length, drafts, tree, positions, window, MASK: tl.constexpr, WINDOW: tl.constexpr
-):
+def attention_mask(j, qi, keys, C: tl.constexpr):
     """Return bool [M, N]: which keys `j` the queries `qi` of a request see, both counted from 0.
 
-    prefix: keys before the first query. drafts: n of the tree mask [n, n] at `tree`. positions: of
-    the drafts; a window counts positions, and the branches of a tree share them.
+    A window counts positions, and the branches of a tree of drafts share them.
     """
-    seen = (j < length)[None, :] & (qi >= 0)[:, None]
-    if MASK == MASK_CAUSAL:
-        seen = seen & (j[None, :] <= prefix + qi[:, None])
-        if WINDOW:
-            seen = seen & (j[None, :] > prefix + qi[:, None] - window)
-    if MASK == MASK_TREE:
-        draft = j - prefix
+    seen = (j < keys.length)[None, :] & (qi >= 0)[:, None]
+    if C.MASK == MASK_CAUSAL:
+        seen = seen & (j[None, :] <= keys.prefix + qi[:, None])
+        if C.WINDOW:
+            seen = seen & (j[None, :] > keys.prefix + qi[:, None] - keys.window)
+    if C.MASK == MASK_TREE:
+        tree = keys.tree
+        drafts = keys.drafts
+        draft = j - keys.prefix
         inside = (draft >= 0) & (draft < drafts)
         drafted = qi < drafts
         pair = drafted[:, None] & inside[None, :]
-        bit = tl.load(tree + qi[:, None] * drafts + draft[None, :], mask=pair, other=0)
+        bit = tl.load(tree.mask + qi[:, None] * drafts + draft[None, :], mask=pair, other=0)
         seen = seen & ((draft < 0)[None, :] | (bit != 0))
-        if WINDOW:
-            q_pos = tl.load(positions + qi, mask=drafted, other=0)
-            k_pos = tl.load(positions + draft, mask=inside, other=0)
+        if C.WINDOW:
+            q_pos = tl.load(tree.positions + qi, mask=drafted, other=0)
+            k_pos = tl.load(tree.positions + draft, mask=inside, other=0)
             k_pos = tl.where(inside, k_pos, j.to(k_pos.dtype))
-            seen = seen & (k_pos[None, :] > q_pos[:, None] - window)
+            seen = seen & (k_pos[None, :] > q_pos[:, None] - keys.window)
     return seen
 
 
@@ -184,137 +100,96 @@ def softmax_step(s, m, factor, MASK_POLICY: tl.constexpr):
 
 @triton.jit
 def attention_loop(
-    q1,
-    q2,
-    m,
-    total,
-    acc,
-    acc2,
-    qi,
+    tile,
+    state,
+    keys,
+    scales,
     lo,
     hi,
-    first,
-    length,
-    prefix,
-    k_pool,
-    v_pool,
-    k_blocks,
-    v_blocks,
-    table,
-    k_page,
-    k_token,
-    v_page,
-    v_token,
-    kb_page,
-    kb_token,
-    vb_page,
-    vb_token,
-    scale,
-    cap,
-    drafts,
-    tree,
-    positions,
-    window,
-    PAGE: tl.constexpr,
     BN: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV: tl.constexpr,
-    BDV: tl.constexpr,
-    LATENT: tl.constexpr,
-    FP4: tl.constexpr,
-    SPLIT_FP8_COLUMNS: tl.constexpr,
-    PTX: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    USE_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    WINDOW: tl.constexpr,
     MASK_POLICY: tl.constexpr,
     STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Go over keys lo..hi (multiples of BN) of one KV head; return the new m, total, acc and acc2.
+    """Attend over keys lo..hi, multiples of BN, of one KV head; return the new state.
 
-    q1, q2: the first D1 and the other D2 columns of the queries, [M, D1] and [M, D2].
-    m, total: float32 [M], the running maximum (base 2) and the running sum.
-    acc: float32 [M, BDV]. SPLIT_FP8_COLUMNS: acc holds the even columns and acc2 the odd ones.
-    first, length: keys before `first` and from `length` on are never read.
-    PAGE: 0 for keys that lie one after the other.
-    SAME_STRIDES: K and V have equal strides. INT64_OFFSETS: their offsets need 64 bits.
     MASK_POLICY: UNMASKED, MASKED or MASKED_AT_EDGES.
     """
+    k, v, k_scales, v_scales = keys.cache
+    m, total, acc, acc2 = state
+    dtype: tl.constexpr = tile.q1.dtype
     n = tl.arange(0, BN)
-    d1 = tl.arange(0, D1)
-    dv = tl.arange(0, BDV)
+    d1 = tl.arange(0, C.D1)
+    dv = tl.arange(0, C.BDV)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         j = start + n
         at = j
         if MASK_POLICY != UNMASKED:  # out-of-range keys are clamped to a key of the request
-            at = tl.minimum(tl.maximum(j, first), length - 1)
-        if PAGE == 0:
+            at = tl.minimum(tl.maximum(j, keys.first), keys.length - 1)
+        if C.PAGE == 0:
             page = at * 0
             inner = at
-        elif PAGE % BN == 0:  # the whole block lies in one page
-            page = tl.load(table + start // PAGE)
-            inner = at - start // PAGE * PAGE
+        elif C.PAGE % BN == 0:  # the whole block lies in one page
+            page = tl.load(keys.table + start // C.PAGE)
+            inner = at - start // C.PAGE * C.PAGE
         else:
-            page = tl.load(table + at // PAGE)
-            inner = at % PAGE
-        if INT64_OFFSETS:
+            page = tl.load(keys.table + at // C.PAGE)
+            inner = at % C.PAGE
+        if C.INT64_OFFSETS:
             inner = tl.cast(inner, tl.int64)
             page = tl.cast(page, tl.int64)
-        k_at = page * k_page + inner * k_token
-        kb_at = page * kb_page + inner * kb_token
-        if SAME_STRIDES:  # fewer registers
+        k_at = page * k.page_stride + inner * k.token_stride
+        k_scales_at = page * k_scales.page_stride + inner * k_scales.token_stride
+        if C.SAME_STRIDES:  # fewer registers
             v_at = k_at
-            vb_at = kb_at
+            v_scales_at = k_scales_at
         else:
-            v_at = page * v_page + inner * v_token
-            vb_at = page * vb_page + inner * vb_token
-        k1 = load_values(k_pool, k_blocks, k_at, kb_at, d1, D, D1, FP4, q1.dtype)
-        s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        if D2 > 0:
-            d2 = D1 + tl.arange(0, D2)
-            k2 = load_values(k_pool, k_blocks, k_at, kb_at, d2, D, D1 + D2, FP4, q1.dtype)
-            s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
-        factor = scale * LOG2E
-        if USE_SOFTCAP:
-            s = soft_cap(s * scale, cap)
+            v_at = page * v.page_stride + inner * v.token_stride
+            v_scales_at = page * v_scales.page_stride + inner * v_scales.token_stride
+        k1 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, d1, C.D, C.D1, C.FP4, dtype)
+        s = tl.dot(tile.q1, tl.trans(k1), input_precision="ieee")
+        if C.D2 > 0:
+            d2 = C.D1 + tl.arange(0, C.D2)
+            k2 = load_values(
+                k.ptr, k_scales.ptr, k_at, k_scales_at, d2, C.D, C.D1 + C.D2, C.FP4, dtype
+            )
+            s = tl.dot(tile.q2, tl.trans(k2), s, input_precision="ieee")
+        factor = scales.qk * LOG2E
+        if C.USE_SOFTCAP:
+            s = soft_cap(s * scales.qk, scales.cap)
             factor = LOG2E
         if MASK_POLICY == MASKED:
-            seen = attention_mask(
-                j, qi, prefix, length, drafts, tree, positions, window, MASK, WINDOW
-            )
+            seen = attention_mask(j, tile.qi, keys, C)
             s = tl.where(seen, s, -float("inf"))
         if MASK_POLICY == MASKED_AT_EDGES:
-            edge = start + BN > length
-            if MASK != MASK_NONE:
-                edge = edge | (start + BN > prefix)
-            if WINDOW:
+            edge = start + BN > keys.length
+            if C.MASK != MASK_NONE:
+                edge = edge | (start + BN > keys.prefix)
+            if C.WINDOW:
                 edge = True
             if edge:
-                seen = attention_mask(
-                    j, qi, prefix, length, drafts, tree, positions, window, MASK, WINDOW
-                )
+                seen = attention_mask(j, tile.qi, keys, C)
                 s = tl.where(seen, s, -float("inf"))
         p, m, shrink = softmax_step(s, m, factor, MASK_POLICY)
         total = total * shrink + tl.sum(p, 1)
-        weights = p.to(q1.dtype)
-        if SPLIT_FP8_COLUMNS:
-            v, v2 = load_split_columns(v_pool, v_at, BDV, q1.dtype, PTX)
+        weights = p.to(dtype)
+        if C.SPLIT_FP8_COLUMNS:
+            v1, v2 = load_split_columns(v.ptr, v_at, C.BDV, dtype, C.PTX)
             acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
-        elif LATENT:
-            v = k1
+        elif C.LATENT:
+            v1 = k1
         else:
-            v = load_values(v_pool, v_blocks, v_at, vb_at, dv, DV, BDV, FP4, q1.dtype)
-        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
-    return m, total, acc, acc2
+            v1 = load_values(v.ptr, v_scales.ptr, v_at, v_scales_at, dv, C.DV, C.BDV, C.FP4, dtype)
+        acc = tl.dot(weights, v1, acc * shrink[:, None], input_precision="ieee")
+    return State(m, total, acc, acc2)
 
 
 @triton.jit
 def init_state(BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
-    """Return m, total, acc and acc2 of rows that have seen no key yet."""
+    """Return the state of rows that have seen no key yet.
+
+    SPLIT_FP8_COLUMNS: acc holds the even columns and acc2 the odd ones.
+    """
     m = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if SPLIT_FP8_COLUMNS:
@@ -323,14 +198,15 @@ def init_state(BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.conste
     else:
         acc = tl.zeros([BM, BDV], tl.float32)
         acc2 = total  # not used
-    return m, total, acc, acc2
+    return State(m, total, acc, acc2)
 
 
 @triton.jit
-def concat_acc(acc, acc2, BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
+def concat_acc(state, BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
     """Return the accumulator as [BM, BDV]."""
+    acc = state.acc
     if SPLIT_FP8_COLUMNS:
-        acc = tl.reshape(tl.join(acc, acc2), [BM, BDV])
+        acc = tl.reshape(tl.join(acc, state.acc2), [BM, BDV])
     return acc
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from attn_core.backends.triton.masks import mask_mode
+from attn_core.backends.triton.portable.arguments import (
+    Constants,
+    KVCache,
+    MergeConstants,
+    Outputs,
+    Partials,
+    Queries,
+    Requests,
+    Scales,
+    Split,
+    Store,
+    Tree,
+)
 from attn_core.backends.triton.portable.decode import decode_splits, merge_splits, plan_splits
 from attn_core.backends.triton.portable.prefill import extend_tiles
 from attn_core.backends.triton.split_kv import Splits
@@ -63,99 +76,68 @@ def decode(
     hopper: the module hopper.launch, on a Hopper.
     """
     heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-    tiles = seq_lens.shape[0] * heads * splits.row_blocks
+    batch, launch = seq_lens.shape[0], splits.launch
+    tiles = batch * heads * splits.row_blocks
     if not tiles:
         return
-    pools, strides = _stores(cache)
+    mask, requests = mask_mode(layer, spec), Requests(cu_seqlens_q, seq_lens, page_table)
+    outputs = Outputs(out, lse, out.stride(0), out.stride(1))
+    partial = Partials(splits.partial_out, splits.partial_lse)
+    split = Split(
+        splits.row_blocks, splits.blocks_per_unit, splits.batch_invariant, splits.min_units
+    )
     sinks = q if layer.sinks is None else layer.sinks
-    latent, launch = cache.v is None, splits.launch
-    v_scale = cache.k_scale if latent else cache.v_scale
-    shape, mask = _shape(layer, pools, strides, cache, launch.block_m), mask_mode(layer, spec)
-    where = (cu_seqlens_q, seq_lens, page_table)
+    v_scale = cache.k_scale if cache.v is None else cache.v_scale
     if hopper and hopper.mla_fits(q, layer, cache, splits, mask):
-        hopper.decode_mla_on_hopper(q, layer, cache, *where, splits, out, lse, mask)
+        hopper.decode_mla_on_hopper(q, layer, cache, *requests, splits, out, lse, mask)
     elif hopper and hopper.decode_fits(q, layer, cache, splits, mask):
-        hopper.decode_on_hopper(q, layer, cache, *where, spec, splits, out, lse, mask)
+        hopper.decode_on_hopper(q, layer, cache, *requests, spec, splits, out, lse, mask)
     else:
+        stores = _stores(cache)
         decode_splits[(splits.programs,)](
-            q,
-            *pools,
-            out,
-            lse,
-            splits.partial_out,
-            splits.partial_lse,
-            cu_seqlens_q,
-            seq_lens,
-            page_table,
+            Queries(q, q.stride(0), q.stride(1)),
+            stores,
+            outputs,
+            partial,
+            requests,
             splits.work_indptr,
-            *_tree(spec, q, positions),
+            _tree(spec, q, positions),
             sinks,
-            seq_lens.shape[0],
-            layer.scale * cache.k_scale,
-            layer.logit_cap or 1.0,
-            v_scale,
+            Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, v_scale),
+            batch,
             layer.sliding_window or 0,
             spec.num_draft_tokens if spec is not None else 0,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
             page_table.stride(0),
-            *strides,
-            HEADS=heads,
-            GROUP=group,
-            ROW_BLOCKS=splits.row_blocks,
-            PAGE=cache.page_size,
             BM=launch.block_m,
             BN=launch.block_n,
-            BLOCKS_PER_UNIT=splits.blocks_per_unit,
-            BATCH_INVARIANT=splits.batch_invariant,
-            MIN_UNITS=splits.min_units,
-            **shape,
-            PTX=launch.ptx,
-            SAME_STRIDES=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-            INT64_OFFSETS=needs_int64_offsets(cache, heads, strides),
-            USE_SOFTCAP=layer.logit_cap is not None,
-            USE_SINKS=layer.sinks is not None,
-            MASK=mask,
-            WINDOW=layer.sliding_window is not None,
             STAGES=launch.stages,
             OVERLAP=splits.overlap,
+            SPLIT=split,
+            C=_constants(layer, cache, stores, launch, mask, cache.page_size),
             num_warps=launch.warps,
             num_stages=launch.stages,
             **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
         )
     if splits.unsplit:
         return
-    columns, rows, partials, warps = merge_tile(
-        tiles, splits.tile_rows, splits.programs, shape["BDV"]
-    )
-    merge_splits[(tiles, -(-splits.tile_rows // rows), shape["BDV"] // columns)](
-        splits.partial_out,
-        splits.partial_lse,
-        out,
-        lse,
+    width = power_of_two(layer.v_head_dim)
+    columns, rows, partials, warps = merge_tile(tiles, splits.tile_rows, splits.programs, width)
+    merge_splits[(tiles, -(-splits.tile_rows // rows), width // columns)](
+        partial,
+        outputs,
         cu_seqlens_q,
         splits.work_indptr,
         sinks,
-        seq_lens.shape[0],
+        batch,
         v_scale,
         splits.programs,
-        out.stride(0),
-        out.stride(1),
-        HEADS=heads,
-        GROUP=group,
-        ROW_BLOCKS=splits.row_blocks,
         BM=launch.block_m,
-        DV=layer.v_head_dim,
-        BDV=shape["BDV"],
-        USE_SINKS=layer.sinks is not None,
-        BATCH_INVARIANT=splits.batch_invariant,
-        MIN_UNITS=splits.min_units,
-        COLUMNS=columns,
         ROWS=rows,
+        COLUMNS=columns,
         PARTIALS=partials,
         OVERLAP=splits.overlap,
+        SPLIT=split,
+        C=MergeConstants(heads, group, layer.v_head_dim, width, layer.sinks is not None),
         num_warps=warps,
         **({"launch_pdl": True} if splits.overlap else {}),
     )
@@ -184,44 +166,26 @@ def extend(
     tiles = q.shape[0] * group // launch.block_m + batch
     if not batch:
         return
-    pools, strides = _stores(cache)
-    latent = cache.v is None
+    stores = _stores(cache)
+    v_scale = cache.k_scale if cache.v is None else cache.v_scale
     extend_tiles[(tiles, heads)](
-        q,
-        *pools,
-        out,
-        lse,
-        cu_seqlens_q,
-        lengths,
-        lengths if page_table is None else page_table,
-        *_tree(spec, q, positions),
+        Queries(q, q.stride(0), q.stride(1)),
+        stores,
+        Outputs(out, lse, out.stride(0), out.stride(1)),
+        Requests(cu_seqlens_q, lengths, lengths if page_table is None else page_table),
+        _tree(spec, q, positions),
         q if layer.sinks is None else layer.sinks,
+        Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, v_scale),
         batch,
-        layer.scale * cache.k_scale,
-        layer.logit_cap or 1.0,
-        cache.k_scale if latent else cache.v_scale,
         layer.sliding_window or 0,
         spec.num_draft_tokens if spec is not None else 0,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
         0 if page_table is None else page_table.stride(0),
-        *strides,
-        HEADS=heads,
-        GROUP=group,
-        PAGE=0 if page_table is None else cache.page_size,
         BM=launch.block_m,
         BN=launch.block_n,
-        **_shape(layer, pools, strides, cache, launch.block_m),
-        PTX=launch.ptx,
-        SAME_STRIDES=strides[0:3] == strides[3:6] and strides[6:9] == strides[9:12],
-        INT64_OFFSETS=needs_int64_offsets(cache, heads, strides),
-        USE_SOFTCAP=layer.logit_cap is not None,
-        USE_SINKS=layer.sinks is not None,
-        MASK=mask,
-        WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
+        C=_constants(
+            layer, cache, stores, launch, mask, 0 if page_table is None else cache.page_size
+        ),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
@@ -239,47 +203,63 @@ def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -
     )
 
 
-def _shape(
+def _constants(
     layer: AttentionLayer,
-    pools: Sequence[Tensor],
-    strides: Sequence[int],
     cache: LayerCache,
-    rows: int,
-) -> Mapping[str, int | bool]:
+    stores: KVCache,
+    launch: Launch,
+    mask: int,
+    page_size: int,
+) -> Constants:
+    """Return what an attention kernel is compiled for. page_size: 0 for plain K and V."""
     first, rest = head_parts(layer.head_dim)
     width, fp4 = power_of_two(layer.v_head_dim), cache.block_scales is not None
+    k, v, k_scales, v_scales = (tuple(store[1:]) for store in stores)
     fp8 = cache.v is not None and cache.v.dtype.itemsize == 1 and not fp4
-    pairs = not any(x % 2 for x in (pools[1].data_ptr(), *strides[3:6])) if fp8 else False
-    return {
-        "D": layer.head_dim,
-        "D1": first,
-        "D2": rest,
-        "DV": layer.v_head_dim,
-        "BDV": width,
-        "LATENT": cache.v is None,
-        "FP4": fp4,
+    even = fp8 and not any(x % 2 for x in (stores.v.ptr.data_ptr(), *v))
+    return Constants(
+        HEADS=layer.num_kv_heads,
+        GROUP=layer.num_q_heads // layer.num_kv_heads,
+        PAGE=page_size,
+        D=layer.head_dim,
+        D1=first,
+        D2=rest,
+        DV=layer.v_head_dim,
+        BDV=width,
+        LATENT=cache.v is None,
+        FP4=fp4,
         # two bytes are read as one number, which begins at an even address; and compiled for
         # wgmma, which takes 64 rows, Triton 3.6 gives wrong products of split columns
-        "SPLIT_FP8_COLUMNS": pairs and width == layer.v_head_dim and rows < 64,
-    }
+        SPLIT_FP8_COLUMNS=even and width == layer.v_head_dim and launch.block_m < 64,
+        PTX=launch.ptx,
+        SAME_STRIDES=k == v and k_scales == v_scales,
+        INT64_OFFSETS=needs_int64_offsets(
+            cache, layer.num_kv_heads, (*k, *v, *k_scales, *v_scales)
+        ),
+        USE_SOFTCAP=layer.logit_cap is not None,
+        USE_SINKS=layer.sinks is not None,
+        MASK=mask,
+        WINDOW=layer.sliding_window is not None,
+    )
 
 
-def _tree(spec: SpecInfo | None, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _tree(spec: SpecInfo | None, q: Tensor, positions: Tensor) -> Tree:
     if spec is None or spec.tree_mask is None:
-        return q, positions
-    return spec.tree_mask.view(torch.uint8), positions
+        return Tree(q, positions)
+    return Tree(spec.tree_mask.view(torch.uint8), positions)
 
 
-def _stores(cache: LayerCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return the pools (k, v, k blocks, v blocks) and the (page, token, head) strides of each."""
-    blocks = cache.block_scales or (None, None)
-    k = cache.k
+def _stores(cache: LayerCache) -> KVCache:
+    """Return the stores of a layer. Raises UsageError where their columns are not adjacent."""
+    k, blocks = cache.k, cache.block_scales or (None, None)
     v = k if cache.v is None else cache.v
-    pools = (k, v, k if blocks[0] is None else blocks[0], v if blocks[1] is None else blocks[1])
-    strides: list[int] = []
-    for pool in pools:
-        page, first, second, column = pool.stride()
-        if column != 1:
-            raise UsageError(f"a cache with stride {column} in its last dimension (supports 1)")
-        strides += (page, second, first) if cache.layout == "HND" else (page, first, second)
-    return pools, tuple(strides)
+    stores = (k, v, k if blocks[0] is None else blocks[0], v if blocks[1] is None else blocks[1])
+    return KVCache(*(_store(tensor, cache.layout) for tensor in stores))
+
+
+def _store(tensor: Tensor, layout: str) -> Store:
+    page, first, second, column = tensor.stride()
+    if column != 1:
+        raise UsageError(f"a cache with stride {column} in its last dimension (supports 1)")
+    token, head = (second, first) if layout == "HND" else (first, second)
+    return Store(tensor, page, token, head)

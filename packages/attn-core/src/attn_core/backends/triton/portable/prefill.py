@@ -9,218 +9,104 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.masks import MASK_NONE, MASK_TREE
+from attn_core.backends.triton.portable.arguments import Keys, Tree
 from attn_core.backends.triton.portable.common import (
     MASKED,
     UNMASKED,
     attention_loop,
     concat_acc,
-    finalize,
-    find_seq_idx,
     init_state,
+    store_tile,
 )
+from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load_tile
 
 
-@triton.jit(do_not_specialize=["batch", "window", "drafts", "table_row"])
+@triton.jit(do_not_specialize=["batch", "window", "drafts", "table_stride"])
 def extend_tiles(
     q,
-    k_pool,
-    v_pool,
-    k_blocks,
-    v_blocks,
+    cache,
     out,
-    lse,
-    cu,
-    lengths,
-    table,
+    requests,
     tree,
-    positions,
     sinks,
+    scales,
     batch,
-    scale,
-    cap,
-    v_scale,
     window,
     drafts,
-    q_token,
-    q_head,
-    out_token,
-    out_head,
-    table_row,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
-    kb_page,
-    kb_token,
-    kb_head,
-    vb_page,
-    vb_token,
-    vb_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
+    table_stride,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV: tl.constexpr,
-    BDV: tl.constexpr,
-    LATENT: tl.constexpr,
-    FP4: tl.constexpr,
-    SPLIT_FP8_COLUMNS: tl.constexpr,
-    PTX: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    USE_SOFTCAP: tl.constexpr,
-    USE_SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Attend with one tile: BM rows, (query, head of the group) pairs of one request and KV head.
 
     Grid: (upper bound of all tiles, HEADS), where the bound is tokens · GROUP // BM + batch. A
     request's last tile comes first, since it sees most keys. PAGE 0: K and V are plain tensors and
-    `lengths` is their cu_seqlens.
+    `seq_lens` is their cu_seqlens.
     """
     item = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    b = find_seq_idx(cu, batch, item, GROUP, BM)
-    query = tl.load(cu + b)
-    queries = tl.load(cu + b + 1) - query
-    tile = item - (query * GROUP // BM + b)
-    if tile * BM < queries * GROUP:
-        row = tile * BM + tl.arange(0, BM)
-        qi = row // GROUP
-        live = qi < queries
-        k_off = head.to(tl.int64) * k_head
-        v_off = head.to(tl.int64) * v_head
-        if PAGE == 0:
-            begin = tl.load(lengths + b)
-            length = tl.load(lengths + b + 1) - begin
-            k_off += begin.to(tl.int64) * k_token
-            v_off += begin.to(tl.int64) * v_token
+    b = find_seq_idx(requests.cu_seqlens_q, batch, item, C.GROUP, BM)
+    query = tl.load(requests.cu_seqlens_q + b)
+    queries = tl.load(requests.cu_seqlens_q + b + 1) - query
+    index = item - (query * C.GROUP // BM + b)
+    if index * BM < queries * C.GROUP:
+        row = index * BM + tl.arange(0, BM)
+        begin = 0
+        if C.PAGE == 0:
+            begin = tl.load(requests.seq_lens + b)
+            length = tl.load(requests.seq_lens + b + 1) - begin
         else:
-            length = tl.load(lengths + b)
+            length = tl.load(requests.seq_lens + b)
         prefix = length - queries
+        tile = load_tile(q, cache.k, row, query, queries, head, C)
 
-        token = (query + qi).to(tl.int64)
-        q_heads = (head * GROUP + row % GROUP).to(tl.int64)
-        q_at = token * q_token + q_heads * q_head
-        d1 = tl.arange(0, D1)
-        in_q1 = live[:, None] & (d1 < D)[None, :]
-        q1 = tl.load(q + q_at[:, None] + d1[None, :], mask=in_q1, other=0.0)
-        q2 = q1
-        if D2 > 0:
-            d2 = D1 + tl.arange(0, D2)
-            in_q2 = live[:, None] & (d2 < D)[None, :]
-            q2 = tl.load(q + q_at[:, None] + d2[None, :], mask=in_q2, other=0.0)
-
-        if not FP4 and k_pool.dtype.element_ty.primitive_bitwidth == 8:
-            # fp16 holds every fp8 number, and one instruction converts to it
-            if q.dtype.element_ty == tl.bfloat16:
-                q1 = q1.to(tl.float16)
-                q2 = q2.to(tl.float16)
         # keys lo..unmasked_lo and unmasked_hi..hi need a mask, every row sees those between
         first = 0
         lo = 0
         unmasked_lo = 0
         last = length
         unmasked_hi = length // BN * BN
-        if MASK != MASK_NONE:
-            last_query = tl.minimum((tile * BM + BM - 1) // GROUP, queries - 1)
-            if MASK == MASK_TREE:
+        if C.MASK != MASK_NONE:
+            last_query = tl.minimum((index * BM + BM - 1) // C.GROUP, queries - 1)
+            if C.MASK == MASK_TREE:
                 unmasked_hi = tl.maximum(prefix, 0) // BN * BN
             else:
                 last = tl.minimum(length, prefix + last_query + 1)
-                unmasked_hi = tl.maximum(prefix + tile * BM // GROUP + 1, 0) // BN * BN
-            if WINDOW:
+                unmasked_hi = tl.maximum(prefix + index * BM // C.GROUP + 1, 0) // BN * BN
+            if C.WINDOW:
                 earliest = prefix
                 latest = prefix + last_query
-                if MASK != MASK_TREE:
-                    earliest += tile * BM // GROUP
+                if C.MASK != MASK_TREE:
+                    earliest += index * BM // C.GROUP
                 first = tl.maximum(earliest - window + 1, 0)
                 lo = first // BN * BN
                 unmasked_lo = tl.cdiv(tl.maximum(latest - window + 1, 0), BN) * BN
-                if MASK == MASK_TREE:
+                if C.MASK == MASK_TREE:
                     unmasked_lo = unmasked_hi  # a draft's position is not known before it is loaded
                 unmasked_lo = tl.minimum(tl.maximum(unmasked_lo, lo), tl.maximum(unmasked_hi, lo))
         hi = tl.cdiv(last, BN) * BN
         unmasked_hi = tl.maximum(unmasked_hi, unmasked_lo)
 
-        m, total, acc, acc2 = init_state(BM, BDV, SPLIT_FP8_COLUMNS)
-        for stage in tl.static_range(0, 3):
-            if stage != 0 or WINDOW:
-                if stage == 0:
-                    begin_key = lo
-                    end_key = unmasked_lo
-                elif stage == 1:
-                    begin_key = unmasked_lo
-                    end_key = unmasked_hi
-                else:
-                    begin_key = unmasked_hi
-                    end_key = hi
-                m, total, acc, acc2 = attention_loop(
-                    q1,
-                    q2,
-                    m,
-                    total,
-                    acc,
-                    acc2,
-                    qi,
-                    begin_key,
-                    end_key,
-                    first,
-                    length,
-                    prefix,
-                    k_pool + k_off,
-                    v_pool + v_off,
-                    k_blocks + head.to(tl.int64) * kb_head,
-                    v_blocks + head.to(tl.int64) * vb_head,
-                    table + b.to(tl.int64) * table_row,
-                    k_page,
-                    k_token,
-                    v_page,
-                    v_token,
-                    kb_page,
-                    kb_token,
-                    vb_page,
-                    vb_token,
-                    scale,
-                    cap,
-                    drafts,
-                    tree + b.to(tl.int64) * drafts * drafts,
-                    positions + query,
-                    window,
-                    PAGE,
-                    BN,
-                    D,
-                    D1,
-                    D2,
-                    DV,
-                    BDV,
-                    LATENT,
-                    FP4,
-                    SPLIT_FP8_COLUMNS,
-                    PTX,
-                    SAME_STRIDES,
-                    INT64_OFFSETS,
-                    USE_SOFTCAP,
-                    MASK,
-                    WINDOW,
-                    UNMASKED if stage == 1 else MASKED,
-                    STAGES,
-                )
-        acc = concat_acc(acc, acc2, BM, BDV, SPLIT_FP8_COLUMNS)
-        sink = m
-        if USE_SINKS:
-            sink = tl.load(sinks + q_heads).to(tl.float32)
-        result, total_lse = finalize(m, total, acc, sink, v_scale, USE_SINKS)
-        dv = tl.arange(0, BDV)
-        o_at = token * out_token + q_heads * out_head
-        in_out = live[:, None] & (dv < DV)[None, :]
-        tl.store(out + o_at[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=in_out)
-        tl.store(lse + token * (HEADS * GROUP) + q_heads, total_lse, mask=live)
+        keys = Keys(
+            at_head(cache, head, begin, C.PAGE),
+            requests.page_table + b.to(tl.int64) * table_stride,
+            first,
+            length,
+            prefix,
+            Tree(tree.mask + b.to(tl.int64) * drafts * drafts, tree.positions + query),
+            window,
+            drafts,
+        )
+        state = init_state(BM, C.BDV, C.SPLIT_FP8_COLUMNS)
+        if C.WINDOW:
+            state = attention_loop(
+                tile, state, keys, scales, lo, unmasked_lo, BN, MASKED, STAGES, C
+            )
+        state = attention_loop(
+            tile, state, keys, scales, unmasked_lo, unmasked_hi, BN, UNMASKED, STAGES, C
+        )
+        state = attention_loop(tile, state, keys, scales, unmasked_hi, hi, BN, MASKED, STAGES, C)
+        acc = concat_acc(state, BM, C.BDV, C.SPLIT_FP8_COLUMNS)
+        store_tile(out, tile, state, acc, sinks, scales.v, C)
