@@ -7,9 +7,20 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_core.backends.triton.hopper.common import (
+    AttentionConfig,
+    Output,
+    Partial,
+    Queries,
+    Scales,
+    Sequences,
+    Sizes,
+    Store,
+)
 from attn_core.backends.triton.hopper.decode import decode_hopper
 from attn_core.backends.triton.hopper.mla_decode import decode_mla_hopper
 from attn_core.backends.triton.hopper.prefill import extend_hopper
+from attn_core.backends.triton.hopper.tile_queue import TileOrder
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.portable.launch import needs_int64_offsets
 from attn_core.backends.triton.split_kv import Splits
@@ -21,7 +32,8 @@ from attn_core.runtime.layer import AttentionLayer
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _PANEL = 64  # columns of 16 bits that one copy brings: a row of 128 swizzled bytes
-_LEAST = 8  # rows that the swizzle goes over; smaller pages are gathered by extend_hopper
+_SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+SWIZZLE_ROWS = 8  # rows that the swizzle goes over; smaller pages are gathered
 
 
 def extend_fits(q: Tensor, layer: AttentionLayer, cache: LayerCache, *, paged: bool) -> bool:
@@ -48,67 +60,62 @@ def extend_on_hopper(
     counter: Tensor,
     out: Tensor,
     lse: Tensor,
-    which: int,
+    mask: int,
 ) -> None:
     """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
-    heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-    batch, launch = cu_seqlens_q.shape[0] - 1, order.launch
+    heads = layer.num_kv_heads
     page = 0 if page_table is None else cache.page_size
-    rows = min(max(page, _LEAST), launch.block_n) if page else launch.block_n
+    block = order.launch.block_n
     assert cache.v is not None  # extend_fits
     q = _aligned(q)
-    k_strides, v_strides = _strides(cache.k, cache.layout), _strides(cache.v, cache.layout)
+    k, v = _store(cache.k, cache.layout), _store(cache.v, cache.layout)
+    tma_rows = min(max(page, SWIZZLE_ROWS), block) if page else block
     extend_hopper[(programs,)](
-        q,
-        _rows(cache.k, cache.layout, rows),
-        _rows(cache.v, cache.layout, rows),
-        cache.k,
-        cache.v,
-        out,
-        lse,
-        cu_seqlens_q,
-        lengths,
-        order.tile_offsets,
-        order.request_order,
-        lengths if page_table is None else page_table,
+        _queries(q),
+        _rows(cache.k, cache.layout, tma_rows),
+        _rows(cache.v, cache.layout, tma_rows),
+        k,
+        v,
+        _output(out, lse),
+        Sequences(cu_seqlens_q, lengths, lengths if page_table is None else page_table),
+        TileOrder(order.tile_offsets, order.request_order, counter),
         q if layer.sinks is None else layer.sinks,
-        batch,
-        heads_at_once(heads, order.longest, 2 * layer.head_dim * q.element_size()),
-        counter,
-        layer.scale * cache.k_scale,
-        layer.logit_cap or 1.0,
-        cache.v_scale,
-        layer.sliding_window or 0,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        0 if page_table is None else page_table.stride(0),
-        *k_strides,
-        *v_strides,
-        HEADS=heads,
-        GROUP=group,
-        PAGE=page,
-        HND=cache.layout == "HND",
-        BN=launch.block_n,
-        D=layer.head_dim,
-        CAP=layer.logit_cap is not None,
-        SINKS=layer.sinks is not None,
-        SEES=which,
-        WINDOW=layer.sliding_window is not None,
-        STAGES=launch.stages,
-        WIDE=needs_int64_offsets(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
+        _scales(layer, cache),
+        Sizes(
+            num_seqs=cu_seqlens_q.shape[0] - 1,
+            window=layer.sliding_window or 0,
+            num_drafts=0,
+            table_stride=0 if page_table is None else page_table.stride(0),
+            heads_at_once=heads_at_once(
+                heads, order.longest, 2 * layer.head_dim * q.element_size()
+            ),
+        ),
+        AttentionConfig(
+            HEADS=heads,
+            GROUP=layer.num_q_heads // heads,
+            PAGE=page,
+            HND=cache.layout == "HND",
+            GATHERS=0 < page < SWIZZLE_ROWS,
+            BN=block,
+            D=layer.head_dim,
+            USE_SOFTCAP=layer.logit_cap is not None,
+            USE_SINKS=layer.sinks is not None,
+            MASK=mask,
+            WINDOW=layer.sliding_window is not None,
+            STAGES=order.launch.stages,
+            INT64_OFFSETS=needs_int64_offsets(cache, heads, (*k[1:], *v[1:])),
+        ),
         num_warps=4,
     )
 
 
 def decode_fits(
-    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, which: int
+    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, mask: int
 ) -> bool:
     """Say whether decode_hopper can run a layer: as extend_fits, in tiles of 64 by 64."""
     tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64)
     dims = layer.head_dim == layer.v_head_dim and layer.head_dim in (64, 128, 256)
-    masks = which != MASK_TREE.value or layer.sliding_window is None  # positions are not loaded
+    masks = mask != MASK_TREE.value or layer.sliding_window is None  # positions are not loaded
     return tiles and dims and masks and extend_fits(q, layer, cache, paged=True)
 
 
@@ -123,76 +130,69 @@ def decode_on_hopper(
     splits: Splits,
     out: Tensor,
     lse: Tensor,
-    which: int,
+    mask: int,
 ) -> None:
     """Do the first launch of launch.decode, for what decode_fits."""
-    launch, page = splits.launch, cache.page_size
+    launch, page, heads = splits.launch, cache.page_size, layer.num_kv_heads
     assert cache.v is not None  # decode_fits
     q = q if _near(q) else q.contiguous()
-    rows = min(max(page, _LEAST), launch.block_n)
+    k, v = _store(cache.k, cache.layout), _store(cache.v, cache.layout)
+    tma_rows = min(max(page, SWIZZLE_ROWS), launch.block_n)
     tree = None if spec is None else spec.tree_mask
-    k_strides, v_strides = _strides(cache.k, cache.layout), _strides(cache.v, cache.layout)
     decode_hopper[(splits.programs,)](
-        q,
-        _rows(cache.k, cache.layout, rows),
-        _rows(cache.v, cache.layout, rows),
-        cache.k,
-        cache.v,
-        out,
-        lse,
-        splits.partial_out,
-        splits.partial_lse,
-        cu_seqlens_q,
-        seq_lens,
-        page_table,
+        _queries(q),
+        _rows(cache.k, cache.layout, tma_rows),
+        _rows(cache.v, cache.layout, tma_rows),
+        k,
+        v,
+        _output(out, lse),
+        Partial(splits.partial_out, splits.partial_lse),
+        Sequences(cu_seqlens_q, seq_lens, page_table),
         splits.work_indptr,
         q if tree is None else tree.contiguous().view(torch.uint8),
         q if layer.sinks is None else layer.sinks,
-        seq_lens.shape[0],
-        layer.scale * cache.k_scale,
-        layer.logit_cap or 1.0,
-        cache.v_scale,
-        layer.sliding_window or 0,
-        0 if spec is None else spec.num_draft_tokens,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        page_table.stride(0),
-        *k_strides,
-        *v_strides,
-        HEADS=layer.num_kv_heads,
-        GROUP=layer.num_q_heads // layer.num_kv_heads,
-        ROW_BLOCKS=splits.row_blocks,
-        PAGE=page,
-        HND=cache.layout == "HND",
-        BN=launch.block_n,
-        UNIT=splits.blocks_per_unit,
-        FIXED=splits.batch_invariant,
-        LEAST=splits.min_units,
-        D=layer.head_dim,
-        CAP=layer.logit_cap is not None,
-        SINKS=layer.sinks is not None,
-        SEES=which,
-        WINDOW=layer.sliding_window is not None,
-        STAGES=launch.stages,
-        WIDE=needs_int64_offsets(cache, layer.num_kv_heads, (*k_strides, *v_strides)),
+        _scales(layer, cache),
+        Sizes(
+            num_seqs=seq_lens.shape[0],
+            window=layer.sliding_window or 0,
+            num_drafts=0 if spec is None else spec.num_draft_tokens,
+            table_stride=page_table.stride(0),
+        ),
+        AttentionConfig(
+            HEADS=heads,
+            GROUP=layer.num_q_heads // heads,
+            PAGE=page,
+            HND=cache.layout == "HND",
+            GATHERS=page < SWIZZLE_ROWS,
+            BN=launch.block_n,
+            D=layer.head_dim,
+            USE_SOFTCAP=layer.logit_cap is not None,
+            USE_SINKS=layer.sinks is not None,
+            MASK=mask,
+            WINDOW=layer.sliding_window is not None,
+            STAGES=launch.stages,
+            INT64_OFFSETS=needs_int64_offsets(cache, heads, (*k[1:], *v[1:])),
+            ROW_BLOCKS=splits.row_blocks,
+            BLOCKS_PER_UNIT=splits.blocks_per_unit,
+            BATCH_INVARIANT=splits.batch_invariant,
+            MIN_UNITS=splits.min_units,
+        ),
         num_warps=4,
         maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a multiprocessor
     )
 
 
 def mla_fits(
-    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, which: int
+    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, mask: int
 ) -> bool:
     """Say whether decode_mla_hopper can run a layer: 512 + 64 in 16 bits, tiles of 64 by 64."""
     if cache.v is not None or q.dtype not in _DTYPES or q.dtype != cache.k.dtype:
         return False
-    tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and which != MASK_TREE.value
+    tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and mask != MASK_TREE.value
     dims = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (1, 576, 512)
     plain = layer.sinks is None and layer.sliding_window is None
     size = cache.page_size
-    pages = size % 64 == 0 or (64 % size == 0 and size >= _LEAST)
+    pages = size % 64 == 0 or (64 % size == 0 and size >= SWIZZLE_ROWS)
     return tiles and dims and plain and pages and _rows_fit(cache.k, cache.layout)
 
 
@@ -206,40 +206,62 @@ def decode_mla_on_hopper(
     splits: Splits,
     out: Tensor,
     lse: Tensor,
-    which: int,
+    mask: int,
 ) -> None:
     """Do the first launch of launch.decode, for what mla_fits."""
-    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    lines = q.contiguous().view(-1, layer.head_dim)
+    q_rows = q.contiguous().view(-1, layer.head_dim)
     decode_mla_hopper[(splits.programs,)](
-        TensorDescriptor(lines, list(lines.shape), [layer.head_dim, 1], [64, _PANEL], swizzled),
+        TensorDescriptor(q_rows, list(q_rows.shape), [layer.head_dim, 1], [64, _PANEL], _SWIZZLED),
         _rows(cache.k, cache.layout, min(64, cache.page_size)),
-        out,
-        lse,
-        splits.partial_out,
-        splits.partial_lse,
-        cu_seqlens_q,
-        seq_lens,
-        page_table,
+        _output(out, lse),
+        Partial(splits.partial_out, splits.partial_lse),
+        Sequences(cu_seqlens_q, seq_lens, page_table),
         splits.work_indptr,
-        seq_lens.shape[0],
-        layer.scale * cache.k_scale,
-        layer.logit_cap or 1.0,
-        cache.k_scale,
-        out.stride(0),
-        out.stride(1),
-        page_table.stride(0),
-        GROUP=layer.num_q_heads,
-        ROW_BLOCKS=splits.row_blocks,
-        PAGE=cache.page_size,
-        UNIT=splits.blocks_per_unit,
-        FIXED=splits.batch_invariant,
-        LEAST=splits.min_units,
-        CAP=layer.logit_cap is not None,
-        SEES=which,
-        STAGES=2,
+        Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, cache.k_scale),
+        Sizes(
+            num_seqs=seq_lens.shape[0],
+            window=0,
+            num_drafts=0,
+            table_stride=page_table.stride(0),
+        ),
+        AttentionConfig(
+            HEADS=1,
+            GROUP=layer.num_q_heads,
+            PAGE=cache.page_size,
+            HND=False,
+            GATHERS=False,
+            BN=64,
+            D=layer.head_dim,
+            USE_SOFTCAP=layer.logit_cap is not None,
+            USE_SINKS=False,
+            MASK=mask,
+            WINDOW=False,
+            STAGES=2,
+            INT64_OFFSETS=False,
+            ROW_BLOCKS=splits.row_blocks,
+            BLOCKS_PER_UNIT=splits.blocks_per_unit,
+            BATCH_INVARIANT=splits.batch_invariant,
+            MIN_UNITS=splits.min_units,
+        ),
         num_warps=4,
     )
+
+
+def _queries(q: Tensor) -> Queries:
+    return Queries(q, q.stride(0), q.stride(1))
+
+
+def _output(out: Tensor, lse: Tensor) -> Output:
+    return Output(out, lse, out.stride(0), out.stride(1))
+
+
+def _scales(layer: AttentionLayer, cache: LayerCache) -> Scales:
+    return Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, cache.v_scale)
+
+
+def _store(store: Tensor, layout: str) -> Store:
+    page, token, head, _ = store.stride() if layout == "NHD" else _swapped(store.stride())
+    return Store(store, page, token, head)
 
 
 def _aligned(q: Tensor) -> Tensor:
@@ -269,11 +291,6 @@ def _rows_fit(store: Tensor, layout: str) -> bool:
     return even and head == size * token and page == heads * head
 
 
-def _strides(store: Tensor, layout: str) -> tuple[int, int, int]:
-    page, first, second, _ = store.stride()
-    return (page, first, second) if layout == "NHD" else (page, second, first)
-
-
 def _swapped(x: tuple[int, ...]) -> tuple[int, int, int, int]:
     return x[0], x[2], x[1], x[3]
 
@@ -287,5 +304,4 @@ def _rows(store: Tensor, layout: str, rows: int) -> TensorDescriptor:
         shape = [pages * size, heads * dim]
     else:
         shape = [pages * heads * size, dim]
-    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(store, shape, [token, 1], [rows, _PANEL], swizzled)
+    return TensorDescriptor(store, shape, [token, 1], [rows, _PANEL], _SWIZZLED)
