@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attn_core.backends.triton import backend
+from attn_core.backends.triton import scheduler
+from attn_core.backends.triton.portable import launch as portable
 from attn_core.backends.triton.tuning import Launch
 from attn_core.plugins.registry import load_plugins
 
@@ -70,16 +71,10 @@ def candidates(case: Case) -> Iterator[Launch]:
 
 def _prepared(inputs: Inputs, launch: Launch) -> Any:
     with (
-        mock.patch.object(backend, "decode_launch", return_value=launch),
-        mock.patch.object(backend, "extend_launch", return_value=launch),
+        mock.patch.object(scheduler, "decode_launch", return_value=launch),
+        mock.patch.object(portable, "extend_launch", return_value=launch),
     ):
-        call = our_backend("triton", load_plugins(), inputs.q.device).prepare(inputs)
-
-    def patched() -> Any:
-        with mock.patch.object(backend, "extend_launch", return_value=launch):
-            return call()
-
-    return patched
+        return our_backend("triton", load_plugins(), inputs.q.device).prepare(inputs)
 
 
 def _compile(work: tuple[Case, list[Launch]]) -> None:

@@ -1,5 +1,8 @@
 """The launch table is a pure function of shape and device, and what it says fits the device."""
 
+import json
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -180,6 +183,29 @@ def test_prompts_that_fill_half_a_tile_are_few_only_where_keys_are_cut():
     assert not use_split_kv(128, 1, latent=False, unsplit=True)
     assert use_split_kv(64, 1, latent=False, unsplit=True)
     assert use_split_kv(16, 128, latent=True, unsplit=True)
+
+
+def test_what_the_table_was_measured_with_is_recorded():
+    root = pathlib.Path(__file__).parents[2]
+    named = re.findall(r"attention[.]\S+[.]json", tuning.__doc__)
+    assert len(named) == 2
+    for name in named:
+        record = json.loads((root / "benchmarks/results" / name).read_text())
+        assert record["suite"] == name.split(".")[2]
+        assert "H200" in record["device"]
+
+
+def test_no_other_module_names_an_architecture():
+    """variants.py says which kernels it has, tuning.py how they are launched."""
+    folder = pathlib.Path(tuning.__file__).parent
+    named = re.compile(r"""["'](?:sm\d+|gfx\d+)""")
+    code = {
+        path.name: re.sub(r'"""[\s\S]*?"""', "", path.read_text()) for path in folder.rglob("*.py")
+    }
+    assert {name for name, text in code.items() if named.search(text)} == {
+        "tuning.py",
+        "variants.py",
+    }
 
 
 def test_the_table_needs_no_torch_and_no_triton():

@@ -73,7 +73,8 @@ class CacheView:
     seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
     out_cache_loc: int64 [N], token slots (page · page_size + offset) that new K/V are written to;
     None where the engine writes them itself, before the layer attends.
-    max_seq_len: the largest of seq_lens, or a bound of it. seq_lens_host: the same on the host.
+    max_seq_len: the largest of seq_lens, or a bound of it, known on the host: in a captured pass
+    that of all replays, what the table has columns for. seq_lens_host: seq_lens on the host.
     """
 
     page_table: Tensor

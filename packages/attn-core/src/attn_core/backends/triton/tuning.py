@@ -1,4 +1,11 @@
-"""Launch parameters of the attention kernels: a pure function of shape and device."""
+"""Launch parameters of the attention kernels: a pure function of shape and device.
+
+Those of sm90 are the fastest that `python -m benchmarks.tune` found on an H200. Its sweeps were not
+kept. What the parameters reach is recorded in two files of benchmarks/results:
+attention.nvidia-h200.all.json (suite "all": decode, verify, extend, prefill, mla, fp8) and
+attention.nvidia-h200.grid.json (suite "grid": short requests, head dims 64 and 128). Those of other
+architectures are reasoned: what fits shared memory and, compiled (tests/compiled), spills nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +37,9 @@ class Launch:
     ptx: bool = False
 
 
+LONG = 1 << 30  # keys of the longest request, where its length must not be asked
+
+
 def power_of_two(n: int, least: int = 16) -> int:
     """Return the smallest power of two that is no less than `n` and `least`."""
     return max(least, 1 << (n - 1).bit_length())
@@ -47,11 +57,19 @@ def head_parts(dim: int) -> tuple[int, int]:
 SPLIT_KV_MAX_ROWS = 128  # of a request whose keys are split: queries · group
 
 
+def has_pdl(arch: str) -> bool:
+    """Say whether a GPU can launch a kernel before the one that it waits for is complete.
+
+    This is programmatic dependent launch; on sm120 it was not tried.
+    """
+    return arch in ("sm90", "sm100", "sm103")
+
+
 def use_split_kv(queries: int, group: int, *, latent: bool, unsplit: bool = False) -> bool:
     """Say whether a pass splits the keys of its requests, the longest of which has `queries`.
 
     unsplit: no request has so many keys that they are split. A tile of a prompt is then faster
-    from half of its rows on.
+    from half of its rows on (verify and prefill of suite "grid").
     """
     if latent:
         return queries <= 16
@@ -64,6 +82,7 @@ _SHARED |= {"gfx942": 64, "gfx950": 160}
 _SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 rows of matrix registers spill there
 
 
+@cache
 def decode_launch(
     arch: str,
     rows: int,
@@ -79,8 +98,8 @@ def decode_launch(
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
     short: no request is split. tree: a request's last block is masked by what is loaded, which more
-    programs hide. fp4: the store is packed, which costs registers. Measured on an H200, which has
-    kernels of its own for tiles of 64 by 64 (hopper/launch.py).
+    programs hide. fp4: the store is packed, which costs registers. A Hopper has kernels of its own
+    for tiles of 64 by 64 (hopper/launch.py).
     """
     if arch == "sm90" and store_bytes == 2:
         if head_dim == 576 and rows > 16:
@@ -126,15 +145,33 @@ def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[i
     return columns, rows, partials, max(1, min(4, partials * columns // 1024))
 
 
-def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
-    """Choose for `extend_tiles`."""
+def extend_launch(
+    arch: str,
+    head_dim: int,
+    v_dim: int,
+    store_bytes: int,
+    *,
+    longest: int = LONG,
+    tiles: int = LONG,
+    processors: int = 1,
+) -> Launch:
+    """Choose for `extend_tiles`. longest, tiles: see hopper_launch, of a Hopper alone."""
+    if arch == "sm90" and store_bytes == 2 and hopper_block(head_dim, v_dim) is not None:
+        launch = hopper_launch(head_dim, longest, tiles, processors)
+        if launch.block_m < 128:
+            return launch
+    return _extend_launch(arch, head_dim, v_dim, store_bytes)
+
+
+@cache
+def _extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if arch == "sm75":
         return _fitting(_turing(32, head_dim, v_dim), arch, head_dim, v_dim, store_bytes)
     launch = _extend(head_dim, v_dim)
     if v_dim > 256 and arch in ("sm86", "sm89", "sm120"):
         launch = replace(launch, block_m=16)  # beside 32 rows the last kilobyte lacks
     if launch.block_n == 64:
-        if arch == "sm90":  # measured on an H200
+        if arch == "sm90":
             launch = replace(launch, block_n=128, stages=2)
         elif arch in _SMALL:
             launch = replace(launch, block_m=64, block_n=32, warps=4, stages=3)
@@ -144,20 +181,20 @@ def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Lau
 def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     """Take fewer stages, keys and rows until queries, keys and values fit shared memory."""
     launch = replace(launch, ptx=arch.startswith("sm"))
-    room = _SHARED.get(arch, 227) * 1024
+    capacity = _SHARED.get(arch, 227) * 1024
     latent = v_dim > 256 and head_dim > v_dim  # values are keys
-    keys = sum(head_parts(head_dim)) * store_bytes
-    both = keys if latent else keys + power_of_two(v_dim) * store_bytes
-    least = {"stages": 2, "block_n": 32, "block_m": 32}
-    while launch.stages * launch.block_n * both + launch.block_m * keys > room:
-        if launch.stages > least["stages"]:
+    key_bytes = sum(head_parts(head_dim)) * store_bytes
+    kv_bytes = key_bytes if latent else key_bytes + power_of_two(v_dim) * store_bytes
+    smallest = {"stages": 2, "block_n": 32, "block_m": 32}
+    while launch.stages * launch.block_n * kv_bytes + launch.block_m * key_bytes > capacity:
+        if launch.stages > smallest["stages"]:
             launch = replace(launch, stages=launch.stages - 1)
-        elif launch.block_n > least["block_n"]:
+        elif launch.block_n > smallest["block_n"]:
             launch = replace(launch, block_n=launch.block_n // 2)
-        elif launch.block_m > least["block_m"]:
+        elif launch.block_m > smallest["block_m"]:
             launch = replace(launch, block_m=launch.block_m // 2)
-        elif least["stages"] > 1:
-            least = {"stages": 1, "block_n": 16, "block_m": 16}
+        elif smallest["stages"] > 1:
+            smallest = {"stages": 1, "block_n": 16, "block_m": 16}
         else:
             break  # it may fit still: this is an upper bound
     return launch
@@ -200,15 +237,11 @@ def hopper_block(head_dim: int, v_dim: int) -> int | None:
     return {64: 128, 128: 128, 256: 64}.get(head_dim)
 
 
-LONG = 1 << 30  # the longest request, where its length must not be asked
-
-
 def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> Launch:
     """Choose for `extend_hopper`, or for `extend_tiles` by a block_m of less than 128 rows.
 
     longest: keys of the longest request: short ones lose less at the edges of small blocks. tiles:
     of all requests and KV heads. Warps and registers of extend_hopper are part of the kernel.
-    Measured on an H200.
     """
     block = hopper_block(head_dim, head_dim)
     assert block is not None  # extend_fits was asked
@@ -222,7 +255,9 @@ def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> L
     return Launch(block_m=128, block_n=block, warps=4, stages=2)
 
 
-_CACHED = 1 << 24  # bytes of keys and values that stay in the L2 cache of a Hopper
+# Bytes of keys and values that stay in the L2 cache of a Hopper; reasoned: a third of its 50 MB,
+# which queries and outputs pass through as well.
+_L2_BYTES = 1 << 24
 
 
 @cache
@@ -231,5 +266,5 @@ def heads_at_once(heads: int, longest: int, key_bytes: int) -> int:
 
     longest: keys of it; key_bytes: of one key and value of one head.
     """
-    fits = max(1, _CACHED // max(1, longest * key_bytes))
+    fits = max(1, _L2_BYTES // max(1, longest * key_bytes))
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fits)

@@ -13,9 +13,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-MASK_CAUSAL = gl.constexpr(1)  # as in portable/common.py
-MASK_TREE = gl.constexpr(2)
-
 
 class Queries(NamedTuple):
     """The queries [T, Hq, D]; the columns of a head are adjacent."""

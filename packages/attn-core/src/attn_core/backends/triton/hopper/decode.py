@@ -15,8 +15,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_kv_channels
 from attn_core.backends.triton.hopper.common import (
-    MASK_CAUSAL,
-    MASK_TREE,
     load_kv_tile,
     lookup_slots,
     row_offsets,
@@ -24,6 +22,7 @@ from attn_core.backends.triton.hopper.common import (
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, softmax_step, store_output
 from attn_core.backends.triton.hopper.split_kv import partial_slot, program_work, split_item
+from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
 @gluon.jit

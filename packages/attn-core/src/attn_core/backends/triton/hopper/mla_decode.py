@@ -16,9 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.hopper.common import MASK_CAUSAL, zero_tail
+from attn_core.backends.triton.hopper.common import zero_tail
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
 from attn_core.backends.triton.hopper.split_kv import partial_slot, program_work, split_item
+from attn_core.backends.triton.masks import MASK_CAUSAL
 
 
 @aggregate

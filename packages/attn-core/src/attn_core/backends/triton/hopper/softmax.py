@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_core.backends.triton.hopper.common import MASK_CAUSAL, MASK_TREE, row_offsets
+from attn_core.backends.triton.hopper.common import row_offsets
+from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

@@ -11,10 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn_core.backends.triton import tile_order
-from attn_core.backends.triton.hopper.common import MASK_CAUSAL, find_seq_idx
+from attn_core.backends.triton import schedule
+from attn_core.backends.triton.hopper.common import find_seq_idx
+from attn_core.backends.triton.masks import MASK_CAUSAL
 
-TILE_ROWS = gl.constexpr(tile_order.TILE_ROWS)
+TILE_ROWS = gl.constexpr(schedule.TILE_ROWS)
 
 
 class TileOrder(NamedTuple):

@@ -28,41 +28,6 @@ from attn_core.backends.triton.portable.common import (
 from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load_tile
 
 
-@triton.jit(do_not_specialize=["batch", "window"])
-def plan_splits(
-    cu,
-    lengths,
-    work_indptr,
-    batch,
-    window,
-    BN: tl.constexpr,
-    BLOCKS_PER_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write work_indptr int32 [batch + 1]: the units of work that come before each request.
-
-    A unit is BLOCKS_PER_UNIT blocks of BN keys of one tile. The units counted are those of one tile
-    of each request; its other tiles have as many. A request without keys has one unit, which writes
-    zeros. cu: int32 [batch + 1], cumulated queries. lengths: int32 [batch], keys.
-    """
-    before = tl.zeros([], tl.int32)
-    tl.store(work_indptr, before)
-    for low in range(0, batch, BLOCK):
-        b = low + tl.arange(0, BLOCK)
-        ok = b < batch
-        queries = tl.load(cu + b + 1, mask=ok, other=0) - tl.load(cu + b, mask=ok, other=0)
-        length = tl.load(lengths + b, mask=ok, other=0)
-        first = tl.zeros([BLOCK], tl.int32)
-        if WINDOW and CAUSAL:
-            first = tl.maximum(length - queries - window + 1, 0)
-        blocks = tl.cdiv(length, BN) - first // BN
-        units = tl.where(ok & (queries > 0), tl.maximum(tl.cdiv(blocks, BLOCKS_PER_UNIT), 1), 0)
-        tl.store(work_indptr + b + 1, before + tl.cumsum(units, 0), mask=ok)
-        before += tl.sum(units, 0)
-
-
 @triton.jit
 def quota_of(work_indptr, batch, tiles, programs, MIN_UNITS: tl.constexpr):
     """Return all units of work and the quota of one program, no less than MIN_UNITS."""

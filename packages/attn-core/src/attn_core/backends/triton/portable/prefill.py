@@ -37,13 +37,14 @@ def extend_tiles(
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
+    MIN_QUERIES: tl.constexpr,
     C: tl.constexpr,
 ):
     """Attend with one tile: BM rows, (query, head of the group) pairs of one request and KV head.
 
     Grid: (upper bound of all tiles, HEADS), where the bound is tokens · GROUP // BM + batch. A
     request's last tile comes first, since it sees most keys. PAGE 0: K and V are plain tensors and
-    `seq_lens` is their cu_seqlens.
+    `seq_lens` is their cu_seqlens. Requests of fewer queries than MIN_QUERIES are left out.
     """
     item = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -51,7 +52,10 @@ def extend_tiles(
     query = tl.load(requests.cu_seqlens_q + b)
     queries = tl.load(requests.cu_seqlens_q + b + 1) - query
     index = item - (query * C.GROUP // BM + b)
-    if index * BM < queries * C.GROUP:
+    has_rows = index * BM < queries * C.GROUP
+    if MIN_QUERIES:
+        has_rows = has_rows & (queries >= MIN_QUERIES)
+    if has_rows:
         row = index * BM + tl.arange(0, BM)
         begin = 0
         if C.PAGE == 0:
