@@ -9,12 +9,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.hopper.common import (
     AttentionConfig,
-    Output,
-    Partial,
+    Outputs,
+    Partials,
     Queries,
+    Requests,
     Scales,
-    Sequences,
-    Sizes,
     Store,
 )
 from attn_core.backends.triton.hopper.decode import decode_hopper
@@ -59,7 +58,7 @@ def extend_on_hopper(
     counter: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: int,
+    mask_mode: int,
 ) -> None:
     """Do what launch.extend does, for what extend_fits; counter int32 [2], zeros."""
     heads = layer.num_kv_heads
@@ -75,20 +74,15 @@ def extend_on_hopper(
         _rows(cache.v, cache.layout, tma_rows),
         k,
         v,
-        _output(out, lse),
-        Sequences(cu_seqlens_q, lengths, lengths if page_table is None else page_table),
+        _outputs(out, lse),
+        Requests(cu_seqlens_q, lengths, lengths if page_table is None else page_table),
         TileOrder(order.begins, order.who, counter),
         q if layer.sinks is None else layer.sinks,
         _scales(layer, cache),
-        Sizes(
-            num_seqs=cu_seqlens_q.shape[0] - 1,
-            window=layer.sliding_window or 0,
-            num_drafts=0,
-            table_stride=0 if page_table is None else page_table.stride(0),
-            heads_at_once=heads_at_once(
-                heads, order.longest, 2 * layer.head_dim * q.element_size()
-            ),
-        ),
+        cu_seqlens_q.shape[0] - 1,
+        heads_at_once(heads, order.longest, 2 * layer.head_dim * q.element_size()),
+        layer.sliding_window or 0,
+        0 if page_table is None else page_table.stride(0),
         AttentionConfig(
             HEADS=heads,
             GROUP=layer.num_q_heads // heads,
@@ -99,7 +93,7 @@ def extend_on_hopper(
             D=layer.head_dim,
             USE_SOFTCAP=layer.logit_cap is not None,
             USE_SINKS=layer.sinks is not None,
-            MASK=mask,
+            MASK=mask_mode,
             WINDOW=layer.sliding_window is not None,
             STAGES=order.launch.stages,
             INT64_OFFSETS=wide(cache, heads, (*k[1:], *v[1:])),
@@ -109,12 +103,12 @@ def extend_on_hopper(
 
 
 def decode_fits(
-    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, mask: int
+    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, mask_mode: int
 ) -> bool:
     """Say whether decode_hopper can run a layer: as extend_fits, in tiles of 64 by 64."""
     tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64)
     dims = layer.head_dim == layer.v_head_dim and layer.head_dim in (64, 128, 256)
-    masks = mask != SEE_TREE or layer.sliding_window is None  # positions are not loaded
+    masks = mask_mode != SEE_TREE or layer.sliding_window is None  # positions are not loaded
     return tiles and dims and masks and extend_fits(q, layer, cache, paged=True)
 
 
@@ -129,7 +123,7 @@ def decode_on_hopper(
     splits: Splits,
     out: Tensor,
     lse: Tensor,
-    mask: int,
+    mask_mode: int,
 ) -> None:
     """Do the first launch of launch.decode, for what decode_fits."""
     launch, page, heads = splits.launch, cache.page_size, layer.num_kv_heads
@@ -144,19 +138,17 @@ def decode_on_hopper(
         _rows(cache.v, cache.layout, tma_rows),
         k,
         v,
-        _output(out, lse),
-        Partial(splits.parts, splits.lse_parts),
-        Sequences(cu_seqlens_q, seq_lens, page_table),
+        _outputs(out, lse),
+        Partials(splits.parts, splits.lse_parts),
+        Requests(cu_seqlens_q, seq_lens, page_table),
         splits.lines,
         q if tree is None else tree.contiguous().view(torch.uint8),
         q if layer.sinks is None else layer.sinks,
         _scales(layer, cache),
-        Sizes(
-            num_seqs=seq_lens.shape[0],
-            window=layer.sliding_window or 0,
-            num_drafts=0 if spec is None else spec.num_draft_tokens,
-            table_stride=page_table.stride(0),
-        ),
+        seq_lens.shape[0],
+        layer.sliding_window or 0,
+        0 if spec is None else spec.num_draft_tokens,
+        page_table.stride(0),
         AttentionConfig(
             HEADS=heads,
             GROUP=layer.num_q_heads // heads,
@@ -167,7 +159,7 @@ def decode_on_hopper(
             D=layer.head_dim,
             USE_SOFTCAP=layer.logit_cap is not None,
             USE_SINKS=layer.sinks is not None,
-            MASK=mask,
+            MASK=mask_mode,
             WINDOW=layer.sliding_window is not None,
             STAGES=launch.stages,
             INT64_OFFSETS=wide(cache, heads, (*k[1:], *v[1:])),
@@ -182,12 +174,12 @@ def decode_on_hopper(
 
 
 def mla_fits(
-    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, mask: int
+    q: Tensor, layer: AttentionLayer, cache: LayerCache, splits: Splits, mask_mode: int
 ) -> bool:
     """Say whether decode_mla_hopper can run a layer: 512 + 64 in 16 bits, tiles of 64 by 64."""
     if cache.v is not None or q.dtype not in _DTYPES or q.dtype != cache.k.dtype:
         return False
-    tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and mask != SEE_TREE
+    tiles = (splits.launch.block_m, splits.launch.block_n) == (64, 64) and mask_mode != SEE_TREE
     dims = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (1, 576, 512)
     plain = layer.sinks is None and layer.sliding_window is None
     size = cache.page_size
@@ -205,24 +197,20 @@ def decode_mla_on_hopper(
     splits: Splits,
     out: Tensor,
     lse: Tensor,
-    mask: int,
+    mask_mode: int,
 ) -> None:
     """Do the first launch of launch.decode, for what mla_fits."""
     q_rows = q.contiguous().view(-1, layer.head_dim)
     decode_mla_hopper[(splits.programs,)](
         TensorDescriptor(q_rows, list(q_rows.shape), [layer.head_dim, 1], [64, _PANEL], _SWIZZLED),
         _rows(cache.k, cache.layout, min(64, cache.page_size)),
-        _output(out, lse),
-        Partial(splits.parts, splits.lse_parts),
-        Sequences(cu_seqlens_q, seq_lens, page_table),
+        _outputs(out, lse),
+        Partials(splits.parts, splits.lse_parts),
+        Requests(cu_seqlens_q, seq_lens, page_table),
         splits.lines,
         Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, cache.k_scale),
-        Sizes(
-            num_seqs=seq_lens.shape[0],
-            window=0,
-            num_drafts=0,
-            table_stride=page_table.stride(0),
-        ),
+        seq_lens.shape[0],
+        page_table.stride(0),
         AttentionConfig(
             HEADS=1,
             GROUP=layer.num_q_heads,
@@ -233,7 +221,7 @@ def decode_mla_on_hopper(
             D=layer.head_dim,
             USE_SOFTCAP=layer.logit_cap is not None,
             USE_SINKS=False,
-            MASK=mask,
+            MASK=mask_mode,
             WINDOW=False,
             STAGES=2,
             INT64_OFFSETS=False,
@@ -250,8 +238,8 @@ def _queries(q: Tensor) -> Queries:
     return Queries(q, q.stride(0), q.stride(1))
 
 
-def _output(out: Tensor, lse: Tensor) -> Output:
-    return Output(out, lse, out.stride(0), out.stride(1))
+def _outputs(out: Tensor, lse: Tensor) -> Outputs:
+    return Outputs(out, lse, out.stride(0), out.stride(1))
 
 
 def _scales(layer: AttentionLayer, cache: LayerCache) -> Scales:
