@@ -13,9 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
-from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
+from attn_core.backends.triton.hopper.channel import aggregate, init_barriers, new_channel
 from attn_core.backends.triton.hopper.common import (
     MASK_CAUSAL,
     Sizes,
