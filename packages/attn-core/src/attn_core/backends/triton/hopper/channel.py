@@ -7,8 +7,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
-from triton.language.core import base_value
+from triton.language import core
+
+# _aggregate is its name in Triton 3.6 and 3.7
+aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
 
 @aggregate
@@ -18,7 +20,7 @@ class Channel:
     Producer and consumers count their steps alike: step i is in stage i % STAGES.
     """
 
-    tile: base_value
+    tile: core.base_value
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     STAGES: gl.constexpr

@@ -22,7 +22,7 @@ class Queries(NamedTuple):
     head_stride: Any
 
 
-class Output(NamedTuple):
+class Outputs(NamedTuple):
     """The outputs [T, Hq, D], with adjacent columns, and lse float32 [T, Hq], contiguous."""
 
     ptr: Any
@@ -31,7 +31,7 @@ class Output(NamedTuple):
     head_stride: Any
 
 
-class Partial(NamedTuple):
+class Partials(NamedTuple):
     """States of tiles whose keys are cut: out float32 [S, 64, D] and the base-2 lse [S, 64]."""
 
     out: Any
@@ -47,11 +47,11 @@ class Store(NamedTuple):
     head_stride: Any
 
 
-class Sequences(NamedTuple):
-    """Where the queries and the keys of each sequence lie.
+class Requests(NamedTuple):
+    """Where the queries and the keys of each request lie.
 
-    cu_seqlens_q: int32 [B + 1]. seq_lens: int32 [B], all keys of a sequence; without pages their
-    cu_seqlens, int32 [B + 1]. page_table: int32 [B, pages].
+    cu_seqlens_q: int32 [batch + 1]. seq_lens: int32 [batch], keys of each; without pages their
+    cu_seqlens, int32 [batch + 1]. page_table: int32 [batch, columns].
     """
 
     cu_seqlens_q: Any
@@ -60,24 +60,26 @@ class Sequences(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """qk: of the scores. softcap: the limit of the scores. v: of the stored values."""
+    """Floats: qk, of the scores and the stored keys; cap, of the soft cap; v, of the values."""
 
     qk: Any
-    softcap: Any
+    cap: Any
     v: Any
 
 
 class Sizes(NamedTuple):
-    """Numbers that change from pass to pass: no kernel is compiled for one of their values.
+    """Numbers that change from pass to pass; a kernel takes each as an argument of its own.
 
-    heads_at_once: KV heads whose tiles take turns, a divisor of HEADS; prefill alone reads it.
+    (Triton specialises the numbers of a tuple, whatever do_not_specialize says.) batch: requests.
+    window: tokens that a query sees. drafts: n of the tree's mask [n, n]. table_stride: of a row of
+    the page table. heads_at_once: KV heads whose tiles take turns, a divisor of HEADS.
     """
 
-    num_seqs: Any
+    batch: Any
     window: Any
-    num_drafts: Any
+    drafts: Any
     table_stride: Any
-    heads_at_once: Any = 1
+    heads_at_once: Any
 
 
 class AttentionConfig(NamedTuple):
@@ -86,7 +88,7 @@ class AttentionConfig(NamedTuple):
     HEADS: KV heads. GROUP: query heads of one KV head. PAGE: tokens of a page, 0 without pages.
     HND: whether a page holds one head after the other. GATHERS: whether threads copy the keys,
     since TMA cannot. BN: keys of a block. D: the head dim. MASK: 0, MASK_CAUSAL or MASK_TREE.
-    WINDOW: whether sizes.window holds. STAGES: blocks in shared memory. INT64_OFFSETS: whether
+    WINDOW: whether there is one. STAGES: blocks in shared memory. INT64_OFFSETS: whether
     offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of 64 rows that
     a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program.
@@ -112,10 +114,10 @@ class AttentionConfig(NamedTuple):
 
 
 @gluon.jit
-def find_seq_idx(indptr, num_seqs, index, SCALE: gl.constexpr):
+def find_seq_idx(indptr, batch, index, SCALE: gl.constexpr):
     """Return the last sequence with indptr[sequence] · SCALE <= index."""
     low = 0
-    high = num_seqs
+    high = batch
     while high - low > 1:
         middle = (low + high) // 2
         if gl.load(indptr + middle) * SCALE <= index:

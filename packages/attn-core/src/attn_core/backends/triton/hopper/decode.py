@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_kv_channels
 from attn_core.backends.triton.hopper.common import (
+    Sizes,
     load_kv_tile,
     lookup_slots,
     row_offsets,
@@ -27,14 +28,14 @@ from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 @gluon.jit
 def load_keys_values(
-    keys, values, k_rows, v_rows, k, v, seqs, work, sizes, CONFIG: gl.constexpr
+    keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Fill both channels with the blocks of each item, the last one first."""
     step = 0
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, seqs, sizes, CONFIG)
-        pages = seqs.page_table + item.seq.to(gl.int64) * sizes.table_stride
+        item = split_item(work, next_unit, requests, sizes, CONFIG)
+        pages = requests.page_table + item.seq.to(gl.int64) * sizes.table_stride
         head = item.tile // CONFIG.ROW_BLOCKS
         start = (item.first_block + item.num_blocks - 1) * CONFIG.BN
         slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
@@ -64,7 +65,7 @@ def attend(
     q,
     out,
     partial,
-    seqs,
+    requests,
     work,
     tree_mask,
     sinks,
@@ -84,7 +85,7 @@ def attend(
     step = 0
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, seqs, sizes, CONFIG)
+        item = split_item(work, next_unit, requests, sizes, CONFIG)
         seq_len = item.seq_len
         head = item.tile // CONFIG.ROW_BLOCKS
         context_len = seq_len - item.q_len
@@ -106,9 +107,9 @@ def attend(
             unmasked_high = context_len
         if CONFIG.WINDOW:
             unmasked_low = gl.maximum(seq_len - sizes.window, 0)
-        tree = tree_mask + item.seq.to(gl.int64) * sizes.num_drafts * sizes.num_drafts
+        tree = tree_mask + item.seq.to(gl.int64) * sizes.drafts * sizes.drafts
         mask = KeyMask(
-            seq_len, context_len, unmasked_low, unmasked_high, sizes.window, tree, sizes.num_drafts
+            seq_len, context_len, unmasked_low, unmasked_high, sizes.window, tree, sizes.drafts
         )
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
@@ -143,7 +144,7 @@ def attend(
         if unsplit:
             store_output(
                 acc, m_i, l_i, empty, out, scales.v, item.q_start, item.q_len, head, first_row,
-                GROUP, CONFIG.HEADS, D,
+                CONFIG,
             )  # fmt: skip
         else:
             slot = partial_slot(next_unit, item, CONFIG)
@@ -161,7 +162,7 @@ def attend(
         next_unit += item.end_unit - item.start_unit
 
 
-@gluon.jit(do_not_specialize=["sizes"])
+@gluon.jit(do_not_specialize=["batch", "window", "drafts", "table_stride"])
 def decode_hopper(
     q,
     k_rows,
@@ -170,18 +171,22 @@ def decode_hopper(
     v,
     out,
     partial,
-    seqs,
+    requests,
     work_indptr,
     tree_mask,
     sinks,
     scales,
-    sizes,
+    batch,
+    window,
+    drafts,
+    table_stride,
     CONFIG: gl.constexpr,
 ):
     """Do what decode_splits does, with 64 rows a tile and no positions for a tree's windows.
 
     k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN), 64] at a time.
     """
+    sizes = Sizes(batch, window, drafts, table_stride, 1)
     work = program_work(work_indptr, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = q.ptr.dtype.element_ty
@@ -194,13 +199,13 @@ def decode_hopper(
                 (
                     attend,
                     (
-                        q_tile, keys, values, q, out, partial, seqs, work, tree_mask, sinks, scales,
-                        sizes, CONFIG,
+                        q_tile, keys, values, q, out, partial, requests, work, tree_mask, sinks,
+                        scales, sizes, CONFIG,
                     ),
                 ),
                 (
                     load_keys_values,
-                    (keys, values, k_rows, v_rows, k, v, seqs, work, sizes, CONFIG),
+                    (keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG),
                 ),
             ],
             [4 if CONFIG.GATHERS else 1],

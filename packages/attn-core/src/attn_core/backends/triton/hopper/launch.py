@@ -10,11 +10,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.hopper.common import (
     AttentionConfig,
-    Output,
-    Partial,
+    Outputs,
+    Partials,
     Queries,
-    Sequences,
-    Sizes,
+    Requests,
 )
 from attn_core.backends.triton.hopper.decode import decode_hopper
 from attn_core.backends.triton.hopper.mla_decode import decode_mla_hopper
@@ -71,20 +70,15 @@ class HopperPrefill:
             v_rows,
             kept.k,
             kept.v,
-            _output(call.out, call.lse),
-            Sequences(call.cu_seqlens_q, call.seq_lens, call.seq_lens if table is None else table),
+            _outputs(call.out, call.lse),
+            Requests(call.cu_seqlens_q, call.seq_lens, call.seq_lens if table is None else table),
             TileOrder(part.tile_offsets, part.request_order, part.counter),
             q if layer.sinks is None else layer.sinks,
             kept.scales,
-            Sizes(
-                num_seqs=call.cu_seqlens_q.shape[0] - 1,
-                window=layer.sliding_window or 0,
-                num_drafts=0,
-                table_stride=0 if table is None else table.stride(0),
-                heads_at_once=heads_at_once(
-                    heads, part.longest, 2 * layer.head_dim * q.element_size()
-                ),
-            ),
+            call.cu_seqlens_q.shape[0] - 1,
+            heads_at_once(heads, part.longest, 2 * layer.head_dim * q.element_size()),
+            layer.sliding_window or 0,
+            0 if table is None else table.stride(0),
             AttentionConfig(
                 HEADS=heads,
                 GROUP=layer.num_q_heads // heads,
@@ -135,19 +129,17 @@ class HopperDecode:
             v_rows,
             kept.k,
             kept.v,
-            _output(call.out, call.lse),
-            Partial(part.partial_out, part.partial_lse),
-            Sequences(call.cu_seqlens_q, call.seq_lens, table),
+            _outputs(call.out, call.lse),
+            Partials(part.partial_out, part.partial_lse),
+            Requests(call.cu_seqlens_q, call.seq_lens, table),
             part.work_indptr,
             q if tree is None else tree.contiguous().view(torch.uint8),
             q if layer.sinks is None else layer.sinks,
             kept.scales,
-            Sizes(
-                num_seqs=call.seq_lens.shape[0],
-                window=layer.sliding_window or 0,
-                num_drafts=0 if spec is None else spec.num_draft_tokens,
-                table_stride=table.stride(0),
-            ),
+            call.seq_lens.shape[0],
+            layer.sliding_window or 0,
+            0 if spec is None else spec.num_draft_tokens,
+            table.stride(0),
             AttentionConfig(
                 HEADS=heads,
                 GROUP=layer.num_q_heads // heads,
@@ -201,17 +193,13 @@ class HopperMlaDecode:
                 q_rows, list(q_rows.shape), [layer.head_dim, 1], [64, PANEL], SWIZZLED
             ),
             kept.rows(min(64, page))[0],
-            _output(call.out, call.lse),
-            Partial(part.partial_out, part.partial_lse),
-            Sequences(call.cu_seqlens_q, call.seq_lens, table),
+            _outputs(call.out, call.lse),
+            Partials(part.partial_out, part.partial_lse),
+            Requests(call.cu_seqlens_q, call.seq_lens, table),
             part.work_indptr,
             kept.scales,
-            Sizes(
-                num_seqs=call.seq_lens.shape[0],
-                window=0,
-                num_drafts=0,
-                table_stride=table.stride(0),
-            ),
+            call.seq_lens.shape[0],
+            table.stride(0),
             AttentionConfig(
                 HEADS=1,
                 GROUP=layer.num_q_heads,
@@ -255,8 +243,8 @@ def _queries(q: Tensor) -> Queries:
     return Queries(q, q.stride(0), q.stride(1))
 
 
-def _output(out: Tensor, lse: Tensor) -> Output:
-    return Output(out, lse, out.stride(0), out.stride(1))
+def _outputs(out: Tensor, lse: Tensor) -> Outputs:
+    return Outputs(out, lse, out.stride(0), out.stride(1))
 
 
 def _aligned(q: Tensor) -> Tensor:

@@ -13,10 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
-from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.hopper.common import zero_tail
+from attn_core.backends.triton.hopper.channel import aggregate, init_barriers, new_channel
+from attn_core.backends.triton.hopper.common import (
+    Sizes,
+    row_offsets,
+    zero_tail,
+)
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
 from attn_core.backends.triton.hopper.split_kv import partial_slot, program_work, split_item
 from attn_core.backends.triton.masks import MASK_CAUSAL
@@ -67,7 +70,7 @@ def load_latent_rows(
 
 @gluon.jit
 def load_latents(
-    queries, latents, q_rows, k_rows, seqs, work, sizes, CONFIG: gl.constexpr
+    queries, latents, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Bring the queries and then the latents of each item, the last block first."""
     ROWS: gl.constexpr = min(CONFIG.PAGE, 64)
@@ -76,8 +79,8 @@ def load_latents(
     turn = 0
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, seqs, sizes, CONFIG)
-        pages = seqs.page_table + item.seq.to(gl.int64) * sizes.table_stride
+        item = split_item(work, next_unit, requests, sizes, CONFIG)
+        pages = requests.page_table + item.seq.to(gl.int64) * sizes.table_stride
         q_row = item.q_start * CONFIG.GROUP + item.tile * 64
         queries.wait_free(turn)
         q_full = queries.full.index(0)
@@ -108,7 +111,7 @@ def attend_half(
     v_tile,
     out,
     partial,
-    seqs,
+    requests,
     work,
     scales,
     sizes,
@@ -128,7 +131,7 @@ def attend_half(
     turn = 0
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, seqs, sizes, CONFIG)
+        item = split_item(work, next_unit, requests, sizes, CONFIG)
         seq_len = item.seq_len
         context_len = seq_len - item.q_len
         first_row = item.tile * 64
@@ -171,8 +174,7 @@ def attend_half(
         columns = 256 * HALF + gl.arange(0, 256, gl.SliceLayout(0, O))
         if item.end_unit - item.start_unit == item.num_units:
             normalized = acc * gl.convert_layout(scales.v / l_i, gl.SliceLayout(1, O))[:, None]
-            offsets = (item.q_start + rows // GROUP).to(gl.int64) * out.token_stride
-            offsets += rows % GROUP * out.head_stride
+            offsets = row_offsets(out, item.q_start, 0, rows, GROUP)
             valid = (rows // GROUP < item.q_len)[:, None] & (columns >= 0)[None, :]
             gl.store(
                 out.ptr + offsets[:, None] + columns[None, :],
@@ -180,9 +182,7 @@ def attend_half(
                 mask=valid,
             )
             if HALF == 0:
-                store_lse(
-                    m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, GROUP, 1
-                )  # fmt: skip
+                store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
         else:
             slot = partial_slot(next_unit, item, CONFIG)
             state_rows = slot.to(gl.int64) * 64 + rows - first_row
@@ -196,22 +196,24 @@ def attend_half(
         turn += 1
 
 
-@gluon.jit(do_not_specialize=["sizes"])
+@gluon.jit(do_not_specialize=["batch", "table_stride"])
 def decode_mla_hopper(
     q_rows,
     k_rows,
     out,
     partial,
-    seqs,
+    requests,
     work_indptr,
     scales,
-    sizes,
+    batch,
+    table_stride,
     CONFIG: gl.constexpr,
 ):
     """Do what decode_splits does for one latent KV head, 512 + 64, in blocks of 64 keys.
 
     q_rows: [T · GROUP, 576] by [64, 64]; k_rows: [tokens, 576] by [min(PAGE, 64), 64].
     """
+    sizes = Sizes(batch, 0, 0, table_stride, 1)
     work = program_work(work_indptr, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty
@@ -226,18 +228,18 @@ def decode_mla_hopper(
                 (
                     attend_half,
                     (
-                        queries, latents, k_tile.low, out, partial, seqs, work, scales, sizes, 0,
-                        CONFIG,
+                        queries, latents, k_tile.low, out, partial, requests, work, scales,
+                        sizes, 0, CONFIG,
                     ),
                 ),
                 (
                     attend_half,
                     (
-                        queries, latents, k_tile.high, out, partial, seqs, work, scales, sizes, 1,
-                        CONFIG,
+                        queries, latents, k_tile.high, out, partial, requests, work, scales,
+                        sizes, 1, CONFIG,
                     ),
                 ),
-                (load_latents, (queries, latents, q_rows, k_rows, seqs, work, sizes, CONFIG)),
+                (load_latents, (queries, latents, q_rows, k_rows, requests, work, sizes, CONFIG)),
             ],
             [4, 1],
             [240, 24],

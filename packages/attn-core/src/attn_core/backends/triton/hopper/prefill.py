@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel, new_kv_channels
 from attn_core.backends.triton.hopper.common import (
+    Sizes,
     load_kv_tile,
     lookup_slots,
     row_offsets,
@@ -37,7 +38,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its nam
 
 @gluon.jit
 def load_keys_values(
-    queue, keys, values, k_rows, v_rows, k, v, seqs, order, sizes, CONFIG: gl.constexpr
+    queue, keys, values, k_rows, v_rows, k, v, requests, order, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Take items and fill both channels with the blocks of each, the last one first."""
     WARPS: gl.constexpr = 4 if CONFIG.GATHERS else 1
@@ -48,8 +49,8 @@ def load_keys_values(
     item, seq = next_item(order, sizes, CONFIG, FIRST=True)
     push_item(queue, turn, item, seq, WARPS)
     while item >= 0:
-        tile = tile_item(item, seq, seqs, sizes, CONFIG)
-        pages = seqs.page_table + seq.to(gl.int64) * sizes.table_stride
+        tile = tile_item(item, seq, requests, sizes, CONFIG)
+        pages = requests.page_table + seq.to(gl.int64) * sizes.table_stride
         item_after = -1
         seq_after = 0
         start = (tile.first_block + tile.num_blocks - 1) * CONFIG.BN
@@ -87,7 +88,7 @@ def load_keys_values(
 
 @gluon.jit
 def load_q_tile(
-    q, q_tile, seqs, item, seq, HALF: gl.constexpr, CONFIG: gl.constexpr
+    q, q_tile, requests, item, seq, HALF: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Begin to copy rows 64 · HALF … of an item's queries; none of item -1.
 
@@ -96,8 +97,8 @@ def load_q_tile(
     D: gl.constexpr = CONFIG.D
     GROUP: gl.constexpr = CONFIG.GROUP
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    q_start = gl.load(seqs.cu_seqlens_q + seq)
-    q_len = gl.load(seqs.cu_seqlens_q + seq + 1) - q_start
+    q_start = gl.load(requests.cu_seqlens_q + seq)
+    q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
     rows = item // CONFIG.HEADS * TILE_ROWS + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
     columns = gl.arange(0, D, gl.SliceLayout(0, B))
     offsets = row_offsets(q, q_start, item % CONFIG.HEADS, rows, GROUP)
@@ -116,7 +117,7 @@ def attend(
     values,
     q,
     out,
-    seqs,
+    requests,
     sinks,
     scales,
     sizes,
@@ -135,9 +136,9 @@ def attend(
     step = 0
     turn = 0
     item, seq = pop_item(queue, turn)
-    load_q_tile(q, q_tile, seqs, item, seq, HALF, CONFIG)
+    load_q_tile(q, q_tile, requests, item, seq, HALF, CONFIG)
     while item >= 0:
-        tile = tile_item(item, seq, seqs, sizes, CONFIG)
+        tile = tile_item(item, seq, requests, sizes, CONFIG)
         async_copy.wait_group(0)
         barrier()
         hopper.fence_async_shared()
@@ -196,7 +197,7 @@ def attend(
         # this tile has met all its keys: the queries of the next one come while it is finished
         turn += 1
         next_item, next_seq = pop_item(queue, turn)
-        load_q_tile(q, q_tile, seqs, next_item, next_seq, HALF, CONFIG)
+        load_q_tile(q, q_tile, requests, next_item, next_seq, HALF, CONFIG)
         acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
         values.release(step)
         step += 1
@@ -208,13 +209,13 @@ def attend(
         l_i = gl.where(empty, 1.0, l_i)
         store_output(
             acc, m_i, l_i, empty, out, scales.v, tile.q_start, tile.q_len, tile.head, first_row,
-            GROUP, CONFIG.HEADS, D,
+            CONFIG,
         )  # fmt: skip
         item = next_item
         seq = next_seq
 
 
-@gluon.jit(do_not_specialize=["sizes"])
+@gluon.jit(do_not_specialize=["batch", "heads_at_once", "window", "table_stride"])
 def extend_hopper(
     q,
     k_rows,
@@ -222,11 +223,14 @@ def extend_hopper(
     k,
     v,
     out,
-    seqs,
+    requests,
     order,
     sinks,
     scales,
-    sizes,
+    batch,
+    heads_at_once,
+    window,
+    table_stride,
     CONFIG: gl.constexpr,
 ):
     """Do what extend_tiles does, with 128 rows a tile; a program takes one tile after another.
@@ -234,6 +238,7 @@ def extend_hopper(
     k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN) or BN, 64] at a
     time.
     """
+    sizes = Sizes(batch, window, 0, table_stride, heads_at_once)
     T: gl.constexpr = q.ptr.dtype.element_ty
     QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.D], T)
     q_tiles = gl.allocate_shared_memory(T, [2, 64, CONFIG.D], QS)
@@ -246,15 +251,15 @@ def extend_hopper(
         [
             (
                 attend,
-                (queue, q_tiles, keys, values, q, out, seqs, sinks, scales, sizes, 0, CONFIG),
+                (queue, q_tiles, keys, values, q, out, requests, sinks, scales, sizes, 0, CONFIG),
             ),
             (
                 attend,
-                (queue, q_tiles, keys, values, q, out, seqs, sinks, scales, sizes, 1, CONFIG),
+                (queue, q_tiles, keys, values, q, out, requests, sinks, scales, sizes, 1, CONFIG),
             ),
             (
                 load_keys_values,
-                (queue, keys, values, k_rows, v_rows, k, v, seqs, order, sizes, CONFIG),
+                (queue, keys, values, k_rows, v_rows, k, v, requests, order, sizes, CONFIG),
             ),
         ],
         [4, 4 if CONFIG.GATHERS else 1],

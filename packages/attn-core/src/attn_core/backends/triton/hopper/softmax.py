@@ -21,7 +21,7 @@ class KeyMask(NamedTuple):
     """Which keys the rows of a tile see.
 
     context_len: keys before the first query. unmasked_low … unmasked_high: keys that every row
-    sees, so that their blocks need no mask. tree: bool [num_drafts, num_drafts] of this sequence.
+    sees, so that their blocks need no mask. tree: bool [drafts, drafts] of this sequence.
     """
 
     seq_len: Any
@@ -30,7 +30,20 @@ class KeyMask(NamedTuple):
     unmasked_high: Any
     window: Any
     tree: Any
-    num_drafts: Any
+    drafts: Any
+
+
+@gluon.jit
+def tanh(y):
+    """Return tanh y: its series below 0.1, else (1 - e) / (1 + e) with e = exp(-2|y|).
+
+    The sources and the bound of the error are those of soft_cap in portable/common.py.
+    """
+    square = y * y
+    small = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
+    e = gl.exp2(gl.abs(y) * (-2 * 1.4426950408889634))
+    large = (1 - e) / (1 + e)
+    return gl.where(gl.abs(y) < 0.1, small, gl.where(y < 0, -large, large))
 
 
 @gluon.jit
@@ -53,13 +66,8 @@ def softmax_step(
     BN: gl.constexpr = CONFIG.BN
     log2_scale = scales.qk * LOG2E
     if CONFIG.USE_SOFTCAP:
-        y = s * (scales.qk / scales.softcap)
-        square = y * y
-        small = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
-        e = gl.exp2(gl.abs(y) * (-2 * 1.4426950408889634))
-        large = (1 - e) / (1 + e)
-        s = gl.where(gl.abs(y) < 0.1, small, gl.where(y < 0, -large, large))
-        log2_scale = scales.softcap * LOG2E
+        s = tanh(s * (scales.qk / scales.cap))
+        log2_scale = scales.cap * LOG2E
     if not SCALE_AFTER_MAX:
         s = s * log2_scale
     if (start < mask.unmasked_low) | (start + BN > mask.unmasked_high):
@@ -72,9 +80,9 @@ def softmax_step(
                 visible = visible & (j[None, :] > oldest)
         if CONFIG.MASK == MASK_TREE:
             draft = j - mask.context_len
-            in_tree = (draft >= 0) & (draft < mask.num_drafts)
-            in_tree = (q_idx < mask.num_drafts)[:, None] & in_tree[None, :]
-            bits = mask.tree + q_idx[:, None] * mask.num_drafts + draft[None, :]
+            in_tree = (draft >= 0) & (draft < mask.drafts)
+            in_tree = (q_idx < mask.drafts)[:, None] & in_tree[None, :]
+            bits = mask.tree + q_idx[:, None] * mask.drafts + draft[None, :]
             bit = gl.load(bits, mask=in_tree, other=0)
             visible = visible & ((draft < 0)[None, :] | (bit != 0))
         s = gl.where(visible, s, -float("inf"))
@@ -113,14 +121,14 @@ def store_output(
     q_len,
     head,
     first_row,
-    GROUP: gl.constexpr,
-    HEADS: gl.constexpr,
-    D: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     """Store 64 rows of a KV head, acc / l_i, and their lse.
 
     l_i: 1 where a row is empty, which has no keys: its output is 0 and its lse -inf.
     """
+    D: gl.constexpr = CONFIG.D
+    GROUP: gl.constexpr = CONFIG.GROUP
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     normalized = acc * gl.convert_layout(v_scale / l_i, gl.SliceLayout(1, acc.type.layout))[:, None]
     normalized = gl.convert_layout(normalized.to(out.ptr.dtype.element_ty), B)
@@ -129,7 +137,7 @@ def store_output(
     valid = (rows // GROUP < q_len)[:, None] & (columns >= 0)[None, :]
     offsets = row_offsets(out, q_start, head, rows, GROUP)
     gl.store(out.ptr + offsets[:, None] + columns[None, :], normalized, mask=valid)
-    store_lse(m_i, l_i, empty, out, q_start, q_len, head, first_row, GROUP, HEADS)
+    store_lse(m_i, l_i, empty, out, q_start, q_len, head, first_row, CONFIG)
 
 
 @gluon.jit
@@ -142,11 +150,11 @@ def store_lse(
     q_len,
     head,
     first_row,
-    GROUP: gl.constexpr,
-    HEADS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     """Store the natural lse of 64 rows of a KV head."""
+    GROUP: gl.constexpr = CONFIG.GROUP
     lse = gl.where(empty, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
     rows = first_row + gl.arange(0, 64, m_i.type.layout)
-    offsets = (q_start + rows // GROUP) * (HEADS * GROUP) + head * GROUP + rows % GROUP
+    offsets = (q_start + rows // GROUP) * (CONFIG.HEADS * GROUP) + head * GROUP + rows % GROUP
     gl.store(out.lse + offsets, lse, mask=rows // GROUP < q_len)

@@ -44,7 +44,7 @@ class SplitItem(NamedTuple):
 @gluon.jit
 def program_work(indptr, sizes, CONFIG: gl.constexpr):
     """Return the units of this program: as many for each, the last ones may have none."""
-    num_units = gl.load(indptr + sizes.num_seqs) * CONFIG.HEADS * CONFIG.ROW_BLOCKS
+    num_units = gl.load(indptr + sizes.batch) * CONFIG.HEADS * CONFIG.ROW_BLOCKS
     programs = gl.num_programs(0)
     quota = gl.maximum((num_units + programs - 1) // programs, CONFIG.MIN_UNITS)
     start = gl.program_id(0) * quota
@@ -52,10 +52,10 @@ def program_work(indptr, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def split_item(work, unit, seqs, sizes, CONFIG: gl.constexpr):
+def split_item(work, unit, requests, sizes, CONFIG: gl.constexpr):
     """Return what lies at a unit of the line of work, as far as work.end or its tile's end."""
     TILES: gl.constexpr = CONFIG.HEADS * CONFIG.ROW_BLOCKS
-    seq = find_seq_idx(work.indptr, sizes.num_seqs, unit, TILES)
+    seq = find_seq_idx(work.indptr, sizes.batch, unit, TILES)
     before = gl.load(work.indptr + seq)
     num_units = gl.load(work.indptr + seq + 1) - before
     tile = (unit - before * TILES) // num_units
@@ -64,9 +64,9 @@ def split_item(work, unit, seqs, sizes, CONFIG: gl.constexpr):
         end_unit = start_unit + 1
     else:
         end_unit = gl.minimum(start_unit + work.end - unit, num_units)
-    q_start = gl.load(seqs.cu_seqlens_q + seq)
-    q_len = gl.load(seqs.cu_seqlens_q + seq + 1) - q_start
-    seq_len = gl.load(seqs.seq_lens + seq)
+    q_start = gl.load(requests.cu_seqlens_q + seq)
+    q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+    seq_len = gl.load(requests.seq_lens + seq)
     first_key = 0
     if CONFIG.WINDOW:
         first_key = gl.maximum(seq_len - q_len - sizes.window + 1, 0)

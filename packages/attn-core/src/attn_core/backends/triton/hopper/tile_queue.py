@@ -61,12 +61,12 @@ def next_item(order, sizes, CONFIG: gl.constexpr, FIRST: gl.constexpr):
     item = gl.program_id(0)
     if not FIRST:
         item = gl.atomic_add(order.counter, 1, sem="relaxed") + gl.num_programs(0)
-    num_tiles = gl.load(order.tile_offsets + sizes.num_seqs)
+    num_tiles = gl.load(order.tile_offsets + sizes.batch)
     turn_items = num_tiles * sizes.heads_at_once
     first_head = item // turn_items * sizes.heads_at_once
     rest = item % turn_items
     position = rest // sizes.heads_at_once
-    place = find_seq_idx(order.tile_offsets, sizes.num_seqs, position, 1)
+    place = find_seq_idx(order.tile_offsets, sizes.batch, position, 1)
     tile = gl.load(order.tile_offsets + place + 1) - 1 - position
     taken = tile * CONFIG.HEADS + first_head + rest % sizes.heads_at_once
     taken = gl.where(item < num_tiles * CONFIG.HEADS, taken, -1)
@@ -103,19 +103,19 @@ def pop_item(queue, turn):
 
 
 @gluon.jit
-def tile_item(item, seq, seqs, sizes, CONFIG: gl.constexpr):
+def tile_item(item, seq, requests, sizes, CONFIG: gl.constexpr):
     """Return the tile of an item of a sequence."""
     GROUP: gl.constexpr = CONFIG.GROUP
     head = item % CONFIG.HEADS
     index = item // CONFIG.HEADS
-    q_start = gl.load(seqs.cu_seqlens_q + seq)
-    q_len = gl.load(seqs.cu_seqlens_q + seq + 1) - q_start
+    q_start = gl.load(requests.cu_seqlens_q + seq)
+    q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
     kv_start = 0
     if CONFIG.PAGE == 0:
-        kv_start = gl.load(seqs.seq_lens + seq)
-        seq_len = gl.load(seqs.seq_lens + seq + 1) - kv_start
+        kv_start = gl.load(requests.seq_lens + seq)
+        seq_len = gl.load(requests.seq_lens + seq + 1) - kv_start
     else:
-        seq_len = gl.load(seqs.seq_lens + seq)
+        seq_len = gl.load(requests.seq_lens + seq)
     context_len = seq_len - q_len
     first_key = 0
     end_key = seq_len
