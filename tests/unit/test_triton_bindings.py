@@ -20,9 +20,9 @@ def bound(monkeypatch):
     """Collect the caches of which PortableDecode computes what it keeps."""
     caches, bind = [], PortableDecode.bind
 
-    def counted(self, layer, cache):
+    def counted(self, layer, cache, dtype):
         caches.append(cache)
-        return bind(self, layer, cache)
+        return bind(self, layer, cache, dtype)
 
     monkeypatch.setattr(PortableDecode, "bind", counted)
     return caches
@@ -83,7 +83,7 @@ def test_a_cache_that_is_dropped_is_not_kept_alive():
     cache = mapped(server.cache(layer), torch.Tensor.clone)
     store, bindings = weakref.ref(cache.k), Bindings()
     choice = Choice(PortableDecode(), None)
-    bindings.first([choice], layer, cache)
+    bindings.first([choice], layer, cache, cache.k.dtype)
     del cache
     gc.collect()
     assert store() is None
@@ -91,11 +91,11 @@ def test_a_cache_that_is_dropped_is_not_kept_alive():
 
 def test_a_kernel_that_cannot_read_a_cache_is_passed_over():
     class Picky(PortableDecode):
-        def bind(self, layer, cache):
+        def bind(self, layer, cache, dtype):
             return None
 
     server, layer = Server((40, 1)), make_layer()
     choices = [Choice(Picky(), None), Choice(PortableDecode(), None)]
-    choice, kept = Bindings().first(choices, layer, server.cache(layer))
+    choice, kept = Bindings().first(choices, layer, server.cache(layer), torch.float32)
     assert choice is choices[1]
     assert kept is not None

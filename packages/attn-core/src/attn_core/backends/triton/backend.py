@@ -116,12 +116,12 @@ class Triton(AttentionBackend):
             )
             split, tiles = schedule.split, schedule.tiles
             if split is not None:
-                decode, kept = self._bindings.first(split.choices, layer, cache)
+                decode, kept = self._bindings.first(split.choices, layer, cache, q.dtype)
                 decode.kernel.launch(call, kept, decode.launch, split)
                 if not split.unsplit:
                     merge(call, split)
             if tiles is not None:
-                prefill, kept = self._bindings.first(tiles.choices, layer, cache)
+                prefill, kept = self._bindings.first(tiles.choices, layer, cache, q.dtype)
                 prefill.kernel.launch(call, kept, prefill.launch, tiles)
         return (out, lse) if return_lse else out
 
@@ -153,7 +153,7 @@ class Triton(AttentionBackend):
             tiles = schedule.tiles
             assert tiles is not None  # of every ragged call
             call = Call(q, layer, tokens, *starts, None, q, None, schedule.mask, out, lse)
-            choice, kept = Bindings().first(tiles.choices, layer, tokens)
+            choice, kept = Bindings().first(tiles.choices, layer, tokens, q.dtype)
             if choice.kernel.takes_order:
                 fill_order(tiles, *starts, group.group, paged=False)
             choice.kernel.launch(call, kept, choice.launch, tiles)

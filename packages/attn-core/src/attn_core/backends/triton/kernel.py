@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from attn_core.backends.triton.tuning import Launch
@@ -70,8 +71,11 @@ class Kernel(Protocol[Part]):
         launch: that of the part, which all kernels of split-KV share.
         """
 
-    def bind(self, layer: AttentionLayer, cache: LayerCache) -> Any | None:
-        """Return what it keeps of a layer and its cache; None where their strides do not fit it."""
+    def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> Any | None:
+        """Return what it keeps of a layer and its cache; None where it cannot read them.
+
+        dtype: of the queries.
+        """
 
     def launch(self, call: Call, kept: Any, launch: Launch, part: Part) -> None:
         """Run it for one layer."""
@@ -89,42 +93,60 @@ class Choice(Generic[Part]):
 class _Binding:
     layer: AttentionLayer
     cache: weakref.ref[LayerCache]
+    dtype: torch.dtype
     kept: Any | None
 
 
 class Bindings:
     """What kernels keep of layers and their caches: strides, stores and descriptors.
 
-    It is computed once for a layer and a cache, and again when either is another object. A cache
-    that is no longer used elsewhere is not kept alive.
+    It is computed once for a layer and a cache, and again when one of them is another object, or
+    the queries are of another dtype. A cache that is no longer used elsewhere is not kept alive.
     """
 
     def __init__(self) -> None:
         self._bindings: dict[tuple[int, Kernel[Any]], _Binding] = {}
 
     def first(
-        self, choices: Sequence[Choice[Part]], layer: AttentionLayer, cache: LayerCache
+        self,
+        choices: Sequence[Choice[Part]],
+        layer: AttentionLayer,
+        cache: LayerCache,
+        dtype: torch.dtype,
     ) -> tuple[Choice[Part], Any]:
-        """Return the first choice whose kernel can read this cache, and what it keeps."""
+        """Return the first choice whose kernel can read this cache, and what it keeps.
+
+        dtype: of the queries.
+        """
         for choice in choices:
             key = (layer.layer_id, choice.kernel)
             binding = self._bindings.get(key)
-            if binding is None or binding.layer is not layer or binding.cache() is not cache:
-                binding = self._bind(key, layer, cache)
+            if (
+                binding is None
+                or binding.layer is not layer
+                or binding.cache() is not cache
+                or binding.dtype is not dtype
+            ):
+                binding = self._bind(key, layer, cache, dtype)
             if binding.kept is not None:
                 return choice, binding.kept
         raise AssertionError("the last kernel of a table takes every cache")
 
     def _bind(
-        self, key: tuple[int, Kernel[Any]], layer: AttentionLayer, cache: LayerCache
+        self,
+        key: tuple[int, Kernel[Any]],
+        layer: AttentionLayer,
+        cache: LayerCache,
+        dtype: torch.dtype,
     ) -> _Binding:
         bindings = self._bindings
 
         def forget(dead: weakref.ref[LayerCache]) -> None:
-            held = bindings.get(key)
-            if held is not None and held.cache is dead:
+            binding = bindings.get(key)
+            if binding is not None and binding.cache is dead:
                 del bindings[key]
 
-        binding = _Binding(layer, weakref.ref(cache, forget), key[1].bind(layer, cache))
+        kept = key[1].bind(layer, cache, dtype)
+        binding = _Binding(layer, weakref.ref(cache, forget), dtype, kept)
         bindings[key] = binding
         return binding

@@ -49,9 +49,11 @@ class HopperPrefill:
         launch = hopper_launch(shape.group.head_dim, shape.longest, shape.tiles, shape.processors)
         return launch if launch.block_m == TILE_ROWS else None
 
-    def bind(self, layer: AttentionLayer, cache: LayerCache) -> LayerArguments | None:
+    def bind(
+        self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
+    ) -> LayerArguments | None:
         """Return the stores of a layer; None where TMA cannot read them."""
-        return layer_arguments(layer, cache)
+        return layer_arguments(layer, cache, dtype)
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles) -> None:
         """Do what extend_tiles does; counter int32 [2] holds zeros before and after."""
@@ -111,9 +113,11 @@ class HopperDecode:
         dims = group.head_dim == group.v_head_dim and group.head_dim in (64, 128, 256)
         return launch if _is_64(launch) and masks and dims and _fits(shape) else None
 
-    def bind(self, layer: AttentionLayer, cache: LayerCache) -> LayerArguments | None:
+    def bind(
+        self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
+    ) -> LayerArguments | None:
         """Return the stores of a layer; None where TMA cannot read them."""
-        return layer_arguments(layer, cache)
+        return layer_arguments(layer, cache, dtype)
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
         """Do what decode_splits does."""
@@ -178,9 +182,12 @@ class HopperMlaDecode:
         pages = page % 64 == 0 or (64 % page == 0 and page >= SWIZZLE_ROWS)
         return launch if _is_64(launch) and dims and stores and masks and pages else None
 
-    def bind(self, layer: AttentionLayer, cache: LayerCache) -> LayerArguments | None:
+    def bind(
+        self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
+    ) -> LayerArguments | None:
         """Return the store of a layer; None where TMA cannot read it, and with sinks."""
-        fits = cache.v is None and layer.sinks is None and rows_fit(cache.k, cache.layout)
+        fits = cache.v is None and cache.k.dtype is dtype and layer.sinks is None
+        fits = fits and rows_fit(cache.k, cache.layout)
         return LayerArguments(layer, cache) if fits else None
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -41,10 +42,15 @@ class LayerArguments:
         return descriptors
 
 
-def layer_arguments(layer: AttentionLayer, cache: LayerCache) -> LayerArguments | None:
+def layer_arguments(
+    layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
+) -> LayerArguments | None:
     """Return what the kernels are given of a layer; None where TMA cannot read its stores."""
     stores = (cache.k, cache.v)
-    fits = all(store is not None and rows_fit(store, cache.layout) for store in stores)
+    fits = all(
+        store is not None and store.dtype is dtype and rows_fit(store, cache.layout)
+        for store in stores
+    )
     return LayerArguments(layer, cache) if fits else None
 
 

@@ -49,7 +49,7 @@ class PortableDecode:
         """Return the launch parameters of the part: it takes every shape."""
         return launch
 
-    def bind(self, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
+    def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
         """Return the stores and constants of a layer. Raises UsageError for spread columns."""
         return LayerArguments.of(layer, cache)
 
@@ -102,7 +102,7 @@ class PortablePrefill:
             processors=shape.processors,
         )
 
-    def bind(self, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
+    def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
         """Return the stores and constants of a layer. Raises UsageError for spread columns."""
         return LayerArguments.of(layer, cache)
 
