@@ -138,7 +138,7 @@ def attend(
         unsplit = item.end_unit - item.start_unit == item.num_units
         if CONFIG.USE_SINKS:
             if unsplit:
-                acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks, head * GROUP + rows % GROUP)
+                acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks + head * GROUP, rows % GROUP)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
         if unsplit:

@@ -203,8 +203,7 @@ def attend(
         step += 1
 
         if CONFIG.USE_SINKS:
-            q_heads = tile.head * GROUP + rows % GROUP
-            acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks, q_heads)
+            acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks + tile.head * GROUP, rows % GROUP)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
         store_output(

@@ -99,9 +99,12 @@ def softmax_step(
 
 
 @gluon.jit
-def add_sink(acc, m_i, l_i, sinks, q_heads):
-    """Return acc, m_i and l_i with the sink of each row's head: a score without a value."""
-    sink = gl.load(sinks + q_heads).to(gl.float32) * LOG2E
+def add_sink(acc, m_i, l_i, sinks, heads):
+    """Return acc, m_i and l_i with the sink of each row's head: a score without a value.
+
+    sinks: those of a group. heads [64]: of each row, in its group.
+    """
+    sink = gl.load(sinks + heads).to(gl.float32) * LOG2E
     m_new = gl.maximum(m_i, sink)
     alpha = gl.exp2(m_i - m_new)
     l_i = l_i * alpha + gl.exp2(sink - m_new)
