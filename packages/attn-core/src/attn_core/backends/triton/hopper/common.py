@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: their arguments, and how keys and values reach shared memory."""
+"""What the Hopper kernels share: their constants, and how keys and values reach shared memory."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -12,59 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
-
-class Queries(NamedTuple):
-    """The queries [T, Hq, D]; the columns of a head are adjacent."""
-
-    ptr: Any
-    token_stride: Any
-    head_stride: Any
-
-
-class Outputs(NamedTuple):
-    """The outputs [T, Hq, D], with adjacent columns, and lse float32 [T, Hq], contiguous."""
-
-    ptr: Any
-    lse: Any
-    token_stride: Any
-    head_stride: Any
-
-
-class Partials(NamedTuple):
-    """States of tiles whose keys are cut: out float32 [S, 64, D] and the base-2 lse [S, 64]."""
-
-    out: Any
-    lse: Any
-
-
-class Store(NamedTuple):
-    """The keys or the values of a cache; the columns of a token are adjacent."""
-
-    ptr: Any
-    page_stride: Any
-    token_stride: Any
-    head_stride: Any
-
-
-class Requests(NamedTuple):
-    """Where the queries and the keys of each request lie.
-
-    cu_seqlens_q: int32 [batch + 1]. seq_lens: int32 [batch], keys of each; without pages their
-    cu_seqlens, int32 [batch + 1]. page_table: int32 [batch, columns].
-    """
-
-    cu_seqlens_q: Any
-    seq_lens: Any
-    page_table: Any
-
-
-class Scales(NamedTuple):
-    """Floats: qk, of the scores and the stored keys; cap, of the soft cap; v, of the values."""
-
-    qk: Any
-    cap: Any
-    v: Any
 
 
 class Sizes(NamedTuple):

@@ -10,10 +10,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.hopper.common import (
     AttentionConfig,
-    Outputs,
-    Partials,
-    Queries,
-    Requests,
 )
 from attn_core.backends.triton.hopper.decode import decode_hopper
 from attn_core.backends.triton.hopper.mla_decode import decode_mla_hopper
@@ -29,6 +25,7 @@ from attn_core.backends.triton.hopper.stores import (
 from attn_core.backends.triton.hopper.tile_queue import TileOrder
 from attn_core.backends.triton.kernel import Call, Shape
 from attn_core.backends.triton.masks import MASK_TREE
+from attn_core.backends.triton.portable.arguments import Outputs, Partials, Queries, Requests
 from attn_core.backends.triton.schedule import TILE_ROWS, SplitKV, Tiles
 from attn_core.backends.triton.tuning import Launch, heads_at_once, hopper_block, hopper_launch
 from attn_core.cache.layer_cache import LayerCache

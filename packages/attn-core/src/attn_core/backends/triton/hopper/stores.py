@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_core.backends.triton.hopper.common import Scales, Store
+from attn_core.backends.triton.portable.arguments import Scales, Store
 from attn_core.backends.triton.portable.launch import needs_int64_offsets
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.runtime.layer import AttentionLayer

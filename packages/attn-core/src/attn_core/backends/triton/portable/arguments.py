@@ -1,4 +1,4 @@
-"""What the portable kernels are given: tuples of pointers and numbers, and tuples of constants.
+"""What kernels are given: tuples of pointers and numbers, and tuples of constants.
 
 Triton flattens a NamedTuple into one parameter per field; kernels also build them. Strides count
 elements. A field is a tensor or a number on the host, and a pointer or a scalar in a kernel.
