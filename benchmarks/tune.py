@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attn_core.backends.triton import backend
+from attn_core.backends.triton import scheduler
+from attn_core.backends.triton.portable import launch as portable
 from attn_core.backends.triton.tuning import Launch
 from attn_core.plugins.registry import load_plugins
 
@@ -39,18 +40,21 @@ def candidates(case: Case) -> Iterator[Launch]:
             if (bm == 64) == (warps == 4):
                 yield Launch(block_m=bm, block_n=bn, warps=warps, stages=stages)
         return
-    least = max(16, min(64, 1 << (rows - 1).bit_length()))
+    block_m = max(16, min(64, 1 << (rows - 1).bit_length()))
     tried = _LATENTS if case.kind == "mla" else _DECODES
     small = case.kv_dtype.startswith("fp8")
-    grid = [(least, *shape) for shape in (_BYTES if small else tried)]
+    grid = [(block_m, *shape) for shape in (_BYTES if small else tried)]
     grid += [] if small else [(64, *shape) for shape in _HOPPER]
     blocks = (1, 2, 4) if case.batch == 1 else (1,)
     together = (2, 3, 4, 5, 6) if small else (1, 2, 3, 4)
-    for (bm, bn, warps, stages), programs, few in itertools.product(grid, together, blocks):
+    for (bm, bn, warps, stages), ctas_per_sm, min_blocks in itertools.product(
+        grid, together, blocks
+    ):
         if small:
-            if not 6 <= programs * warps <= 20 or programs * stages * bn * case.head_dim > 111_000:
+            stored = ctas_per_sm * stages * bn * case.head_dim
+            if not 6 <= ctas_per_sm * warps <= 20 or stored > 111_000:
                 continue
-        elif programs > (
+        elif ctas_per_sm > (
             1 if (bm, bn) == (64, 64) and case.kind == "mla" else 2 if bm == 64 else 4
         ):
             continue
@@ -59,24 +63,18 @@ def candidates(case: Case) -> Iterator[Launch]:
             block_n=bn,
             warps=warps,
             stages=stages,
-            programs=programs,
-            least=few,
+            ctas_per_sm=ctas_per_sm,
+            min_blocks=min_blocks,
             ptx=torch.version.hip is None,
         )
 
 
 def _prepared(inputs: Inputs, launch: Launch) -> Any:
     with (
-        mock.patch.object(backend, "decode_launch", return_value=launch),
-        mock.patch.object(backend, "extend_launch", return_value=launch),
+        mock.patch.object(scheduler, "decode_launch", return_value=launch),
+        mock.patch.object(portable, "extend_launch", return_value=launch),
     ):
-        call = our_backend("triton", load_plugins(), inputs.q.device).prepare(inputs)
-
-    def patched() -> Any:
-        with mock.patch.object(backend, "extend_launch", return_value=launch):
-            return call()
-
-    return patched
+        return our_backend("triton", load_plugins(), inputs.q.device).prepare(inputs)
 
 
 def _compile(work: tuple[Case, list[Launch]]) -> None:
@@ -119,7 +117,7 @@ def main() -> None:
     kinds: dict[tuple[Any, ...], tuple[Case, list[Launch]]] = {}
     for c in cases:
         key = (c.phase, c.q_heads, c.kv_heads, c.head_dim, c.page_size, c.queries, c.tree)
-        unlike = {(x.block_m, x.block_n, x.warps, x.stages, x.least): x for x in candidates(c)}
+        unlike = {(x.block_m, x.block_n, x.warps, x.stages, x.min_blocks): x for x in candidates(c)}
         kinds.setdefault(key, (c, list(unlike.values())))
     work = [(c, part[i::3]) for c, part in kinds.values() for i in range(3)]
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
@@ -131,7 +129,7 @@ def main() -> None:
         good = sorted((r for r in rows if r.get("us")), key=lambda r: r["us"])
         print(case.name, f"({len(good)} of {len(rows)})")
         for r in good[:5]:
-            keys = ("block_m", "block_n", "warps", "stages", "programs", "least")
+            keys = ("block_m", "block_n", "warps", "stages", "ctas_per_sm", "min_blocks")
             shape = tuple(r[k] for k in keys)
             print(f"   {r['us']:9.1f} us {shape} err {r['rel_err']:.1e}")
         for text in sorted({r["failed"] for r in rows if "failed" in r})[:2]:

@@ -5,11 +5,13 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
+import build_kernels
 import launch_sites
 from launch_sites import SHARED
 
@@ -90,3 +92,35 @@ def test_what_no_row_declares_is_left_out():
     [site] = build("sm80", "decode-fp8")
     assert "kv_cache_dtype fp8_e4m3 (supports" in site["not_declared"]
     assert not list(faults("sm80", site, hot=True))
+
+
+LISTING = """
+\t.text
+first:
+\ts_load_dwordx2 s[0:1], s[4:5], 0x10   ; the address of x
+.LBB0_1:
+\tv_add_u32 v0, v1, v2
+\t.loc 1 7 3
+\ts_cbranch_scc1 .LBB0_1
+\ts_endpgm
+\t.section .rodata
+\t.amdhsa_next_free_vgpr 3
+"""
+
+
+def test_a_digest_is_of_the_instructions_alone():
+    """Names, lines of source and the places of parameters are left out; nothing else is."""
+
+    def digest(text):
+        return build_kernels.digest(SimpleNamespace(asm={"amdgcn": text}))
+
+    renamed = LISTING.replace("first", "second").replace("0x10", "0x28").replace("1 7 3", "1 9 1")
+    assert digest(renamed) == digest(LISTING)
+    assert digest(LISTING)["instructions"] == 5, "a label that is jumped to counts"
+    assert digest(LISTING.replace("v_add_u32", "v_sub_u32")) != digest(LISTING)
+
+
+def test_digests_of_one_checkout_agree():
+    once, again = (build("sm80", "merge", "--digest") for _ in range(2))
+    assert once == again
+    assert all(len(kernel["digest"]) == 16 for site in once for kernel in site["kernels"])

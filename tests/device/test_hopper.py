@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from attn_core.backends.triton import backend
+from attn_core.backends.triton import backend, scheduler
 from attn_core.backends.triton.tuning import Launch
 from attn_core.cache.page_table import slot_table
 from attn_core.cache.pool import KVPool
@@ -14,7 +14,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
-from triton_passes import oracle
+from triton_passes import launches, oracle
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU", allow_module_level=True)
@@ -145,27 +145,22 @@ def test_equals_float64(case, monkeypatch):
         deterministic=fixed,
     )
     if kind in ("decode", "chain", "tree"):  # whatever the heuristics prefer
-        launch = Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
-        monkeypatch.setattr(backend, "decode_launch", lambda *a, **k: launch)
+        launch = Launch(block_m=64, block_n=64, warps=4, stages=2, ctas_per_sm=2)
+        monkeypatch.setattr(scheduler, "decode_launch", lambda *a, **k: launch)
     made = backend.Triton(config)
-    assert made._hopper is not None
-    used = []
-    for name in ("extend_on_hopper", "decode_on_hopper", "decode_mla_on_hopper"):
-        real = getattr(made._hopper, name)
-        monkeypatch.setattr(
-            made._hopper, name, lambda *a, real=real, name=name: (used.append(name), real(*a))
-        )
-    if kind == "ragged":
-        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-        plain = (torch.cat(keys), torch.cat(values))
-        got = made.forward_ragged(
-            q, *plain, layer, batch.cu_seqlens_q, cu, max(queries), max(lengths),
-            causal=False, return_lse=True,
-        )  # fmt: skip
-    else:
-        plan = made.init_forward_metadata(batch)
-        got = made.forward(q, None, None, layer, cache, batch, plan, return_lse=True)
-    assert used, "the portable kernel ran"
+    with launches() as names:
+        if kind == "ragged":
+            cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+            plain = (torch.cat(keys), torch.cat(values))
+            got = made.forward_ragged(
+                q, *plain, layer, batch.cu_seqlens_q, cu, max(queries), max(lengths),
+                causal=False, return_lse=True,
+            )  # fmt: skip
+        else:
+            plan = made.init_forward_metadata(batch)
+            got = made.forward(q, None, None, layer, cache, batch, plan, return_lse=True)
+    hopper = {"extend_hopper", "decode_hopper", "decode_mla_hopper"}
+    assert hopper & {*names}, "the portable kernel ran"
     for b, n in enumerate(lengths):
         i = torch.arange(queries[b], device="cuda")[:, None] + n - queries[b]
         j = torch.arange(n, device="cuda")[None, :]

@@ -22,7 +22,7 @@ class TestTritonCut(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def cut(self, monkeypatch):
-        monkeypatch.setattr("attn_core.backends.triton.backend.short_on", lambda device: 0)
+        monkeypatch.setattr("attn_core.backends.triton.scheduler.unsplit_keys_on", lambda device: 0)
 
 
 @pytest.mark.parametrize("queries", [1, 100], ids=["decode", "extend"])

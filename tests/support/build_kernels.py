@@ -1,10 +1,14 @@
 """Compile what our launchers launch for a GPU that is not here; prints one JSON line a site.
 
-Usage: python build_kernels.py TARGET GROUP or SITE …, a TARGET such as sm90 or gfx942. The groups
-and sites are those of launch_sites.py. A process of its own, since a kernel that was decorated for
-the interpreter cannot be compiled.
+Usage: python build_kernels.py TARGET GROUP or SITE … [--digest], a TARGET such as sm90 or gfx942.
+The groups and sites are those of launch_sites.py. A process of its own, since a kernel that was
+decorated for the interpreter cannot be compiled.
+
+With --digest each kernel has a digest of its instructions and no time is printed: run it in two
+checkouts and `diff` the lines to see whether an edit changed the code that runs.
 """
 
+import hashlib
 import json
 import pathlib
 import re
@@ -50,6 +54,40 @@ class StandIn:
         return torch.device("meta")
 
 
+def disassembled(kernel):
+    """Return what cuobjdump says of an NVIDIA kernel: its resources and its instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-sass", "-res-usage", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def instructions(kernel):
+    """Return a kernel's instructions, a line each, without names and offsets of parameters.
+
+    What is left out depends on how a kernel and its parameters are named and laid out: encodings,
+    labels of functions, lines of source, offsets into the constant bank or the kernel's arguments.
+    """
+    text = kernel.asm.get("amdgcn")
+    if text is None:
+        lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.+?;)", disassembled(kernel), re.MULTILINE)
+        return [re.sub(r"c\[0x0\]\[(?:[^]]*)0x[0-9a-f]+\]", "c[0x0][param]", x) for x in lines]
+    text = text.split(".section", 1)[0]
+    lines = [line.partition(";")[0].strip() for line in text.splitlines()]
+    # directives (.loc among them) and labels that are not jumped to
+    lines = [x for x in lines if x and not re.match(r"\.(?!LBB)|\.?L?(?:tmp|func)|\w+:$", x)]
+    arguments = re.compile(r"(s_load_\S+ \S+ s\[\d+:\d+\], )(?:0x[0-9a-f]+|\d+)")
+    return [arguments.sub(r"\1param", x) for x in lines]
+
+
+def digest(kernel):
+    """Return a digest of a kernel's instructions and how many they are."""
+    lines = instructions(kernel)
+    text = "\n".join(lines).encode()
+    return {"digest": hashlib.sha256(text).hexdigest()[:16], "instructions": len(lines)}
+
+
 def facts(kernel):
     """Return the bytes of shared memory, the registers of a thread and how many it spills.
 
@@ -60,18 +98,14 @@ def facts(kernel):
         [registers] = re.findall(r"\.vgpr_count:\s+(\d+)", text)
         [spills] = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
     else:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            command = [CUOBJDUMP, "-sass", "-res-usage", file.name]
-            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        text = disassembled(kernel)
         [registers] = re.findall(r"REG:(\d+)", text)
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
     shared = kernel.metadata.shared
     return {"shared": shared, "registers": int(registers), "spills": int(spills)}
 
 
-def main(arch, names):
+def main(arch, names, *, digests=False):
     """Run the launchers and print what was compiled."""
     driver.set_active(StandIn(target_of(arch)))
     run, launched = JITFunction.run, {}
@@ -91,10 +125,15 @@ def main(arch, names):
             result["not_declared"] = str(reason)
         except Exception as error:  # whatever a compiler raises is the finding
             result["error"] = f"{type(error).__name__}: {error}"
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        result["kernels"] = [{"name": name} | facts(kernel) for name, kernel in launched.values()]
+        if not digests:
+            result["seconds"] = round(time.perf_counter() - start, 1)
+        result["kernels"] = [
+            {"name": name} | facts(kernel) | (digest(kernel) if digests else {})
+            for name, kernel in launched.values()
+        ]
         print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    arguments = [x for x in sys.argv[1:] if x != "--digest"]
+    main(arguments[0], arguments[1:], digests="--digest" in sys.argv)

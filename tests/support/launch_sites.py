@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from attn_core.backends.triton import backend
-from attn_core.backends.triton.split_kv import SHORT
+from attn_core.backends.triton import scheduler
+from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
 from attn_core.cache.pool import KVPool
 from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.merge import merge_states
@@ -94,8 +94,8 @@ def verify(**more):
 
 
 def short(case, chip):
-    """Launch for requests that are not cut, as on a device."""
-    with mock.patch.object(backend, "short_on", return_value=SHORT):
+    """Launch for requests that are not split, as on a device."""
+    with mock.patch.object(scheduler, "unsplit_keys_on", return_value=UNSPLIT_KEYS):
         Site(case=replace(case, seq_lens=(70, 64)))(chip)
 
 

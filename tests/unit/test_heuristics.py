@@ -1,5 +1,8 @@
 """The launch table is a pure function of shape and device, and what it says fits the device."""
 
+import json
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,13 +17,13 @@ from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
     extend_launch,
-    few,
     head_parts,
     heads_at_once,
     hopper_block,
     hopper_launch,
     merge_tile,
     power_of_two,
+    use_split_kv,
 )
 
 # KB of shared memory that a program may have
@@ -28,7 +31,7 @@ SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm90": 227, "sm100":
 EQUAL = (16, 32, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DIMS = [*((d, d) for d in EQUAL), (192, 128), (64, 128), (128, 64), (128, 256), (576, 512)]
 REGISTERS = 65536  # of a multiprocessor of NVIDIA
-LINES = (1, 4, 8, 16, 17, 32, 64, 128, 2000)
+ROWS = (1, 4, 8, 16, 17, 32, 64, 128, 2000)
 
 
 def two(n):
@@ -62,27 +65,27 @@ def test_head_parts_of_known_heads():
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_fewer_queries_are_few_as_well(queries, group):
     for latent in (False, True):
-        if few(queries + 1, group, latent=latent):
-            assert few(queries, group, latent=latent)
-    if few(queries, group + 1, latent=False):
-        assert few(queries, group, latent=False)
+        if use_split_kv(queries + 1, group, latent=latent):
+            assert use_split_kv(queries, group, latent=latent)
+    if use_split_kv(queries, group + 1, latent=False):
+        assert use_split_kv(queries, group, latent=False)
 
 
-def test_what_counts_as_few():
-    assert few(1, 16, latent=False)
-    assert few(8, 8, latent=False), "verifying 8 drafts reads the keys once"
-    assert few(4, 128, latent=True)
-    assert not few(129, 1, latent=False)
-    assert not few(4096, 1, latent=True)
+def test_which_passes_split_keys():
+    assert use_split_kv(1, 16, latent=False)
+    assert use_split_kv(8, 8, latent=False), "verifying 8 drafts reads the keys once"
+    assert use_split_kv(4, 128, latent=True)
+    assert not use_split_kv(129, 1, latent=False)
+    assert not use_split_kv(4096, 1, latent=True)
 
 
 def launches(arch, store_bytes):
     for d, dv in DIMS:
         yield (d, dv, "extend"), extend_launch(arch, d, dv, store_bytes)
-        for lines in LINES:
+        for rows in ROWS:
             for short in (False, True):
-                launch = decode_launch(arch, lines, d, dv, store_bytes, short=short)
-                yield (d, dv, lines), launch
+                launch = decode_launch(arch, rows, d, dv, store_bytes, short=short)
+                yield (d, dv, rows), launch
 
 
 @pytest.mark.parametrize("arch", [*SHARED, "gfx942", "gfx950", "interpreter"])
@@ -95,16 +98,16 @@ def test_a_launch_is_one_that_triton_takes(arch, store_bytes):
         assert launch.block_n >= 16, shape
         assert launch.warps in (1, 2, 4, 8), shape
         assert launch.stages >= 1, shape
-        assert launch.programs >= 1, shape
+        assert launch.ctas_per_sm >= 1, shape
         # a limit is there for the programs to run at once; only NVIDIA's compiler knows one
-        threads = 32 * launch.warps * launch.programs
-        assert launch.registers * threads <= (REGISTERS if arch.startswith("sm") else 0), shape
+        threads = 32 * launch.warps * launch.ctas_per_sm
+        assert launch.max_registers * threads <= (REGISTERS if arch.startswith("sm") else 0), shape
 
 
-def test_no_more_lines_than_the_shape_has_room_for():
+def test_no_more_rows_than_the_shape_has_room_for():
     for d, dv in DIMS:
-        for lines in LINES:
-            assert decode_launch("sm80", lines, d, dv, 2).block_m <= power_of_two(lines)
+        for rows in ROWS:
+            assert decode_launch("sm80", rows, d, dv, 2).block_m <= power_of_two(rows)
 
 
 def needed(shape, launch, store_bytes):
@@ -129,14 +132,14 @@ def test_the_keys_of_all_stages_fit_into_shared_memory(arch, store_bytes):
 @given(
     st.integers(1, 4096), st.integers(1, 64), st.integers(1, 528), st.sampled_from([64, 128, 512])
 )
-def test_a_merge_covers_the_lines_and_columns_of_a_row(rows, row_lines, programs, width):
-    columns, lines, parts, warps = merge_tile(rows, row_lines, programs, width)
+def test_a_merge_covers_the_rows_and_columns_of_a_tile(tiles, tile_rows, programs, width):
+    columns, rows, partials, warps = merge_tile(tiles, tile_rows, programs, width)
     assert width % columns == 0
-    assert two(parts)
-    assert 1 <= lines <= 4
-    assert lines == 1 or rows * row_lines // lines >= 2048, "programs for the whole device"
+    assert two(partials)
+    assert 1 <= rows <= 4
+    assert rows == 1 or tiles * tile_rows // rows >= 2048, "programs for the whole device"
     assert warps in (1, 2, 4)
-    assert parts * columns <= 8192 * warps, "256 values a thread at most"
+    assert partials * columns <= 8192 * warps, "256 values a thread at most"
 
 
 @pytest.mark.parametrize("longest", [100, 1000, 2000, LONG])
@@ -176,10 +179,33 @@ def test_heads_that_take_turns_divide_them_and_are_cached(heads, longest, key_by
 
 
 def test_prompts_that_fill_half_a_tile_are_few_only_where_keys_are_cut():
-    assert few(128, 1, latent=False)
-    assert not few(128, 1, latent=False, whole=True)
-    assert few(64, 1, latent=False, whole=True)
-    assert few(16, 128, latent=True, whole=True)
+    assert use_split_kv(128, 1, latent=False)
+    assert not use_split_kv(128, 1, latent=False, unsplit=True)
+    assert use_split_kv(64, 1, latent=False, unsplit=True)
+    assert use_split_kv(16, 128, latent=True, unsplit=True)
+
+
+def test_what_the_table_was_measured_with_is_recorded():
+    root = pathlib.Path(__file__).parents[2]
+    named = re.findall(r"attention[.]\S+[.]json", tuning.__doc__)
+    assert len(named) == 2
+    for name in named:
+        record = json.loads((root / "benchmarks/results" / name).read_text())
+        assert record["suite"] == name.split(".")[2]
+        assert "H200" in record["device"]
+
+
+def test_no_other_module_names_an_architecture():
+    """variants.py says which kernels it has, tuning.py how they are launched."""
+    folder = pathlib.Path(tuning.__file__).parent
+    named = re.compile(r"""["'](?:sm\d+|gfx\d+)""")
+    code = {
+        path.name: re.sub(r'"""[\s\S]*?"""', "", path.read_text()) for path in folder.rglob("*.py")
+    }
+    assert {name for name, text in code.items() if named.search(text)} == {
+        "tuning.py",
+        "variants.py",
+    }
 
 
 def test_the_table_needs_no_torch_and_no_triton():

@@ -1,11 +1,10 @@
 """What the Triton backend promises beyond right numbers: its plans, its determinism."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from attn_core.errors import BackendError, UnsupportedError
+from attn_core.errors import BackendError, BatchError, UnsupportedError
 from attn_core.ops import kv as torch_kv
 from attn_core.runtime import backend as contract
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -14,9 +13,9 @@ from attn_core.testing.inputs import mapped, to_device
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton import backend as module
-from attn_core.backends.triton.portable.decode import plan_splits
-from attn_core.backends.triton.split_kv import Splits
+from attn_core.backends.triton import scheduler
+from attn_core.backends.triton.schedule import plan_splits
+from attn_core.backends.triton.variants import kernels_of
 from triton_server import (
     DEVICE,
     HKV,
@@ -39,7 +38,7 @@ def small_device(monkeypatch):
     if DEVICE.type == "cuda":
         properties = {**contract.properties_of(DEVICE), "multiprocessors": 3}
         monkeypatch.setattr(contract, "properties_of", lambda device: properties)
-    monkeypatch.setattr(module, "short_on", lambda device: 0)
+    monkeypatch.setattr(scheduler, "unsplit_keys_on", lambda device: 0)
 
 
 # ---- Plans -----------------------------------------------------------------------------------
@@ -51,69 +50,76 @@ def test_layers_of_one_class_share_a_plan():
     batch, _ = Server((40, 1), (7, 1)).batch(M.DECODE)
     plans = backend.init_forward_metadata(batch)
     assert sorted((x.window for x in plans), key=str) == [8, None]
-    full, windowed = (next(p for x, p in plans.items() if x.window == w) for w in (None, 8))
-    assert full.lines.data_ptr() != windowed.lines.data_ptr()
-    assert full.parts.data_ptr() == windowed.parts.data_ptr(), "one layer runs after the other"
+    full, windowed = (next(p.split for x, p in plans.items() if x.window == w) for w in (None, 8))
+    assert full.work_indptr.data_ptr() != windowed.work_indptr.data_ptr()
+    assert full.partial_out.data_ptr() == windowed.partial_out.data_ptr(), (
+        "one layer runs after the other"
+    )
 
 
 def test_only_few_queries_are_planned():
     backend, fixed = make_backend(), make_backend(deterministic=True)
-    server = Server((90, 1), (80, 70))
+    server = Server((90, 2), (80, 70))
     (short, _), (long, _) = server.batch(M.EXTEND, [0]), server.batch(M.EXTEND)
     [few], [many] = (backend.init_forward_metadata(b).values() for b in (short, long))
-    assert few is not None
-    assert many is None
+    assert (few.split is not None, few.tiles) == (True, None)
+    assert (many.split, many.tiles is not None) == (None, True)
     # how long the longest query is, a neighbour decides: nothing may depend on it
-    assert [*fixed.init_forward_metadata(short).values()] == [None]
+    [alone] = fixed.init_forward_metadata(short).values()
+    assert alone.split is None
 
 
 def test_short_requests_are_not_cut(monkeypatch):
     server = Server((90, 1), (1, 1), (40, 1))
     batch, rows = server.batch(M.DECODE)
     cut = make_backend()
-    monkeypatch.setattr(module, "short_on", lambda device: 256)  # as on a GPU
+    monkeypatch.setattr(scheduler, "unsplit_keys_on", lambda device: 256)  # as on a GPU
     whole = make_backend()
     [one], [other] = (b.init_forward_metadata(batch).values() for b in (cut, whole))
-    assert not one.whole
-    assert other.whole
-    assert other.lines.tolist() == [0, 1, 2, 3], "a request is one unit of work"
+    assert not one.split.unsplit
+    assert other.split.unsplit
+    assert other.split.work_indptr.tolist() == [0, 1, 2, 3], "a request is one unit of work"
     for want, got in zip(*(server.attend(b, batch, rows) for b in (cut, whole)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     long, _ = Server((300, 1), (40, 1)).batch(M.DECODE)
-    assert not next(iter(whole.init_forward_metadata(long).values())).whole
+    assert not next(iter(whole.init_forward_metadata(long).values())).split.unsplit
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Have kernels of Hopper, none of which fits: plans differ, and the portable kernels run."""
-    kernels = SimpleNamespace(extend_fits=lambda *args, **kwargs: False)
-    monkeypatch.setattr(module, "hopper_on", lambda arch: kernels)
+    """Plan with the kernels of Hopper."""
+    hopper = kernels_of("sm90")
+    if hopper == kernels_of("sm80"):
+        pytest.skip("this Triton has no kernels of Hopper")
+    monkeypatch.setattr(scheduler, "kernels_of", lambda arch: hopper)
 
 
 def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbour_decides(
     on_hopper, monkeypatch
 ):
-    monkeypatch.setattr(module, "short_on", lambda device: 256)
+    monkeypatch.setattr(scheduler, "unsplit_keys_on", lambda device: 256)
 
     def plan(made, server, mode):
         [found] = made.init_forward_metadata(server.batch(mode)[0]).values()
         return found
 
     short, long = Server((90, 50), (60, 9)), Server((300, 50), (60, 9))
-    assert isinstance(plan(make_backend(), long, M.EXTEND), Splits)
-    assert plan(make_backend(), short, M.EXTEND) is None, "100 lines of a request are half a tile"
+    assert plan(make_backend(), long, M.EXTEND).split
+    assert plan(make_backend(), short, M.EXTEND).split is None, (
+        "100 rows of a request are half a tile"
+    )
     held = make_backend()
     held.init_cuda_graph_state(2, 100)
     batch, _ = short.batch(M.EXTEND)
     view = batch.views["full"]
     room = torch.zeros(2, 40, dtype=torch.int32, device=DEVICE)  # for 640 keys
-    wide = replace(batch, views={"full": replace(view, page_table=room)})
+    wide = replace(batch, views={"full": replace(view, page_table=room, max_seq_len=640)})
     [captured] = held.init_forward_metadata_capture_cuda_graph(wide).values()
-    assert isinstance(captured, Splits), "a replay may be longer"
+    assert captured.split, "a replay may be longer"
     # as many lines a request, but all modes of one query a request cut them
     many = replace(make_layer(), num_q_heads=100, num_kv_heads=1)
     one = Server((90, 1), (60, 1), layers=[many])
-    assert isinstance(plan(make_backend(many, deterministic=True), one, M.DECODE), Splits)
+    assert plan(make_backend(many, deterministic=True), one, M.DECODE).split
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ def test_prompts_that_are_not_cut_fill_tiles_only_where_no_graph_and_no_neighbou
 def test_an_order_is_planned_only_where_a_kernel_reads_it(is_read, config, on_hopper, monkeypatch):
     """That of Hopper takes 16-bit stores of the dtype of the queries, and pages that divide."""
     filled = []
-    monkeypatch.setattr(module, "fill_order", lambda order, *a, **k: filled.append(order))
+    monkeypatch.setattr(scheduler, "fill_order", lambda tiles, *a, **k: filled.append(tiles))
     layer = replace(make_layer(), head_dim=64, v_head_dim=64)
     backend = make_backend(layer, **({"dtype": "bf16"} | config))
     # trees among so many queries run the portable kernel, and so do short prompts
@@ -150,23 +156,25 @@ def test_an_order_is_planned_only_where_a_kernel_reads_it(is_read, config, on_ho
 @pytest.mark.parametrize("size", range(1, 9))
 def test_plans_of_any_batch_are_aligned_alike(size, on_hopper, monkeypatch):
     """A kernel is compiled for pointers at 16 bytes, and again for others."""
-    monkeypatch.setattr(module, "fill_order", lambda *args, **kwargs: None)
+    monkeypatch.setattr(scheduler, "fill_order", lambda *args, **kwargs: None)
     layer = replace(make_layer(), head_dim=128, v_head_dim=128)
     backend = make_backend(layer, dtype="bf16", kv_cache_dtype="bf16")
     batch, _ = Server(*[(200, 90)] * size).batch(M.EXTEND)
     backend.init_cuda_graph_state(size, batch.num_tokens)
     for plan in (backend.init_forward_metadata, backend.init_forward_metadata_capture_cuda_graph):
-        [order] = plan(batch).values()
-        assert order.who.data_ptr() % 16 == order.begins.data_ptr() % 16
-        assert (order.begins.shape[0], order.who.shape[0]) == (size + 1, size)
+        [schedule] = plan(batch).values()
+        order = schedule.tiles
+        assert order.request_order.data_ptr() % 16 == order.tile_offsets.data_ptr() % 16
+        assert (order.tile_offsets.shape[0], order.request_order.shape[0]) == (size + 1, size)
 
 
 def test_a_large_unit_is_enough_for_a_program():
     batch, _ = Server((300, 1)).batch(M.DECODE)
-    [plan] = make_backend().init_forward_metadata(batch).values()
-    launch = replace(plan.launch, least=2)  # blocks
-    assert replace(plan, launch=launch, unit=1).least == 2
-    assert replace(plan, launch=launch, unit=4).least == 1
+    [schedule] = make_backend().init_forward_metadata(batch).values()
+    plan = schedule.split
+    launch = replace(plan.launch, min_blocks=2)  # blocks
+    assert replace(plan, launch=launch, blocks_per_unit=1).min_units == 2
+    assert replace(plan, launch=launch, blocks_per_unit=4).min_units == 1
 
 
 def test_a_request_without_keys_gets_zeros():
@@ -270,7 +278,7 @@ def test_a_captured_plan_serves_other_lengths(mode, n, deterministic):
     backend.init_cuda_graph_state(4, 4 * n)
     static = mapped(bounded(server.batch(mode, [0, 1])[0]), torch.Tensor.clone)
     metadata = backend.init_forward_metadata_capture_cuda_graph(static)
-    buffers = [splits.lines.data_ptr() for splits in metadata.values()]
+    buffers = [schedule.split.work_indptr.data_ptr() for schedule in metadata.values()]
     for chosen in ([2, 3], [3, 1]):
         fresh, rows = server.batch(mode, chosen)
         overwrite(static, fresh)
@@ -280,7 +288,19 @@ def test_a_captured_plan_serves_other_lengths(mode, n, deterministic):
         backend.init_forward_metadata_replay_cuda_graph(static, metadata)
         got = [server.attend(backend, static, rows, layer, metadata) for layer in layers]
         assert all(map(same, got, want))
-    assert buffers == [splits.lines.data_ptr() for splits in metadata.values()]
+    assert buffers == [schedule.split.work_indptr.data_ptr() for schedule in metadata.values()]
+
+
+def test_a_replay_of_longer_requests_than_were_captured_is_refused():
+    server = Server((90, 1), (40, 1))
+    batch, _ = server.batch(M.DECODE)
+    backend = make_backend()
+    backend.init_cuda_graph_state(2, 2)
+    plans = backend.init_forward_metadata_capture_cuda_graph(batch)
+    backend.init_forward_metadata_replay_cuda_graph(batch, plans)
+    longer = replace(batch, views={"full": replace(batch.views["full"], max_seq_len=91)})
+    with pytest.raises(BatchError, match="91 tokens in a graph that was captured for 90"):
+        backend.init_forward_metadata_replay_cuda_graph(longer, plans)
 
 
 def overwrite(static, fresh):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.tile_order import TILE, Order, fill_order
-from attn_core.backends.triton.tuning import Launch
+from attn_core.backends.triton.schedule import TILE_ROWS, Tiles, fill_order
 from triton_server import DEVICE
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5)), min_size=1, max_size=150)
@@ -24,13 +23,21 @@ def test_the_longest_request_comes_first(requests, group, paged):
     queries = [n for n, _ in requests]
     keys = [n + prefix for n, prefix in requests]
     lengths = torch.tensor(keys, dtype=torch.int32, device=DEVICE) if paged else starts(keys)
-    begins, who = (
+    tile_offsets, request_order = (
         torch.full((len(requests) + n,), -1, dtype=torch.int32, device=DEVICE) for n in (1, 0)
     )
-    launch = Launch(block_m=TILE, block_n=64, warps=4, stages=2)
-    order = Order(begins=begins, who=who, longest=0, launch=launch, tiles=0)
+    order = Tiles(
+        choices=(),
+        min_queries=0,
+        request_order=request_order,
+        tile_offsets=tile_offsets,
+        counter=tile_offsets,
+        longest=0,
+        tiles=0,
+        processors=1,
+    )
     fill_order(order, starts(queries), lengths, group, paged=paged)
     places = sorted(range(len(requests)), key=lambda b: -keys[b])
-    assert who.tolist() == places, "equal ones keep their order"
-    tiles = [-(-queries[b] * group // TILE) for b in places]
-    assert begins.tolist() == starts(tiles).tolist()
+    assert request_order.tolist() == places, "equal ones keep their order"
+    tiles = [-(-queries[b] * group // TILE_ROWS) for b in places]
+    assert tile_offsets.tolist() == starts(tiles).tolist()

@@ -255,7 +255,9 @@ def test_a_cache_that_lies_far_apart(name, layout, axis):
         page_size=page,
     )
     metadata = backend.init_forward_metadata(batch)
-    assert (metadata[LayerGroup.of(layer)] is None) == (name == "extend"), "many queries or few"
+    assert (metadata[LayerGroup.of(layer)].split is None) == (name == "extend"), (
+        "many queries or few"
+    )
 
     def attend(k, v):
         cache = LayerCache(k=k, v=v, layout=layout)

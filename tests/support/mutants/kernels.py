@@ -7,41 +7,41 @@ from edited import Edited
 class KernelCausalOneTooFar(Edited):
     """A query sees the key after its own."""
 
-    kernel = common.visible
-    before = "<= prefix + qi[:, None])"
-    after = "<= prefix + qi[:, None] + 1)"
+    kernel = common.attention_mask
+    before = "<= keys.prefix + qi[:, None])"
+    after = "<= keys.prefix + qi[:, None] + 1)"
 
 
 class KernelWindowOneTooNarrow(Edited):
-    kernel = common.visible
-    before = "> prefix + qi[:, None] - window)"
-    after = "> prefix + qi[:, None] - window + 1)"
+    kernel = common.attention_mask
+    before = "> keys.prefix + qi[:, None] - keys.window)"
+    after = "> keys.prefix + qi[:, None] - keys.window + 1)"
 
 
 class KernelOneKeyTooMany(Edited):
     """The last key counts twice: it stands in for the one that is not there."""
 
-    kernel = common.visible
-    before = "(j < length)"
-    after = "(j <= length)"
+    kernel = common.attention_mask
+    before = "(j < keys.length)"
+    after = "(j <= keys.length)"
 
 
 class KernelTreeTransposed(Edited):
-    kernel = common.visible
-    before = "tree + qi[:, None] * drafts + draft[None, :]"
-    after = "tree + draft[None, :] * drafts + qi[:, None]"
+    kernel = common.attention_mask
+    before = "tree.mask + qi[:, None] * drafts + draft[None, :]"
+    after = "tree.mask + draft[None, :] * drafts + qi[:, None]"
 
 
 class KernelScaleForgotten(Edited):
-    kernel = common.attend_keys
-    before = "factor = scale * LOG2E"
+    kernel = common.attention_loop
+    before = "factor = scales.qk * LOG2E"
     after = "factor = LOG2E"
 
 
 class KernelSumNotRescaled(Edited):
     """The sum of the blocks before keeps its old maximum."""
 
-    kernel = common.attend_keys
+    kernel = common.attention_loop
     before = "total = total * shrink + "
     after = "total = total + "
 
@@ -49,15 +49,15 @@ class KernelSumNotRescaled(Edited):
 class KernelPageOfTheFirstKey(Edited):
     """A block of keys is read from the page of its first one."""
 
-    kernel = common.attend_keys
-    before = "page = tl.load(table + at // PAGE)"
-    after = "page = tl.load(table + start // PAGE + at * 0)"
+    kernel = common.attention_loop
+    before = "page = tl.load(keys.table + at // C.PAGE)"
+    after = "page = tl.load(keys.table + start // C.PAGE + at * 0)"
 
 
 class KernelOffsetsOf16Bits(Edited):
-    kernel = common.attend_keys
-    before = "k_at = page * k_page + inner * k_token"
-    after = "k_at = (page * k_page + inner * k_token) % 65536"
+    kernel = common.attention_loop
+    before = "k_at = page * k.page_stride + inner * k.token_stride"
+    after = "k_at = (page * k.page_stride + inner * k.token_stride) % 65536"
 
 
 class KernelCapNotScaledBack(Edited):
@@ -67,13 +67,13 @@ class KernelCapNotScaledBack(Edited):
 
 
 class KernelLseInBaseTwo(Edited):
-    kernel = common.finish
+    kernel = common.finalize
     before = "* LN2)"
     after = ")"
 
 
 class KernelSinkNotInTheSum(Edited):
-    kernel = common.finish
+    kernel = common.finalize
     before = "total = total * shrink + tl.exp2(sink2 - new)"
     after = "total = total * shrink"
 

@@ -1,4 +1,11 @@
-"""Launch parameters of the attention kernels: a pure function of shape and device."""
+"""Launch parameters of the attention kernels: a pure function of shape and device.
+
+Those of sm90 are the fastest that `python -m benchmarks.tune` found on an H200. Its sweeps were not
+kept. What the parameters reach is recorded in two files of benchmarks/results:
+attention.nvidia-h200.all.json (suite "all": decode, verify, extend, prefill, mla, fp8) and
+attention.nvidia-h200.grid.json (suite "grid": short requests, head dims 64 and 128). Those of other
+architectures are reasoned: what fits shared memory and, compiled (tests/compiled), spills nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +17,27 @@ from functools import cache
 class Launch:
     """How one kernel is launched.
 
-    block_m: lines of a program, (query, head of the group) pairs. block_n: keys a step. warps,
-    stages: of a program and of its loads. programs: how many run on one multiprocessor, of the
-    kernels whose grid is the device's; least: blocks of keys that one of these takes. registers: of
-    a thread at most, 0: as many as the compiler likes. ptx: whether the device knows NVIDIA's
-    instructions.
+    block_m: rows of a tile, (query, head of the group) pairs.
+    block_n: keys of a step.
+    warps: of a program.
+    stages: of the pipeline of its loads.
+    ctas_per_sm: programs per multiprocessor, of kernels whose grid is the device's.
+    min_blocks: the fewest blocks of keys that one of these programs takes.
+    max_registers: of a thread; 0 leaves it to the compiler.
+    ptx: whether the device has NVIDIA's instructions.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    programs: int = 1
-    least: int = 1
-    registers: int = 0
+    ctas_per_sm: int = 1
+    min_blocks: int = 1
+    max_registers: int = 0
     ptx: bool = False
+
+
+LONG = 1 << 30  # keys of the longest request, where its length must not be asked
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -41,29 +54,38 @@ def head_parts(dim: int) -> tuple[int, int]:
     return first, power_of_two(dim - first) if dim > first else 0
 
 
-FEW_LINES = 128  # up to so many lines of a request, queries · group, its keys are split
+SPLIT_KV_MAX_ROWS = 128  # of a request whose keys are split: queries · group
 
 
-def few(queries: int, group: int, *, latent: bool, whole: bool = False) -> bool:
-    """Say whether `queries` of the longest request count as few: then its keys are split.
+def has_pdl(arch: str) -> bool:
+    """Say whether a GPU can launch a kernel before the one that it waits for is complete.
 
-    whole: the keys of no request are so many that they are cut; then a full tile of many queries
-    was faster on an H200, and from half of one on it is taken.
+    This is programmatic dependent launch; on sm120 it was not tried.
+    """
+    return arch in ("sm90", "sm100", "sm103")
+
+
+def use_split_kv(queries: int, group: int, *, latent: bool, unsplit: bool = False) -> bool:
+    """Say whether a pass splits the keys of its requests, the longest of which has `queries`.
+
+    unsplit: no request has so many keys that they are split. A tile of a prompt is then faster
+    from half of its rows on (verify and prefill of suite "grid").
     """
     if latent:
         return queries <= 16
-    return queries * group <= (FEW_LINES // 2 if whole else FEW_LINES)
+    return queries * group <= (SPLIT_KV_MAX_ROWS // 2 if unsplit else SPLIT_KV_MAX_ROWS)
 
 
-# KB of shared memory that a program may have, where it is not Hopper's.
+# KiB of shared memory that a program may take, where it is not Hopper's 227.
 _SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99}
 _SHARED |= {"gfx942": 64, "gfx950": 160}
-_SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 lines of matrix registers spill there
+_SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 rows of matrix registers spill there
 
 
+@cache
 def decode_launch(
     arch: str,
-    lines: int,
+    rows: int,
     head_dim: int,
     v_dim: int,
     store_bytes: int,
@@ -73,33 +95,33 @@ def decode_launch(
     tree: bool = False,
     fp4: bool = False,
 ) -> Launch:
-    """Choose for `decode_splits`: `lines` is queries · group of the longest request.
+    """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
-    short: no request is cut. tree: a request's last block is masked by what is loaded, which more
-    programs hide. fp4: the store is packed, which costs registers. Measured on an H200, which has
-    kernels of its own for tiles of 64 by 64 (hopper/launch.py).
+    short: no request is split. tree: a request's last block is masked by what is loaded, which more
+    programs hide. fp4: the store is packed, which costs registers. A Hopper has kernels of its own
+    for tiles of 64 by 64 (hopper/launch.py).
     """
     if arch == "sm90" and store_bytes == 2:
-        if head_dim == 576 and lines > 16:
-            return Launch(block_m=64, block_n=64, warps=8, stages=2, least=2)
+        if head_dim == 576 and rows > 16:
+            return Launch(block_m=64, block_n=64, warps=8, stages=2, min_blocks=2)
         if head_dim == v_dim == 256:
-            if lines <= 16 and short:
-                return Launch(block_m=16, block_n=64, warps=4, stages=2, programs=2)
+            if rows <= 16 and short:
+                return Launch(block_m=16, block_n=64, warps=4, stages=2, ctas_per_sm=2)
             return Launch(block_m=64, block_n=64, warps=8, stages=2)
         if head_dim == v_dim and head_dim in (64, 128):
-            if lines > 16 or (page_size >= 64 and not short):
-                return Launch(block_m=64, block_n=64, warps=4, stages=2, programs=2)
+            if rows > 16 or (page_size >= 64 and not short):
+                return Launch(block_m=64, block_n=64, warps=4, stages=2, ctas_per_sm=2)
             if short or tree:
-                return Launch(block_m=16, block_n=128, warps=4, stages=3, programs=3)
+                return Launch(block_m=16, block_n=128, warps=4, stages=3, ctas_per_sm=3)
             if head_dim == 64:
-                return Launch(block_m=16, block_n=128, warps=4, stages=5, programs=2)
-            return Launch(block_m=16, block_n=64, warps=4, stages=5, programs=2, least=2)
+                return Launch(block_m=16, block_n=128, warps=4, stages=5, ctas_per_sm=2)
+            return Launch(block_m=16, block_n=64, warps=4, stages=5, ctas_per_sm=2, min_blocks=2)
     if arch == "sm75":
-        launch = replace(_turing(lines, head_dim, v_dim), programs=2)
+        launch = replace(_turing(rows, head_dim, v_dim), ctas_per_sm=2)
         return _fitting(launch, arch, head_dim, v_dim, store_bytes)
-    launch = _decode(lines, head_dim, v_dim, store_bytes)
+    launch = _decode(rows, head_dim, v_dim, store_bytes)
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
-        launch = replace(launch, stages=3, programs=4, registers=128)
+        launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     if v_dim > 256 and arch.startswith(("sm120", "gfx")):
         launch = replace(launch, block_m=16, block_n=32, warps=4)
     if v_dim > 256 and launch.block_m == 16 and arch in ("sm100", "sm103"):
@@ -107,29 +129,49 @@ def decode_launch(
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
 
 
-def merge_tile(rows: int, row_lines: int, programs: int, width: int) -> tuple[int, int, int, int]:
-    """Choose columns, lines, states at once and warps of a program of `merge_splits`.
+def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[int, int, int, int]:
+    """Choose columns, rows, partials at once and warps of a program of `merge_splits`.
 
-    Where all rows are as long, a row is cut into programs / rows states and at most two more. One
-    warp sums up to 1024 values in its registers; more warps have to meet.
+    tiles: of all requests. tile_rows: the rows of each that are used. programs: of `decode_splits`.
+    width: columns of a partial. Where all tiles are as long, a tile is split into programs / tiles
+    partials and at most two more. One warp sums up to 1024 values in its registers; several warps
+    have to synchronise.
     """
-    parts = min(64, power_of_two(programs // rows + 2, 2))
+    partials = min(64, power_of_two(programs // tiles + 2, 2))
     columns = width
-    if rows * row_lines <= 512:  # few programs: more of them, each with fewer columns
+    if tiles * tile_rows <= 512:  # too few programs: more of them, each with fewer columns
         columns = min(128, width)
-    lines = max(1, min(4, rows * row_lines // 2048))
-    return columns, lines, parts, max(1, min(4, parts * columns // 1024))
+    rows = max(1, min(4, tiles * tile_rows // 2048))
+    return columns, rows, partials, max(1, min(4, partials * columns // 1024))
 
 
-def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
-    """Choose for `extend_tiles`."""
+def extend_launch(
+    arch: str,
+    head_dim: int,
+    v_dim: int,
+    store_bytes: int,
+    *,
+    longest: int = LONG,
+    tiles: int = LONG,
+    processors: int = 1,
+) -> Launch:
+    """Choose for `extend_tiles`. longest, tiles: see hopper_launch, of a Hopper alone."""
+    if arch == "sm90" and store_bytes == 2 and hopper_block(head_dim, v_dim) is not None:
+        launch = hopper_launch(head_dim, longest, tiles, processors)
+        if launch.block_m < 128:
+            return launch
+    return _extend_launch(arch, head_dim, v_dim, store_bytes)
+
+
+@cache
+def _extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if arch == "sm75":
         return _fitting(_turing(32, head_dim, v_dim), arch, head_dim, v_dim, store_bytes)
     launch = _extend(head_dim, v_dim)
     if v_dim > 256 and arch in ("sm86", "sm89", "sm120"):
-        launch = replace(launch, block_m=16)  # beside 32 lines the last kilobyte lacks
+        launch = replace(launch, block_m=16)  # beside 32 rows the last kilobyte lacks
     if launch.block_n == 64:
-        if arch == "sm90":  # measured on an H200
+        if arch == "sm90":
             launch = replace(launch, block_n=128, stages=2)
         elif arch in _SMALL:
             launch = replace(launch, block_m=64, block_n=32, warps=4, stages=3)
@@ -137,47 +179,47 @@ def extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Lau
 
 
 def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
-    """Take fewer stages, keys and lines until queries, keys and values fit shared memory."""
+    """Take fewer stages, keys and rows until queries, keys and values fit shared memory."""
     launch = replace(launch, ptx=arch.startswith("sm"))
-    room = _SHARED.get(arch, 227) * 1024
+    capacity = _SHARED.get(arch, 227) * 1024
     latent = v_dim > 256 and head_dim > v_dim  # values are keys
-    keys = sum(head_parts(head_dim)) * store_bytes
-    both = keys if latent else keys + power_of_two(v_dim) * store_bytes
-    least = {"stages": 2, "block_n": 32, "block_m": 32}
-    while launch.stages * launch.block_n * both + launch.block_m * keys > room:
-        if launch.stages > least["stages"]:
+    key_bytes = sum(head_parts(head_dim)) * store_bytes
+    kv_bytes = key_bytes if latent else key_bytes + power_of_two(v_dim) * store_bytes
+    smallest = {"stages": 2, "block_n": 32, "block_m": 32}
+    while launch.stages * launch.block_n * kv_bytes + launch.block_m * key_bytes > capacity:
+        if launch.stages > smallest["stages"]:
             launch = replace(launch, stages=launch.stages - 1)
-        elif launch.block_n > least["block_n"]:
+        elif launch.block_n > smallest["block_n"]:
             launch = replace(launch, block_n=launch.block_n // 2)
-        elif launch.block_m > least["block_m"]:
+        elif launch.block_m > smallest["block_m"]:
             launch = replace(launch, block_m=launch.block_m // 2)
-        elif least["stages"] > 1:
-            least = {"stages": 1, "block_n": 16, "block_m": 16}
+        elif smallest["stages"] > 1:
+            smallest = {"stages": 1, "block_n": 16, "block_m": 16}
         else:
             break  # it may fit still: this is an upper bound
     return launch
 
 
-def _decode(lines: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
+def _decode(rows: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if v_dim > 256:  # the latent of MLA: its accumulator fills the registers
-        if lines <= 16:
-            return Launch(block_m=16, block_n=64, warps=4, stages=2, programs=2, least=2)
+        if rows <= 16:
+            return Launch(block_m=16, block_n=64, warps=4, stages=2, ctas_per_sm=2, min_blocks=2)
         return Launch(block_m=32, block_n=32, warps=8, stages=2)
-    block_m = power_of_two(lines)
+    block_m = power_of_two(rows)
     if block_m >= 64:
         small = head_dim > 128
-        return Launch(block_m=64, block_n=32 if small else 64, warps=4, stages=2, programs=2)
+        return Launch(block_m=64, block_n=32 if small else 64, warps=4, stages=2, ctas_per_sm=2)
     if head_dim > 128:
-        return Launch(block_m=block_m, block_n=32, warps=4, stages=2, programs=2)
+        return Launch(block_m=block_m, block_n=32, warps=4, stages=2, ctas_per_sm=2)
     if store_bytes == 1:
-        return Launch(block_m=block_m, block_n=128, warps=4, stages=2, programs=3)
-    return Launch(block_m=block_m, block_n=64, warps=4, stages=3, programs=2)
+        return Launch(block_m=block_m, block_n=128, warps=4, stages=2, ctas_per_sm=3)
+    return Launch(block_m=block_m, block_n=64, warps=4, stages=3, ctas_per_sm=2)
 
 
-def _turing(lines: int, head_dim: int, v_dim: int) -> Launch:
+def _turing(rows: int, head_dim: int, v_dim: int) -> Launch:
     """Choose for sm75, where Triton has no matrix instructions: operands fill the registers."""
     keys = 32 if max(head_dim, v_dim) <= 128 else 16
-    return Launch(block_m=min(32, power_of_two(lines)), block_n=keys, warps=8, stages=1)
+    return Launch(block_m=min(32, power_of_two(rows)), block_n=keys, warps=8, stages=1)
 
 
 def _extend(head_dim: int, v_dim: int) -> Launch:
@@ -195,15 +237,11 @@ def hopper_block(head_dim: int, v_dim: int) -> int | None:
     return {64: 128, 128: 128, 256: 64}.get(head_dim)
 
 
-LONG = 1 << 30  # the longest request, where its length must not be asked
-
-
 def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> Launch:
-    """Choose for `extend_hopper`, or for `extend_tiles` by a block_m of less than 128 lines.
+    """Choose for `extend_hopper`, or for `extend_tiles` by a block_m of less than 128 rows.
 
     longest: keys of the longest request: short ones lose less at the edges of small blocks. tiles:
     of all requests and KV heads. Warps and registers of extend_hopper are part of the kernel.
-    Measured on an H200.
     """
     block = hopper_block(head_dim, head_dim)
     assert block is not None  # extend_fits was asked
@@ -217,7 +255,9 @@ def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> L
     return Launch(block_m=128, block_n=block, warps=4, stages=2)
 
 
-_CACHED = 1 << 24  # bytes of keys and values that stay in the L2 cache of a Hopper
+# Bytes of keys and values that stay in the L2 cache of a Hopper; reasoned: a third of its 50 MB,
+# which queries and outputs pass through as well.
+_L2_BYTES = 1 << 24
 
 
 @cache
@@ -226,5 +266,5 @@ def heads_at_once(heads: int, longest: int, key_bytes: int) -> int:
 
     longest: keys of it; key_bytes: of one key and value of one head.
     """
-    fits = max(1, _CACHED // max(1, longest * key_bytes))
+    fits = max(1, _L2_BYTES // max(1, longest * key_bytes))
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fits)

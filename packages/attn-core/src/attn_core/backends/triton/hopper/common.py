@@ -1,9 +1,11 @@
-"""Device functions that the Hopper kernels share: keys into shared memory, scores, clean tails."""
+"""What the Hopper kernels share: their constants, and how keys and values reach shared memory."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,25 +13,61 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-SEE_CAUSAL = gl.constexpr(1)  # as in portable/common.py
-SEE_TREE = gl.constexpr(2)
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
-GATHER_BELOW = gl.constexpr(8)  # smaller pages than the swizzle goes over are gathered by rows
+
+class Sizes(NamedTuple):
+    """Numbers that change from pass to pass; a kernel takes each as an argument of its own.
+
+    (Triton specialises the numbers of a tuple, whatever do_not_specialize says.) batch: requests.
+    window: tokens that a query sees. drafts: n of the tree's mask [n, n]. table_stride: of a row of
+    the page table. heads_at_once: KV heads whose tiles take turns, a divisor of HEADS.
+    """
+
+    batch: Any
+    window: Any
+    drafts: Any
+    table_stride: Any
+    heads_at_once: Any
+
+
+class AttentionConfig(NamedTuple):
+    """Constants of a kernel.
+
+    HEADS: KV heads. GROUP: query heads of one KV head. PAGE: tokens of a page, 0 without pages.
+    HND: whether a page holds one head after the other. GATHERS: whether threads copy the keys,
+    since TMA cannot. BN: keys of a block. D: the head dim. MASK: 0, MASK_CAUSAL or MASK_TREE.
+    WINDOW: whether there is one. STAGES: blocks in shared memory. INT64_OFFSETS: whether
+    offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of 64 rows that
+    a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
+    BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program.
+    """
+
+    HEADS: int
+    GROUP: int
+    PAGE: int
+    HND: bool
+    GATHERS: bool
+    BN: int
+    D: int
+    USE_SOFTCAP: bool
+    USE_SINKS: bool
+    MASK: int
+    WINDOW: bool
+    STAGES: int
+    INT64_OFFSETS: bool
+    ROW_BLOCKS: int = 1
+    BLOCKS_PER_UNIT: int = 1
+    BATCH_INVARIANT: bool = False
+    MIN_UNITS: int = 1
 
 
 @gluon.jit
-def find_request(cu, batch, item, SCALE: gl.constexpr, BLOCK: gl.constexpr):
-    """Do what tiles.find_request does."""
+def find_seq_idx(indptr, batch, index, SCALE: gl.constexpr):
+    """Return the last sequence with indptr[sequence] · SCALE <= index."""
     low = 0
     high = batch
     while high - low > 1:
         middle = (low + high) // 2
-        start = gl.load(cu + middle) * SCALE
-        if BLOCK > 0:
-            start = start // BLOCK + middle
-        if start <= item:
+        if gl.load(indptr + middle) * SCALE <= index:
             low = middle
         else:
             high = middle
@@ -37,12 +75,21 @@ def find_request(cu, batch, item, SCALE: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def look_up(table, first, length, start, PAGE: gl.constexpr, BN: gl.constexpr):
-    """Return where keys start … start + BN lie, page · PAGE + place, a key a thread; else nothing.
+def row_offsets(x, q_start, head, rows, GROUP: gl.constexpr):
+    """Return where rows of a KV head, (query, head of its group) pairs, lie in x [T, Hq, D]."""
+    offsets = (q_start + rows // GROUP).to(gl.int64) * x.token_stride
+    offsets += (head * GROUP + rows % GROUP) * x.head_stride
+    return offsets
 
-    Only for pages that `bring` gathers. Keys that are nobody's are then copies of others.
+
+@gluon.jit
+def lookup_slots(page_table, first_key, seq_len, start, CONFIG: gl.constexpr):
+    """Return the slots, page · PAGE + token, of keys start … start + BN: one key a thread.
+
+    Only for pages that load_kv_tile gathers. Keys that are nobody's are then copies of others.
     """
-    if PAGE > 0 and PAGE < GATHER_BELOW:
+    if CONFIG.GATHERS:
+        BN: gl.constexpr = CONFIG.BN
         K: gl.constexpr = gl.DistributedLinearLayout(
             [],
             [[1], [2], [4], [8], [16 if BN == 128 else 0]],
@@ -51,151 +98,87 @@ def look_up(table, first, length, start, PAGE: gl.constexpr, BN: gl.constexpr):
             [BN],
         )
         token = start + gl.arange(0, BN, K)
-        token = gl.maximum(gl.minimum(gl.maximum(token, first), length - 1), 0)
-        return gl.load(table + token // PAGE) * PAGE + token % PAGE
+        token = gl.maximum(gl.minimum(gl.maximum(token, first_key), seq_len - 1), 0)
+        return gl.load(page_table + token // CONFIG.PAGE) * CONFIG.PAGE + token % CONFIG.PAGE
     else:
         return start
 
 
 @gluon.jit
-def bring(
-    rows,
+def load_kv_tile(
+    channel,
+    step,
+    kv_rows,
     store,
-    tile,
-    stage,
-    full,
-    table,
-    places,
-    begin,
+    page_table,
+    slots,
+    kv_start,
     head,
-    heads,
-    length,
+    seq_len,
     start,
-    page_stride,
-    token_stride,
-    head_stride,
-    PAGE: gl.constexpr,
-    HND: gl.constexpr,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    WIDE: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
-    """Copy keys start … start + BN of one head into stage `stage` of `tile`, and signal `full`.
+    """Copy keys start … start + BN of one head into the channel's tile of a step.
 
-    By TMA from `rows`, a page or a part of one at a time; pages that are too small for it are
-    gathered from `store` by all four warps, from the `places` that look_up found.
+    TMA copies from kv_rows, a page or a part of one at a time. Pages that are too small for it are
+    gathered from the store by all four warps, from the slots that lookup_slots found. kv_start:
+    the first row of the sequence where there are no pages.
     """
-    if PAGE > 0 and PAGE < GATHER_BELOW:
-        # a warp's rows are those whose places its threads looked up
+    BN: gl.constexpr = CONFIG.BN
+    D: gl.constexpr = CONFIG.D
+    PAGE: gl.constexpr = CONFIG.PAGE
+    stage = channel.stage(step)
+    full = channel.full.index(stage)
+    if CONFIG.GATHERS:
+        # a warp's rows are those whose slots its threads looked up
         L: gl.constexpr = gl.BlockedLayout([BN // 16, 8], [4, 8], [4, 1], [1, 0])
-        page = places // PAGE
-        inner = places % PAGE
-        if WIDE:
+        page = slots // PAGE
+        token = slots % PAGE
+        if CONFIG.INT64_OFFSETS:
             page = page.to(gl.int64)
-        at = gl.convert_layout(page * page_stride + inner * token_stride, gl.SliceLayout(1, L))
-        column = gl.arange(0, D, gl.SliceLayout(0, L))
-        mine = store + head.to(gl.int64) * head_stride
+        offsets = page * store.page_stride + token * store.token_stride
+        offsets = gl.convert_layout(offsets, gl.SliceLayout(1, L))
+        columns = gl.arange(0, D, gl.SliceLayout(0, L))
+        head_ptr = store.ptr + head.to(gl.int64) * store.head_stride
         async_copy.async_copy_global_to_shared(
-            tile.index(stage), mine + at[:, None] + column[None, :]
+            channel.tile.index(stage), head_ptr + offsets[:, None] + columns[None, :]
         )
         async_copy.mbarrier_arrive(full, increment_count=False)
     else:
         PANELS: gl.constexpr = D // 64
         ROWS: gl.constexpr = min(PAGE, BN) if PAGE > 0 else BN
-        PARTS: gl.constexpr = BN // ROWS
-        parts = tile._reinterpret(tile.dtype, [STAGES * PANELS * PARTS, ROWS, 64], rows.layout)
+        COPIES: gl.constexpr = BN // ROWS
+        panels = channel.tile._reinterpret(
+            channel.tile.dtype, [channel.STAGES * PANELS * COPIES, ROWS, 64], kv_rows.layout
+        )
         mbarrier.expect(full, BN * D * 2)
-        left = 0 if HND else head * D
-        for part in gl.static_range(PARTS):
-            token = start + part * ROWS
+        first_column = 0 if CONFIG.HND else head * D
+        for copy in gl.static_range(COPIES):
+            token = start + copy * ROWS
             if PAGE > 0:
-                page = gl.load(table + gl.minimum(token, gl.maximum(length - 1, 0)) // PAGE)
-                row = ((page * heads + head) if HND else page) * PAGE + token % PAGE
+                page = gl.load(page_table + gl.minimum(token, gl.maximum(seq_len - 1, 0)) // PAGE)
+                row = ((page * CONFIG.HEADS + head) if CONFIG.HND else page) * PAGE + token % PAGE
             else:
-                row = begin + token
+                row = kv_start + token
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
-                    rows,
-                    [row, left + panel * 64],
+                    kv_rows,
+                    [row, first_column + panel * 64],
                     full,
-                    parts.index((stage * PANELS + panel) * PARTS + part),
+                    panels.index((stage * PANELS + panel) * COPIES + copy),
                 )
 
 
 @gluon.jit
-def scores(
-    s,
-    start,
-    qi,
-    m,
-    total,
-    length,
-    prefix,
-    whole_low,
-    whole_high,
-    scale,
-    cap,
-    window,
-    tree,
-    drafts,
-    BN: gl.constexpr,
-    CAP: gl.constexpr,
-    SEES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    LATE: gl.constexpr = True,
-):
-    """Return p of a block of scores, the new m and total, and by what the old ones shrink.
-
-    Keys whole_low … whole_high are seen by every line, so that their blocks need no mask. LATE: the
-    scale, which is positive, comes after the maximum: an operation a score less, a register more.
-    """
-    factor = scale * LOG2E
-    if CAP:
-        y = s * (scale / cap)
-        square = y * y
-        small = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
-        e = gl.exp2(gl.abs(y) * (-2 * 1.4426950408889634))
-        large = (1 - e) / (1 + e)
-        s = gl.where(gl.abs(y) < 0.1, small, gl.where(y < 0, -large, large))
-        factor = cap * LOG2E
-    if not LATE:
-        s = s * factor
-    if (start < whole_low) | (start + BN > whole_high):
-        j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
-        seen = (j < length)[None, :] & (qi >= 0)[:, None]
-        if SEES == SEE_CAUSAL:
-            seen = seen & (j[None, :] <= prefix + qi[:, None])
-            if WINDOW:
-                seen = seen & (j[None, :] > prefix + qi[:, None] - window)
-        if SEES == SEE_TREE:
-            draft = j - prefix
-            inside = (qi < drafts)[:, None] & ((draft >= 0) & (draft < drafts))[None, :]
-            bit = gl.load(tree + qi[:, None] * drafts + draft[None, :], mask=inside, other=0)
-            seen = seen & ((draft < 0)[None, :] | (bit != 0))
-        s = gl.where(seen, s, -float("inf"))
-    if LATE:
-        new = gl.maximum(m, gl.max(s, 1) * factor)
-        base = gl.where(new == -float("inf"), 0.0, new)
-        p = gl.exp2(s * factor - base[:, None])
-    else:
-        new = gl.maximum(m, gl.max(s, 1))
-        base = gl.where(new == -float("inf"), 0.0, new)
-        p = gl.exp2(s - base[:, None])
-    shrink = gl.exp2(m - base)
-    return p, new, total * shrink + gl.sum(p, 1), shrink
-
-
-@gluon.jit
-def clean(tile, stage, start, first, length, BN: gl.constexpr, D: gl.constexpr):
+def zero_tail(tile, stage, start, first_key, seq_len, BN: gl.constexpr, D: gl.constexpr):
     """Zero the values of keys that are nobody's: they may hold NaN, and 0 times NaN is NaN."""
-    if (start < first) | (start + BN > length):
+    if (start < first_key) | (start + BN > seq_len):
         L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         N: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 64], tile.dtype)
         panels = tile._reinterpret(tile.dtype, [tile.shape[0] * (D // 64), BN, 64], N)
         j = start + gl.arange(0, BN, gl.SliceLayout(1, L))
-        kept = ((j >= first) & (j < length))[:, None]
+        valid = ((j >= first_key) & (j < seq_len))[:, None]
         for i in gl.static_range(D // 64):
             panel = panels.index(stage * (D // 64) + i)
-            panel.store(gl.where(kept, panel.load(L), 0.0).to(tile.dtype))
+            panel.store(gl.where(valid, panel.load(L), 0.0).to(tile.dtype))
         hopper.fence_async_shared()

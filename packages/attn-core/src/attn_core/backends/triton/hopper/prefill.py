@@ -1,6 +1,6 @@
 """extend for Hopper: warps that copy pages (TMA) beside warps that multiply (wgmma), in Gluon.
 
-Two groups of four warps hold 64 lines each; further warps bring the blocks of keys they share. A
+Two groups of four warps hold 64 rows each; further warps load the blocks of keys they share. A
 group multiplies the next block by its queries while it still adds up the last one, so that the
 exponentials hide behind matrix products (FlashAttention-3, arXiv:2407.08608, section 3.2).
 """
@@ -14,423 +14,253 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn_core.backends.triton.hopper.channel import init_barriers, new_channel, new_kv_channels
 from attn_core.backends.triton.hopper.common import (
-    GATHER_BELOW,
-    LN2,
-    LOG2E,
-    SEE_CAUSAL,
-    barrier,
-    bring,
-    clean,
-    find_request,
-    look_up,
-    scores,
+    Sizes,
+    load_kv_tile,
+    lookup_slots,
+    row_offsets,
+    zero_tail,
 )
-from attn_core.backends.triton.tile_order import TILE
+from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, softmax_step, store_output
+from attn_core.backends.triton.hopper.tile_queue import (
+    TILE_ROWS,
+    leave_counter,
+    next_item,
+    pop_item,
+    push_item,
+    tile_item,
+)
 
-LINES = gl.constexpr(TILE)
-
-
-@gluon.jit
-def _draw(counter, begins, who, batch, at_once, HEADS: gl.constexpr, FIRST: gl.constexpr):
-    """Draw an item; return tile · HEADS + head and the request, -1 and any at the end.
-
-    FIRST: the one that is the program's own. `at_once` heads take turns: their keys fit the cache.
-    A request's last tile comes first, since it sees most keys, as the longest request does.
-    """
-    item = gl.program_id(0)
-    if not FIRST:
-        item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-    tiles = gl.load(begins + batch)
-    heads = item // (tiles * at_once) * at_once
-    rest = item % (tiles * at_once)
-    at = rest // at_once
-    place = find_request(begins, batch, at, 1, 0)
-    tile = gl.load(begins + place + 1) - 1 - at
-    found = tile * HEADS + heads + rest % at_once
-    return gl.where(item < tiles * HEADS, found, -1), gl.load(who + place)
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 
 
 @gluon.jit
-def _tile(
-    cu,
-    lengths,
-    item,
-    b,
-    window,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    BN: gl.constexpr,
-    SEES: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
-    """Return where the lines of an item of request b lie and which blocks of keys they see."""
-    head = item % HEADS
-    tile = item // HEADS
-    query = gl.load(cu + b)
-    queries = gl.load(cu + b + 1) - query
-    begin = 0
-    if PAGE == 0:
-        begin = gl.load(lengths + b)
-        length = gl.load(lengths + b + 1) - begin
-    else:
-        length = gl.load(lengths + b)
-    prefix = length - queries
-    first = 0
-    last = length
-    whole_low = 0
-    whole_high = length
-    if SEES == SEE_CAUSAL:
-        first_query = tile * LINES // GROUP
-        last_query = gl.minimum((tile * LINES + LINES - 1) // GROUP, queries - 1)
-        last = gl.minimum(length, prefix + last_query + 1)
-        whole_high = gl.minimum(length, prefix + first_query + 1)
-        if WINDOW:
-            first = gl.maximum(prefix + first_query - window + 1, 0)
-            whole_low = gl.maximum(prefix + last_query - window + 1, 0)
-    low = first // BN
-    count = gl.maximum((last + BN - 1) // BN - low, 1)  # one that nobody sees, where none is seen
-    return head, query, queries, tile, begin, length, first, low, count, whole_low, whole_high
-
-
-@gluon.jit
-def _give(ring, ring_full, ring_free, turn, item, b, WARPS: gl.constexpr):
-    """Hand an item and its request on to those that attend."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(ring_free.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    both = (b.to(gl.int64) << 32) | (item.to(gl.int64) & 0xFFFFFFFF)
-    ring.index(turn % 2).store(gl.full([1], both, gl.int64, one))
-    mbarrier.arrive(ring_full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def _take(ring, ring_full, ring_free, turn):
-    """Return the item of a turn, -1 at the end, and its request."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(ring_full.index(turn % 2), (turn // 2) & 1)
-    both = gl.sum(ring.index(turn % 2).load(one), 0)
-    mbarrier.arrive(ring_free.index(turn % 2), count=1)
-    return both.to(gl.int32), (both >> 32).to(gl.int32)
-
-
-@gluon.jit
-def _copy_keys(
-    given,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    HND: gl.constexpr,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    SEES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
-    WIDE: gl.constexpr,
-):
-    """Draw items and bring the blocks of keys and values of each, the last one first."""
-    (
-        counter, begins, who, ring, ring_full, ring_free, k_rows, v_rows, k_store, v_store, k_tile,
-        v_tile, k_full, k_free, v_full, v_free, cu, lengths, table, batch, at_once, window,
-        table_row, k_page, k_token, k_head, v_page, v_token, v_head,
-    ) = given  # fmt: skip
-    GATHERS: gl.constexpr = PAGE > 0 and PAGE < GATHER_BELOW
-    WARPS: gl.constexpr = 4 if GATHERS else 1
-    LAG: gl.constexpr = 1 if GATHERS else 0  # values come as late as they are needed
-    step = 0
+def load_keys_values(
+    queue, keys, values, k_rows, v_rows, k, v, requests, order, sizes, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Take items and fill both channels with the blocks of each, the last one first."""
+    WARPS: gl.constexpr = 4 if CONFIG.GATHERS else 1
+    LAG: gl.constexpr = 1 if CONFIG.GATHERS else 0  # values come as late as they are needed
+    k_step = 0
     v_step = 0
     turn = 0
-    item, b = _draw(counter, begins, who, batch, at_once, HEADS, True)
-    _give(ring, ring_full, ring_free, turn, item, b, WARPS)
+    item, seq = next_item(order, sizes, CONFIG, FIRST=True)
+    push_item(queue, turn, item, seq, WARPS)
     while item >= 0:
-        head, query, queries, tile, begin, length, first, low, count, _l, _h = _tile(
-            cu, lengths, item, b, window, HEADS, GROUP, PAGE, BN, SEES, WINDOW
-        )
-        pages = table + b.to(gl.int64) * table_row
-        next_item = -1
-        next_b = 0
-        start = (low + count - 1) * BN
-        places = look_up(pages, first, length, start, PAGE, BN)
-        behind = places + 0  # Triton 3.6 carries no name through a loop that is another's at first
-        for i in range(0, count + LAG):
-            ahead = look_up(pages, first, length, start - BN, PAGE, BN)
-            if i < count:
-                stage = step % STAGES
-                mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
-                bring(
-                    k_rows, k_store, k_tile, stage, k_full.index(stage), pages, places, begin, head,
-                    HEADS, length, start, k_page, k_token, k_head, PAGE, HND, BN, D, STAGES, WIDE,
+        tile = tile_item(item, seq, requests, sizes, CONFIG)
+        pages = requests.page_table + seq.to(gl.int64) * sizes.table_stride
+        item_after = -1
+        seq_after = 0
+        start = (tile.first_block + tile.num_blocks - 1) * CONFIG.BN
+        slots = lookup_slots(pages, tile.first_key, tile.seq_len, start, CONFIG)
+        v_slots = slots + 0  # Triton 3.6 carries no name through a loop that is another's at first
+        for i in range(0, tile.num_blocks + LAG):
+            next_slots = lookup_slots(
+                pages, tile.first_key, tile.seq_len, start - CONFIG.BN, CONFIG
+            )  # fmt: skip
+            if i < tile.num_blocks:
+                keys.wait_free(k_step)
+                load_kv_tile(
+                    keys, k_step, k_rows, k, pages, slots, tile.kv_start, tile.head, tile.seq_len,
+                    start, CONFIG,
                 )  # fmt: skip
-                step += 1
+                k_step += 1
             if i >= LAG:
-                stage = v_step % STAGES
-                mbarrier.wait(v_free.index(stage), ((v_step // STAGES) & 1) ^ 1)
-                bring(
-                    v_rows, v_store, v_tile, stage, v_full.index(stage), pages, behind, begin, head,
-                    HEADS, length, start + LAG * BN, v_page, v_token, v_head, PAGE, HND, BN, D,
-                    STAGES, WIDE,
+                values.wait_free(v_step)
+                load_kv_tile(
+                    values, v_step, v_rows, v, pages, v_slots, tile.kv_start, tile.head,
+                    tile.seq_len, start + LAG * CONFIG.BN, CONFIG,
                 )  # fmt: skip
                 v_step += 1
-            behind = places
-            places = ahead
-            start -= BN
-            if i == gl.minimum(count, STAGES) - 1 + LAG:  # known before it is needed
+            v_slots = slots
+            slots = next_slots
+            start -= CONFIG.BN
+            if i == gl.minimum(tile.num_blocks, CONFIG.STAGES) - 1 + LAG:  # before it is needed
                 turn += 1
-                next_item, next_b = _draw(counter, begins, who, batch, at_once, HEADS, False)
-                _give(ring, ring_full, ring_free, turn, next_item, next_b, WARPS)
-        item = next_item
-        b = next_b
-    # the last program leaves the counter as the next launch wants to find it
-    if gl.atomic_add(counter + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)
+                item_after, seq_after = next_item(order, sizes, CONFIG, FIRST=False)
+                push_item(queue, turn, item_after, seq_after, WARPS)
+        item = item_after
+        seq = seq_after
+    leave_counter(order)
 
 
 @gluon.jit
-def _bring_queries(
-    q, mine, cu, item, b, q_token, q_head, HALF: gl.constexpr, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr,
+def load_q_tile(
+    q, q_tile, requests, item, seq, HALF: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Begin to copy lines 64 · HALF … of an item's queries; none of item -1.
+    """Begin to copy rows 64 · HALF … of an item's queries; none of item -1.
 
     No branch: a matrix product may be under way, and its registers must stay where they are.
     """
+    D: gl.constexpr = CONFIG.D
+    GROUP: gl.constexpr = CONFIG.GROUP
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    query = gl.load(cu + b)
-    queries = gl.load(cu + b + 1) - query
-    line = item // HEADS * LINES + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
-    column = gl.arange(0, D, gl.SliceLayout(0, B))
-    at = (query + line // GROUP).to(gl.int64) * q_token
-    at += (item % HEADS * GROUP + line % GROUP) * q_head
-    inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :] & (item >= 0)
-    async_copy.async_copy_global_to_shared(mine, q + at[:, None] + column[None, :], mask=inside)
+    q_start = gl.load(requests.cu_seqlens_q + seq)
+    q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+    rows = item // CONFIG.HEADS * TILE_ROWS + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
+    columns = gl.arange(0, D, gl.SliceLayout(0, B))
+    offsets = row_offsets(q, q_start, item % CONFIG.HEADS, rows, GROUP)
+    valid = (rows // GROUP < q_len)[:, None] & (columns >= 0)[None, :] & (item >= 0)
+    async_copy.async_copy_global_to_shared(
+        q_tile, q.ptr + offsets[:, None] + columns[None, :], mask=valid
+    )
     async_copy.commit_group()
 
 
 @gluon.jit
-def _attend(
-    given,
+def attend(
+    queue,
+    q_tiles,
+    keys,
+    values,
+    q,
+    out,
+    requests,
+    sinks,
+    scales,
+    sizes,
     HALF: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    SEES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CAP: gl.constexpr,
-    SINKS: gl.constexpr,
-    STAGES: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
-    """Attend with lines 64 · HALF … of each tile."""
-    (
-        ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full, v_free, q, out,
-        lse, sinks, cu, lengths, scale, cap, v_scale, window, q_token, q_head, out_token, out_head,
-    ) = given  # fmt: skip
+    """Attend with rows 64 · HALF … of each tile."""
+    BN: gl.constexpr = CONFIG.BN
+    D: gl.constexpr = CONFIG.D
+    GROUP: gl.constexpr = CONFIG.GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    GATHERS: gl.constexpr = PAGE > 0 and PAGE < GATHER_BELOW
-    mine = q_tile.index(HALF)
-    nothing = gl.full([64, BN], 0.0, gl.float32, S)
+    q_tile = q_tiles.index(HALF)
+    zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
     turn = 0
-    item, b = _take(ring, ring_full, ring_free, turn)
-    _bring_queries(q, mine, cu, item, b, q_token, q_head, HALF, HEADS, GROUP, D)
+    item, seq = pop_item(queue, turn)
+    load_q_tile(q, q_tile, requests, item, seq, HALF, CONFIG)
     while item >= 0:
-        head, query, queries, tile, begin, length, first, low, count, whole_low, whole_high = _tile(
-            cu, lengths, item, b, window, HEADS, GROUP, PAGE, BN, SEES, WINDOW
-        )
+        tile = tile_item(item, seq, requests, sizes, CONFIG)
         async_copy.wait_group(0)
         barrier()
         hopper.fence_async_shared()
-        prefix = length - queries
-        flat = tile * LINES + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-        qi = flat // GROUP
-        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-        total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc = gl.full([64, D], 0.0, gl.float32, O)
-        start = (low + count - 1) * BN
-        stage = step % STAGES
-        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        if GATHERS:
-            hopper.fence_async_shared()
-        s = hopper.warpgroup_mma(mine, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False)
-        mbarrier.arrive(k_free.index(stage), count=1)
-        p, m, total, shrink = scores(
-            s, start, qi, m, total, length, prefix, whole_low, whole_high, scale, cap, window, q, 0,
-            BN, CAP, SEES, WINDOW,
+        first_row = tile.index * TILE_ROWS + HALF * 64
+        rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, S))
+        q_idx = rows // GROUP
+        mask = KeyMask(
+            tile.seq_len, tile.seq_len - tile.q_len, tile.unmasked_low, tile.unmasked_high,
+            sizes.window, 0, 0,
         )  # fmt: skip
-        weights = gl.convert_layout(p.to(v_tile.dtype), P)
-        for i in range(1, count):
-            last = step % STAGES
-            last_phase = (step // STAGES) & 1
+        m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+        acc = gl.full([64, D], 0.0, gl.float32, O)
+        start = (tile.first_block + tile.num_blocks - 1) * BN
+        keys.wait_full(step)
+        if CONFIG.GATHERS:
+            hopper.fence_async_shared()
+        k_tile = keys.tile.index(keys.stage(step)).permute((1, 0))
+        s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False)
+        keys.release(step)
+        p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+        weights = gl.convert_layout(p.to(values.tile.dtype), P)
+        for i in range(1, tile.num_blocks):
+            v_step = step
+            v_stage = values.stage(v_step)
             step += 1
-            stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-            if GATHERS:
+            keys.wait_full(step)
+            if CONFIG.GATHERS:
                 hopper.fence_async_shared()
-            next_s = hopper.warpgroup_mma(
-                mine, k_tile.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
-            )
-            mbarrier.wait(v_full.index(last), last_phase)
-            if GATHERS:
+            k_tile = keys.tile.index(keys.stage(step)).permute((1, 0))
+            next_s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
+            values.wait_full(v_step)
+            if CONFIG.GATHERS:
                 hopper.fence_async_shared()
             else:
-                clean(v_tile, last, start, first, length, BN, D)
-            next_acc = hopper.warpgroup_mma(weights, v_tile.index(last), acc, is_async=True)
-            s = hopper.warpgroup_mma_wait(1, deps=[next_s])
-            mbarrier.arrive(k_free.index(stage), count=1)
-            start = (low + count - 1 - i) * BN
-            p, m, total, shrink = scores(
-                s, start, qi, m, total, length, prefix, whole_low, whole_high, scale, cap,
-                window, q, 0, BN, CAP, SEES, WINDOW,
+                zero_tail(values.tile, v_stage, start, tile.first_key, tile.seq_len, BN, D)
+            next_acc = hopper.warpgroup_mma(
+                weights, values.tile.index(v_stage), acc, is_async=True
             )  # fmt: skip
+            s = hopper.warpgroup_mma_wait(1, deps=[next_s])
+            keys.release(step)
+            start = (tile.first_block + tile.num_blocks - 1 - i) * BN
+            p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
             acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
-            mbarrier.arrive(v_free.index(last), count=1)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-            weights = gl.convert_layout(p.to(v_tile.dtype), P)
+            values.release(v_step)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            weights = gl.convert_layout(p.to(values.tile.dtype), P)
 
-        last = step % STAGES
-        mbarrier.wait(v_full.index(last), (step // STAGES) & 1)
-        if GATHERS:
+        v_stage = values.stage(step)
+        values.wait_full(step)
+        if CONFIG.GATHERS:
             hopper.fence_async_shared()
         else:
-            clean(v_tile, last, start, first, length, BN, D)
-        next_acc = hopper.warpgroup_mma(weights, v_tile.index(last), acc, is_async=True)
+            zero_tail(values.tile, v_stage, start, tile.first_key, tile.seq_len, BN, D)
+        next_acc = hopper.warpgroup_mma(weights, values.tile.index(v_stage), acc, is_async=True)
         # this tile has met all its keys: the queries of the next one come while it is finished
         turn += 1
-        next_item, next_b = _take(ring, ring_full, ring_free, turn)
-        _bring_queries(q, mine, cu, next_item, next_b, q_token, q_head, HALF, HEADS, GROUP, D)
+        next_item, next_seq = pop_item(queue, turn)
+        load_q_tile(q, q_tile, requests, next_item, next_seq, HALF, CONFIG)
         acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
-        mbarrier.arrive(v_free.index(last), count=1)
+        values.release(step)
         step += 1
 
-        if SINKS:
-            sink = gl.load(sinks + head * GROUP + flat % GROUP).to(gl.float32) * LOG2E
-            new = gl.maximum(m, sink)
-            shrink = gl.exp2(m - new)
-            total = total * shrink + gl.exp2(sink - new)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-            m = new
-        none = total == 0.0
-        safe = gl.where(none, 1.0, total)
-        done = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, O))[:, None]
-        done = gl.convert_layout(done.to(out.dtype.element_ty), B)
-        line = tile * LINES + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
-        column = gl.arange(0, D, gl.SliceLayout(0, B))
-        inside = (line // GROUP < queries)[:, None] & (column >= 0)[None, :]
-        o_at = (query + line // GROUP).to(gl.int64) * out_token
-        o_at += (head * GROUP + line % GROUP) * out_head
-        gl.store(out + o_at[:, None] + column[None, :], done, mask=inside)
-        natural = gl.where(none, -float("inf"), (m + gl.log2(safe)) * LN2)
-        lse_at = (query + qi) * (HEADS * GROUP) + head * GROUP + flat % GROUP
-        gl.store(lse + lse_at, natural, mask=qi < queries)
+        if CONFIG.USE_SINKS:
+            acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks + tile.head * GROUP, rows % GROUP)
+        empty = l_i == 0.0
+        l_i = gl.where(empty, 1.0, l_i)
+        store_output(
+            acc, m_i, l_i, empty, out, scales.v, tile.q_start, tile.q_len, tile.head, first_row,
+            CONFIG,
+        )  # fmt: skip
         item = next_item
-        b = next_b
+        seq = next_seq
 
 
-@gluon.jit(do_not_specialize=["batch", "at_once", "window", "table_row"])
+@gluon.jit(do_not_specialize=["batch", "heads_at_once", "window", "table_stride"])
 def extend_hopper(
     q,
     k_rows,
     v_rows,
-    k_store,
-    v_store,
+    k,
+    v,
     out,
-    lse,
-    cu,
-    lengths,
-    begins,
-    who,
-    table,
+    requests,
+    order,
     sinks,
+    scales,
     batch,
-    at_once,
-    counter,
-    scale,
-    cap,
-    v_scale,
+    heads_at_once,
     window,
-    q_token,
-    q_head,
-    out_token,
-    out_head,
-    table_row,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    HND: gl.constexpr,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    CAP: gl.constexpr,
-    SINKS: gl.constexpr,
-    SEES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
-    WIDE: gl.constexpr,
+    table_stride,
+    CONFIG: gl.constexpr,
 ):
-    """Do what extend_tiles does, with 128 lines a tile; a program draws one tile after another.
+    """Do what extend_tiles does, with 128 rows a tile; a program takes one tile after another.
 
-    begins, who: see order_requests. at_once: heads that take turns, a divisor of HEADS. counter:
-    int32 [2], zeros before and after: the items that were drawn and the programs that are done.
-    k_rows, v_rows: the stores as rows of tokens for TMA, [min(PAGE, BN) or BN, 64] at a time.
+    k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN) or BN, 64] at a
+    time.
     """
-    T: gl.constexpr = q.dtype.element_ty
-    KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], T)
-    QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], T)
-    GATHERS: gl.constexpr = PAGE > 0 and PAGE < GATHER_BELOW
-    q_tile = gl.allocate_shared_memory(T, [2, 64, D], QS)
-    k_tile = gl.allocate_shared_memory(T, [STAGES, BN, D], KV)
-    v_tile = gl.allocate_shared_memory(T, [STAGES, BN, D], KV)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ring = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ring_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(ring_full.index(i), count=1)
-        mbarrier.init(ring_free.index(i), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=128 if GATHERS else 1)
-        mbarrier.init(v_full.index(i), count=128 if GATHERS else 1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
-    attends = (
-        ring, ring_full, ring_free, q_tile, k_tile, v_tile, k_full, k_free, v_full, v_free, q, out,
-        lse, sinks, cu, lengths, scale, cap, v_scale, window, q_token, q_head, out_token, out_head,
-    )  # fmt: skip
-    copies = (
-        counter, begins, who, ring, ring_full, ring_free, k_rows, v_rows, k_store, v_store, k_tile,
-        v_tile, k_full, k_free, v_full, v_free, cu, lengths, table, batch, at_once, window,
-        table_row, k_page, k_token, k_head, v_page, v_token, v_head,
-    )  # fmt: skip
+    sizes = Sizes(batch, window, 0, table_stride, heads_at_once)
+    T: gl.constexpr = q.ptr.dtype.element_ty
+    QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.D], T)
+    q_tiles = gl.allocate_shared_memory(T, [2, 64, CONFIG.D], QS)
+    keys, values = new_kv_channels(T, CONFIG)
+    items = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = new_channel(items, 2)
+    init_barriers((queue,), 1, 2)
+    init_barriers((keys, values), 128 if CONFIG.GATHERS else 1, 2)
     gl.warp_specialize(
         [
             (
-                _attend,
-                (attends, 0, HEADS, GROUP, PAGE, BN, D, SEES, WINDOW, CAP, SINKS, STAGES),
+                attend,
+                (queue, q_tiles, keys, values, q, out, requests, sinks, scales, sizes, 0, CONFIG),
             ),
             (
-                _attend,
-                (attends, 1, HEADS, GROUP, PAGE, BN, D, SEES, WINDOW, CAP, SINKS, STAGES),
+                attend,
+                (queue, q_tiles, keys, values, q, out, requests, sinks, scales, sizes, 1, CONFIG),
             ),
             (
-                _copy_keys,
-                (copies, HEADS, GROUP, PAGE, HND, BN, D, SEES, WINDOW, STAGES, WIDE),
+                load_keys_values,
+                (queue, keys, values, k_rows, v_rows, k, v, requests, order, sizes, CONFIG),
             ),
         ],
-        [4, 4 if GATHERS else 1],
-        [224 if GATHERS else 240, 56 if GATHERS else 24],
+        [4, 4 if CONFIG.GATHERS else 1],
+        [224 if CONFIG.GATHERS else 240, 56 if CONFIG.GATHERS else 24],
     )

@@ -1,4 +1,4 @@
-"""Device functions that the attention kernels share: tokens of pages, visibility, softmax."""
+"""Device functions that the attention kernels share: masks, online softmax, the loop, the end."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -8,119 +8,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_NONE, MASK_TREE
+from attn_core.backends.triton.portable.arguments import State
+from attn_core.backends.triton.portable.loads import load_split_columns, load_values
+
 LOG2E = tl.constexpr(1.4426950408889634)  # kernels work in base 2, whose exp is one instruction
 LN2 = tl.constexpr(0.6931471805599453)
-# What a query sees of the keys: all of them, those up to its own, or the prefix and what the mask
-# of a tree of drafts says of the rest.
-SEE_ALL = tl.constexpr(0)
-SEE_CAUSAL = tl.constexpr(1)
-SEE_TREE = tl.constexpr(2)
+# When a block of keys is masked: never, since all rows see all its keys; always; at the edges of
+# what rows see, which the loop looks for.
+UNMASKED = tl.constexpr(0)
+MASKED = tl.constexpr(1)
+MASKED_AT_EDGES = tl.constexpr(2)
 
 
 @triton.jit
-def find_request(cu, batch, item, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the last b < batch with cu[b] · SCALE // BLOCK + b <= item (BLOCK 0: cu[b] · SCALE).
+def store_tile(out, tile, state, acc, sinks, v_scale, C: tl.constexpr):
+    """Write the outputs and the LSE of the rows of a tile that have seen all their keys.
 
-    cu does not fall, so that of equal entries the last one counts: requests without work are
-    passed over.
+    acc: float32 [BM, BDV], all columns of the state's accumulator.
     """
-    low = 0
-    high = batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = tl.load(cu + middle) * SCALE
-        if BLOCK > 0:
-            start = start // BLOCK + middle
-        if start <= item:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def load_values(
-    pool,
-    blocks,
-    at,
-    block_at,
-    d,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FP4: tl.constexpr,
-    like: tl.constexpr,
-):
-    """Load rows of a store as [N, len(d)] in the dtype of `like`.
-
-    at, block_at: int [N], where each row and its FP4 scales begin. d: the columns; those from D
-    on are 0. FP4 is e2m1, low nibble first, one e4m3 scale per 16 columns.
-    """
-    here = (at >= 0)[:, None] & (d[None, :] < D)  # at is; without padding nothing is masked
-    if FP4:
-        codes_at = pool + at[:, None] + d[None, :] // 2
-        scale_at = blocks + block_at[:, None] + d[None, :] // 16
-        if WIDTH > D:
-            codes = tl.load(codes_at, mask=here, other=0).to(tl.int32)
-            scale = tl.load(scale_at, mask=here, other=0.0)
-        else:
-            codes = tl.load(codes_at).to(tl.int32)
-            scale = tl.load(scale_at)
-        nibble = (codes >> ((d[None, :] % 2) * 4)) & 15
-        exponent = (nibble >> 1) & 3
-        odd = nibble & 1
-        twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
-        value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
-        return (value * scale.to(tl.float32)).to(like)
-    if WIDTH > D:
-        return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
-    return tl.load(pool + at[:, None] + d[None, :]).to(like)
-
-
-@triton.jit
-def load_halves(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
-    """Load rows of an FP8 store as their even and their odd columns, [N, D / 2] each in `like`.
-
-    A matrix operand of bytes that lie across its rows is read byte by byte, one of 16 bits by the
-    instruction for it. PTX: take two neighbours apart by NVIDIA's instructions.
-    """
-    pair = tl.arange(0, D // 2)
-    words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
-    word = tl.load(words)
-    if PTX:  # two words at a time: bytes 0, 2 and 1, 3
-        if pool.dtype.element_ty == tl.float8e5:  # the upper byte of an fp16
-            low, high = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
-                "=r,=r,r",
-                [word],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 t;
-                .reg .b16 even, odd;
-                prmt.b32 t, $2, 0, 0x3120;
-                mov.b32 {even, odd}, t;
-                cvt.rn.f16x2.e4m3x2 $0, even;
-                cvt.rn.f16x2.e4m3x2 $1, odd;
-                }""",
-                "=r,=r,r",
-                [word],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-    else:
-        low = (word & 255).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
-        high = (word >> 8).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
-    return low.to(like), high.to(like)
+    sink = state.m
+    if C.USE_SINKS:
+        sink = tl.load(sinks + tile.q_head).to(tl.float32)
+    result, lse = finalize(state.m, state.total, acc, sink, v_scale, C.USE_SINKS)
+    dv = tl.arange(0, C.BDV)
+    at = tile.token * out.token_stride + tile.q_head * out.head_stride
+    inside = tile.live[:, None] & (dv < C.DV)[None, :]
+    tl.store(out.ptr + at[:, None] + dv[None, :], result.to(out.ptr.dtype.element_ty), mask=inside)
+    tl.store(out.lse + tile.token * (C.HEADS * C.GROUP) + tile.q_head, lse, mask=tile.live)
 
 
 @triton.jit
 def soft_cap(x, cap):
-    """Return cap · tanh(x / cap): the interpreter has no tanh, and small x need their bits."""
+    """Return cap · tanh(x / cap), with a relative error below 2**-19.
+
+    Below 0.1, tanh y is its Taylor series y - y³/3 + 2y⁵/15 - 17y⁷/315 (DLMF 4.33.3), whose next
+    term is 2e-10 of y; above, (1 - e) / (1 + e) with e = exp(-2|y|), which would cancel near 0.
+    The bound allows for an exp2 of relative error 2**-22, that of NVIDIA's ex2.approx. Triton
+    has tanh in libdevice alone, which its interpreter lacks.
+    """
     y = x / cap
     square = y * y
     small = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
@@ -130,190 +56,164 @@ def soft_cap(x, cap):
 
 
 @triton.jit
-def visible(
-    j, qi, prefix, length, drafts, tree, positions, window, SEES: tl.constexpr, WINDOW: tl.constexpr
-):
-    """Return bool [M, N]: which keys `j` (numbers in the request) the queries `qi` see.
+def attention_mask(j, qi, keys, C: tl.constexpr):
+    """Return bool [M, N]: which keys `j` the queries `qi` of a request see, both counted from 0.
 
-    prefix: keys before the first query. drafts: n of the tree mask [n, n] at `tree`, whose tokens
-    have the positions at `positions`: a window counts positions, and a tree's branches share them.
+    A window counts positions, and the branches of a tree of drafts share them.
     """
-    seen = (j < length)[None, :] & (qi >= 0)[:, None]
-    if SEES == SEE_CAUSAL:
-        seen = seen & (j[None, :] <= prefix + qi[:, None])
-        if WINDOW:
-            seen = seen & (j[None, :] > prefix + qi[:, None] - window)
-    if SEES == SEE_TREE:
-        draft = j - prefix
+    seen = (j < keys.length)[None, :] & (qi >= 0)[:, None]
+    if C.MASK == MASK_CAUSAL:
+        seen = seen & (j[None, :] <= keys.prefix + qi[:, None])
+        if C.WINDOW:
+            seen = seen & (j[None, :] > keys.prefix + qi[:, None] - keys.window)
+    if C.MASK == MASK_TREE:
+        tree = keys.tree
+        drafts = keys.drafts
+        draft = j - keys.prefix
         inside = (draft >= 0) & (draft < drafts)
-        mine = qi < drafts
-        both = mine[:, None] & inside[None, :]
-        bit = tl.load(tree + qi[:, None] * drafts + draft[None, :], mask=both, other=0)
+        drafted = qi < drafts
+        pair = drafted[:, None] & inside[None, :]
+        bit = tl.load(tree.mask + qi[:, None] * drafts + draft[None, :], mask=pair, other=0)
         seen = seen & ((draft < 0)[None, :] | (bit != 0))
-        if WINDOW:
-            own = tl.load(positions + qi, mask=mine, other=0)
-            theirs = tl.load(positions + draft, mask=inside, other=0)
-            theirs = tl.where(inside, theirs, j.to(theirs.dtype))
-            seen = seen & (theirs[None, :] > own[:, None] - window)
+        if C.WINDOW:
+            q_pos = tl.load(tree.positions + qi, mask=drafted, other=0)
+            k_pos = tl.load(tree.positions + draft, mask=inside, other=0)
+            k_pos = tl.where(inside, k_pos, j.to(k_pos.dtype))
+            seen = seen & (k_pos[None, :] > q_pos[:, None] - keys.window)
     return seen
 
 
 @triton.jit
-def attend_keys(
-    q1,
-    q2,
-    m,
-    total,
-    acc,
-    acc2,
-    qi,
-    lo,
-    hi,
-    first,
-    length,
-    prefix,
-    k_pool,
-    v_pool,
-    k_blocks,
-    v_blocks,
-    table,
-    k_page,
-    k_token,
-    v_page,
-    v_token,
-    kb_page,
-    kb_token,
-    vb_page,
-    vb_token,
-    scale,
-    cap,
-    drafts,
-    tree,
-    positions,
-    window,
-    PAGE: tl.constexpr,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV: tl.constexpr,
-    BDV: tl.constexpr,
-    LATENT: tl.constexpr,
-    FP4: tl.constexpr,
-    HALVES: tl.constexpr,
-    PTX: tl.constexpr,
-    TWINS: tl.constexpr,
-    WIDE: tl.constexpr,
-    CAP: tl.constexpr,
-    SEES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    EDGES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Go over keys lo..hi (multiples of BN) of one KV head; return the new m, total, acc and acc2.
+def softmax_step(s, m, factor, MASK_POLICY: tl.constexpr):
+    """Add scores s [M, N] to an online softmax; return p, the new m, and by what sums shrink.
 
-    q1, q2: the first D1 and the other D2 columns of the queries, [M, D1] and [M, D2]. m, total:
-    float32 [M], running maximum (base 2) and sum. acc: float32 [M, BDV];
-    HALVES: its even columns, acc2 the odd ones, see load_halves. Keys before `first` and
-    from `length` on are never read. PAGE 0: keys lie one after the other at k_token.
-    TWINS: K and V have equal strides. WIDE: their offsets need 64 bits.
-    EDGES 0: every key is seen by every query; 1: each block is masked; 2: where it has to be.
+    factor: a positive number by which s is multiplied last, so that only a small difference is
+    rounded; it takes s to base 2.
     """
-    n = tl.arange(0, BN)
-    d1 = tl.arange(0, D1)
-    dv = tl.arange(0, BDV)
-    for start in tl.range(lo, hi, BN, num_stages=STAGES):
-        j = start + n
-        at = j
-        if EDGES > 0:  # what is nobody's is not read: a key of the request stands in for it
-            at = tl.minimum(tl.maximum(j, first), length - 1)
-        if PAGE == 0:
-            page = at * 0
-            inner = at
-        elif PAGE % BN == 0:  # the whole block lies in one page
-            page = tl.load(table + start // PAGE)
-            inner = at - start // PAGE * PAGE
-        else:
-            page = tl.load(table + at // PAGE)
-            inner = at % PAGE
-        if WIDE:
-            inner = tl.cast(inner, tl.int64)
-            page = tl.cast(page, tl.int64)
-        k_at = page * k_page + inner * k_token
-        kb_at = page * kb_page + inner * kb_token
-        if TWINS:  # fewer registers
-            v_at = k_at
-            vb_at = kb_at
-        else:
-            v_at = page * v_page + inner * v_token
-            vb_at = page * vb_page + inner * vb_token
-        k1 = load_values(k_pool, k_blocks, k_at, kb_at, d1, D, D1, FP4, q1.dtype)
-        s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        if D2 > 0:
-            d2 = D1 + tl.arange(0, D2)
-            k2 = load_values(k_pool, k_blocks, k_at, kb_at, d2, D, D1 + D2, FP4, q1.dtype)
-            s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
-        factor = scale * LOG2E
-        if CAP:
-            s = soft_cap(s * scale, cap)
-            factor = LOG2E
-        if EDGES == 1:
-            seen = visible(j, qi, prefix, length, drafts, tree, positions, window, SEES, WINDOW)
-            s = tl.where(seen, s, -float("inf"))
-        if EDGES == 2:
-            edge = start + BN > length
-            if SEES != SEE_ALL:
-                edge = edge | (start + BN > prefix)
-            if WINDOW:
-                edge = True
-            if edge:
-                seen = visible(j, qi, prefix, length, drafts, tree, positions, window, SEES, WINDOW)
-                s = tl.where(seen, s, -float("inf"))
-        # the factor, which is positive, comes last: one rounding, of a small difference
-        new = tl.maximum(m, tl.max(s, 1) * factor)
-        base = tl.where(new == -float("inf"), 0.0, new) if EDGES > 0 else new
-        p = tl.exp2(s * factor - base[:, None])
-        shrink = tl.exp2(m - base)
-        total = total * shrink + tl.sum(p, 1)
-        weights = p.to(q1.dtype)
-        if HALVES:
-            v, v2 = load_halves(v_pool, v_at, BDV, q1.dtype, PTX)
-            acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
-        elif LATENT:
-            v = k1
-        else:
-            v = load_values(v_pool, v_blocks, v_at, vb_at, dv, DV, BDV, FP4, q1.dtype)
-        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
-        m = new
-    return m, total, acc, acc2
+    new = tl.maximum(m, tl.max(s, 1) * factor)
+    # -inf: the row has seen no key yet
+    base = tl.where(new == -float("inf"), 0.0, new) if MASK_POLICY != UNMASKED else new
+    p = tl.exp2(s * factor - base[:, None])
+    shrink = tl.exp2(m - base)
+    return p, new, shrink
 
 
 @triton.jit
-def unseen(BM: tl.constexpr, BDV: tl.constexpr, HALVES: tl.constexpr):
-    """Return m, total, acc and acc2 of lines that have seen nothing."""
+def attention_loop(
+    tile,
+    state,
+    keys,
+    scales,
+    lo,
+    hi,
+    BN: tl.constexpr,
+    MASK_POLICY: tl.constexpr,
+    STAGES: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Attend over keys lo..hi, multiples of BN, of one KV head; return the new state.
+
+    MASK_POLICY: UNMASKED, MASKED or MASKED_AT_EDGES.
+    """
+    k, v, k_scales, v_scales = keys.cache
+    m, total, acc, acc2 = state
+    dtype: tl.constexpr = tile.q1.dtype
+    n = tl.arange(0, BN)
+    d1 = tl.arange(0, C.D1)
+    dv = tl.arange(0, C.BDV)
+    for start in tl.range(lo, hi, BN, num_stages=STAGES):
+        j = start + n
+        at = j
+        if MASK_POLICY != UNMASKED:  # out-of-range keys are clamped to a key of the request
+            at = tl.minimum(tl.maximum(j, keys.first), keys.length - 1)
+        if C.PAGE == 0:
+            page = at * 0
+            inner = at
+        elif C.PAGE % BN == 0:  # the whole block lies in one page
+            page = tl.load(keys.table + start // C.PAGE)
+            inner = at - start // C.PAGE * C.PAGE
+        else:
+            page = tl.load(keys.table + at // C.PAGE)
+            inner = at % C.PAGE
+        if C.INT64_OFFSETS:
+            inner = tl.cast(inner, tl.int64)
+            page = tl.cast(page, tl.int64)
+        k_at = page * k.page_stride + inner * k.token_stride
+        k_scales_at = page * k_scales.page_stride + inner * k_scales.token_stride
+        if C.SAME_STRIDES:  # fewer registers
+            v_at = k_at
+            v_scales_at = k_scales_at
+        else:
+            v_at = page * v.page_stride + inner * v.token_stride
+            v_scales_at = page * v_scales.page_stride + inner * v_scales.token_stride
+        k1 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, d1, C.D, C.D1, C.FP4, dtype)
+        s = tl.dot(tile.q1, tl.trans(k1), input_precision="ieee")
+        if C.D2 > 0:
+            d2 = C.D1 + tl.arange(0, C.D2)
+            k2 = load_values(
+                k.ptr, k_scales.ptr, k_at, k_scales_at, d2, C.D, C.D1 + C.D2, C.FP4, dtype
+            )
+            s = tl.dot(tile.q2, tl.trans(k2), s, input_precision="ieee")
+        factor = scales.qk * LOG2E
+        if C.USE_SOFTCAP:
+            s = soft_cap(s * scales.qk, scales.cap)
+            factor = LOG2E
+        if MASK_POLICY == MASKED:
+            seen = attention_mask(j, tile.qi, keys, C)
+            s = tl.where(seen, s, -float("inf"))
+        if MASK_POLICY == MASKED_AT_EDGES:
+            edge = start + BN > keys.length
+            if C.MASK != MASK_NONE:
+                edge = edge | (start + BN > keys.prefix)
+            if C.WINDOW:
+                edge = True
+            if edge:
+                seen = attention_mask(j, tile.qi, keys, C)
+                s = tl.where(seen, s, -float("inf"))
+        p, m, shrink = softmax_step(s, m, factor, MASK_POLICY)
+        total = total * shrink + tl.sum(p, 1)
+        weights = p.to(dtype)
+        if C.SPLIT_FP8_COLUMNS:
+            v1, v2 = load_split_columns(v.ptr, v_at, C.BDV, dtype, C.PTX)
+            acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
+        elif C.LATENT:
+            v1 = k1
+        else:
+            v1 = load_values(v.ptr, v_scales.ptr, v_at, v_scales_at, dv, C.DV, C.BDV, C.FP4, dtype)
+        acc = tl.dot(weights, v1, acc * shrink[:, None], input_precision="ieee")
+    return State(m, total, acc, acc2)
+
+
+@triton.jit
+def init_state(BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
+    """Return the state of rows that have seen no key yet.
+
+    SPLIT_FP8_COLUMNS: acc holds the even columns and acc2 the odd ones.
+    """
     m = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    if HALVES:
+    if SPLIT_FP8_COLUMNS:
         acc = tl.zeros([BM, BDV // 2], tl.float32)
         acc2 = acc
     else:
         acc = tl.zeros([BM, BDV], tl.float32)
-        acc2 = total  # nobody's
-    return m, total, acc, acc2
+        acc2 = total  # not used
+    return State(m, total, acc, acc2)
 
 
 @triton.jit
-def joined(acc, acc2, BM: tl.constexpr, BDV: tl.constexpr, HALVES: tl.constexpr):
+def concat_acc(state, BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
     """Return the accumulator as [BM, BDV]."""
-    if HALVES:
-        acc = tl.reshape(tl.join(acc, acc2), [BM, BDV])
+    acc = state.acc
+    if SPLIT_FP8_COLUMNS:
+        acc = tl.reshape(tl.join(acc, state.acc2), [BM, BDV])
     return acc
 
 
 @triton.jit
-def finish(m, total, acc, sink, v_scale, SINKS: tl.constexpr):
-    """Return the output [M, BDV] and the log-sum-exp (natural) of finished rows; sinks included."""
-    if SINKS:
+def finalize(m, total, acc, sink, v_scale, USE_SINKS: tl.constexpr):
+    """Return the output [M, BDV] and the log-sum-exp [M] (natural, sinks included) of rows."""
+    if USE_SINKS:
         sink2 = sink * LOG2E
         new = tl.maximum(m, sink2)
         shrink = tl.exp2(m - new)

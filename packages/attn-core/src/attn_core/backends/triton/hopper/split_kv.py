@@ -1,0 +1,92 @@
+"""The line of work of kernels whose keys are cut: which units of keys a program attends to."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attn_core.backends.triton.hopper.common import find_seq_idx
+
+
+class Work(NamedTuple):
+    """Units start … end of the line of work, a program's share; indptr: see plan_splits."""
+
+    indptr: Any
+    start: Any
+    end: Any
+
+
+class SplitItem(NamedTuple):
+    """Keys of one tile that a program attends to at a time.
+
+    tile: head · ROW_BLOCKS + block of 64 rows. start_unit … end_unit: of the tile's num_units.
+    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
+    """
+
+    seq: Any
+    tile: Any
+    start_unit: Any
+    end_unit: Any
+    num_units: Any
+    q_start: Any
+    q_len: Any
+    seq_len: Any
+    first_key: Any
+    first_block: Any
+    num_blocks: Any
+
+
+@gluon.jit
+def program_work(indptr, sizes, CONFIG: gl.constexpr):
+    """Return the units of this program: as many for each, the last ones may have none."""
+    num_units = gl.load(indptr + sizes.batch) * CONFIG.HEADS * CONFIG.ROW_BLOCKS
+    programs = gl.num_programs(0)
+    quota = gl.maximum((num_units + programs - 1) // programs, CONFIG.MIN_UNITS)
+    start = gl.program_id(0) * quota
+    return Work(indptr, start, gl.minimum(start + quota, num_units))
+
+
+@gluon.jit
+def split_item(work, unit, requests, sizes, CONFIG: gl.constexpr):
+    """Return what lies at a unit of the line of work, as far as work.end or its tile's end."""
+    TILES: gl.constexpr = CONFIG.HEADS * CONFIG.ROW_BLOCKS
+    seq = find_seq_idx(work.indptr, sizes.batch, unit, TILES)
+    before = gl.load(work.indptr + seq)
+    num_units = gl.load(work.indptr + seq + 1) - before
+    tile = (unit - before * TILES) // num_units
+    start_unit = (unit - before * TILES) % num_units
+    if CONFIG.BATCH_INVARIANT:
+        end_unit = start_unit + 1
+    else:
+        end_unit = gl.minimum(start_unit + work.end - unit, num_units)
+    q_start = gl.load(requests.cu_seqlens_q + seq)
+    q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+    seq_len = gl.load(requests.seq_lens + seq)
+    first_key = 0
+    if CONFIG.WINDOW:
+        first_key = gl.maximum(seq_len - q_len - sizes.window + 1, 0)
+    skipped = first_key // CONFIG.BN
+    first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
+    end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
+    end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
+    return SplitItem(
+        seq, tile, start_unit, end_unit, num_units, q_start, q_len, seq_len, first_key,
+        first_block, end_block - first_block,
+    )  # fmt: skip
+
+
+@gluon.jit
+def partial_slot(unit, item, CONFIG: gl.constexpr):
+    """Return the number of the partial state of an item that begins at a unit.
+
+    Each unit has one if BATCH_INVARIANT; else a program has two, the second for a tile's start.
+    """
+    slot = unit
+    if not CONFIG.BATCH_INVARIANT:
+        slot = 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)
+    return slot

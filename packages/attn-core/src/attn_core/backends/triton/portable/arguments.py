@@ -1,0 +1,165 @@
+"""What kernels are given: tuples of pointers and numbers, and tuples of constants.
+
+Triton flattens a NamedTuple into one parameter per field; kernels also build them. Strides count
+elements. A field is a tensor or a number on the host, and a pointer or a scalar in a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Queries(NamedTuple):
+    """Queries [T, Hq, D]."""
+
+    ptr: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class Store(NamedTuple):
+    """Keys, values or their FP4 scales: pages [pages, page size, Hkv, D], or [T, Hkv, D] as one."""
+
+    ptr: Any
+    page_stride: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class KVCache(NamedTuple):
+    """Stores of one layer. Without FP4 the scales are k and v; the values of MLA are its keys."""
+
+    k: Any
+    v: Any
+    k_scales: Any
+    v_scales: Any
+
+
+class Outputs(NamedTuple):
+    """Outputs [T, Hq, Dv] and lse float32 [T, Hq]."""
+
+    ptr: Any
+    lse: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class Partials(NamedTuple):
+    """Outputs float32 [S, BM, BDV] and lse float32 [S, BM], in base 2, of tiles that were split."""
+
+    out: Any
+    lse: Any
+
+
+class Requests(NamedTuple):
+    """cu_seqlens_q int32 [batch + 1], seq_lens int32 [batch], page_table int32 [batch, columns]."""
+
+    cu_seqlens_q: Any
+    seq_lens: Any
+    page_table: Any
+
+
+class Tree(NamedTuple):
+    """The mask uint8 [batch, n, n] of n drafts each, and the positions int64 [T] of all tokens."""
+
+    mask: Any
+    positions: Any
+
+
+class Scales(NamedTuple):
+    """Floats: qk is the scale of the scores times that of the keys, v the scale of the values."""
+
+    qk: Any
+    cap: Any
+    v: Any
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for, of a layer and its cache.
+
+    HEADS: KV heads. GROUP: query heads of each. PAGE: tokens of a page, 0 for plain K and V.
+    D, DV: columns of keys and values. D1, D2: the tiles of D. BDV: DV as a power of two.
+    LATENT: values are the first columns of the keys. FP4: two values a byte.
+    SPLIT_FP8_COLUMNS: see load_split_columns. SAME_STRIDES: of K and V.
+    INT64_OFFSETS: offsets into the stores need 64 bits. MASK: see masks.py.
+    """
+
+    HEADS: int
+    GROUP: int
+    PAGE: int
+    D: int
+    D1: int
+    D2: int
+    DV: int
+    BDV: int
+    LATENT: bool
+    FP4: bool
+    SPLIT_FP8_COLUMNS: bool
+    PTX: bool
+    SAME_STRIDES: bool
+    INT64_OFFSETS: bool
+    USE_SOFTCAP: bool
+    USE_SINKS: bool
+    MASK: int
+    WINDOW: bool
+
+
+class MergeConstants(NamedTuple):
+    """What merge_splits is compiled for, as in Constants."""
+
+    HEADS: int
+    GROUP: int
+    DV: int
+    BDV: int
+    USE_SINKS: bool
+
+
+class Split(NamedTuple):
+    """Constants of a split-KV schedule, see plan_splits and decode_splits."""
+
+    ROW_BLOCKS: int
+    BLOCKS_PER_UNIT: int
+    BATCH_INVARIANT: bool
+    MIN_UNITS: int
+
+
+class Tile(NamedTuple):
+    """One tile in a kernel: BM rows, (query, head of the group) pairs of one KV head of a request.
+
+    q1 [BM, D1], q2 [BM, D2]: the columns of the queries. qi [BM]: the queries, counted from 0.
+    live [BM]: rows that the request has. token, q_head int64 [BM]: where a row lies in q and out.
+    """
+
+    q1: Any
+    q2: Any
+    qi: Any
+    live: Any
+    token: Any
+    q_head: Any
+
+
+class Keys(NamedTuple):
+    """What one KV head of a request reads.
+
+    cache: KVCache, at that head. table: its row of the page table. first, length: keys before
+    `first` and from `length` on are never read. prefix: keys before the first query. tree: Tree, at
+    this request. window: tokens that a query sees. drafts: n of the tree's mask [n, n].
+    """
+
+    cache: Any
+    table: Any
+    first: Any
+    length: Any
+    prefix: Any
+    tree: Any
+    window: Any
+    drafts: Any
+
+
+class State(NamedTuple):
+    """An online softmax: m, total float32 [BM], acc and acc2 float32 [BM, BDV], see init_state."""
+
+    m: Any
+    total: Any
+    acc: Any
+    acc2: Any

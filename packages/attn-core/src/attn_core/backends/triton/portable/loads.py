@@ -1,0 +1,160 @@
+"""Device functions that find a request and load its rows, keys and values."""
+
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_core.backends.triton.portable.arguments import KVCache, Store, Tile
+
+
+@triton.jit
+def find_seq_idx(cu, batch, item, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the last b < batch with cu[b] · SCALE // BLOCK + b <= item, by binary search.
+
+    BLOCK 0: with cu[b] · SCALE <= item. cu never falls, so that of equal entries the last one is
+    found: requests without work are passed over.
+    """
+    low = 0
+    high = batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(cu + middle) * SCALE
+        if BLOCK > 0:
+            start = start // BLOCK + middle
+        if start <= item:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def at_head(cache, head, begin, PAGE: tl.constexpr):
+    """Return the stores at one KV head. PAGE 0: and at the request whose first key is `begin`."""
+    k, v, k_scales, v_scales = cache
+    k_off = head.to(tl.int64) * k.head_stride
+    v_off = head.to(tl.int64) * v.head_stride
+    if PAGE == 0:
+        k_off += begin.to(tl.int64) * k.token_stride
+        v_off += begin.to(tl.int64) * v.token_stride
+    k_scales_ptr = k_scales.ptr + head.to(tl.int64) * k_scales.head_stride
+    v_scales_ptr = v_scales.ptr + head.to(tl.int64) * v_scales.head_stride
+    return KVCache(
+        Store(k.ptr + k_off, k.page_stride, k.token_stride, k.head_stride),
+        Store(v.ptr + v_off, v.page_stride, v.token_stride, v.head_stride),
+        Store(k_scales_ptr, k_scales.page_stride, k_scales.token_stride, k_scales.head_stride),
+        Store(v_scales_ptr, v_scales.page_stride, v_scales.token_stride, v_scales.head_stride),
+    )
+
+
+@triton.jit
+def load_tile(q, k, row, query, queries, head, C: tl.constexpr):
+    """Load the rows `row` int32 [BM] of a KV head of a request as a Tile.
+
+    query, queries: its first query in the batch, and how many it has. k: the store of its keys.
+    """
+    qi = row // C.GROUP
+    live = qi < queries
+    token = (query + qi).to(tl.int64)
+    q_head = (head * C.GROUP + row % C.GROUP).to(tl.int64)
+    at = token * q.token_stride + q_head * q.head_stride
+    d1 = tl.arange(0, C.D1)
+    in_q1 = live[:, None] & (d1 < C.D)[None, :]
+    q1 = tl.load(q.ptr + at[:, None] + d1[None, :], mask=in_q1, other=0.0)
+    q2 = q1
+    if C.D2 > 0:
+        d2 = C.D1 + tl.arange(0, C.D2)
+        in_q2 = live[:, None] & (d2 < C.D)[None, :]
+        q2 = tl.load(q.ptr + at[:, None] + d2[None, :], mask=in_q2, other=0.0)
+    if not C.FP4 and k.ptr.dtype.element_ty.primitive_bitwidth == 8:
+        # fp16 holds every fp8 number, and one instruction converts to it
+        if q.ptr.dtype.element_ty == tl.bfloat16:
+            q1 = q1.to(tl.float16)
+            q2 = q2.to(tl.float16)
+    return Tile(q1, q2, qi, live, token, q_head)
+
+
+@triton.jit
+def load_values(
+    pool,
+    blocks,
+    at,
+    block_at,
+    d,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FP4: tl.constexpr,
+    like: tl.constexpr,
+):
+    """Load keys or values as [N, len(d)] in the dtype `like`.
+
+    at, block_at: int [N], where each key and its FP4 scales begin. d: the columns; those from D
+    on are 0. FP4 is e2m1, low nibble first, with one e4m3 scale per 16 columns.
+    """
+    here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; where D fills d there is no mask
+    if FP4:
+        codes_at = pool + at[:, None] + d[None, :] // 2
+        scale_at = blocks + block_at[:, None] + d[None, :] // 16
+        if WIDTH > D:
+            codes = tl.load(codes_at, mask=here, other=0).to(tl.int32)
+            scale = tl.load(scale_at, mask=here, other=0.0)
+        else:
+            codes = tl.load(codes_at).to(tl.int32)
+            scale = tl.load(scale_at)
+        nibble = (codes >> ((d[None, :] % 2) * 4)) & 15
+        exponent = (nibble >> 1) & 3
+        odd = nibble & 1
+        twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
+        value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
+        return (value * scale.to(tl.float32)).to(like)
+    if WIDTH > D:
+        return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
+    return tl.load(pool + at[:, None] + d[None, :]).to(like)
+
+
+@triton.jit
+def load_split_columns(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
+    """Load FP8 values as their even and their odd columns, [N, D / 2] each in the dtype `like`.
+
+    Two neighbours are loaded as one 16-bit number. The transposed operand of a product is read
+    byte by byte where it has 8 bits, and by one instruction where it has 16. PTX: separate the
+    neighbours by NVIDIA's instructions.
+    """
+    pair = tl.arange(0, D // 2)
+    words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
+    word = tl.load(words)
+    if PTX:  # two words at a time: bytes 0, 2 and 1, 3
+        if pool.dtype.element_ty == tl.float8e5:  # the upper byte of an fp16
+            low, high = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+                "=r,=r,r",
+                [word],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t;
+                .reg .b16 even, odd;
+                prmt.b32 t, $2, 0, 0x3120;
+                mov.b32 {even, odd}, t;
+                cvt.rn.f16x2.e4m3x2 $0, even;
+                cvt.rn.f16x2.e4m3x2 $1, odd;
+                }""",
+                "=r,=r,r",
+                [word],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        low = (word & 255).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
+        high = (word >> 8).to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
+    return low.to(like), high.to(like)

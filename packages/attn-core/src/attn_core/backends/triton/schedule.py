@@ -1,0 +1,227 @@
+"""What each program takes in a pass: parts of keys of short queries, tiles of prompts."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernels: a parameter is a pointer, a tile or a constant.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_core.backends.triton.kernel import Choice
+from attn_core.backends.triton.tuning import Launch, power_of_two
+
+TILE_ROWS = 128  # of a tile of a prompt on Hopper: (query, head of the group) pairs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitKV:
+    """How the keys of requests with few queries are split among programs (stream-K).
+
+    max_queries: requests with more have no work here; 0 for no such limit.
+    work_indptr: int32 [batch + 1], see plan_splits.
+    partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
+    All layers share them: one runs after the other.
+    """
+
+    choices: tuple[Choice[SplitKV], ...]
+    launch: Launch
+    max_queries: int
+    row_blocks: int
+    tile_rows: int  # those of a tile's block_m rows that some request fills
+    programs: int
+    batch_invariant: bool
+    blocks_per_unit: int  # blocks of keys that no two programs share
+    unsplit: bool  # every tile is one unit: there is nothing to merge
+    overlap: bool  # the merge is launched before the partials are complete
+    work_indptr: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+    @property
+    def min_units(self) -> int:
+        """The fewest units of work that a program takes."""
+        return max(1, self.launch.min_blocks // self.blocks_per_unit)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tiles:
+    """How the rows of prompts are cut into tiles, and the order in which programs take them.
+
+    min_queries: requests with fewer have no tiles; 0 for no such limit.
+    request_order: int32 [batch], the requests by their keys, the longest first.
+    tile_offsets: int32 [batch + 1], the tiles that come before each of them, and all tiles.
+    Only kernels that take this order read these two. counter: int32 [2], zeros, for such kernels.
+    longest: an upper bound of the keys of a request. tiles: of the tiles of all requests and heads.
+    """
+
+    choices: tuple[Choice[Tiles], ...]
+    min_queries: int
+    request_order: Tensor
+    tile_offsets: Tensor
+    counter: Tensor
+    longest: int
+    tiles: int
+    processors: int
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a kernel takes requests in this order."""
+        return self.choices[0].kernel.takes_order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """The work of a pass, equal for all layers of a group.
+
+    mask: see masks.py. longest: an upper bound of the keys of a request, of all replays in a graph.
+    A batch with long prompts and requests of one query has both parts, over disjoint requests. They
+    are two launches: in one, the tile of a prompt would set the registers and the shared memory of
+    programs that wait for memory most of their time, and fewer of these would run at once.
+    """
+
+    mask: int
+    longest: int
+    split: SplitKV | None = None
+    tiles: Tiles | None = None
+
+
+def fill_split(
+    split: SplitKV, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None, *, causal: bool
+) -> None:
+    """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
+    batch = seq_lens.shape[0]
+    plan_splits[(1,)](
+        cu_seqlens_q,
+        seq_lens,
+        split.work_indptr,
+        batch,
+        window or 0,
+        BN=split.launch.block_n,
+        BLOCKS_PER_UNIT=split.blocks_per_unit,
+        MAX_QUERIES=split.max_queries,
+        WINDOW=window is not None,
+        CAUSAL=causal,
+        BLOCK=min(1024, power_of_two(batch)),
+        num_warps=4,
+    )
+
+
+def fill_order(
+    tiles: Tiles, cu_seqlens_q: Tensor, lengths: Tensor, group: int, *, paged: bool
+) -> None:
+    """Fill the order of `tiles` for a batch: one small launch, which a CUDA graph can record.
+
+    lengths: keys of each request, int32 [batch]; not paged: their cu_seqlens, int32 [batch + 1].
+    """
+    batch = tiles.request_order.shape[0]
+    order_requests[(triton.cdiv(batch, 64),)](
+        cu_seqlens_q,
+        lengths,
+        tiles.tile_offsets,
+        tiles.request_order,
+        batch,
+        GROUP=group,
+        ROWS=TILE_ROWS,
+        MIN_QUERIES=tiles.min_queries,
+        PAGED=paged,
+        BLOCK=64,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["batch", "window"])
+def plan_splits(
+    cu,
+    lengths,
+    work_indptr,
+    batch,
+    window,
+    BN: tl.constexpr,
+    BLOCKS_PER_UNIT: tl.constexpr,
+    MAX_QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write work_indptr int32 [batch + 1]: the units of work that come before each request.
+
+    A unit is BLOCKS_PER_UNIT blocks of BN keys of one tile. The units counted are those of one tile
+    of each request; its other tiles have as many. A request without keys has one unit, which writes
+    zeros; one with more than MAX_QUERIES has none. cu: int32 [batch + 1], cumulated queries.
+    lengths: int32 [batch], keys.
+    """
+    before = tl.zeros([], tl.int32)
+    tl.store(work_indptr, before)
+    for low in range(0, batch, BLOCK):
+        b = low + tl.arange(0, BLOCK)
+        ok = b < batch
+        queries = tl.load(cu + b + 1, mask=ok, other=0) - tl.load(cu + b, mask=ok, other=0)
+        length = tl.load(lengths + b, mask=ok, other=0)
+        first = tl.zeros([BLOCK], tl.int32)
+        if WINDOW and CAUSAL:
+            first = tl.maximum(length - queries - window + 1, 0)
+        blocks = tl.cdiv(length, BN) - first // BN
+        has_work = ok & (queries > 0)
+        if MAX_QUERIES:
+            has_work = has_work & (queries <= MAX_QUERIES)
+        units = tl.where(has_work, tl.maximum(tl.cdiv(blocks, BLOCKS_PER_UNIT), 1), 0)
+        tl.store(work_indptr + b + 1, before + tl.cumsum(units, 0), mask=ok)
+        before += tl.sum(units, 0)
+
+
+@triton.jit
+def _counts(
+    cu,
+    lengths,
+    b,
+    batch,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MIN_QUERIES: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    """Return the keys and the tiles of requests; those beyond the batch have neither."""
+    valid = b < batch
+    queries = tl.load(cu + b + 1, mask=valid, other=0) - tl.load(cu + b, mask=valid, other=0)
+    if MIN_QUERIES:
+        queries = tl.where(queries < MIN_QUERIES, 0, queries)
+    keys = tl.load(lengths + b, mask=valid, other=0)
+    if not PAGED:
+        keys = tl.load(lengths + b + 1, mask=valid, other=0) - keys
+    return keys, (queries * GROUP + ROWS - 1) // ROWS
+
+
+@triton.jit(do_not_specialize=["batch"])
+def order_requests(
+    cu,
+    lengths,
+    tile_offsets,
+    request_order,
+    batch,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MIN_QUERIES: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rank BLOCK requests by counting: as many come before one as have more keys."""
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keys, tiles = _counts(cu, lengths, own, batch, GROUP, ROWS, MIN_QUERIES, PAGED)
+    rank = tl.zeros([BLOCK], tl.int32)
+    offset = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, batch, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        b_keys, b_tiles = _counts(cu, lengths, b, batch, GROUP, ROWS, MIN_QUERIES, PAGED)
+        equal = b_keys[None, :] == keys[:, None]
+        before = (b_keys[None, :] > keys[:, None]) | (equal & (b[None, :] < own[:, None]))
+        before = before & (b < batch)[None, :]
+        rank += tl.sum(before.to(tl.int32), 1)
+        offset += tl.sum(tl.where(before, b_tiles[None, :], 0), 1)
+    valid = own < batch
+    tl.store(request_order + rank, own, mask=valid)
+    tl.store(tile_offsets + rank, offset, mask=valid)
+    tl.store(tile_offsets + rank + 1, offset + tiles, mask=valid & (rank == batch - 1))
