@@ -73,8 +73,8 @@ class CacheView:
     seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
     out_cache_loc: int64 [N], token slots (page · page_size + offset) for new K/V. None if the
     engine writes them itself, before the layer attends.
-    max_seq_len: the largest of seq_lens, or an upper bound, known on the host. In a captured pass it
-    bounds all replays: the tokens that the table has columns for.
+    max_seq_len: the largest of seq_lens, or an upper bound, known on the host. In a captured pass
+    it bounds all replays: the tokens that the table has columns for.
     seq_lens_host: seq_lens on the host.
     """
 

@@ -35,7 +35,7 @@ from attn_core.backends.triton.tuning import (
     merge_tile,
     power_of_two,
 )
-from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.errors import UsageError
 from attn_core.runtime.layer import AttentionLayer
 
@@ -241,7 +241,7 @@ def _split(part: SplitKV) -> Split:
     return Split(part.row_blocks, part.blocks_per_unit, part.batch_invariant, part.min_units)
 
 
-def _v_scale(cache: LayerCache) -> float:
+def _v_scale(cache: LayerCache) -> Scale:
     """Return the scale of the values, which are the keys of a latent cache."""
     return cache.k_scale if cache.v is None else cache.v_scale
 
