@@ -9,6 +9,7 @@ from attn_core.integrations.sglang import page_tables
 from attn_core.integrations.sglang.page_tables import drafts_of_full_mask, fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
 from attn_core.integrations.sglang.server import (
+    captures,
     check_arguments,
     draft_shape,
     overrides,
@@ -77,7 +78,8 @@ def test_the_drafts_of_a_full_mask():
 
 def builder(page=16, **changed):
     values = {"topk": 3, "drafts": 4, "compact": True, "host_lengths": False}
-    return PassBuilder(token_table(8, page), page, slot_map=lambda: None, **(values | changed))
+    values |= {"slot_map": lambda: None}
+    return PassBuilder(token_table(8, page), page, **(values | changed))
 
 
 def engine_batch(mode, lengths, table, **changed):
@@ -122,6 +124,25 @@ def test_a_replay_fills_the_memory_that_was_captured():
     expected = passes.req_to_token[1, :64:16] // 16
     assert view.page_table[1, :4].tolist() == expected.tolist()
     assert captured.cu_seqlens_q.tolist() == [0, 4, 8]
+
+
+def test_a_replay_writes_windowed_layers_where_their_slots_are_now():
+    slot_map = torch.randperm(5000)
+    passes = builder(slot_map=lambda: slot_map)
+    static = passes.static(4, 4)
+    mode = ForwardMode.DECODE
+    captured = passes.captured(engine_batch("DECODE", [1, 1], None), mode, static)
+    later = engine_batch("DECODE", [20, 60], None, out_cache_loc=torch.tensor([70, 80]))
+    passes.refill(later, mode, static)
+    assert captured.views["window"].out_cache_loc.tolist() == slot_map[[70, 80]].tolist()
+    pages = slot_map[passes.req_to_token[1, :60:16].long()] // 16
+    assert captured.views["window"].page_table[1, :4].tolist() == pages.tolist()
+
+
+def test_graphs_are_asked_for_where_the_server_captures():
+    assert captures(args(), "cuda")
+    assert not captures(args(), "cpu")
+    assert not captures(args(disable_decode_cuda_graph=True), "cuda")
 
 
 def test_draft_passes_name_the_flag_for_them():

@@ -17,6 +17,7 @@ from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
 from attn_core.integrations.sglang.selection import choose
 from attn_core.integrations.sglang.server import (
+    captures,
     check_arguments,
     check_version,
     draft_shape,
@@ -27,6 +28,7 @@ from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.kinds import Kind
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,15 @@ class AttnCoreBackend(AttentionBackend):
         )
         topk, drafts = draft_shape(args)
         self.layers = self._layers(runner.model)
+        kind: Kind = "mla" if self.pool.is_latent else "mha"
         requirements = Requirements(
-            layers=tuple({_needs(layer, self.pool) for layer in self.layers.values()}),
+            layers=tuple({LayerRequirements.of(layer, kind) for layer in self.layers.values()}),
             dtype=KV_DTYPE[runner.dtype],
             kv_cache_dtype=self.pool.kv_cache_dtype,
             page_size=self.pool.page_size,
             speculation=speculation(args),
             deterministic=bool(args.enable_deterministic_inference),
+            graphs=captures(args, self.pool.device.type),
         )
         selection, registry = choose(requirements, self.pool.device)
         logger.info("attn_core serves attention\n%s", selection.explain())
@@ -230,17 +234,3 @@ class AttnCoreBackend(AttentionBackend):
             causal=True,
             out=out,
         )
-
-
-def _needs(layer: AttentionLayer, pool: EnginePool) -> LayerRequirements:
-    return LayerRequirements(
-        kind="mla" if pool.is_latent else "mha",
-        head_dim=layer.head_dim,
-        v_head_dim=layer.v_head_dim,
-        num_q_heads=layer.num_q_heads,
-        num_kv_heads=layer.num_kv_heads,
-        sliding_window=layer.sliding_window,
-        logit_cap=layer.logit_cap,
-        sinks=layer.sinks is not None,
-        encoder=not layer.is_causal,
-    )

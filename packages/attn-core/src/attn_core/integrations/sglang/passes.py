@@ -38,11 +38,16 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticTables:
-    """The buffers of captured passes; views: name → tables. tree_mask: bool [requests, n, n]."""
+    """The buffers of captured passes.
+
+    views: name → tables. tree_mask: bool [requests, n, n]. window_slots: int64 [tokens], the slots
+    in the pool of the windowed layers; None where there is one pool.
+    """
 
     views: Mapping[str, Tables]
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
+    window_slots: Tensor | None
 
 
 class PassBuilder:
@@ -101,7 +106,10 @@ class PassBuilder:
             chain = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
             mask = chain.expand(self.req_to_token.shape[0], queries, queries).contiguous()
         cu = torch.arange(0, max_num_tokens + 1, queries, dtype=torch.int32, device=device)
-        return StaticTables(views=views, cu_seqlens_q=cu, tree_mask=mask)
+        slots = None
+        if "window" in views:
+            slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        return StaticTables(views=views, cu_seqlens_q=cu, tree_mask=mask, window_slots=slots)
 
     def eager(self, engine_batch: Any, mode: ForwardMode) -> ForwardBatch:
         """Return the batch of a pass that no graph replays, in memory of its own."""
@@ -122,13 +130,17 @@ class PassBuilder:
             host = tuple(int(n) for n in (counts.tolist() if known is None else known))
             max_q_len, tokens = max(host, default=0), sum(host)
         tree = self._tree(engine_batch) if mode is ForwardMode.TARGET_VERIFY else None
-        return self._batch(engine_batch, mode, views, cu, max_q_len, tokens, longest, tree, host)
+        slots = self._window_slots(engine_batch, tokens)
+        return self._batch(
+            engine_batch, mode, views, cu, max_q_len, tokens, longest, tree, host, slots
+        )
 
     def captured(self, engine_batch: Any, mode: ForwardMode, static: StaticTables) -> ForwardBatch:
         """Return the batch of a pass in the static buffers, filled for this pass."""
         size, queries = engine_batch.batch_size, self.queries_per_request(mode)
         views = {name: tables.rows(size) for name, tables in static.views.items()}
         self._fill(engine_batch, mode, views)
+        slots = self._window_slots(engine_batch, size * queries, static)
         mask = None
         if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
             mask = static.tree_mask[:size]
@@ -142,6 +154,7 @@ class PassBuilder:
             self.max_context_len,
             mask,
             (queries,) * size,
+            slots,
         )
 
     def refill(self, engine_batch: Any, mode: ForwardMode, static: StaticTables) -> None:
@@ -149,6 +162,7 @@ class PassBuilder:
         size = engine_batch.batch_size
         views = {name: tables.rows(size) for name, tables in static.views.items()}
         self._fill(engine_batch, mode, views)
+        self._window_slots(engine_batch, size * self.queries_per_request(mode), static)
         if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
             tree = self._tree(engine_batch)
             if tree is not None and tree.data_ptr() != static.tree_mask.data_ptr():
@@ -185,6 +199,18 @@ class PassBuilder:
                 self._slot_map() if name == "window" else None,
             )
 
+    def _window_slots(
+        self, engine_batch: Any, num_tokens: int, static: StaticTables | None = None
+    ) -> Tensor | None:
+        """Return the new tokens' slots in the pool of the windowed layers, in static memory."""
+        slot_map = self._slot_map()
+        if slot_map is None:
+            return None
+        slots: Tensor = slot_map[engine_batch.out_cache_loc[:num_tokens].long()].long()
+        if static is None or static.window_slots is None:
+            return slots
+        return static.window_slots[:num_tokens].copy_(slots)
+
     def _tree(self, engine_batch: Any) -> Tensor | None:
         """Return the mask of the drafts, bool [B, n, n]; None is a chain."""
         n = self.drafts
@@ -206,6 +232,7 @@ class PassBuilder:
         longest: int,
         tree: Tensor | None,
         query_lens: tuple[int, ...],
+        window_slots: Tensor | None,
     ) -> ForwardBatch:
         slots = engine_batch.out_cache_loc[:num_tokens].long()
         new_tokens = self.drafts if mode is ForwardMode.TARGET_VERIFY else 0
@@ -215,7 +242,7 @@ class PassBuilder:
             name: CacheView(
                 page_table=part.page_table,
                 seq_lens=part.lengths,
-                out_cache_loc=slots if name == "full" else self._slot_map()[slots],
+                out_cache_loc=slots if name == "full" else window_slots,
                 max_seq_len=longest,
                 seq_lens_host=host,
             )

@@ -55,6 +55,12 @@ def draft_shape(args: Any) -> tuple[int, int]:
     return topk, args.speculative_num_draft_tokens
 
 
+def captures(args: Any, device_type: str) -> bool:
+    """Say whether a server captures decode, or verification, in CUDA graphs."""
+    off = ("disable_cuda_graph", "disable_decode_cuda_graph")
+    return device_type == "cuda" and not any(getattr(args, name, False) for name in off)
+
+
 def speculation(args: Any) -> Speculation | None:
     """Return what select() must know of the server's speculation."""
     topk, drafts = draft_shape(args)
