@@ -10,9 +10,7 @@ import pathlib
 import sys
 import tempfile
 
-import sglang.srt.mem_cache.allocation as allocation
-import sglang.srt.model_executor.forward_batch_info as forward_batch_info
-import sglang.srt.utils.common as common
+import sglang.srt.utils.common
 import torch
 
 CONFIG = {
@@ -49,15 +47,22 @@ def make_model(folder: pathlib.Path) -> None:
     )
 
 
+def without_own_kernels() -> None:
+    """Tell every loaded module of SGLang to leave its Triton kernels, which need a GPU."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang.") and "support_triton" in vars(module):
+            module.support_triton = lambda backend: False
+
+
 def main(backend: str, page_size: str, out: str) -> None:
-    for module in (common, forward_batch_info, allocation):
-        module.support_triton = lambda name: False  # SGLang's own kernels need a GPU
+    without_own_kernels()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # finds attn_core by its entry point
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    without_own_kernels()
     with tempfile.TemporaryDirectory() as folder:
         make_model(pathlib.Path(folder))
         parser = argparse.ArgumentParser()

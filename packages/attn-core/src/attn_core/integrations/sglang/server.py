@@ -15,7 +15,7 @@ from attn_core.spec.requirements import Speculation
 from attn_core.tools.env_vars import variable
 
 NAME = "attn_core"  # of --attention-backend
-TESTED = SpecifierSet("==0.5.16.*")
+TESTED = SpecifierSet(">=0.5.15,<0.5.18")
 # SGLang's arguments that change what a pass is, and what to do without each
 REFUSED: Mapping[str, str] = {
     "enable_two_batch_overlap": "leave out --enable-two-batch-overlap",
