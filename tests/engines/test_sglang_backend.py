@@ -242,3 +242,7 @@ def test_other_versions_pools_and_servers_are_refused(monkeypatch):
     monkeypatch.setattr(server.importlib.metadata, "version", lambda name: "0.6.1")
     with pytest.raises(UnsupportedError, match=r"SGLang 0\.6\.1"):
         build(attention(), mha_pool(), 1, {})
+    monkeypatch.setattr(server.importlib.metadata, "version", lambda name: "0.5.17")
+    build(attention(), mha_pool(), 1, speculation(1))
+    with pytest.raises(UnsupportedError, match="draft trees"):
+        build(attention(), mha_pool(), 1, speculation(3))

@@ -10,7 +10,7 @@ import pathlib
 import sys
 import tempfile
 
-import sglang.srt.utils.common
+import sglang.srt.utils.common  # noqa: F401  # patched below
 import torch
 
 CONFIG = {

@@ -15,17 +15,17 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from attn_core.integrations.sglang.server import NAME
+    from attn_core.integrations.sglang.server import NAME, TREES, has_version
 
     if NAME in server_args.ATTENTION_BACKEND_CHOICES:
         return
     server_args.add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_create)
-    # The drafts alone make a mask of [B, n, n]; SGLang's own has a column for every token of the
-    # context. Its speculative workers read the mode once, when they are created.
-    HookRegistry.register(
-        "sglang.srt.speculative.eagle_utils.default_tree_mask_mode", _mask_of_drafts, HookType.AFTER
-    )
+    if has_version(TREES):
+        # The drafts alone make a mask of [B, n, n]; SGLang's own has a column for every token of
+        # the context. Its speculative workers read the mode once, when they are created.
+        target = "sglang.srt.speculative.eagle_utils.default_tree_mask_mode"
+        HookRegistry.register(target, _mask_of_drafts, HookType.AFTER)
 
 
 def _create(runner: Any) -> Any:

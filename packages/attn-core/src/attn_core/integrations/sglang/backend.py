@@ -44,8 +44,8 @@ class AttnCoreBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        check_version()
         args = runner.server_args
+        check_version(args)
         check_arguments(args)
         if runner.is_draft_worker:
             raise UnsupportedError(

@@ -16,6 +16,7 @@ from attn_core.tools.env_vars import variable
 
 NAME = "attn_core"  # of --attention-backend
 TESTED = SpecifierSet(">=0.5.15,<0.5.18")
+TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in other ways
 # SGLang's arguments that change what a pass is, and what to do without each
 REFUSED: Mapping[str, str] = {
     "enable_two_batch_overlap": "leave out --enable-two-batch-overlap",
@@ -27,13 +28,20 @@ _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention
 _LISTS = ("prefer", "allow", "deny")
 
 
-def check_version() -> None:
+def has_version(tested: SpecifierSet) -> bool:
+    """Say whether the installed SGLang is one of these releases."""
+    return tested.contains(importlib.metadata.version("sglang"), prereleases=True)
+
+
+def check_version(args: Any) -> None:
     """Raise UnsupportedError for a release of SGLang that the adapter was not tested with."""
-    version = importlib.metadata.version("sglang")
-    if not TESTED.contains(version, prereleases=True):
+    trees = draft_shape(args)[0] > 1
+    tested = TREES if trees else TESTED
+    if not has_version(tested):
         raise UnsupportedError(
-            f"SGLang {version} with --attention-backend {NAME} (tested with {TESTED}); install a "
-            f"tested release or a newer attn-core"
+            f"SGLang {importlib.metadata.version('sglang')} with --attention-backend {NAME}"
+            f"{' and draft trees' if trees else ''} (tested with {tested}); install a tested "
+            f"release{', draft chains (topk 1)' if trees else ''} or a newer attn-core"
         )
 
 
