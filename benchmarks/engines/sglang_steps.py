@@ -47,7 +47,7 @@ ACCEPTED = {  # read by SGLang's workers
     "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
     "SGLANG_SIMULATE_ACC_TOKEN_MODE": "fixed",
 }
-NEW_TOKENS = 129
+FEW_TOKENS, NEW_TOKENS = 33, 161  # a step is a part of the difference of two runs
 
 
 def model(folder: pathlib.Path, name: str, config: dict[str, Any]) -> str:
@@ -102,28 +102,32 @@ def case(text: str) -> tuple[int, int]:
 
 
 def measure(engine: Any, batch: int, length: int, rounds: int) -> dict[str, Any]:
-    """Return seconds of the prefill and milliseconds of a step, the median of `rounds`."""
+    """Return seconds of the prefill and milliseconds of a step, each the median of `rounds`.
+
+    A step is what a longer run takes more than a shorter one of the same prompts, so that the
+    prefill and its noise fall out.
+    """
     generator = random.Random(1)
     ids = [[generator.randrange(10000) for _ in range(length)] for _ in range(batch)]
 
-    def run(tokens: int) -> tuple[float, list[dict[str, Any]]]:
+    def run(tokens: int) -> tuple[float, int]:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         start = time.perf_counter()
         out = engine.generate(input_ids=ids, sampling_params=sampling)
-        return time.perf_counter() - start, out
+        seconds = time.perf_counter() - start
+        return seconds, out[0]["meta_info"].get("spec_verify_ct") or tokens - 1
 
     run(8)
-    prefill = sorted(run(1)[0] for _ in range(rounds))[rounds // 2]
+    prefill = sorted(run(1)[0] for _ in range(rounds))
     steps_ms = []
     for _ in range(rounds):
-        seconds, out = run(NEW_TOKENS)
-        steps = out[0]["meta_info"].get("spec_verify_ct") or NEW_TOKENS - 1
-        steps_ms.append((seconds - prefill) / steps * 1e3)
+        (short_s, short), (long_s, long) = run(FEW_TOKENS), run(NEW_TOKENS)
+        steps_ms.append((long_s - short_s) / (long - short) * 1e3)
     steps_ms.sort()
     return {
         "batch": batch,
         "length": length,
-        "prefill_s": round(prefill, 4),
+        "prefill_s": round(prefill[rounds // 2], 4),
         "step_ms": round(steps_ms[rounds // 2], 3),
         "step_ms_spread": [round(steps_ms[0], 3), round(steps_ms[-1], 3)],
     }
