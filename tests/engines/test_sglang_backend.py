@@ -168,6 +168,67 @@ def test_unfolded_prefill_attends_to_its_own_tokens():
         )
 
 
+def test_unfolded_heads_refuse_what_is_not_in_the_pass():
+    absorbed, unfolded = latent(), latent(dim=48, v=32, kv_heads=4)
+    run, backend = build([absorbed, unfolded], mla_pool(page=16), 16, {})
+    made = Pass(ForwardMode.EXTEND, (3, 1), (16, 0), (6, 19))
+    batch = made.batch(run)
+    q, k, v = torch.randn(25, 4, 48), torch.randn(25, 4, 48), torch.randn(25, 4, 32)
+    backend.init_forward_metadata(batch)
+    with pytest.raises(UnsupportedError, match="cached prefix"):
+        backend.forward_extend(q.flatten(1), k, v, unfolded, batch, save_kv_cache=False)
+
+
+def test_scales_of_a_checkpoint_are_for_an_fp8_cache():
+    module = attention()
+    module.k_scale_float = module.v_scale_float = 0.5
+    _run, backend = build(module, mha_pool(), 1, {})
+    assert backend.pool.layer(0).k_scale == 1.0
+    eight = mha_pool(dtype=torch.float8_e4m3fn)
+    _run, backend = build(module, eight, 1, {})
+    assert (backend.pool.layer(0).k_scale, backend.pool.layer(0).v_scale) == (0.5, 0.5)
+    absorbed = latent()
+    absorbed.k_scale_float = 0.5
+    with pytest.raises(UnsupportedError, match="k_scale"):
+        build(absorbed, mla_pool(dtype=torch.float8_e4m3fn), 1, {})
+
+
+def test_fp8_caches_are_read_with_the_scales_of_their_layer():
+    torch.manual_seed(0)
+    module = attention()
+    module.k_scale_float, module.v_scale_float = 0.25, 0.5
+    run, backend = build(module, mha_pool(dtype=torch.float8_e4m3fn), 1, {})
+    made = Pass(ForwardMode.EXTEND, (3,), (0,), (1,))
+    batch = made.batch(run)
+    backend.init_forward_metadata(batch)
+    q, k, v = torch.randn(1, 128), torch.randn(1, 2, 32), torch.randn(1, 2, 32)
+    out = backend.forward_extend(q, k, v, module, batch).view(2, 2, 32)
+    torch.testing.assert_close(out[:, 0], v[0], atol=0.15, rtol=0.07)  # one token sees itself
+
+
+def test_prefill_is_not_captured():
+    run, backend = build(attention(), mha_pool(), 1, {})
+    backend.init_cuda_graph_state(4, 4)
+    with pytest.raises(UnsupportedError, match="cuda-graph-backend-prefill"):
+        backend.init_forward_metadata_out_graph(extend().batch(run), in_capture=True)
+
+
+def test_masks_over_the_context_are_refused_and_short_ones_padded():
+    torch.manual_seed(0)
+    module = attention()
+    run, backend = build(module, mha_pool(), 1, speculation(3))
+    batch = verify(random_tree(3), full_mask=True).batch(run)
+    with pytest.raises(UnsupportedError, match="over the context"):
+        backend.init_forward_metadata(batch)
+    made = verify(random_tree(3))
+    batch = made.batch(run)
+    batch.spec_info.custom_mask = made.tree[:2].flatten()
+    backend.init_forward_metadata(batch)
+    mask = backend._pass[0].spec.tree_mask
+    assert mask[:2].equal(made.tree[:2])
+    assert mask[2].equal(torch.ones(N, N, dtype=torch.bool).tril())
+
+
 def test_idle_passes_have_no_tokens():
     module = attention()
     _run, backend = build(module, mha_pool(), 1, {})
@@ -206,7 +267,7 @@ def test_a_transposed_tree_is_seen():
     module, made = attention(), verify(random_tree(3))
     run, backend = build(module, mha_pool(), 1, speculation(3))
     right = backend.passes._tree
-    backend.passes._tree = lambda batch: right(batch).mT.contiguous()
+    backend.passes._tree = lambda *args: right(*args).mT.contiguous()
     assert error(backend, run, made, module) > 1e-2
 
 

@@ -38,7 +38,8 @@ def _report(faults):
 def write(chip, lines, compilers=(), folder=None):
     """Write one file per kind into the package of the chip's backend, or a folder."""
     if folder is None:
-        package = importlib.util.find_spec(chip.spec.create.partition(".")[0])
+        row = next(row for row in chip.spec.capabilities if chip.spec.creator(row))
+        package = importlib.util.find_spec(chip.spec.creator(row).partition(".")[0])
         folder = pathlib.Path(package.origin).parent / "evidence"
     return write_evidence(
         folder, chip.spec, chip.device, cells_of(lines), level="compiled", compilers=compilers

@@ -48,10 +48,10 @@ def swa_pool(page=1, heads=2, dim=32):
     return pool
 
 
-def mla_pool(page=1, layers=1):
+def mla_pool(page=1, layers=1, dtype=torch.float32):
     """Return SGLang's pool of latents, 64 + 16 numbers a token."""
     return MLATokenToKVPool(
-        size=SLOTS - page, page_size=page, dtype=torch.float32, kv_lora_rank=64,
+        size=SLOTS - page, page_size=page, dtype=dtype, kv_lora_rank=64,
         qk_rope_head_dim=16, layer_num=layers, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
 
@@ -115,6 +115,7 @@ class Pass:
             positions=torch.cat([torch.cat(positions), zeros]),
             extend_seq_lens=torch.tensor(self.new, dtype=torch.int32) if extend else None,
             extend_seq_lens_cpu=list(self.new) if extend else None,
+            extend_prefix_lens_cpu=list(self.prefix) if extend else None,
             spec_info=SimpleNamespace(custom_mask=self._mask()) if verify else None,
         )
 

@@ -49,7 +49,12 @@ def _known(runner: int) -> Any:
     return known
 
 
-@torch.library.custom_op("attn_core::write_kv", mutates_args=())
+# The tensors of a pass are its plan's, not arguments: inductor's CUDA graphs would keep the first
+# pass's. Operators with this tag stay outside of them.
+_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+
+
+@torch.library.custom_op("attn_core::write_kv", mutates_args=(), tags=_TAGS)
 def write_kv(k: Tensor, v: Tensor | None, runner: int, layer_id: int) -> Tensor:
     """Write a layer's new K/V into the cache of `runner`, the number of a CompiledAttention.
 
@@ -67,7 +72,7 @@ def _(k: Tensor, v: Tensor | None, runner: int, layer_id: int) -> Tensor:
     return k.new_empty(0)
 
 
-@torch.library.custom_op("attn_core::attention", mutates_args=("out",))
+@torch.library.custom_op("attn_core::attention", mutates_args=("out",), tags=_TAGS)
 def attention(
     out: Tensor,
     q: Tensor,

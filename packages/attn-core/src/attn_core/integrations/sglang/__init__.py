@@ -31,7 +31,9 @@ def register() -> None:
 def _create(runner: Any) -> Any:
     """Create the backend of a model runner; SGLang's registry calls it."""
     from attn_core.integrations.sglang.backend import AttnCoreBackend
+    from attn_core.integrations.sglang.server import check_tree_masks
 
+    check_tree_masks(runner.server_args)
     return AttnCoreBackend(runner)
 
 

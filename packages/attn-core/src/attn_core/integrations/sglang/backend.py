@@ -56,6 +56,7 @@ class AttnCoreBackend(AttentionBackend):
             runner.token_to_kv_pool, runner.page_size, torch.device(runner.device)
         )
         topk, drafts = draft_shape(args)
+        self._unfolded: dict[int, AttentionLayer] = {}  # by the id of MLA's other module
         self.layers = self._layers(runner.model)
         kind: Kind = "mla" if self.pool.is_latent else "mha"
         requirements = Requirements(
@@ -102,14 +103,17 @@ class AttnCoreBackend(AttentionBackend):
         sinks = {
             name.rpartition(".")[0]: parameter.detach()
             for name, parameter in model.named_parameters()
-            if name.endswith("sinks")
+            if "sink" in name.rpartition(".")[2] and parameter.dim() == 1
         }
         layers = {}
         for name, module in model.named_modules():
             if not isinstance(module, RadixAttention):
                 continue
             if self.pool.is_latent and module.qk_head_dim != self.pool.row_dim:
+                self._unfolded[id(module)] = to_layer(module)
                 continue
+            if module.layer_id in layers:
+                continue  # it reads the cache of the layer before, with its scales
             view = "window" if self.pool.has_window(module.layer_id) else "full"
             own_sinks = sinks.get(name.rpartition(".")[0])
             layer = to_layer(module, view=view, sinks=own_sinks)
@@ -123,7 +127,7 @@ class AttnCoreBackend(AttentionBackend):
         if mode is ForwardMode.IDLE or not forward_batch.batch_size:
             self._pass = None
             return
-        batch = self.passes.eager(forward_batch, mode)
+        batch = self.passes.eager(forward_batch, mode, self._static)
         self._pass = (batch, self.dispatcher.init_forward_metadata(batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -137,6 +141,12 @@ class AttnCoreBackend(AttentionBackend):
         if mode is ForwardMode.IDLE:
             self._pass = None
             return
+        if not self.passes.queries_per_request(mode):
+            raise UnsupportedError(
+                f"a captured {mode.value} pass on attn_core, whose requests have different lengths "
+                "(captures decode and verification); choose --cuda-graph-backend-prefill breakable "
+                "or disabled"
+            )
         assert self._static is not None  # SGLang calls init_cuda_graph_state first
         key = (mode, forward_batch.batch_size)
         if in_capture:
@@ -193,6 +203,7 @@ class AttnCoreBackend(AttentionBackend):
         if own is None or own.head_dim != layer.qk_head_dim:
             assert k is not None
             assert v is not None
+            refuse_prefix(forward_batch, batch, layer)
             self._ragged(heads, k[:real], v[:real], layer, batch, filled[:real])
             return out
         if sinks is not None and own.sinks is not sinks:
@@ -226,11 +237,24 @@ class AttnCoreBackend(AttentionBackend):
             q,
             k,
             v,
-            to_layer(module),
+            self._unfolded[id(module)],
             batch.cu_seqlens_q,
             batch.cu_seqlens_q,
             batch.max_q_len,
             batch.max_q_len,
             causal=True,
             out=out,
+        )
+
+
+def refuse_prefix(engine_batch: Any, batch: ForwardBatch, module: Any) -> None:
+    """Raise UnsupportedError for unfolded MLA that would attend to more than the pass's tokens."""
+    prefix = engine_batch.extend_prefix_lens_cpu
+    alone = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+    alone = alone and prefix is not None and not sum(prefix)
+    asks = ("attn_attend_prefix_cache", "mha_return_lse")
+    if not alone or any(getattr(engine_batch, name, None) for name in asks):
+        raise UnsupportedError(
+            f"layer {module.layer_id}: unfolded MLA over a cached prefix (supports prompts without "
+            "one; a prefix takes the absorbed heads); use another --attention-backend"
         )

@@ -111,8 +111,13 @@ class PassBuilder:
             slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         return StaticTables(views=views, cu_seqlens_q=cu, tree_mask=mask, window_slots=slots)
 
-    def eager(self, engine_batch: Any, mode: ForwardMode) -> ForwardBatch:
-        """Return the batch of a pass that no graph replays, in memory of its own."""
+    def eager(
+        self, engine_batch: Any, mode: ForwardMode, static: StaticTables | None = None
+    ) -> ForwardBatch:
+        """Return the batch of a pass that no graph replays, in memory of its own.
+
+        static: whose tree mask SGLang may have filled for this pass too.
+        """
         size, queries = engine_batch.batch_size, self.queries_per_request(mode)
         longest = self._longest(engine_batch, queries if mode is ForwardMode.TARGET_VERIFY else 0)
         views = {name: self._tables(size, longest) for name in self._views()}
@@ -129,7 +134,9 @@ class PassBuilder:
             known = engine_batch.extend_seq_lens_cpu
             host = tuple(int(n) for n in (counts.tolist() if known is None else known))
             max_q_len, tokens = max(host, default=0), sum(host)
-        tree = self._tree(engine_batch) if mode is ForwardMode.TARGET_VERIFY else None
+        tree = None
+        if mode is ForwardMode.TARGET_VERIFY:
+            tree = self._tree(engine_batch, None if static is None else static.tree_mask)
         slots = self._window_slots(engine_batch, tokens)
         return self._batch(
             engine_batch, mode, views, cu, max_q_len, tokens, longest, tree, host, slots
@@ -153,7 +160,7 @@ class PassBuilder:
             size * queries,
             self.max_context_len,
             mask,
-            (queries,) * size,
+            (queries,) * size if self.host_lengths else None,
             slots,
         )
 
@@ -164,7 +171,7 @@ class PassBuilder:
         self._fill(engine_batch, mode, views)
         self._window_slots(engine_batch, size * self.queries_per_request(mode), static)
         if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
-            tree = self._tree(engine_batch)
+            tree = self._tree(engine_batch, static.tree_mask)
             if tree is not None and tree.data_ptr() != static.tree_mask.data_ptr():
                 static.tree_mask[: tree.shape[0]].copy_(tree)  # else SGLang filled ours itself
 
@@ -211,15 +218,29 @@ class PassBuilder:
             return slots
         return static.window_slots[:num_tokens].copy_(slots)
 
-    def _tree(self, engine_batch: Any) -> Tensor | None:
+    def _tree(self, engine_batch: Any, static: Tensor | None = None) -> Tensor | None:
         """Return the mask of the drafts, bool [B, n, n]; None is a chain."""
         n = self.drafts
         mask: Tensor | None = engine_batch.spec_info.custom_mask
         if mask is None or self.topk == 1:
             return None
-        if self.compact:
-            return mask[: mask.numel() // n**2 * n**2].view(-1, n, n)[: engine_batch.batch_size]
-        return drafts_of_full_mask(mask, engine_batch.seq_lens, n)
+        if not self.compact:
+            return drafts_of_full_mask(mask, engine_batch.seq_lens, n)
+        requests = engine_batch.batch_size
+        if static is not None and mask.data_ptr() == static.data_ptr():
+            return static[:requests]
+        if mask.numel() % n**2 or mask.numel() > requests * n**2:
+            raise UnsupportedError(
+                f"a tree mask of {mask.numel()} values for {requests} requests of {n} drafts "
+                f"(expected {requests * n**2}): SGLang built it over the context; attn-core's hook "
+                "was not applied"
+            )
+        trees = mask.view(-1, n, n)
+        if len(trees) == requests:
+            return trees
+        chains = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+        padding = chains.expand(requests - len(trees), n, n)  # of data parallelism and graphs
+        return torch.cat([trees, padding])
 
     def _batch(
         self,
@@ -231,7 +252,7 @@ class PassBuilder:
         num_tokens: int,
         longest: int,
         tree: Tensor | None,
-        query_lens: tuple[int, ...],
+        query_lens: tuple[int, ...] | None,
         window_slots: Tensor | None,
     ) -> ForwardBatch:
         slots = engine_batch.out_cache_loc[:num_tokens].long()
@@ -259,5 +280,5 @@ class PassBuilder:
             max_q_len=max_q_len,
             views=views,
             spec=spec,
-            query_lens_host=query_lens if self.host_lengths else None,
+            query_lens_host=query_lens,
         )

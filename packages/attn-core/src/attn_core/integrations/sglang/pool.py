@@ -54,6 +54,13 @@ class EnginePool:
     def bind(self, module: Any, layer: AttentionLayer) -> None:
         """Take a layer's part of the pool, with the scales of its module."""
         scales = (module.k_scale_float or 1.0, module.v_scale_float or 1.0)
+        if self.pool.dtype.itemsize > 1:
+            scales = (1.0, 1.0)  # a checkpoint may bring scales for a cache that has none
+        if self.is_latent and scales[0] != 1.0:
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: an FP8 cache of latents with k_scale {scales[0]} "
+                "(supports 1.0); choose --kv-cache-dtype auto"
+            )
         stores = [self.pool.get_key_buffer(layer.layer_id)]
         if not self.is_latent:
             stores.append(self.pool.get_value_buffer(layer.layer_id))
@@ -62,7 +69,7 @@ class EnginePool:
             k=pages[0],
             v=None if self.is_latent else pages[1],
             k_scale=scales[0],
-            v_scale=scales[0] if self.is_latent else scales[1],
+            v_scale=1.0 if self.is_latent else scales[1],
         )
 
     def layer(self, layer_id: int) -> LayerCache:

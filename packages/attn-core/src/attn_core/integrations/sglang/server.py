@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ REFUSED: Mapping[str, str] = {
     "enable_pdmux": "leave out --enable-pdmux",
     "enable_hisparse": "leave out --enable-hisparse",
     "enable_unified_memory": "leave out --enable-unified-memory",
+    "enable_prefill_cp": "leave out --enable-prefill-cp",
 }
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _LISTS = ("prefer", "allow", "deny")
@@ -65,8 +67,14 @@ def draft_shape(args: Any) -> tuple[int, int]:
 
 def captures(args: Any, device_type: str) -> bool:
     """Say whether a server captures decode, or verification, in CUDA graphs."""
-    off = ("disable_cuda_graph", "disable_decode_cuda_graph")
-    return device_type == "cuda" and not any(getattr(args, name, False) for name in off)
+    off = any(getattr(args, x, False) for x in ("disable_cuda_graph", "disable_decode_cuda_graph"))
+    return device_type == "cuda" and not off and _graphs(args, "decode") != "disabled"
+
+
+def _graphs(args: Any, phase: str) -> str:
+    """Return how a phase is captured: "full", "breakable", "disabled" …; "" if not resolved."""
+    config = getattr(getattr(args, "cuda_graph_config", None), phase, None)
+    return str(getattr(config, "backend", "") or "")
 
 
 def speculation(args: Any) -> Speculation | None:
@@ -86,9 +94,16 @@ def check_arguments(args: Any) -> None:
         raise UnsupportedError(
             f"prefill/decode disaggregation with --attention-backend {NAME}; name another backend"
         )
-    if getattr(args, "dcp_size", 1) > 1:
+    for name in ("dcp_size", "attn_cp_size"):
+        if getattr(args, name, 1) > 1:
+            flag = "--" + name.replace("_", "-")
+            raise UnsupportedError(
+                f"{flag} {getattr(args, name)} with --attention-backend {NAME} (supports 1)"
+            )
+    if _graphs(args, "prefill") == "full":
         raise UnsupportedError(
-            f"--dcp-size {args.dcp_size} with --attention-backend {NAME} (supports 1)"
+            f"full CUDA graphs of prefill with --attention-backend {NAME}; choose "
+            "--cuda-graph-backend-prefill breakable or disabled"
         )
     names = set(args.get_attention_backends())
     if len(names) > 1 and draft_shape(args)[0] > 1:
@@ -98,6 +113,24 @@ def check_arguments(args: Any) -> None:
             f"attn-core's backends by {variable('--prefill-attention-backend')} and "
             f"{variable('--decode-attention-backend')}"
         )
+
+
+def check_tree_masks(args: Any) -> None:
+    """Raise UnsupportedError if SGLang's workers build other tree masks than attn-core reads."""
+    if not verifies(args) or draft_shape(args)[0] == 1:
+        return
+    from sglang.srt.speculative import eagle_utils
+
+    names = ("eagle_worker_v2", "multi_layer_eagle_worker_v2", "standalone_worker_v2")
+    workers = [sys.modules.get(f"sglang.srt.speculative.{name}") for name in names]
+    for module in (eagle_utils, *filter(None, workers)):
+        mode = getattr(module, "default_tree_mask_mode", None)
+        if mode is not None and mode().name != "QLEN_ONLY":
+            raise UnsupportedError(
+                f"{module.__name__} builds {mode().name} tree masks, attn-core reads QLEN_ONLY: "
+                "its hook was not applied; remove the plugin that imports this module earlier, or "
+                "use draft chains (--speculative-eagle-topk 1)"
+            )
 
 
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:

@@ -211,7 +211,7 @@ class LayerArguments:
 
     def constants(self, launch: Launch, mask: int, *, paged: bool) -> Constants:
         """Return the constants of one launch."""
-        key = (launch.block_m, mask, paged)
+        key = (launch.block_m, launch.ptx, mask, paged)
         constants = self._of_launch.get(key)
         if constants is None:
             constants = self.common._replace(
