@@ -173,7 +173,7 @@ class LayerArguments:
     scales: Scales
     common: Constants
     even_fp8: bool
-    _of_launch: dict[tuple[int, int, bool], Constants] = field(default_factory=dict)
+    _of_launch: dict[tuple[int, bool, int, bool], Constants] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
