@@ -24,7 +24,7 @@ SPILLS = {"decode_mla_hopper": 112}
 def build(arch, *names):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, BUILD, arch, *names], env=env, capture_output=True, text=True, timeout=900
+        [sys.executable, BUILD, arch, *names], env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
