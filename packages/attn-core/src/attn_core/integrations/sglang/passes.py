@@ -123,7 +123,6 @@ class PassBuilder:
         views = {name: self._tables(size, longest) for name in self._views()}
         self._fill(engine_batch, mode, views)
         device = self.req_to_token.device
-        host = None
         if queries:
             cu = torch.arange(0, size * queries + 1, queries, dtype=torch.int32, device=device)
             max_q_len, tokens = queries, size * queries
@@ -145,9 +144,7 @@ class PassBuilder:
     def captured(self, engine_batch: Any, mode: ForwardMode, static: StaticTables) -> ForwardBatch:
         """Return the batch of a pass in the static buffers, filled for this pass."""
         size, queries = engine_batch.batch_size, self.queries_per_request(mode)
-        views = {name: tables.rows(size) for name, tables in static.views.items()}
-        self._fill(engine_batch, mode, views)
-        slots = self._window_slots(engine_batch, size * queries, static)
+        views, slots = self._fill_static(engine_batch, mode, static)
         mask = None
         if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
             mask = static.tree_mask[:size]
@@ -166,10 +163,7 @@ class PassBuilder:
 
     def refill(self, engine_batch: Any, mode: ForwardMode, static: StaticTables) -> None:
         """Fill the static buffers for a replay: lengths, page tables and the tree mask."""
-        size = engine_batch.batch_size
-        views = {name: tables.rows(size) for name, tables in static.views.items()}
-        self._fill(engine_batch, mode, views)
-        self._window_slots(engine_batch, size * self.queries_per_request(mode), static)
+        self._fill_static(engine_batch, mode, static)
         if mode is ForwardMode.TARGET_VERIFY and static.tree_mask is not None:
             tree = self._tree(engine_batch, static.tree_mask)
             if tree is not None and tree.data_ptr() != static.tree_mask.data_ptr():
@@ -205,6 +199,16 @@ class PassBuilder:
                 tables.lengths,
                 self._slot_map() if name == "window" else None,
             )
+
+    def _fill_static(
+        self, engine_batch: Any, mode: ForwardMode, static: StaticTables
+    ) -> tuple[dict[str, Tables], Tensor | None]:
+        """Fill the static tables and window slots of a pass, and return its rows of them."""
+        size = engine_batch.batch_size
+        views = {name: tables.rows(size) for name, tables in static.views.items()}
+        self._fill(engine_batch, mode, views)
+        tokens = size * self.queries_per_request(mode)
+        return views, self._window_slots(engine_batch, tokens, static)
 
     def _window_slots(
         self, engine_batch: Any, num_tokens: int, static: StaticTables | None = None
