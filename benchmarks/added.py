@@ -20,7 +20,7 @@ from attn_core.spec.kinds import Role
 from benchmarks.cases import Case, Inputs, build
 from benchmarks.ours import row_of
 from benchmarks.plain import plain
-from benchmarks.recorded import PLANS, RUNS, in_turn, recording
+from benchmarks.recorded import PLANS, RUNS, in_turn, plainly, recording
 from benchmarks.timing import CudaTimer, Timing
 
 Call = Callable[[], object]
@@ -50,16 +50,18 @@ class Pair:
 class Found:
     """One backend on one case; None: not measured, on a CPU, or the library has no plan.
 
-    host: a layer's call, eagerly. plan: once a pass; plan_us: ours, which starts from the batch;
-    the library's has its arguments ready. plan_from_host_us: FlashInfer's with lengths on the host
-    (plain.py). kernel: on the GPU. replay: the host's time of replaying LAYERS layers. refill: what
-    precedes the replay, through us alone.
+    host: a layer's call, eagerly. written_us: ours with the write of new keys and values. plan:
+    once a pass; plan_us: ours, which starts from the batch; the library's has its arguments ready.
+    plan_from_host_us: FlashInfer's with lengths on the host (plain.py). kernel: on the GPU. replay:
+    the host's time of replaying LAYERS layers. refill: what precedes the replay, through us alone.
+    The library of our own kernels is Triton: the direct call is its launch of each of them.
     """
 
     backend: str
     case: str
     error: str | None = None
     host: Pair | None = None
+    written_us: float | None = None
     plan_us: float | None = None
     plan: Pair | None = None
     plan_from_host_us: float | None = None
@@ -89,10 +91,11 @@ class Served:
     def plan(self) -> object:
         return self.serve.init_forward_metadata(self.inputs.batch)
 
-    def layer(self, metadata: object) -> Call:
-        """Return one layer's call: nothing to write, everything planned."""
+    def layer(self, metadata: object, *, writes: bool = False) -> Call:
+        """Return one layer's call, everything planned; writes: new keys and values, again."""
         x, forward = self.inputs, self.serve.forward
-        return lambda: forward(x.q, None, None, x.layer, x.batch, metadata)
+        k, v = (x.k, x.v) if writes else (None, None)
+        return lambda: forward(x.q, k, v, x.layer, x.batch, metadata)
 
 
 def serving(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Served:
@@ -133,18 +136,18 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
         watched = serving(name, inputs, registry, kind)
         recorder.taken()
         metadata = watched.plan()
-        plans = recorder.taken()
+        plans = [plainly(call) for call in recorder.taken()]
         watched.layer(metadata)()  # may compile
         recorder.taken()
         watched.layer(metadata)()
-        runs = recorder.taken()
+        runs = [plainly(call) for call in recorder.taken()]
     if not runs:
         raise RuntimeError("no call of a known function was seen (benchmarks/recorded.py)")
     ours, direct = serving(name, inputs, registry, kind), in_turn(runs)
     planned = ours.plan()
     layer = ours.layer(planned)
     layer()
-    host = host_us((layer, direct), device)
+    *host, written = host_us((layer, direct, ours.layer(planned, writes=True)), device)
     kernel = replay = refill = None
     library = _library_plans(plans, inputs)
     plan_us, *own = host_us((ours.plan, *library), device, calls_each=1, rounds=4 * ROUNDS)
@@ -156,6 +159,7 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
         backend=name,
         case=inputs.case.name,
         host=pair(host),
+        written_us=written.us,
         plan_us=plan_us.us,
         plan=pair((plan_us, own[0])) if own else None,
         plan_from_host_us=own[1].us if own[1:] else None,

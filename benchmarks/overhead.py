@@ -37,7 +37,7 @@ DISTRIBUTIONS = (
     "sgl-flash-mla",
     "sglang-kernel",
 )
-BACKENDS = ("fa3", "flashinfer", "fa4", "trtllm_mha", "flashmla")
+BACKENDS = ("fa3", "flashinfer", "fa4", "trtllm_mha", "flashmla", "triton")
 
 
 def _small(phase: str, page_size: int, **shape: int) -> Case:
@@ -66,6 +66,8 @@ def describe(result: Found) -> str:
         for name, pair in (("call", result.host), ("plan", result.plan))
         if pair
     ]
+    if result.written_us is not None:
+        calls[0] += f", with the write {result.written_us:.1f}"
     if result.plan_from_host_us is not None:
         calls[-1] += f" or from the host {result.plan_from_host_us:.1f}"
     return f"{result.backend:<11} {result.case:<36} {'  '.join(parts)}  ({'; '.join(calls)})"

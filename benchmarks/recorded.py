@@ -27,6 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "flashinfer.mla": ("BatchMLAPagedAttentionWrapper.run",),
     "sgl_kernel.flash_mla": ("flash_mla_with_kvcache",),
     "flash_mla": ("flash_mla_with_kvcache",),
+    "attn_core.ops.triton.launcher": ("Launcher.__call__",),
 }
 PLANS: dict[str, tuple[str, ...]] = {
     "sgl_kernel.flash_attn": ("get_scheduler_metadata",),
@@ -39,6 +40,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "flashinfer.mla": ("BatchMLAPagedAttentionWrapper.plan",),
     "sgl_kernel.flash_mla": ("get_mla_metadata",),
     "flash_mla": ("get_mla_decoding_metadata",),
+    "attn_core.ops.triton.launcher": ("Launcher.__call__",),
 }
 
 
@@ -78,17 +80,26 @@ def recording(*tables: dict[str, tuple[str, ...]]) -> Iterator[Recorder]:
     A backend binds the library's functions when it is created: create it in here.
     """
     recorder = Recorder()
+    functions = {(module, name) for table in tables for module in table for name in table[module]}
     with contextlib.ExitStack() as stack:
-        for module, names in ((m, n) for table in tables for m, n in table.items()):
-            for name in names if module in sys.modules else ():
-                owner: Any = sys.modules[module]
-                *path, last = name.split(".")
-                for part in path:
-                    owner = getattr(owner, part)
-                real = getattr(owner, last)
-                setattr(owner, last, recorder.watching(real))
-                stack.callback(setattr, owner, last, real)
+        for module, name in functions:
+            if module not in sys.modules:
+                continue
+            owner: Any = sys.modules[module]
+            *path, last = name.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            real = getattr(owner, last)
+            setattr(owner, last, recorder.watching(real))
+            stack.callback(setattr, owner, last, real)
         yield recorder
+
+
+def plainly(call: functools.partial[Any]) -> functools.partial[Any]:
+    """Return the same call without us: one of our launchers becomes Triton's own launch."""
+    launcher = call.args[0] if call.args else None
+    by_triton = getattr(launcher, "by_triton", None)
+    return functools.partial(by_triton, *call.args[1:]) if by_triton else call
 
 
 def in_turn(calls: Sequence[Call]) -> Call:

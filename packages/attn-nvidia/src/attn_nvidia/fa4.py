@@ -96,7 +96,7 @@ class FA4(AttentionBackend):
             arguments["learnable_sink"] = layer.sinks.to(torch.bfloat16)  # all that it takes
         if layer.sliding_window is not None:
             arguments["window_size_left"] = layer.sliding_window - 1
-        return _Layer(LayerGroup.of(layer), arguments)
+        return _Layer(layer.group, arguments)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Collect what the layers of a class share; large pages are named as the kernel's."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +75,11 @@ class LayerCache:
     @property
     def page_size(self) -> int:
         return self.k.shape[2 if self.layout == "HND" else 1]
+
+    @cached_property
+    def launchers(self) -> dict[Any, Any]:
+        """What the operations keep of these pages to be fast; it goes when the cache goes."""
+        return {}
 
     def parts(self) -> list[tuple[Tensor, str]]:
         """Every tensor that holds tokens, with its layout."""

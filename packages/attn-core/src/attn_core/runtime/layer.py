@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,7 +40,7 @@ class LayerGroup(NamedTuple):
         )
 
     @property
-    def group(self) -> int:
+    def num_queries_per_kv(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
@@ -70,6 +71,11 @@ class AttentionLayer:
     sinks: Tensor | None = None
     is_causal: bool = True
     is_cross: bool = False
+
+    @cached_property
+    def group(self) -> LayerGroup:
+        """The group whose plan it shares."""
+        return LayerGroup.of(self)
 
     def __post_init__(self) -> None:
         name, q, kv = f"layer {self.layer_id}", self.num_q_heads, self.num_kv_heads

@@ -66,7 +66,7 @@ class FA3(AttentionBackend):
         if layer.sinks is not None:
             # the one dtype that the kernel takes
             with_sinks = {**arguments, "sinks": layer.sinks.to(torch.bfloat16)}
-        return _Layer(CallGroup(LayerGroup.of(layer), capped), arguments, with_sinks)
+        return _Layer(CallGroup(layer.group, capped), arguments, with_sinks)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every kind of layer: the tiles of a pass, and what the drafts of a tree see."""

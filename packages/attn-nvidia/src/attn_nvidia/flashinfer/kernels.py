@@ -39,7 +39,7 @@ def choose(
     if mode in DECODE_MODES:
         # Four queries for one load of K and V are worth tensor cores, FP8 needs their conversion,
         # and only they split at fixed places.
-        few = group.group < 4 and not fp8(config) and not config.deterministic
+        few = group.num_queries_per_kv < 4 and not fp8(config) and not config.deterministic
         return "decode" if few else "fa2"
     if masked or mode is ForwardMode.TARGET_VERIFY or not fa3_takes(config, group):
         return "fa2"
@@ -74,7 +74,7 @@ def faster_prefill(
     length = keys.astype(np.int64)
     fa3 = int((-(-queries // _TILE) * length).sum()) * group.num_q_heads / processors
     fa3 = max(fa3, int(length.max(initial=0)))
-    fa2 = int((-(-queries * group.group // _TILE) * length).sum()) * group.num_kv_heads
+    fa2 = int((-(-queries * group.num_queries_per_kv // _TILE) * length).sum()) * group.num_kv_heads
     return "fa3" if fa3 < _FA3_SPEED * fa2 / processors else "fa2"
 
 
@@ -98,8 +98,8 @@ def graph_splits(group: LayerGroup, batch: int, tokens: int, processors: int, nb
 
     A graph has room for the worst case: all tokens in one request (PrefillSplitQOKVIndptr).
     """
-    tile = tile_rows((tokens - batch + 1) * group.group, group.v_head_dim)
-    tiles = -(-tokens * group.group // tile) + batch - 1
+    tile = tile_rows((tokens - batch + 1) * group.num_queries_per_kv, group.v_head_dim)
+    tiles = -(-tokens * group.num_queries_per_kv // tile) + batch - 1
     blocks = max(2 * processors // group.num_kv_heads, tiles)
     return partials(group, tile, blocks) <= nbytes
 
@@ -110,7 +110,8 @@ def schedule_bytes(group: LayerGroup, batch: int, tokens: int, processors: int) 
     Per block of fa2 or of decode three indices and a flag, per token and request an offset, per
     block of fa3 seven numbers (the plans in attention/scheduler.cuh of flashinfer 0.6.14).
     """
-    blocks = 32 * processors // group.num_kv_heads + tokens * group.group // 16 + batch + 1
+    rows = tokens * group.num_queries_per_kv
+    blocks = 32 * processors // group.num_kv_heads + rows // 16 + batch + 1
     works = group.num_q_heads * (tokens // _TILE + batch + 1)
     return 13 * blocks + 8 * (tokens + batch + processors) + 28 * works + 4096
 
@@ -139,7 +140,7 @@ def fixed_bytes(config: BackendConfig, group: LayerGroup) -> int:
 
 
 def _split_bytes(config: BackendConfig, group: LayerGroup, split: int) -> int:
-    rows = max(config.num_draft_tokens, 1) * group.group
+    rows = max(config.num_draft_tokens, 1) * group.num_queries_per_kv
     tile = tile_rows(rows, group.v_head_dim)
     chunks = -(-num_pages_for(config.max_seq_len, config.page_size) // split)
     return partials(group, tile, config.max_bs * -(-rows // tile) * chunks)

@@ -255,7 +255,7 @@ class FlashInfer(AttentionBackend):
 
 
 def _plan_key(layer: AttentionLayer) -> PlanKey:
-    return LayerGroup.of(layer), layer.logit_cap or 0.0
+    return layer.group, layer.logit_cap or 0.0
 
 
 def _outputs(

@@ -124,7 +124,7 @@ class FlashInferMLA(AttentionBackend):
     ) -> Output:
         """Attend to the latent cache, which holds the new tokens already; k is not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        plan = metadata.get((LayerGroup.of(layer), layer.scale))
+        plan = metadata.get((layer.group, layer.scale))
         if plan is None:
             if not batch.num_tokens:
                 return empty_attention(q, layer, out, return_lse)

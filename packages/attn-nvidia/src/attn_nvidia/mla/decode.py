@@ -143,7 +143,7 @@ class MlaDecode(AttentionBackend):
                 out=out, return_lse=return_lse, topk_indices=topk_indices,
             )  # fmt: skip
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        plan = metadata.of.get(LayerGroup.of(layer))
+        plan = metadata.of.get(layer.group)
         if plan is None:
             refuse_unplanned(layer, metadata.of)
         pages = cache.k

@@ -42,7 +42,7 @@ class TorchNative(AttentionBackend):
             refuse_window(config.name, layer)
         self._dtype = TORCH_DTYPES[config.dtype]
         self._buffers: Buffers = {}
-        classes = {LayerGroup.of(layer) for layer in config.layers}
+        classes = {layer.group for layer in config.layers}
         self._limits = {c: self._limits_of(c, config.page_size, config.device) for c in classes}
 
     def _limits_of(self, layer: LayerGroup, page_size: int, device: torch.device) -> Limits:
@@ -106,7 +106,7 @@ class TorchNative(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        group = LayerGroup.of(layer)
+        group = layer.group
         pieces = metadata.get(group)
         if pieces is None:
             refuse_unplanned(layer, metadata)

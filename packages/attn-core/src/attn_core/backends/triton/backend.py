@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Bindings, Call
-from attn_core.backends.triton.portable.launch import merge
-from attn_core.backends.triton.schedule import Schedule, fill_order
-from attn_core.backends.triton.scheduler import Scheduler, drafts_of
+from attn_core.backends.triton.kernel import Bindings, Call, Pass
+from attn_core.backends.triton.schedule import Schedule
+from attn_core.backends.triton.scheduler import Scheduler
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BatchError, UsageError
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
@@ -39,7 +38,7 @@ class Triton(AttentionBackend):
         for layer in config.layers:
             refuse_layer(config, layer)
             refuse_window(config.name, layer)
-        self._groups = {LayerGroup.of(layer) for layer in config.layers}
+        self._groups = {layer.group for layer in config.layers}
         self._scheduler = Scheduler(config)
         self._bindings = Bindings()
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
@@ -95,31 +94,19 @@ class Triton(AttentionBackend):
     ) -> Output:
         """Attend to the cache, in which k and v lie already."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        group = LayerGroup.of(layer)
-        if batch.num_tokens and group not in metadata:
-            refuse_unplanned(layer, metadata)
         q, out, lse = _outputs(q, layer, out)
         if batch.num_tokens:
-            view, schedule = batch.views[layer.view], metadata[group]
-            call = Call(
-                q,
-                layer,
-                cache,
-                batch.cu_seqlens_q,
-                view.seq_lens,
-                view.page_table,
-                batch.positions,
-                drafts_of(batch),
-                schedule.mask,
-                out,
-                lse,
-            )
+            schedule = metadata.get(layer.group)
+            if schedule is None:
+                refuse_unplanned(layer, metadata)
+            inputs = schedule.inputs
+            if inputs.batch is not batch:  # planned for another with the same lengths
+                inputs = Pass.of(layer.group, batch)
+            call = Call.of(q, layer, cache, inputs, out, lse)
             split, tiles = schedule.split, schedule.tiles
             if split is not None:
                 decode, kept = self._bindings.first(split.choices, layer, cache, q.dtype)
                 decode.kernel.launch(call, kept, decode.launch, split)
-                if not split.unsplit:
-                    merge(call, split)
             if tiles is not None:
                 prefill, kept = self._bindings.first(tiles.choices, layer, cache, q.dtype)
                 prefill.kernel.launch(call, kept, prefill.launch, tiles)
@@ -148,14 +135,10 @@ class Triton(AttentionBackend):
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
             starts = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-            group, requests = LayerGroup.of(layer, causal=causal), cu_seqlens_q.shape[0] - 1
-            schedule = self._scheduler.plan_ragged(group, requests, q.shape[0], max_k)
-            tiles = schedule.tiles
-            assert tiles is not None  # of every ragged call
-            call = Call(q, layer, tokens, *starts, None, q, None, schedule.mask, out, lse)
+            group = LayerGroup.of(layer, causal=causal)
+            inputs, tiles = self._scheduler.plan_ragged(group, q, *starts, max_k)
+            call = Call.of(q, layer, tokens, inputs, out, lse)
             choice, kept = Bindings().first(tiles.choices, layer, tokens, q.dtype)
-            if choice.kernel.takes_order:
-                fill_order(tiles, *starts, group.group, paged=False)
             choice.kernel.launch(call, kept, choice.launch, tiles)
         return (out, lse) if return_lse else out
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_core.backends.triton.masks import mask_mode
+from attn_core.backends.triton.portable.arguments import Outputs, Queries, Requests
 from attn_core.backends.triton.tuning import Launch
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.runtime.batch import SpecInfo
+from attn_core.ops.triton.launcher import alike, numbered
+from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
 
 Part = TypeVar("Part", contravariant=True)
@@ -36,25 +39,87 @@ class Shape(NamedTuple):
     tiles: int
 
 
+class Pass:
+    """What all layers of a group read in a pass: its requests, and the drafts that it verifies.
+
+    requests: cu_seqlens_q int32 [size + 1], seq_lens int32 [size], page_table int32 [size,
+    columns]. In a ragged call there is no table, the cache is one page of all tokens, and seq_lens
+    is its cu_seqlens. tree: its mask uint8 [size, n, n] if there is one. mask: see masks.py.
+    batch: where they come from. key: of what Triton specialises of these.
+    """
+
+    __slots__ = ("batch", "drafts", "key", "mask", "positions", "requests", "size", "tree")
+
+    def __init__(
+        self,
+        requests: Requests,
+        positions: Tensor,
+        *,
+        causal: bool,
+        drafts: SpecInfo | None = None,
+        batch: ForwardBatch | None = None,
+    ) -> None:
+        tree = None if drafts is None else drafts.tree_mask
+        self.batch = batch
+        self.requests = requests
+        self.size = requests.cu_seqlens_q.shape[0] - 1
+        self.positions = positions
+        self.tree = None if tree is None else tree.contiguous().view(torch.uint8)
+        self.drafts = 0 if drafts is None else drafts.num_draft_tokens
+        self.mask = mask_mode(drafts, causal=causal)
+        tensors = (*requests, positions, *(() if self.tree is None else (self.tree,)))
+        self.key = numbered((self.mask, self.table_stride >> 31, self.paged, *map(alike, tensors)))
+
+    @classmethod
+    def of(cls, group: LayerGroup, batch: ForwardBatch) -> Pass:
+        """Return what layers of a group read of a batch."""
+        view = batch.views[group.view]
+        drafts = batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
+        requests = Requests(batch.cu_seqlens_q, view.seq_lens, view.page_table)
+        return cls(requests, batch.positions, causal=group.causal, drafts=drafts, batch=batch)
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys lie in pages."""
+        return self.batch is not None
+
+    @property
+    def table_stride(self) -> int:
+        """Elements from one row of the page table to the next; 0 without one."""
+        return 0 if self.batch is None else int(self.requests.page_table.stride(0))
+
+
 class Call(NamedTuple):
     """One layer's attention: q [T, Hq, D] over a cache into out [T, Hq, Dv], lse float32 [T, Hq].
 
-    cu_seqlens_q int32 [batch + 1], seq_lens int32 [batch], page_table int32 [batch, columns]. In a
-    ragged call page_table is None, the cache is one page of all tokens, and seq_lens is its
-    cu_seqlens. spec: the drafts that a pass verifies. mask: see masks.py.
+    queries, outputs: q, out and lse with their strides, as kernels take them.
+    key: of what Triton specialises of these, but for layer and cache.
     """
 
     q: Tensor
     layer: AttentionLayer
     cache: LayerCache
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
-    page_table: Tensor | None
-    positions: Tensor
-    spec: SpecInfo | None
-    mask: int
-    out: Tensor
-    lse: Tensor
+    inputs: Pass
+    queries: Queries
+    outputs: Outputs
+    key: Hashable
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        inputs: Pass,
+        out: Tensor,
+        lse: Tensor,
+    ) -> Call:
+        """Return a call with its key."""
+        of_q, of_out = q.stride(), out.stride()
+        alignment = (q.data_ptr() % 16, out.data_ptr() % 16)
+        key = (inputs.key, of_q, of_out, alignment, out.dtype)
+        outputs = Outputs(out, lse, of_out[0], of_out[1])
+        return cls(q, layer, cache, inputs, Queries(q, of_q[0], of_q[1]), outputs, key)
 
 
 class Kernel(Protocol[Part]):

@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Choice
+from attn_core.backends.triton.kernel import Choice, Pass
+from attn_core.backends.triton.portable.arguments import Partials
 from attn_core.backends.triton.tuning import Launch, power_of_two
+from attn_core.ops.triton.launcher import Launcher, alike, numbered
 
 TILE_ROWS = 128  # of a tile of a prompt on Hopper: (query, head of the group) pairs
 
@@ -40,6 +45,23 @@ class SplitKV:
     work_indptr: Tensor
     partial_out: Tensor
     partial_lse: Tensor
+    merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
+
+    @cached_property
+    def key(self) -> int:
+        """Equal for parts whose launches have equal constants and arguments that are alike."""
+        return numbered(
+            (
+                *(self.launch, self.row_blocks, self.tile_rows, self.programs, self.overlap),
+                *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
+                *map(alike, (self.work_indptr, self.partial_out, self.partial_lse)),
+            )
+        )
+
+    @cached_property
+    def partials(self) -> Partials:
+        """The scratch as kernels take it."""
+        return Partials(self.partial_out, self.partial_lse)
 
     @property
     def min_units(self) -> int:
@@ -67,6 +89,12 @@ class Tiles:
     tiles: int
     processors: int
 
+    @cached_property
+    def key(self) -> int:
+        """Equal for parts whose launches have equal constants and arguments that are alike."""
+        tensors = (self.tile_offsets, self.request_order, self.counter)
+        return numbered((self.min_queries, *(x.launch for x in self.choices), *map(alike, tensors)))
+
     @property
     def ordered(self) -> bool:
         """Whether a kernel takes requests in this order."""
@@ -77,13 +105,14 @@ class Tiles:
 class Schedule:
     """The work of a pass, equal for all layers of a group.
 
-    mask: see masks.py. longest: an upper bound of the keys of a request, of all replays in a graph.
+    inputs: what every layer of the group reads. longest: an upper bound of the keys of a request,
+    of all replays in a graph.
     A batch with long prompts and requests of one query has both parts, over disjoint requests. They
     are two launches: in one, the tile of a prompt would set the registers and the shared memory of
     programs that wait for memory most of their time, and fewer of these would run at once.
     """
 
-    mask: int
+    inputs: Pass
     longest: int
     split: SplitKV | None = None
     tiles: Tiles | None = None
@@ -93,21 +122,10 @@ def fill_split(
     split: SplitKV, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None, *, causal: bool
 ) -> None:
     """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
-    batch = seq_lens.shape[0]
-    plan_splits[(1,)](
-        cu_seqlens_q,
-        seq_lens,
-        split.work_indptr,
-        batch,
-        window or 0,
-        BN=split.launch.block_n,
-        BLOCKS_PER_UNIT=split.blocks_per_unit,
-        MAX_QUERIES=split.max_queries,
-        WINDOW=window is not None,
-        CAUSAL=causal,
-        BLOCK=min(1024, power_of_two(batch)),
-        num_warps=4,
-    )
+    batch, tensors = seq_lens.shape[0], (cu_seqlens_q, seq_lens, split.work_indptr)
+    constants = (split.launch.block_n, split.blocks_per_unit, split.max_queries)
+    constants += (window is not None, causal, min(1024, power_of_two(batch)))
+    _launcher(plan_splits, constants, tensors)((1, 1, 1), *tensors, batch, window or 0)
 
 
 def fill_order(
@@ -117,20 +135,21 @@ def fill_order(
 
     lengths: keys of each request, int32 [batch]; not paged: their cu_seqlens, int32 [batch + 1].
     """
-    batch = tiles.request_order.shape[0]
-    order_requests[(triton.cdiv(batch, 64),)](
-        cu_seqlens_q,
-        lengths,
-        tiles.tile_offsets,
-        tiles.request_order,
-        batch,
-        GROUP=group,
-        ROWS=TILE_ROWS,
-        MIN_QUERIES=tiles.min_queries,
-        PAGED=paged,
-        BLOCK=64,
-        num_warps=4,
-    )
+    batch, block = tiles.request_order.shape[0], 64
+    tensors = (cu_seqlens_q, lengths, tiles.tile_offsets, tiles.request_order)
+    constants = (group, TILE_ROWS, tiles.min_queries, paged, block)
+    _launcher(order_requests, constants, tensors)((-(-batch // block), 1, 1), *tensors, batch)
+
+
+def _launcher(kernel: Any, constants: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Launcher:
+    key = (kernel, constants, tensors[0].device, *map(alike, tensors))
+    launcher = _LAUNCHERS.get(key)
+    if launcher is None:
+        launcher = _LAUNCHERS[key] = Launcher(kernel, *constants, num_warps=4)
+    return launcher
+
+
+_LAUNCHERS: dict[Hashable, Launcher] = {}
 
 
 @triton.jit(do_not_specialize=["batch", "window"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Choice, Shape
-from attn_core.backends.triton.masks import MASK_TREE, mask_mode
+from attn_core.backends.triton.kernel import Choice, Pass, Shape
+from attn_core.backends.triton.masks import MASK_TREE
+from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import (
     TILE_ROWS,
     Schedule,
@@ -19,13 +20,14 @@ from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
     has_pdl,
+    merge_tile,
     power_of_two,
     use_split_kv,
 )
 from attn_core.backends.triton.variants import kernels_of
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.runtime.backend import BackendConfig
-from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
 
 KEYS_PER_PARTIAL = 1024  # in deterministic mode, where no split depends on other requests
@@ -36,11 +38,6 @@ MIXED_MODES = (ForwardMode.MIXED, ForwardMode.EXTEND)
 def unsplit_keys_on(device: torch.device) -> int:
     """Return the longest KV length that is never split; 0 in the interpreter, so that it splits."""
     return UNSPLIT_KEYS if device.type == "cuda" else 0
-
-
-def drafts_of(batch: ForwardBatch) -> SpecInfo | None:
-    """Return the drafts that a pass verifies."""
-    return batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
 
 
 class Scheduler:
@@ -65,33 +62,40 @@ class Scheduler:
         """Return the filled schedule of a pass. static: the buffer of a graph's plans."""
         config, view = self.config, batch.views[group.view]
         even, longest = batch.forward_mode in EVEN_MODES, view.max_seq_len
-        mask = mask_mode(drafts_of(batch), causal=group.causal)
+        inputs = Pass.of(group, batch)
         size, tokens = batch.batch_size, batch.num_tokens
-        shape = self._shape(group, size, tokens, longest, mask, config.page_size)
+        shape = self._shape(group, size, tokens, longest, inputs.mask, config.page_size)
         # where prompts have a kernel of their own, tiles win sooner over keys that are not split
         own = len(self._kernels.prefill) > 1
         unsplit = own and not even and longest <= self._unsplit_keys
         latent = config.row.kind != "mha"
-        split = use_split_kv(batch.max_q_len, group.group, latent=latent, unsplit=unsplit)
+        split = use_split_kv(
+            batch.max_q_len, group.num_queries_per_kv, latent=latent, unsplit=unsplit
+        )
         if split and (even or not config.deterministic):
             part = self._split(shape, size, longest, batch.max_q_len, static)
-            schedule = Schedule(mask=mask, longest=longest, split=part)
+            schedule = Schedule(inputs=inputs, longest=longest, split=part)
         elif static is None and self._decodes(batch, longest):
             one = self._split(shape, size, longest, 1, None, max_queries=1)
             rest = self._tiles(shape, size, longest, None, min_queries=2)
-            schedule = Schedule(mask=mask, longest=longest, split=one, tiles=rest)
+            schedule = Schedule(inputs=inputs, longest=longest, split=one, tiles=rest)
         else:
             tiles = self._tiles(shape, size, longest, static)
-            schedule = Schedule(mask=mask, longest=longest, tiles=tiles)
+            schedule = Schedule(inputs=inputs, longest=longest, tiles=tiles)
         self.fill(schedule, group, batch)
         return schedule
 
-    def plan_ragged(self, group: LayerGroup, requests: int, tokens: int, longest: int) -> Schedule:
-        """Return the schedule of a call over plain K and V, whose order is not filled."""
-        mask = mask_mode(None, causal=group.causal)
-        shape = self._shape(group, requests, tokens, longest, mask, 0)
-        tiles = self._tiles(shape, requests, longest, None)
-        return Schedule(mask=mask, longest=longest, tiles=tiles)
+    def plan_ragged(
+        self, group: LayerGroup, q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: int
+    ) -> tuple[Pass, Tiles]:
+        """Return what a call over plain K and V reads, and the filled order of its tiles."""
+        requests = Requests(cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
+        inputs = Pass(requests, q, causal=group.causal)
+        shape = self._shape(group, inputs.size, q.shape[0], longest, inputs.mask, 0)
+        tiles = self._tiles(shape, inputs.size, longest, None)
+        if tiles.ordered:
+            fill_order(tiles, cu_seqlens_q, cu_seqlens_k, group.num_queries_per_kv, paged=False)
+        return inputs, tiles
 
     def fill(self, schedule: Schedule, group: LayerGroup, batch: ForwardBatch) -> None:
         """Fill a schedule for the lengths of a batch: one small launch for each of its parts."""
@@ -99,7 +103,7 @@ class Scheduler:
         if schedule.split is not None:
             fill_split(schedule.split, cu_seqlens_q, seq_lens, group.window, causal=group.causal)
         if schedule.tiles is not None and schedule.tiles.ordered:
-            fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group.group, paged=True)
+            fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group.num_queries_per_kv, paged=True)
 
     def _shape(
         self, group: LayerGroup, size: int, tokens: int, longest: int, mask: int, page_size: int
@@ -115,7 +119,7 @@ class Scheduler:
             mask=mask,
             # in deterministic mode the tile must not depend on the neighbours of a request
             longest=LONG if config.deterministic else longest,
-            tiles=(tokens * group.group // TILE_ROWS + size) * group.num_kv_heads,
+            tiles=(tokens * group.num_queries_per_kv // TILE_ROWS + size) * group.num_kv_heads,
         )
 
     def _decodes(self, batch: ForwardBatch, longest: int) -> bool:
@@ -139,7 +143,7 @@ class Scheduler:
         max_queries: int = 0,
     ) -> SplitKV:
         config, group = self.config, shape.group
-        rows, batch_invariant = queries * group.group, config.deterministic
+        rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
         short = not batch_invariant and longest <= self._unsplit_keys
         launch = decode_launch(
             self._arch,
@@ -159,7 +163,8 @@ class Scheduler:
         partials = 2 * programs
         if batch_invariant:
             partials = size * group.num_kv_heads * row_blocks * (longest // KEYS_PER_PARTIAL + 2)
-        width = power_of_two(group.v_head_dim)
+        width, tile_rows = power_of_two(group.v_head_dim), min(rows, launch.block_m)
+        tiles = size * group.num_kv_heads * row_blocks
         partial_out, partial_lse = self._partials(partials * launch.block_m, width)
         buffer = self.buffer(size) if static is None else static
         kernels = self._kernels.decode
@@ -168,7 +173,7 @@ class Scheduler:
             launch=launch,
             max_queries=max_queries,
             row_blocks=row_blocks,
-            tile_rows=min(rows, launch.block_m),
+            tile_rows=tile_rows,
             programs=programs,
             batch_invariant=batch_invariant,
             blocks_per_unit=blocks_per_unit,
@@ -177,6 +182,7 @@ class Scheduler:
             work_indptr=buffer[0, : size + 1],
             partial_out=partial_out,
             partial_lse=partial_lse,
+            merge_tile=merge_tile(tiles, tile_rows, programs, width),
         )
 
     def _tiles(

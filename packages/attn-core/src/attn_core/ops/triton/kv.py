@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
+from attn_core.ops.triton.launcher import Launcher
 
 _TILE = 2048  # numbers that a program writes
 _COLUMNS = 128  # of a head, at most: 576 are five times as many
@@ -106,7 +107,7 @@ def _write_side(
             tl.store(blocks + d[None, :], block.to(tl.uint8), mask=tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _write(
     k, v, k_pool, v_pool, k_blocks, v_blocks, slots, k_scale, v_scale, rows, slots_token,
     k_token, k_head, k_dim, v_token, v_head, v_dim,
@@ -137,41 +138,72 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     strides but that of the last dimension, 1. One launch; allocates nothing and never syncs.
     Raises UsageError for shapes that do not fit.
     """
-    k_blocks, v_blocks = cache.block_scales or (None, None)
-    pools = [cache.k, cache.k if cache.v is None else cache.v]
-    blocks = [x if y is None else y for x, y in zip(pools, (k_blocks, v_blocks), strict=True)]
-    tensors = [_bytes(x) for x in (*pools, *blocks)]
-    token, head = (2, 1) if cache.layout == "HND" else (1, 2)
-    v_dim, other = (0, k) if v is None else (v.shape[-1], v)
-    count, heads, dim = slots.shape[0], cache.k.shape[head], k.shape[-1]
-    packed = 1 if k_blocks is None else 2  # numbers in one element of the pool
-    # the kernel reads and writes by these numbers alone
-    if (
-        (v is None) != (cache.v is None)
-        or k.shape != (count, heads, pools[0].shape[-1] * packed)
-        or (v is not None and v.shape != (count, heads, pools[1].shape[-1] * packed))
-    ):
-        raise UsageError(
-            f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {count} slots of a "
-            f"cache with {heads} heads of {[x.shape[-1] * packed for x in pools]} (expected "
-            "[slots, heads, head dim])"
-        )
-    columns = min(_COLUMNS, triton.next_power_of_2(max(dim, v_dim, 16)))
-    rows = _TILE // columns
-    grid = (
-        triton.cdiv(count * heads, rows),
-        triton.cdiv(max(dim, v_dim), columns),
-        1 if v is None else 2,
+    other = k if v is None else v
+    key = (
+        *(v is None, k.dtype, other.dtype, slots.stride(), k.stride(), other.stride()),
+        *(k.data_ptr() % 16, other.data_ptr() % 16, slots.data_ptr() % 16),
+        *(k.shape[1:], other.shape[1:]),
     )
-    _write[grid](
-        k.detach(), other.detach(), *tensors, slots, cache.k_scale, cache.v_scale,
-        count * heads, slots.stride(0), *k.stride(), *other.stride(),
-        *(x.stride(axis) for x in tensors for axis in (0, token, head)),
-        HEADS=heads, D=dim, DV=v_dim, PAGE=cache.page_size,
-        FORMAT=_FORMATS.get(cache.k.dtype, 0), ROWS=rows, COLUMNS=columns,
-        K_SCALE_IS_TENSOR=isinstance(cache.k_scale, Tensor),
-        V_SCALE_IS_TENSOR=isinstance(cache.v_scale, Tensor),
-    )  # fmt: skip
+    writer = cache.launchers.get(key)
+    if writer is None:
+        writer = cache.launchers[key] = _Writer(cache, k, v, slots)
+    count = slots.shape[0]
+    if k.shape[0] != count or other.shape[0] != count:
+        raise _misfit(cache, k, v, slots)
+    writer.launch(k, other, slots, count)
+
+
+class _Writer:
+    """Writes new K and V of one dtype, with these heads and strides, into one cache."""
+
+    def __init__(self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+        k_blocks, v_blocks = cache.block_scales or (None, None)
+        pools = [cache.k, cache.k if cache.v is None else cache.v]
+        blocks = [x if y is None else y for x, y in zip(pools, (k_blocks, v_blocks), strict=True)]
+        self._pools = [_bytes(x) for x in (*pools, *blocks)]
+        self._scales = (cache.k_scale, cache.v_scale)
+        token, head = (2, 1) if cache.layout == "HND" else (1, 2)
+        v_dim, other = (0, k) if v is None else (v.shape[-1], v)
+        heads, dim = cache.k.shape[head], k.shape[-1]
+        # the kernel reads and writes by these numbers alone
+        if _heads(cache) != [x if x is None else tuple(x.shape[1:]) for x in (k, v)]:
+            raise _misfit(cache, k, v, slots)
+        self._columns = min(_COLUMNS, triton.next_power_of_2(max(dim, v_dim, 16)))
+        self._rows = _TILE // self._columns
+        self._heads, self._dim, self._sides = heads, max(dim, v_dim), 1 if v is None else 2
+        self._strides = (
+            *(slots.stride(0), *k.stride(), *other.stride()),
+            *(x.stride(axis) for x in self._pools for axis in (0, token, head)),
+        )
+        self._launcher = Launcher(
+            _write,
+            *(heads, dim, v_dim, cache.page_size, _FORMATS.get(cache.k.dtype, 0)),
+            *(self._rows, self._columns),
+            *(isinstance(scale, Tensor) for scale in self._scales),
+        )
+
+    def launch(self, k: Tensor, v: Tensor, slots: Tensor, count: int) -> None:
+        """Write `count` tokens; v: k again where the cache stores no values."""
+        rows = count * self._heads
+        grid = (-(-rows // self._rows), -(-self._dim // self._columns), self._sides)
+        self._launcher(grid, k, v, *self._pools, slots, *self._scales, rows, *self._strides)
+
+
+def _heads(cache: LayerCache) -> list[tuple[int, int] | None]:
+    """Return (heads, head dim) of K, and of V or None."""
+    packed = 1 if cache.block_scales is None else 2  # numbers in one element of the pool
+    head = 1 if cache.layout == "HND" else 2
+    stores = (cache.k, cache.v)
+    return [None if x is None else (x.shape[head], x.shape[-1] * packed) for x in stores]
+
+
+def _misfit(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> UsageError:
+    sides = [x for x in _heads(cache) if x is not None]
+    heads, dims = sides[0][0], [dim for _, dim in sides]
+    return UsageError(
+        f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {slots.shape[0]} slots "
+        f"of a cache with {heads} heads of {dims} (expected [slots, heads, head dim])"
+    )
 
 
 def _bytes(pool: Tensor) -> Tensor:

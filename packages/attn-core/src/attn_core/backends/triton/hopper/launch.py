@@ -25,10 +25,12 @@ from attn_core.backends.triton.hopper.stores import (
 from attn_core.backends.triton.hopper.tile_queue import TileOrder
 from attn_core.backends.triton.kernel import Call, Shape
 from attn_core.backends.triton.masks import MASK_TREE
-from attn_core.backends.triton.portable.arguments import Outputs, Partials, Queries, Requests
+from attn_core.backends.triton.portable.arguments import Queries
+from attn_core.backends.triton.portable.launch import merge
 from attn_core.backends.triton.schedule import TILE_ROWS, SplitKV, Tiles
 from attn_core.backends.triton.tuning import Launch, heads_at_once, hopper_block, hopper_launch
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.triton.launcher import Launcher
 from attn_core.runtime.layer import AttentionLayer
 
 _DTYPES = ("bf16", "fp16")
@@ -54,46 +56,32 @@ class HopperPrefill:
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles) -> None:
         """Do what extend_tiles does; counter int32 [2] holds zeros before and after."""
-        layer, cache, table, heads = (
-            call.layer,
-            call.cache,
-            call.page_table,
-            call.layer.num_kv_heads,
-        )
-        page, block = 0 if table is None else cache.page_size, launch.block_n
+        inputs, layer, block = call.inputs, call.layer, launch.block_n
+        page = call.cache.page_size if inputs.paged else 0
+        key = (call.key, part.key)
+        launcher = kept.launchers.get(key)
+        if launcher is None:
+            config = _config(call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS)
+            launcher = kept.launchers[key] = Launcher(extend_hopper, config, num_warps=4)
         q = _aligned(call.q)
+        queries = call.queries if q is call.q else Queries(q, q.stride(0), q.stride(1))
         k_rows, v_rows = kept.rows(min(max(page, SWIZZLE_ROWS), block) if page else block)
-        extend_hopper[(min(part.tiles, part.processors),)](
-            _queries(q),
+        launcher(
+            (min(part.tiles, part.processors), 1, 1),
+            queries,
             k_rows,
             v_rows,
             kept.k,
             kept.v,
-            _outputs(call.out, call.lse),
-            Requests(call.cu_seqlens_q, call.seq_lens, call.seq_lens if table is None else table),
+            call.outputs,
+            inputs.requests,
             TileOrder(part.tile_offsets, part.request_order, part.counter),
             q if layer.sinks is None else layer.sinks,
             kept.scales,
-            call.cu_seqlens_q.shape[0] - 1,
-            heads_at_once(heads, part.longest, 2 * layer.head_dim * q.element_size()),
+            inputs.size,
+            heads_at_once(layer.num_kv_heads, part.longest, 2 * layer.head_dim * q.element_size()),
             layer.sliding_window or 0,
-            0 if table is None else table.stride(0),
-            AttentionConfig(
-                HEADS=heads,
-                GROUP=layer.num_q_heads // heads,
-                PAGE=page,
-                HND=cache.layout == "HND",
-                GATHERS=0 < page < SWIZZLE_ROWS,
-                BN=block,
-                D=layer.head_dim,
-                USE_SOFTCAP=layer.logit_cap is not None,
-                USE_SINKS=layer.sinks is not None,
-                MASK=call.mask,
-                WINDOW=layer.sliding_window is not None,
-                STAGES=launch.stages,
-                INT64_OFFSETS=kept.int64_offsets,
-            ),
-            num_warps=4,
+            inputs.table_stride,
         )
 
 
@@ -118,51 +106,38 @@ class HopperDecode:
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
         """Do what decode_splits does."""
-        layer, cache, table, spec = call.layer, call.cache, call.page_table, call.spec
-        assert table is not None  # only passes over pages are split
-        page, heads = cache.page_size, layer.num_kv_heads
+        inputs, layer, page = call.inputs, call.layer, call.cache.page_size
+        key = (call.key, part.key)
+        launcher = kept.launchers.get(key)
+        if launcher is None:
+            pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS}
+            config = _config(call, kept, launch, **pages, **_split(part))
+            registers = 128 if launch.ctas_per_sm > 1 else 232  # two programs share a processor
+            launcher = Launcher(decode_hopper, config, num_warps=4, maxnreg=registers)
+            kept.launchers[key] = launcher
         q = call.q if _near(call.q) else call.q.contiguous()
+        queries = call.queries if q is call.q else Queries(q, q.stride(0), q.stride(1))
         k_rows, v_rows = kept.rows(min(max(page, SWIZZLE_ROWS), launch.block_n))
-        tree = None if spec is None else spec.tree_mask
-        decode_hopper[(part.programs,)](
-            _queries(q),
+        launcher(
+            (part.programs, 1, 1),
+            queries,
             k_rows,
             v_rows,
             kept.k,
             kept.v,
-            _outputs(call.out, call.lse),
-            Partials(part.partial_out, part.partial_lse),
-            Requests(call.cu_seqlens_q, call.seq_lens, table),
+            call.outputs,
+            part.partials,
+            inputs.requests,
             part.work_indptr,
-            q if tree is None else tree.contiguous().view(torch.uint8),
+            q if inputs.tree is None else inputs.tree,
             q if layer.sinks is None else layer.sinks,
             kept.scales,
-            call.seq_lens.shape[0],
+            inputs.size,
             layer.sliding_window or 0,
-            0 if spec is None else spec.num_draft_tokens,
-            table.stride(0),
-            AttentionConfig(
-                HEADS=heads,
-                GROUP=layer.num_q_heads // heads,
-                PAGE=page,
-                HND=cache.layout == "HND",
-                GATHERS=page < SWIZZLE_ROWS,
-                BN=launch.block_n,
-                D=layer.head_dim,
-                USE_SOFTCAP=layer.logit_cap is not None,
-                USE_SINKS=layer.sinks is not None,
-                MASK=call.mask,
-                WINDOW=layer.sliding_window is not None,
-                STAGES=launch.stages,
-                INT64_OFFSETS=kept.int64_offsets,
-                ROW_BLOCKS=part.row_blocks,
-                BLOCKS_PER_UNIT=part.blocks_per_unit,
-                BATCH_INVARIANT=part.batch_invariant,
-                MIN_UNITS=part.min_units,
-            ),
-            num_warps=4,
-            maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a multiprocessor
+            inputs.drafts,
+            inputs.table_stride,
         )
+        merge(call, kept, part)
 
 
 class HopperMlaDecode:
@@ -189,42 +164,29 @@ class HopperMlaDecode:
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
         """Do what decode_splits does."""
-        layer, table, page = call.layer, call.page_table, call.cache.page_size
-        assert table is not None  # only passes over pages are split
+        inputs, layer, page = call.inputs, call.layer, call.cache.page_size
+        key = (call.key, part.key)
+        launcher = kept.launchers.get(key)
+        if launcher is None:
+            config = _config(call, kept, launch, PAGE=page, GATHERS=False, **_split(part))
+            config = config._replace(HND=False, STAGES=2, INT64_OFFSETS=False)
+            launcher = kept.launchers[key] = Launcher(decode_mla_hopper, config, num_warps=4)
         q_rows = call.q.contiguous().view(-1, layer.head_dim)
-        decode_mla_hopper[(part.programs,)](
+        launcher(
+            (part.programs, 1, 1),
             TensorDescriptor(
                 q_rows, list(q_rows.shape), [layer.head_dim, 1], [64, PANEL], SWIZZLED
             ),
             kept.rows(min(64, page))[0],
-            _outputs(call.out, call.lse),
-            Partials(part.partial_out, part.partial_lse),
-            Requests(call.cu_seqlens_q, call.seq_lens, table),
+            call.outputs,
+            part.partials,
+            inputs.requests,
             part.work_indptr,
             kept.scales,
-            call.seq_lens.shape[0],
-            table.stride(0),
-            AttentionConfig(
-                HEADS=1,
-                GROUP=layer.num_q_heads,
-                PAGE=page,
-                HND=False,
-                GATHERS=False,
-                BN=64,
-                D=layer.head_dim,
-                USE_SOFTCAP=layer.logit_cap is not None,
-                USE_SINKS=False,
-                MASK=call.mask,
-                WINDOW=False,
-                STAGES=2,
-                INT64_OFFSETS=False,
-                ROW_BLOCKS=part.row_blocks,
-                BLOCKS_PER_UNIT=part.blocks_per_unit,
-                BATCH_INVARIANT=part.batch_invariant,
-                MIN_UNITS=part.min_units,
-            ),
-            num_warps=4,
+            inputs.size,
+            inputs.table_stride,
         )
+        merge(call, kept, part)
 
 
 DECODE = (HopperMlaDecode(), HopperDecode())
@@ -243,12 +205,34 @@ def _is_64(launch: Launch | None) -> bool:
     return launch is not None and (launch.block_m, launch.block_n) == (64, 64)
 
 
-def _queries(q: Tensor) -> Queries:
-    return Queries(q, q.stride(0), q.stride(1))
+def _config(
+    call: Call, kept: LayerArguments, launch: Launch, **more: int | bool
+) -> AttentionConfig:
+    """Return the constants of a launch; more: those of its pages and of what is split."""
+    layer = call.layer
+    return AttentionConfig(
+        HEADS=layer.num_kv_heads,
+        GROUP=layer.num_q_heads // layer.num_kv_heads,
+        HND=call.cache.layout == "HND",
+        BN=launch.block_n,
+        D=layer.head_dim,
+        USE_SOFTCAP=layer.logit_cap is not None,
+        USE_SINKS=layer.sinks is not None,
+        MASK=call.inputs.mask,
+        WINDOW=layer.sliding_window is not None,
+        STAGES=launch.stages,
+        INT64_OFFSETS=kept.int64_offsets,
+        **more,  # type: ignore[arg-type]  # named as the fields
+    )
 
 
-def _outputs(out: Tensor, lse: Tensor) -> Outputs:
-    return Outputs(out, lse, out.stride(0), out.stride(1))
+def _split(part: SplitKV) -> dict[str, int | bool]:
+    return {
+        "ROW_BLOCKS": part.row_blocks,
+        "BLOCKS_PER_UNIT": part.blocks_per_unit,
+        "BATCH_INVARIANT": part.batch_invariant,
+        "MIN_UNITS": part.min_units,
+    }
 
 
 def _aligned(q: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -10,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_core.backends.triton.portable.arguments import Scales, Store
 from attn_core.backends.triton.portable.launch import needs_int64_offsets
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.triton.launcher import Launcher
 from attn_core.runtime.layer import AttentionLayer
 
 PANEL = 64  # columns of 16 bits that one copy brings: a row of 128 swizzled bytes
@@ -20,7 +23,7 @@ SWIZZLE_ROWS = 8  # rows that the swizzle goes over; smaller pages are gathered
 class LayerArguments:
     """What the kernels are given of a layer and its cache, in every pass.
 
-    rows(n): the stores as rows of tokens for TMA, n at a time.
+    rows(n): the stores as rows of tokens for TMA, n at a time. launchers: of a layer.
     """
 
     def __init__(self, layer: AttentionLayer, cache: LayerCache) -> None:
@@ -31,6 +34,7 @@ class LayerArguments:
         strides = (*self.k[1:], *self.v[1:])
         self.int64_offsets = needs_int64_offsets(cache, layer.num_kv_heads, strides)
         self.layout = layout
+        self.launchers: dict[Hashable, Launcher] = {}
         self._rows: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
 
     def rows(self, count: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +15,6 @@ from attn_core.backends.triton.portable.arguments import (
     Constants,
     KVCache,
     MergeConstants,
-    Outputs,
-    Partials,
-    Queries,
-    Requests,
     Scales,
     Split,
     Store,
@@ -32,11 +28,11 @@ from attn_core.backends.triton.tuning import (
     Launch,
     extend_launch,
     head_parts,
-    merge_tile,
     power_of_two,
 )
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.errors import UsageError
+from attn_core.ops.triton.launcher import Launcher
 from attn_core.runtime.layer import AttentionLayer
 
 
@@ -54,33 +50,36 @@ class PortableDecode:
         return LayerArguments.of(layer, cache)
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
-        """Attend with few queries a request; what was split is left to `merge`."""
-        q, layer, spec, table = call.q, call.layer, call.spec, call.page_table
-        assert table is not None  # only passes over pages are split
-        decode_splits[(part.programs,)](
-            Queries(q, q.stride(0), q.stride(1)),
+        """Attend with few queries a request."""
+        q, layer, inputs = call.q, call.layer, call.inputs
+        key = (call.key, part.key)
+        launcher = kept.launchers.get(key)
+        if launcher is None:
+            launcher = kept.launchers[key] = Launcher(
+                decode_splits,
+                *(launch.block_m, launch.block_n, launch.stages, part.overlap, _split(part)),
+                kept.constants(launch, inputs.mask, paged=True),
+                num_warps=launch.warps,
+                num_stages=launch.stages,
+                **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
+            )
+        launcher(
+            (part.programs, 1, 1),
+            call.queries,
             kept.stores,
-            Outputs(call.out, call.lse, call.out.stride(0), call.out.stride(1)),
-            Partials(part.partial_out, part.partial_lse),
-            Requests(call.cu_seqlens_q, call.seq_lens, table),
+            call.outputs,
+            part.partials,
+            inputs.requests,
             part.work_indptr,
-            _tree(call),
+            Tree(q if inputs.tree is None else inputs.tree, inputs.positions),
             q if layer.sinks is None else layer.sinks,
             kept.scales,
-            call.seq_lens.shape[0],
+            inputs.size,
             layer.sliding_window or 0,
-            0 if spec is None else spec.num_draft_tokens,
-            table.stride(0),
-            BM=launch.block_m,
-            BN=launch.block_n,
-            STAGES=launch.stages,
-            OVERLAP=part.overlap,
-            SPLIT=_split(part),
-            C=kept.constants(launch, call.mask, paged=True),
-            num_warps=launch.warps,
-            num_stages=launch.stages,
-            **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
+            inputs.drafts,
+            inputs.table_stride,
         )
+        merge(call, kept, part)
 
 
 class PortablePrefill:
@@ -108,56 +107,72 @@ class PortablePrefill:
 
     def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles) -> None:
         """Attend with many queries a request, over pages or plain K and V."""
-        q, layer, spec, table = call.q, call.layer, call.spec, call.page_table
-        batch, group = call.cu_seqlens_q.shape[0] - 1, layer.num_q_heads // layer.num_kv_heads
-        tiles = q.shape[0] * group // launch.block_m + batch
-        extend_tiles[(tiles, layer.num_kv_heads)](
-            Queries(q, q.stride(0), q.stride(1)),
+        q, layer, inputs = call.q, call.layer, call.inputs
+        key = (call.key, part.key)
+        launcher = kept.launchers.get(key)
+        if launcher is None:
+            launcher = kept.launchers[key] = Launcher(
+                extend_tiles,
+                *(launch.block_m, launch.block_n, launch.stages, part.min_queries),
+                kept.constants(launch, inputs.mask, paged=inputs.paged),
+                num_warps=launch.warps,
+                num_stages=launch.stages,
+            )
+        group = layer.num_q_heads // layer.num_kv_heads
+        launcher(
+            (q.shape[0] * group // launch.block_m + inputs.size, layer.num_kv_heads, 1),
+            call.queries,
             kept.stores,
-            Outputs(call.out, call.lse, call.out.stride(0), call.out.stride(1)),
-            Requests(call.cu_seqlens_q, call.seq_lens, call.seq_lens if table is None else table),
-            _tree(call),
+            call.outputs,
+            inputs.requests,
+            Tree(q if inputs.tree is None else inputs.tree, inputs.positions),
             q if layer.sinks is None else layer.sinks,
             kept.scales,
-            batch,
+            inputs.size,
             layer.sliding_window or 0,
-            0 if spec is None else spec.num_draft_tokens,
-            0 if table is None else table.stride(0),
-            BM=launch.block_m,
-            BN=launch.block_n,
-            STAGES=launch.stages,
-            MIN_QUERIES=part.min_queries,
-            C=kept.constants(launch, call.mask, paged=table is not None),
-            num_warps=launch.warps,
-            num_stages=launch.stages,
+            inputs.drafts,
+            inputs.table_stride,
         )
 
 
-def merge(call: Call, part: SplitKV) -> None:
-    """Merge the partials of tiles that were split, whichever kernel wrote them."""
-    layer, out, launch = call.layer, call.out, part.launch
-    heads, group = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-    batch, width = call.seq_lens.shape[0], power_of_two(layer.v_head_dim)
-    tiles = batch * heads * part.row_blocks
-    columns, rows, partials, warps = merge_tile(tiles, part.tile_rows, part.programs, width)
-    merge_splits[(tiles, -(-part.tile_rows // rows), width // columns)](
-        Partials(part.partial_out, part.partial_lse),
-        Outputs(out, call.lse, out.stride(0), out.stride(1)),
-        call.cu_seqlens_q,
+class Launches(Protocol):
+    """What kernels keep of a layer and its cache: their launchers by the keys of calls."""
+
+    @property
+    def launchers(self) -> dict[Hashable, Launcher]: ...
+    @property
+    def scales(self) -> Scales: ...
+
+
+def merge(call: Call, kept: Launches, part: SplitKV) -> None:
+    """Merge the partials of tiles that were split, if any was, whichever kernel wrote them."""
+    if part.unsplit:
+        return
+    layer, inputs = call.layer, call.inputs
+    heads, width = layer.num_kv_heads, power_of_two(layer.v_head_dim)
+    tiles = inputs.size * heads * part.row_blocks
+    columns, rows, partials, warps = part.merge_tile
+    key = (call.key, part.key, "merge")
+    launcher = kept.launchers.get(key)
+    if launcher is None:
+        group, sinks = layer.num_q_heads // heads, layer.sinks is not None
+        launcher = kept.launchers[key] = Launcher(
+            merge_splits,
+            *(part.launch.block_m, rows, columns, partials, part.overlap, _split(part)),
+            MergeConstants(heads, group, layer.v_head_dim, width, sinks),
+            num_warps=warps,
+            **({"launch_pdl": True} if part.overlap else {}),
+        )
+    launcher(
+        (tiles, -(-part.tile_rows // rows), width // columns),
+        part.partials,
+        call.outputs,
+        inputs.requests.cu_seqlens_q,
         part.work_indptr,
         call.q if layer.sinks is None else layer.sinks,
-        batch,
-        _v_scale(call.cache),
+        inputs.size,
+        kept.scales.v,
         part.programs,
-        BM=launch.block_m,
-        ROWS=rows,
-        COLUMNS=columns,
-        PARTIALS=partials,
-        OVERLAP=part.overlap,
-        SPLIT=_split(part),
-        C=MergeConstants(heads, group, layer.v_head_dim, width, layer.sinks is not None),
-        num_warps=warps,
-        **({"launch_pdl": True} if part.overlap else {}),
     )
 
 
@@ -165,7 +180,8 @@ def merge(call: Call, part: SplitKV) -> None:
 class LayerArguments:
     """What the portable kernels are given of a layer and its cache, in every pass.
 
-    common: the constants of all its launches, without those that `constants` adds.
+    common: the constants of all its launches, without those that `constants` adds. launchers: of
+    a layer.
     even_fp8: whether two neighbouring FP8 values can be read as one number.
     """
 
@@ -173,7 +189,7 @@ class LayerArguments:
     scales: Scales
     common: Constants
     even_fp8: bool
-    _of_launch: dict[tuple[int, bool, int, bool], Constants] = field(default_factory=dict)
+    launchers: dict[Hashable, Launcher] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
@@ -211,18 +227,13 @@ class LayerArguments:
 
     def constants(self, launch: Launch, mask: int, *, paged: bool) -> Constants:
         """Return the constants of one launch."""
-        key = (launch.block_m, launch.ptx, mask, paged)
-        constants = self._of_launch.get(key)
-        if constants is None:
-            constants = self.common._replace(
-                PAGE=self.common.PAGE if paged else 0,
-                # compiled for wgmma, which takes 64 rows, Triton 3.6 gives wrong products of these
-                SPLIT_FP8_COLUMNS=self.even_fp8 and launch.block_m < 64,
-                PTX=launch.ptx,
-                MASK=mask,
-            )
-            self._of_launch[key] = constants
-        return constants
+        return self.common._replace(
+            PAGE=self.common.PAGE if paged else 0,
+            # compiled for wgmma, which takes 64 rows, Triton 3.6 gives wrong products of these
+            SPLIT_FP8_COLUMNS=self.even_fp8 and launch.block_m < 64,
+            PTX=launch.ptx,
+            MASK=mask,
+        )
 
 
 def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -> bool:
@@ -244,11 +255,6 @@ def _split(part: SplitKV) -> Split:
 def _v_scale(cache: LayerCache) -> Scale:
     """Return the scale of the values, which are the keys of a latent cache."""
     return cache.k_scale if cache.v is None else cache.v_scale
-
-
-def _tree(call: Call) -> Tree:
-    tree = None if call.spec is None else call.spec.tree_mask
-    return Tree(call.q if tree is None else tree.view(torch.uint8), call.positions)
 
 
 def _stores(cache: LayerCache) -> KVCache:
