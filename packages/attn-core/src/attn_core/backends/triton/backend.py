@@ -29,8 +29,8 @@ class Triton(AttentionBackend):
     """Requests with many queries use tiled attention; those with few use split-KV.
 
     Lengths stay on the device: a plan is one small launch per group of layers and kind of requests.
-    An instance is not safe for concurrent streams: the split-KV scratch and the tile counter are
-    shared.
+    An instance is not safe for concurrent streams: the split-KV scratch, the tile counter and the
+    LSE that nobody asked for are shared.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -42,6 +42,7 @@ class Triton(AttentionBackend):
         self._scheduler = Scheduler(config)
         self._bindings = Bindings()
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
+        self._unread_lse = torch.empty(0, 0, dtype=torch.float32, device=config.device)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Schedules:
         """Plan every group of layers of the model, without asking the device for a length."""
@@ -94,7 +95,7 @@ class Triton(AttentionBackend):
     ) -> Output:
         """Attend to the cache, in which k and v lie already."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        q, out, lse = _outputs(q, layer, out)
+        q, out, lse = self._outputs(q, layer, out, return_lse=return_lse)
         if batch.num_tokens:
             schedule = metadata.get(layer.group)
             if schedule is None:
@@ -130,7 +131,7 @@ class Triton(AttentionBackend):
         """Attend without a cache; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
-        q, out, lse = _outputs(q, layer, out)
+        q, out, lse = self._outputs(q, layer, out, return_lse=return_lse)
         if q.shape[0]:
             k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
             tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
@@ -142,15 +143,20 @@ class Triton(AttentionBackend):
             choice.kernel.launch(call, kept, choice.launch, tiles)
         return (out, lse) if return_lse else out
 
-
-def _outputs(q: Tensor, layer: AttentionLayer, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q with adjacent columns, and what is to be filled."""
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    if out is None:
-        out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
-    elif out.stride(-1) != 1:
-        raise UsageError(
-            f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
-            "contiguous tensor"
-        )
-    return q, out, q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
+    def _outputs(
+        self, q: Tensor, layer: AttentionLayer, out: Tensor | None, *, return_lse: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q with adjacent columns, and what is to be filled."""
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        if out is None:
+            out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+        elif out.stride(-1) != 1:
+            raise UsageError(
+                f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
+                "contiguous tensor"
+            )
+        lse = self._unread_lse
+        if return_lse or lse.shape != out.shape[:2]:
+            lse = q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
+            self._unread_lse = self._unread_lse if return_lse else lse
+        return q, out, lse

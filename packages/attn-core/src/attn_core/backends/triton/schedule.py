@@ -123,8 +123,10 @@ def fill_split(
 ) -> None:
     """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
     batch, tensors = seq_lens.shape[0], (cu_seqlens_q, seq_lens, split.work_indptr)
-    constants = (split.launch.block_n, split.blocks_per_unit, split.max_queries)
-    constants += (window is not None, causal, min(1024, power_of_two(batch)))
+    constants = (
+        *(split.launch.block_n, split.blocks_per_unit, split.max_queries),
+        *(window is not None, causal, min(1024, power_of_two(batch))),
+    )
     _launcher(plan_splits, constants, tensors)((1, 1, 1), *tensors, batch, window or 0)
 
 
