@@ -91,6 +91,11 @@ def medians(record: Mapping[str, Any], case: str) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in rounds.items()}
 
 
+def is_timed(record: Mapping[str, Any], backend: str) -> bool:
+    """Say whether a backend has a time in any case."""
+    return any("ms" in row for row in record.get("rows", []) if row["backend"] == backend)
+
+
 def best_peer(times: Mapping[str, float]) -> str | None:
     """Return the fastest of the engine's own backends, None where none was timed."""
     peers = {backend: ms for backend, ms in times.items() if backend != OURS}

@@ -82,6 +82,9 @@ def test_the_best_built_in_is_the_one_to_beat(eagle):
     assert record.speedup(times) == pytest.approx(1.2)
     assert record.speedup({OURS: 1.0}) is record.speedup({"fa3": 1.0}) is None
     assert run.best_of_most(eagle, "eagle") == "fa3"
+    assert record.is_timed(known, "flashinfer")
+    assert not record.is_timed(known, "triton")
+    assert not record.is_timed({"rows": [row("fa3", "a", error="E")]}, "fa3")
     assert run.best_of_most(eagle.with_name("none.json"), "eagle") is None
 
 

@@ -97,7 +97,7 @@ def test_a_soak_passes_or_says_what_is_wrong():
     assert soak.judge(passing() | {"counts": counts}) == ["no cached_tokens: run longer"]
 
 
-@pytest.mark.parametrize("ours", [{"mean": 0.02, "worst": 0.1}, {"mean": 0.001, "worst": 0.3}])
+@pytest.mark.parametrize("ours", [{"mean": 0.02, "worst": 0.1}, {"mean": 0.001, "worst": 0.4}])
 def test_worse_tokens_than_the_reference_s_own_are_wrong(ours):
     found = passing()
     found["regret"]["ours"] = ours
