@@ -17,6 +17,7 @@ from attn_core.tools.matrix import build_matrix
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks is no distribution
 MARK = re.compile(r"(<!-- matrix:begin -->\n).*?(<!-- matrix:end -->)", re.S)
+STEPS = re.compile(r"(<!-- steps:begin -->\n).*?(<!-- steps:end -->)", re.S)
 DEMO = re.compile(r"(<!-- demo:begin -->.*?```\n).*?(```\n<!-- demo:end -->)", re.S)
 
 
@@ -25,18 +26,30 @@ def pages() -> dict[pathlib.Path, str]:
     registry = load_plugins()
     if registry.broken:  # pages without its backends would look complete
         raise SystemExit("\n".join(f"{b.name}: {b.error}" for b in registry.broken))
-    readme = ROOT / "README.md"
+    from benchmarks.engines import table
+
+    readme, sglang = ROOT / "README.md", ROOT / "docs/how-to/sglang.md"
+    timed = table.load_all()
+    plot = table.plot(timed)
     printed = (ROOT / "benchmarks/results/demo.txt").read_text()
     kinds = matrix_page.short(build_matrix(registry, ("mha", "mla", "gdn")))
     return {
         ROOT / "docs/reference/support-matrix.md": matrix_page.page(build_matrix(registry)),
         ROOT / "docs/reference/cli.md": cli(),
         **performance_pages(),
-        readme: DEMO.sub(
-            lambda m: m[1] + printed + m[2],
-            MARK.sub(lambda m: m[1] + kinds + m[2], readme.read_text()),
+        **({ROOT / table.PLOT: plot} if plot else {}),
+        sglang: within(STEPS, sglang.read_text(), table.page(timed)),
+        readme: within(
+            STEPS,
+            within(DEMO, within(MARK, readme.read_text(), kinds), printed),
+            table.readme(timed),
         ),
     }
+
+
+def within(marks: re.Pattern[str], text: str, generated: str) -> str:
+    """Return a text with what is generated between its marks."""
+    return marks.sub(lambda m: m[1] + generated + m[2], text)
 
 
 def performance_pages() -> dict[pathlib.Path, str]:

@@ -1,0 +1,108 @@
+"""A record of one configuration on one device: rows by backend, case and round, in JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.engines.configurations import OURS, Case
+from benchmarks.results import FOLDER, slug
+
+LIBRARIES = ("sglang", "torch", "triton", "sglang-kernel", "flashinfer-python", "attn-core")
+Row = dict[str, Any]  # backend, case, round, date, versions, and ms with spread_ms, or error
+
+
+def default_path(device: str, configuration: str) -> pathlib.Path:
+    """Return results/sglang.<device>.<configuration>.json."""
+    return FOLDER / f"sglang.{slug(device)}.{configuration}.json"
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """Read a record, {} where there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: pathlib.Path, record: Mapping[str, Any]) -> None:
+    """Write a record, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=2) + "\n")
+    part.replace(path)
+
+
+def merge(path: pathlib.Path, row: Row, **head: Any) -> None:
+    """Put a row in the place of the one of the same backend, case and round.
+
+    head: what the record says of itself: configuration, device.
+    """
+    record = load(path)
+    rows = [old for old in record.get("rows", []) if key(old) != key(row)]
+    save(path, {**record, **head, "rows": sorted([*rows, row], key=key)})
+
+
+def drop(path: pathlib.Path, backend: str, number: int) -> None:
+    """Forget a round of a backend."""
+    record = load(path)
+    rows = [r for r in record.get("rows", []) if (r["backend"], r["round"]) != (backend, number)]
+    if record:
+        save(path, {**record, "rows": rows})
+
+
+def key(row: Row) -> tuple[str, str, int]:
+    """Return what a row is of."""
+    return row["case"], row["backend"], row["round"]
+
+
+def missing(
+    record: Mapping[str, Any],
+    cases: Iterable[Case],
+    backend: str,
+    number: int,
+    versions: Mapping[str, str | None],
+) -> list[Case]:
+    """Return the cases that this round of a backend has not recorded with these versions.
+
+    A case that failed is recorded too.
+    """
+    recorded = {key(row) for row in record.get("rows", []) if row["versions"] == versions}
+    return [case for case in cases if (case.name, backend, number) not in recorded]
+
+
+def installed() -> dict[str, str | None]:
+    """Return the versions of the engine and of what runs attention in it."""
+    versions: dict[str, str | None] = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def medians(record: Mapping[str, Any], case: str) -> dict[str, float]:
+    """Return milliseconds by backend: the median over the rounds of a case."""
+    rounds: dict[str, list[float]] = {}
+    for row in record.get("rows", []):
+        if row["case"] == case and "ms" in row:
+            rounds.setdefault(row["backend"], []).append(row["ms"])
+    return {backend: statistics.median(values) for backend, values in rounds.items()}
+
+
+def is_timed(record: Mapping[str, Any], backend: str) -> bool:
+    """Say whether a backend has a time in any case."""
+    return any("ms" in row for row in record.get("rows", []) if row["backend"] == backend)
+
+
+def best_peer(times: Mapping[str, float]) -> str | None:
+    """Return the fastest of the engine's own backends, None where none was timed."""
+    peers = {backend: ms for backend, ms in times.items() if backend != OURS}
+    return min(peers, key=peers.__getitem__, default=None)
+
+
+def speedup(times: Mapping[str, float]) -> float | None:
+    """Return the best built-in time / our time, None where one of them is missing."""
+    best = best_peer(times)
+    return times[best] / times[OURS] if best and OURS in times else None

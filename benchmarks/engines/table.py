@@ -1,0 +1,161 @@
+"""Turn records of engine runs into the table of docs/how-to/sglang.md and the plot of README.md.
+
+Both are "" where nothing is recorded. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import html
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.engines import record
+from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
+from benchmarks.results import FOLDER
+
+PATTERN = "sglang.*.json"
+PLOT = "docs/_static/engines.svg"
+SHOWN = 160  # characters of an error
+
+_TABLE_HEAD = """## Step times
+
+Milliseconds of one step of the engine (draft, verification, sampling and scheduling included) or of
+a prefill, on {device}, SGLang {sglang}, random weights. `python -m benchmarks.engines.run` measures
+them: medians over the processes of a backend, the smallest and largest time in brackets. "Speed-up"
+is the time of the best built-in backend over ours; "must" and "aim" are what we hold it against.
+"""
+_PLOT_HEAD = """Time of the best built-in backend over the time of attn_core, whole steps on one
+{device} ([the figures](docs/how-to/sglang.md#step-times)):
+
+![Speed-up of SGLang's steps by attn_core, case by case](docs/_static/engines.svg)
+"""
+
+
+def load_all(folder: pathlib.Path = FOLDER) -> list[dict[str, Any]]:
+    """Read every record that has rows, in the order of the configurations."""
+    records = [record.load(path) for path in sorted(folder.glob(PATTERN))]
+    order = list(CONFIGURATIONS)
+    known = [r for r in records if r.get("rows") and r["configuration"] in order]
+    return sorted(known, key=lambda r: (r.get("device", ""), order.index(r["configuration"])))
+
+
+def page(records: Iterable[Mapping[str, Any]]) -> str:
+    """Write the head and a section for each record, "" for none."""
+    found = list(records)
+    if not found:
+        return ""
+    head = _TABLE_HEAD.format(device=_devices(found), sglang=_versions(found))
+    return head + "".join("\n" + section(each) for each in found)
+
+
+def section(each: Mapping[str, Any]) -> str:
+    """Write the table of one record and, below it, what was refused; "" where it has no rows."""
+    if not each.get("rows"):
+        return ""
+    configuration = CONFIGURATIONS[each["configuration"]]
+    names = list(dict.fromkeys([OURS, *configuration.peers, *(r["backend"] for r in each["rows"])]))
+    rows = [["case", *names, "speed-up", "must", "aim"]]
+    rows += [["---"] * len(rows[0])]
+    for case in configuration.cases:
+        ratio = record.speedup(record.medians(each, case.name))
+        cells = [_cell(each, case, name) for name in names]
+        shown = "-" if ratio is None else f"**{ratio:.2f}**"
+        rows.append([case.name, *cells, shown, f"{case.must:.2f}", f"{case.aim:.2f}"])
+    lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"### {configuration.title}\n\n{lines}\n{_errors(each['rows'])}"
+
+
+def readme(records: Iterable[Mapping[str, Any]]) -> str:
+    """Write what README.md says, "" where no case has a speed-up."""
+    found = list(records)
+    if not speedups(found):
+        return ""
+    return _PLOT_HEAD.format(device=_devices(found))
+
+
+def speedups(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, Case, float]]:
+    """Return (configuration, case, best built-in / ours) of every case that has both times."""
+    found = []
+    for each in records:
+        for case in CONFIGURATIONS[each["configuration"]].cases:
+            ratio = record.speedup(record.medians(each, case.name))
+            if ratio is not None:
+                found.append((each["configuration"], case, ratio))
+    return found
+
+
+def plot(records: Iterable[Mapping[str, Any]]) -> str:
+    """Draw a bar for each case from 1 to its speed-up, with a tick at "must"; SVG, "" for none."""
+    found = speedups(records)
+    if not found:
+        return ""
+    low = min(0.9, *(ratio for *_, ratio in found))
+    high = max(1.1, *(max(ratio, case.must) for _, case, ratio in found))
+    left, width, line = 210, 420, 22
+
+    def place(ratio: float) -> float:
+        return left + width * (ratio - low) / (high - low)
+
+    height = line * len(found) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" '
+        f'viewBox="0 0 720 {height}" font-family="sans-serif" font-size="13" fill="#777">',
+        f'<line x1="{place(1):.1f}" x2="{place(1):.1f}" y1="4" y2="{height - 22}" stroke="#777"/>',
+    ]
+    for number, (name, case, ratio) in enumerate(found):
+        y = line * number + 8
+        start, end = sorted((place(1), place(ratio)))
+        colour = "#2a9d4a" if ratio >= 1 else "#d1603d"
+        must = place(case.must)
+        parts += [
+            f'<text x="{left - 10}" y="{y + 11}" text-anchor="end">'
+            f"{html.escape(f'{name} {case.name}')}</text>",
+            f'<rect x="{start:.1f}" y="{y}" width="{end - start:.1f}" height="13" '
+            f'fill="{colour}"/>',
+            f'<line x1="{must:.1f}" x2="{must:.1f}" y1="{y - 2}" y2="{y + 15}" stroke="#777" '
+            'stroke-dasharray="2"/>',
+            f'<text x="{left + width + 14}" y="{y + 11}">{ratio:.2f}</text>',
+        ]
+    parts += [
+        f'<text x="{left}" y="{height - 6}">right of the line attn_core is faster; dashed: what it '
+        "must reach</text>",
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _cell(each: Mapping[str, Any], case: Case, backend: str) -> str:
+    rows = [r for r in each["rows"] if (r["case"], r["backend"]) == (case.name, backend)]
+    timed = [r for r in rows if "ms" in r]
+    if not timed:
+        return "failed" if rows else "-"
+    ms = record.medians({"rows": timed}, case.name)[backend]
+    low = min(r["spread_ms"][0] for r in timed)
+    high = max(r["spread_ms"][1] for r in timed)
+    return f"{_number(ms)} ({_number(low)} … {_number(high)})"
+
+
+def _number(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
+
+
+def _errors(rows: Iterable[Mapping[str, Any]]) -> str:
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "error" in row:
+            said = " ".join(row["error"].replace("`", "'").split())[:SHOWN]
+            names = cases.setdefault((row["backend"], said), [])
+            if row["case"] not in names:
+                names.append(row["case"])
+    lines = [f"- {b}: `{said}` ({', '.join(names)})" for (b, said), names in cases.items()]
+    return "\nNot measured:\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _devices(records: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(sorted({str(r["device"]) for r in records if r.get("device")}))
+
+
+def _versions(records: Iterable[Mapping[str, Any]]) -> str:
+    rows = [row for each in records for row in each["rows"]]
+    return ", ".join(sorted({str(row["versions"]["sglang"]) for row in rows}))

@@ -1,0 +1,204 @@
+"""Records of engine runs: merged by case, resumed, and turned into a table and a plot."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from benchmarks.engines import record, run, table
+from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
+from benchmarks.engines.sglang_steps import FEW_TOKENS, arguments, measure
+
+VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
+DECODE = Case(kind="decode", batch=2, length=8, must=0.98, aim=1.03)
+PREFILL = Case(kind="prefill", batch=2, length=8, must=0.98, aim=1.03)
+
+
+def row(backend, case, ms=None, number=1, **more):
+    timed = {} if ms is None else {"ms": ms, "spread_ms": [ms - 1, ms + 1]}
+    return {
+        "backend": backend,
+        "case": case,
+        "round": number,
+        "versions": VERSIONS,
+        **timed,
+        **more,
+    }
+
+
+@pytest.fixture
+def eagle(tmp_path):
+    """A made-up record: ours is faster in one case, flashinfer failed in one, one has no time."""
+    path = tmp_path / "sglang.some-gpu.eagle.json"
+    rows = [
+        row(OURS, "decode 16x4096", 10.0),
+        row(OURS, "decode 16x4096", 12.0, 2),
+        row("fa3", "decode 16x4096", 13.2),
+        row("flashinfer", "decode 16x4096", 20.0),
+        row(OURS, "decode 64x2048", 24.0),
+        row("fa3", "decode 64x2048", 12.0),
+        row("flashinfer", "decode 64x2048", error="OutOfMemoryError: `cuda`"),
+    ]
+    for each in rows:
+        record.merge(path, each, configuration="eagle", device="Some GPU")
+    return path
+
+
+def test_rows_are_merged_by_backend_case_and_round(tmp_path):
+    path = tmp_path / "r.json"
+    for each in (row("fa3", "a", 3.0), row("fa3", "a", 5.0, 2), row("fa3", "b", error="E")):
+        record.merge(path, each, device="Some GPU")
+    record.merge(path, row("fa3", "b", 7.0))
+    record.merge(path, row("fa3", "a", 4.0), configuration="bf16")
+    found = json.loads(path.read_text())
+    assert (found["device"], found["configuration"]) == ("Some GPU", "bf16")
+    assert [(r["case"], r["round"], r["ms"]) for r in found["rows"]] == [
+        ("a", 1, 4.0),
+        ("a", 2, 5.0),
+        ("b", 1, 7.0),
+    ]
+    assert record.medians(found, "a") == {"fa3": 4.5}
+    record.drop(path, "fa3", 1)
+    assert [(r["case"], r["round"]) for r in record.load(path)["rows"]] == [("a", 2)]
+
+
+def test_a_recorded_case_is_skipped_with_the_same_versions_only():
+    cases = (DECODE, PREFILL)
+    known = {"rows": [row(OURS, DECODE.name, 3.0), row(OURS, PREFILL.name, number=2, error="E")]}
+    assert record.missing(known, cases, OURS, 1, VERSIONS) == [PREFILL]
+    assert record.missing(known, cases, OURS, 2, VERSIONS) == [DECODE]
+    assert record.missing(known, cases, "fa3", 1, VERSIONS) == [*cases]
+    assert record.missing(known, cases, OURS, 1, VERSIONS | {"torch": "3"}) == [*cases]
+    assert record.missing({}, cases, OURS, 1, VERSIONS) == [*cases]
+
+
+def test_the_best_built_in_is_the_one_to_beat(eagle):
+    known = record.load(eagle)
+    times = record.medians(known, "decode 16x4096")
+    assert times == {OURS: 11.0, "fa3": 13.2, "flashinfer": 20.0}
+    assert record.best_peer(times) == "fa3"
+    assert record.speedup(times) == pytest.approx(1.2)
+    assert record.speedup({OURS: 1.0}) is record.speedup({"fa3": 1.0}) is None
+    assert run.best_of_most(eagle, "eagle") == "fa3"
+    assert record.is_timed(known, "flashinfer")
+    assert not record.is_timed(known, "triton")
+    assert not record.is_timed({"rows": [row("fa3", "a", error="E")]}, "fa3")
+    assert run.best_of_most(eagle.with_name("none.json"), "eagle") is None
+
+
+def test_rounds_alternate_and_triton_runs_once():
+    order = [*run.processes([OURS, "fa3", "flashinfer", "triton"], 3, lambda: "fa3")]
+    assert order == [
+        (OURS, 1), ("fa3", 1), ("flashinfer", 1), ("fa3", 2), (OURS, 2), (OURS, 3), ("fa3", 3),
+        ("triton", 1),
+    ]  # fmt: skip
+    assert [*run.processes([OURS, "fa3"], 1, lambda: None)] == [(OURS, 1), ("fa3", 1)]
+    assert [*run.processes([OURS], 2, lambda: "fa3")] == [(OURS, 1), (OURS, 2)]
+
+
+def test_a_step_is_the_difference_of_two_runs():
+    calls = []
+
+    def generate(ids, tokens):
+        calls.append(tokens)
+        assert [len(prompt) for prompt in ids] == [8, 8]
+        return 5.0 + 0.003 * tokens, tokens
+
+    found = measure(DECODE, generate, lambda: calls.append("flush"), 3)
+    assert (found["ms"], found["spread_ms"], found["tokens_per_s"]) == (3.0, [3.0, 3.0], 667)
+    assert calls[:3] == ["flush", FEW_TOKENS, FEW_TOKENS]
+
+
+def test_a_prefill_flushes_the_prefix_cache_first():
+    calls, seconds = [], iter([9.0, 0.2, 0.4, 0.1])
+
+    def generate(ids, tokens):
+        calls.append(tokens)
+        return next(seconds), tokens
+
+    found = measure(PREFILL, generate, lambda: calls.append("flush"), 3)
+    assert (found["ms"], found["spread_ms"], found["tokens_per_s"]) == (200.0, [100.0, 400.0], 80)
+    assert calls == ["flush", 1] + ["flush", 1] * 3
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_path):
+    configuration = CONFIGURATIONS[name]
+    found = arguments(configuration, "fa3", tmp_path)
+    assert found["attention_backend"] == "fa3"
+    assert set(found["cuda_graph_bs_decode"]) == {case.batch for case in configuration.cases}
+    assert json.loads((tmp_path / "model/config.json").read_text())["num_hidden_layers"] > 20
+    assert ("speculative_draft_model_path" in found) == (name == "eagle")
+    assert configuration.is_speculative == (name in ("eagle", "ngram"))
+    for case in configuration.cases:
+        assert case.length < found["context_length"]
+        assert case.must < case.aim
+
+
+def test_the_last_error_is_the_cause_and_not_what_follows_from_it():
+    said = """[2026-11-22 10:00:00] Scheduler hit an exception: Traceback (most recent call last):
+  File "x.py", line 3, in f
+    raise UnsupportedError("no trees")
+attn_core.errors.UnsupportedError: draft trees with pages of 16; use pages of 1
+
+[2026-11-22 10:00:01] Received sigquit from a child process. It usually means the child failed.
+RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
+"""
+    assert run.last_error(said) == "UnsupportedError: draft trees with pages of 16; use pages of 1"
+    assert run.last_error("AssertionError\nbye\n") == "AssertionError"
+    assert run.last_error("EOFError\n") == "EOFError"
+    assert run.last_error("Killed\n\n") == "Killed"
+    assert run.last_error("") == "it printed nothing"
+
+
+def test_a_process_that_hangs_is_killed_with_its_children(tmp_path):
+    child = "import time; print('up', flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    log = tmp_path / "logs" / "log"
+    assert run.run([sys.executable, "-c", code], log, limit_s=3.0) is None
+    assert "up" in log.read_text()
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert child not in left
+    assert run.run([sys.executable, "-c", "raise SystemExit(3)"], log, limit_s=60.0) == 3
+
+
+def test_the_table_shows_times_the_speed_up_and_what_failed(eagle):
+    [known] = table.load_all(eagle.parent)
+    page = table.page([known])
+    assert "Some GPU, SGLang 0.5.16" in page
+    assert "| case | attn_core | fa3 | flashinfer | triton | speed-up | must | aim |" in page
+    assert (
+        "| decode 16x4096 | 11.00 (9.00 … 13.00) | 13.20 (12.20 … 14.20) | "
+        "20.00 (19.00 … 21.00) | - | **1.20** | 1.05 | 1.15 |"
+    ) in page
+    assert "| 12.00 (11.00 … 13.00) | failed | - | **0.50** | 1.11 | 1.25 |" in page
+    assert "| decode 1x4096 | - | - | - | - | - | 1.10 | 1.20 |" in page
+    assert "- flashinfer: `OutOfMemoryError: 'cuda'` (decode 64x2048)" in page
+
+
+def test_the_plot_has_a_bar_for_each_case_with_a_speed_up(eagle):
+    known = table.load_all(eagle.parent)
+    drawing = ET.fromstring(table.plot(known))
+    words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert words[:4] == ["eagle decode 16x4096", "1.20", "eagle decode 64x2048", "0.50"]
+    bars = [*drawing.iter("{http://www.w3.org/2000/svg}rect")]
+    assert len(bars) == 2
+    faster, slower = (float(bar.get("x")) for bar in bars)
+    assert slower < faster
+    assert table.PLOT in table.readme(known)
+
+
+def test_nothing_is_said_without_a_record(tmp_path):
+    assert table.load_all(tmp_path) == []
+    assert table.page([]) == table.plot([]) == table.readme([]) == ""
+    record.save(tmp_path / "sglang.gpu.fp8.json", {"configuration": "fp8", "rows": []})
+    assert table.load_all(tmp_path) == []
+    failed = {
+        "configuration": "fp8",
+        "device": "G",
+        "rows": [row(OURS, "decode 64x4096", error="E")],
+    }
+    assert table.plot([failed]) == table.readme([failed]) == ""
+    assert "failed" in table.page([failed])
