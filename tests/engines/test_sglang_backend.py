@@ -94,15 +94,12 @@ PASSES = {
     "padded": (lambda: extend(padding=7), {}),
     "chain": (verify, speculation(1)),
     "tree": (lambda: verify(random_tree(3)), speculation(3)),
-    "tree-full-mask": (lambda: verify(random_tree(3), full_mask=True), speculation(3)),
 }
 
 
-def build(module, pool, page, args, full_mask=False):
+def build(module, pool, page, args):
     run = runner([module] if not isinstance(module, list) else module, pool, page, **args)
-    backend = AttnCoreBackend(run)
-    backend.passes.compact = not full_mask
-    return run, backend
+    return run, AttnCoreBackend(run)
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -111,7 +108,7 @@ def test_a_pass_is_a_dense_softmax(name, page):
     torch.manual_seed(page)
     make, args = PASSES[name]
     module, made = attention(), make()
-    run, backend = build(module, mha_pool(page=page), page, args, made.full_mask)
+    run, backend = build(module, mha_pool(page=page), page, args)
     assert error(backend, run, made, module) < 1e-5
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attn_core import ForwardMode, UnsupportedError
 from attn_core.integrations.sglang import page_tables
-from attn_core.integrations.sglang.page_tables import drafts_of_full_mask, fill_page_table
+from attn_core.integrations.sglang.page_tables import fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
 from attn_core.integrations.sglang.server import (
     captures,
@@ -64,20 +64,8 @@ def test_tables_hold_the_pages_of_each_request(run, mapped, page, length_dtype):
         assert not filled[b, len(slots) :].any()  # a valid page: the dummy
 
 
-def test_the_drafts_of_a_full_mask():
-    prefix, n = torch.tensor([17, 0, 4]), 5
-    trees = torch.rand(3, n, n) > 0.5
-    parts = [
-        torch.cat([torch.ones(n, p, dtype=torch.bool), t], 1).flatten()
-        for p, t in zip(prefix.tolist(), trees, strict=True)
-    ]
-    assert drafts_of_full_mask(torch.cat(parts), prefix, n).equal(trees)
-    padded = torch.cat([prefix, torch.tensor([1])])  # a captured batch has rows of nobody
-    assert drafts_of_full_mask(torch.cat(parts), padded, n)[:3].equal(trees)
-
-
 def builder(page=16, **changed):
-    values = {"topk": 3, "drafts": 4, "compact": True, "host_lengths": False}
+    values = {"topk": 3, "drafts": 4, "host_lengths": False}
     values |= {"slot_map": lambda: None}
     return PassBuilder(token_table(8, page), page, **(values | changed))
 

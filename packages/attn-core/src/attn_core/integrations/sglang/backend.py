@@ -78,7 +78,6 @@ class AttnCoreBackend(AttentionBackend):
             slot_map=self.pool.window_slots,
             topk=topk,
             drafts=drafts,
-            compact=verifies(args),
             host_lengths=host_lengths,
         )
         self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
@@ -168,7 +167,7 @@ class AttnCoreBackend(AttentionBackend):
     def get_verify_buffers_to_fill_after_draft(self) -> list[Tensor | None]:
         """Return the tree mask that SGLang's tree kernel fills in place, and no positions."""
         mask = None if self._static is None else self._static.tree_mask
-        return [mask.view(-1) if mask is not None and self.passes.compact else None, None]
+        return [None if mask is None else mask.view(-1), None]
 
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None

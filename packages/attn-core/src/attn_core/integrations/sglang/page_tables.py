@@ -94,15 +94,3 @@ def _kernel() -> Any:
             tl.store(page_table + b.to(tl.int64) * table_stride + column, page, mask=used)
 
     return fill
-
-
-def drafts_of_full_mask(mask: Tensor, prefix: Tensor, drafts: int) -> Tensor:
-    """Return the drafts' part of SGLang's full tree mask, bool [B, n, n].
-
-    mask: flat, request after request, each [n, prefix + n]. prefix: int [B]. drafts: n.
-    """
-    width = (prefix.long() + drafts)[:, None, None]
-    i = torch.arange(drafts, device=mask.device)
-    begin = (width.cumsum(0) - width) * drafts
-    at = begin + i[:, None] * width + prefix[:, None, None] + i
-    return mask[at.clamp_(max=mask.numel() - 1)].bool()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.sglang.page_tables import drafts_of_full_mask, fill_page_table
+from attn_core.integrations.sglang.page_tables import fill_page_table
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 
 MODES: Mapping[str, ForwardMode] = {
@@ -55,7 +55,7 @@ class PassBuilder:
 
     req_to_token: int32 [requests, context]. slot_map: of the windowed layers' pool, asked in every
     pass since SGLang registers it after the backend. topk, drafts: of speculation, 0 without.
-    compact: SGLang's tree masks are [B, n, n]. host_lengths: some chosen row plans on the host.
+    host_lengths: some chosen row plans on the host.
     """
 
     def __init__(
@@ -66,14 +66,12 @@ class PassBuilder:
         slot_map: Any,
         topk: int,
         drafts: int,
-        compact: bool,
         host_lengths: bool,
     ) -> None:
         self.req_to_token = req_to_token
         self.page_size = page_size
         self.topk = topk
         self.drafts = drafts
-        self.compact = compact
         self.host_lengths = host_lengths
         self._slot_map = slot_map
 
@@ -228,8 +226,6 @@ class PassBuilder:
         mask: Tensor | None = engine_batch.spec_info.custom_mask
         if mask is None or self.topk == 1:
             return None
-        if not self.compact:
-            return drafts_of_full_mask(mask, engine_batch.seq_lens, n)
         requests = engine_batch.batch_size
         if static is not None and mask.data_ptr() == static.data_ptr():
             return static[:requests]
