@@ -6,12 +6,13 @@ import pytest
 import torch
 from attn_core import ForwardMode, UnsupportedError
 from attn_core.integrations.sglang import page_tables
-from attn_core.integrations.sglang.page_tables import fill_page_table
+from attn_core.integrations.sglang.page_tables import Branches, fill_branches, fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
 from attn_core.integrations.sglang.server import (
     captures,
     check_arguments,
     draft_shape,
+    drafts,
     overrides,
     speculation,
     verifies,
@@ -62,6 +63,54 @@ def test_tables_hold_the_pages_of_each_request(run, mapped, page, length_dtype):
         slots = slots if slot_map is None else slot_map[slots]
         assert filled[b, : len(slots)].tolist() == (slots // page).tolist()
         assert not filled[b, len(slots) :].any()  # a valid page: the dummy
+
+
+def launch_branches(req_to_token, rows, lengths, topk, page, branches, slot_map):
+    """Run the GPU's kernel in the interpreter."""
+    block, table = 16, branches.page_table
+    page_tables._branch_kernel()[(table.shape[0], -(-table.shape[1] // block))](
+        req_to_token, rows, lengths, req_to_token if slot_map is None else slot_map, table,
+        branches.lengths, branches.slots, branches.positions, table.shape[1],
+        req_to_token.stride(0), table.stride(0), branches.lengths.stride(0),
+        TOPK=topk, STEPS=branches.lengths.shape[0], PAGE_SIZE=page,
+        MAPPED=slot_map is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [fill_branches, launch_branches])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_branches_hold_the_tokens_of_their_request_and_their_own_drafts(run, mapped, page, topk):
+    table, steps = token_table(5, page), 3
+    slot_map = torch.randperm(6000) if mapped and page == 1 else None
+    if mapped and page > 1:
+        slot_map = (torch.randperm(400)[:, None] * page + torch.arange(page)).flatten()
+    prefixes = [1, 15, 200 - 8 * topk]
+    rows, lengths = torch.tensor([3, 0, 4]), torch.tensor(prefixes)
+    columns = -(-CONTEXT // page)
+    whole = Branches.create(4 * topk, columns, steps, torch.device("cpu"))
+    branches = whole.first(3 * topk)
+    run(table, rows, lengths, topk, page, branches, slot_map)
+    for b in range(3 * topk):
+        row, prefix = [3, 0, 4][b // topk], prefixes[b // topk]
+        tail = prefix % page
+        run_of_slots = -(-(tail + steps + 1) // page) * page
+        for step in range(steps):
+            assert branches.lengths[step, b] == prefix + step + 1
+            assert branches.positions[step, b] == prefix + step
+            slot = table[row, prefix + step + b % topk * run_of_slots].long()
+            slot = slot if slot_map is None else slot_map[slot]
+            assert branches.slots[step, b] == slot
+            at = prefix + step
+            assert branches.page_table[b, at // page] * page + at % page == slot
+        whole_pages = table[row, : prefix - tail : page].long()
+        whole_pages = whole_pages if slot_map is None else slot_map[whole_pages]
+        found = branches.page_table[b, : len(whole_pages)]
+        assert found.tolist() == (whole_pages // page).tolist()
+        used = -(-(prefix + steps) // page)
+        assert not branches.page_table[b, used:].any()  # a valid page: the dummy
+    assert not whole.slots[:, 3 * topk :].any()
 
 
 def builder(page=16, **changed):
@@ -133,9 +182,9 @@ def test_graphs_are_asked_for_where_the_server_captures():
     assert not captures(args(disable_decode_cuda_graph=True), "cuda")
 
 
-def test_draft_passes_name_the_flag_for_them():
-    with pytest.raises(UnsupportedError, match="--speculative-draft-attention-backend"):
-        builder().mode(engine_batch("DRAFT_EXTEND_V2", [1], None))
+def test_passes_that_are_not_served_name_the_flag():
+    with pytest.raises(UnsupportedError, match=r"DLLM_EXTEND .* --attention-backend"):
+        builder().mode(engine_batch("DLLM_EXTEND", [1], None))
 
 
 def args(**changed):
@@ -145,6 +194,7 @@ def args(**changed):
         "speculative_num_draft_tokens": 8,
         "speculative_ngram_max_bfs_breadth": 10,
         "speculative_attention_mode": "prefill",
+        "speculative_draft_attention_backend": None,
         "get_attention_backends": lambda: ("attn_core", "fa3"),
     }
     return SimpleNamespace(**(values | changed))
@@ -152,15 +202,22 @@ def args(**changed):
 
 def test_speculation_of_a_server():
     assert draft_shape(args()) == (0, 0)
-    assert speculation(args()) is None
+    assert speculation(args(), 1) is None
     eagle, ngram = args(speculative_algorithm="EAGLE"), args(speculative_algorithm="NGRAM")
     assert draft_shape(eagle) == (4, 8)
     assert draft_shape(ngram) == (10, 8)
     assert verifies(eagle)
     assert not verifies(args())
     assert not verifies(args(speculative_algorithm="EAGLE", speculative_attention_mode="decode"))
-    wanted = speculation(eagle)
+    wanted = speculation(eagle, 4)
     assert (wanted.topk, wanted.num_draft_tokens, wanted.mode) == (4, 8, "prefill")
+
+
+def test_the_flag_of_the_draft_model_names_its_backend():
+    assert drafts(args(), "prefill")
+    assert not drafts(args(), "decode")  # the decode phase is fa3's
+    assert drafts(args(speculative_draft_attention_backend="attn_core"), "decode")
+    assert not drafts(args(speculative_draft_attention_backend="triton"), "prefill")
 
 
 def test_what_is_not_served_says_what_to_change():
