@@ -176,6 +176,18 @@ def test_a_replay_writes_windowed_layers_where_their_slots_are_now():
     assert captured.views["window"].page_table[1, :4].tolist() == pages.tolist()
 
 
+def test_padded_requests_of_a_replay_write_the_dummy_slot():
+    slot_map = torch.arange(5000) + 7
+    passes = builder(slot_map=lambda: slot_map)
+    static, mode = passes.static(4, 16), ForwardMode.DRAFT_EXTEND
+    captured = passes.captured(engine_batch("DRAFT_EXTEND_V2", [5, 5], None), mode, static)
+    slots = captured.views["window"].out_cache_loc
+    assert slots.tolist() == list(range(7, 15))
+    one = engine_batch("DRAFT_EXTEND_V2", [20, 4], None, out_cache_loc=torch.arange(60, 64))
+    passes.refill(one, mode, static)  # SGLang hands over the slots of real requests alone
+    assert slots.tolist() == [67, 68, 69, 70, 0, 0, 0, 0]
+
+
 def test_graphs_are_asked_for_where_the_server_captures():
     assert captures(args(), "cuda")
     assert not captures(args(), "cpu")
