@@ -78,8 +78,8 @@ class AttnCoreBackend(AttentionBackend):
             graphs=captures(args, self.pool.device.type),
         )
         selection, registry = choose(requirements, self.pool.device)
-        what = "attention of the draft model" if self.is_draft_model else "attention"
-        logger.info("attn_core serves %s\n%s", what, selection.explain())
+        served = "attention of the draft model" if self.is_draft_model else "attention"
+        logger.info("attn_core serves %s\n%s", served, selection.explain())
         host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
         self.passes = PassBuilder(
@@ -156,15 +156,19 @@ class AttnCoreBackend(AttentionBackend):
         metadata = self.dispatcher.init_forward_metadata_capture_cuda_graph(batch)
         self._captured[batch.forward_mode, batch.batch_size] = self._pass = (batch, metadata)
 
-    def replay(self, mode: ForwardMode, size: int, lengths: tuple[int, ...] | None) -> None:
-        """Plan a captured batch again, whose static memory holds another pass now.
+    def captured(
+        self, mode: ForwardMode, size: int, lengths: tuple[int, ...] | None
+    ) -> ForwardBatch:
+        """Return a captured batch with a replay's lengths, for rows that plan on the host."""
+        batch, _metadata = self._captured[mode, size]
+        if not self.passes.host_lengths:
+            return batch
+        views = {name: replace(x, seq_lens_host=lengths) for name, x in batch.views.items()}
+        return replace(batch, views=views)
 
-        size: its requests. lengths: those of the pass on the host, for rows that plan with them.
-        """
-        batch, metadata = self._captured[mode, size]
-        if self.passes.host_lengths:
-            views = {name: replace(x, seq_lens_host=lengths) for name, x in batch.views.items()}
-            batch = replace(batch, views=views)
+    def replay(self, batch: ForwardBatch) -> None:
+        """Plan a captured batch again, whose static memory holds another pass now."""
+        _batch, metadata = self._captured[batch.forward_mode, batch.batch_size]
         self.dispatcher.init_forward_metadata_replay_cuda_graph(batch, metadata)
         self._pass = (batch, metadata)
 
@@ -189,9 +193,10 @@ class AttnCoreBackend(AttentionBackend):
         if in_capture:
             self.capture(self.passes.captured(forward_batch, mode, self._static))
             return
-        self.passes.refill(forward_batch, mode, self._static)
         lengths = self.passes.lengths_host(forward_batch, mode)
-        self.replay(mode, forward_batch.batch_size, lengths)
+        batch = self.captured(mode, forward_batch.batch_size, lengths)
+        self.passes.refill(forward_batch, mode, self._static)
+        self.replay(batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of padded rows, which holds the queries of a draft extend pass."""

@@ -61,7 +61,7 @@ class DraftDecodeBackend:
                 backend.capture(batch)
             return
         for backend, host in zip(self.attn_backends, lengths, strict=True):
-            backend.replay(ForwardMode.DRAFT_DECODE, rows, host)
+            backend.replay(backend.captured(ForwardMode.DRAFT_DECODE, rows, host))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Do nothing: the graph reads buffers that are filled before it runs."""
