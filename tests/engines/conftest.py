@@ -19,5 +19,5 @@ else:
 @pytest.fixture(scope="session")
 def engine_environment():
     """The environment of a process that runs SGLang."""
-    path = os.pathsep.join([STUBS, str(SUPPORT)])
-    return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    path = filter(None, [STUBS, str(SUPPORT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "1"}

@@ -9,6 +9,7 @@ from engine_passes import (
     Pass,
     attention,
     dense,
+    error,
     mha_pool,
     mla_pool,
     runner,
@@ -47,46 +48,6 @@ def verify(tree=None, **changed):
     return Pass(ForwardMode.TARGET_VERIFY, (3, 1, 7), (17, 40, 1), (N, N, N), tree, **changed)
 
 
-def error(backend, run, made, module, *, window=None, sinks=None):
-    """Run one layer of a pass; return the largest difference from the dense softmax."""
-    pool, table = run.token_to_kv_pool, run.req_to_token_pool.req_to_token
-    heads, kv, d = module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim
-    latent = type(pool).__name__ == "MLATokenToKVPool"
-    keys, queries = [], []
-    for row, prefix, new in zip(made.rows, made.prefix, made.new, strict=True):
-        k, v = torch.randn(2, prefix + new, kv, d)
-        v = k[..., : module.v_head_dim] if latent else v
-        slots = table[row, :prefix].long()
-        if backend.pool.has_window(module.layer_id):
-            slots = pool.full_to_swa_index_mapping[slots]
-        pool.get_key_buffer(module.layer_id)[slots] = k[:prefix]
-        if not latent:
-            pool.get_value_buffer(module.layer_id)[slots] = v[:prefix]
-        keys.append((k, v))
-        queries.append(torch.randn(new, heads, d))
-    batch = made.batch(run)
-    padded = torch.zeros(made.padding, kv, d)
-    k = torch.cat([*(k[p:] for (k, _), p in zip(keys, made.prefix, strict=True)), padded])
-    v = torch.cat(
-        [*(v[p:] for (_, v), p in zip(keys, made.prefix, strict=True)), padded[..., : v.shape[-1]]]
-    )
-    q = torch.cat([*queries, torch.randn(made.padding, heads, d)])
-    backend.init_forward_metadata(batch)
-    lengths = backend._pass[0].views["full"].seq_lens  # torch_native reads those of the host
-    assert lengths.tolist() == [p + n for p, n in zip(made.prefix, made.new, strict=True)]
-    call = backend.forward_decode if made.mode is ForwardMode.DECODE else backend.forward_extend
-    out = call(q.flatten(1), k, v, module, batch, **({} if sinks is None else {"sinks": sinks}))
-    out = out.view(len(q), heads, module.v_head_dim)
-    start, worst = 0, 0.0
-    for request, ((k, v), q) in enumerate(zip(keys, queries, strict=True)):
-        expected = dense(q, k, v, made.seen(request, window), module.scaling, sinks,
-                         module.logit_cap or None)  # fmt: skip
-        worst = max(worst, (out[start : start + len(q)] - expected).abs().max().item())
-        start += len(q)
-    assert not out[start:].any()
-    return worst
-
-
 PASSES = {
     "decode": (decode, {}),
     "extend": (extend, {}),
@@ -94,15 +55,12 @@ PASSES = {
     "padded": (lambda: extend(padding=7), {}),
     "chain": (verify, speculation(1)),
     "tree": (lambda: verify(random_tree(3)), speculation(3)),
-    "tree-full-mask": (lambda: verify(random_tree(3), full_mask=True), speculation(3)),
 }
 
 
-def build(module, pool, page, args, full_mask=False):
+def build(module, pool, page, args):
     run = runner([module] if not isinstance(module, list) else module, pool, page, **args)
-    backend = AttnCoreBackend(run)
-    backend.passes.compact = not full_mask
-    return run, backend
+    return run, AttnCoreBackend(run)
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -111,7 +69,7 @@ def test_a_pass_is_a_dense_softmax(name, page):
     torch.manual_seed(page)
     make, args = PASSES[name]
     module, made = attention(), make()
-    run, backend = build(module, mha_pool(page=page), page, args, made.full_mask)
+    run, backend = build(module, mha_pool(page=page), page, args)
     assert error(backend, run, made, module) < 1e-5
 
 

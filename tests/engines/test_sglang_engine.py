@@ -1,4 +1,4 @@
-"""SGLang's own ModelRunner on a CPU: the same logits by attn_core as by its torch_native."""
+"""SGLang's own ModelRunner and draft worker on a CPU, with the plugin as SGLang loads it."""
 
 import pathlib
 import subprocess
@@ -7,26 +7,41 @@ import sys
 import pytest
 import torch
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "engine_logits.py"
+SUPPORT = pathlib.Path(__file__).parents[1] / "support"
+
+
+def run(script, *arguments, environment):
+    """Run a script in a process of its own."""
+    command = [sys.executable, str(SUPPORT / script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def logits(backend, page_size, folder, environment):
-    """Run a model in a process of its own and return its logits, [7, 4, vocabulary]."""
+    """Run a model and return its logits, [7, 4, vocabulary]."""
     out = folder / f"{backend}-{page_size}.pt"
-    command = [sys.executable, str(SCRIPT), backend, str(page_size), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out), done.stderr
+    run("engine_logits.py", backend, page_size, out, environment=environment)
+    return torch.load(out)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, engine_environment):
-    return logits("torch_native", 1, tmp_path_factory.mktemp("expected"), engine_environment)[0]
+    return logits("torch_native", 1, tmp_path_factory.mktemp("expected"), engine_environment)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_are_those_of_sglang(page_size, tmp_path, engine_environment, expected):
-    found, _log = logits("attn_core", page_size, tmp_path, engine_environment)
+    found = logits("attn_core", page_size, tmp_path, engine_environment)
     assert expected.abs().max() > 5  # attention shows
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert found.argmax(-1).equal(expected.argmax(-1))
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_the_draft_worker_of_eagle_runs_on_attn_core(topk, engine_environment):
+    done = run("engine_drafts.py", topk, environment=engine_environment)
+    *names, count, difference = done.stdout.split()[-4:]
+    assert names == ["DraftDecodeBackend", "AttnCoreBackend"]
+    assert int(count) == 3 * 3 * topk  # steps, requests, branches
+    assert float(difference) < 1e-4

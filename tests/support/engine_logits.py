@@ -36,11 +36,11 @@ PROMPTS = (37, 5, 64, 1)
 STEPS = 6
 
 
-def make_model(folder: pathlib.Path) -> None:
+def make_model(folder: pathlib.Path, **changed) -> None:
     """Write a configuration and a tokenizer of two words; weights are drawn."""
     model = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 3}, "unk_token": "<unk>"}
     tokenizer = {"version": "1.0", "added_tokens": [], "model": model}
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changed))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
@@ -54,7 +54,8 @@ def without_own_kernels() -> None:
             module.support_triton = lambda backend: False
 
 
-def main(backend: str, page_size: str, out: str) -> None:
+def load(folder: str, flags: str):
+    """Return SGLang's arguments, ports and ModelRunner of a folder's model, with the plugin."""
     without_own_kernels()
     from sglang.srt.plugins import load_plugins
 
@@ -63,25 +64,38 @@ def main(backend: str, page_size: str, out: str) -> None:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     without_own_kernels()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(pathlib.Path(folder))
-        parser = argparse.ArgumentParser()
-        ServerArgs.add_cli_args(parser)
-        flags = f"""--model-path {folder} --load-format dummy --device cpu --dtype float32
-            --attention-backend {backend} --page-size {page_size} --max-total-tokens 4096
-            --disable-overlap-schedule --disable-prefill-cuda-graph --disable-decode-cuda-graph
-            --random-seed 7 --log-level warning"""
-        args = ServerArgs.from_cli_args(parser.parse_args(flags.split()))
-        one_batch._set_envs_and_config(args)
-        loaded = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
-        runner = loaded[0] if isinstance(loaded, tuple) else loaded
-        runner = getattr(runner, "torch_runner", runner)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = f"""{flags} --model-path {folder} --load-format dummy --device cpu --dtype float32
+        --max-total-tokens 4096 --disable-overlap-schedule --disable-prefill-cuda-graph
+        --disable-decode-cuda-graph --random-seed 7 --log-level warning"""
+    args = ServerArgs.from_cli_args(parser.parse_args(flags.split()))
+    one_batch._set_envs_and_config(args)
+    ports = PortArgs.init_new(args)
+    loaded = one_batch.load_model(args, ports, 0, 0)
+    runner = loaded[0] if isinstance(loaded, tuple) else loaded
+    return args, ports, getattr(runner, "torch_runner", runner)
+
+
+def draw_weights(model: torch.nn.Module) -> torch.Generator:
+    """Replace dummy weights, which are too small for attention to show."""
     generator = torch.Generator().manual_seed(3)
-    for weight in runner.model.parameters():  # dummy weights are too small for attention to show
+    for weight in model.parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, 0.15, generator=generator)
         else:
             weight.data.fill_(1.0)
+    return generator
+
+
+def main(backend: str, page_size: str, out: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(pathlib.Path(folder))
+        flags = f"--attention-backend {backend} --page-size {page_size}"
+        _args, _ports, runner = load(folder, flags)
+    from sglang.benchmark import one_batch
+
+    generator = draw_weights(runner.model)
     ids = [torch.randint(0, 10000, (n,), generator=generator).tolist() for n in PROMPTS]
     logits = []
     with torch.no_grad():

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 CONTEXT, ROWS, SLOTS = 128, 9, 2048
+EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND_V2)
 
 
 def server_args(**changed):
@@ -17,6 +18,7 @@ def server_args(**changed):
     values = {
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
+        "speculative_draft_attention_backend": None,
         "speculative_num_draft_tokens": None,
         "speculative_ngram_max_bfs_breadth": 4,
         "speculative_attention_mode": "prefill",
@@ -28,10 +30,12 @@ def server_args(**changed):
 
 def mha_pool(layers=1, page=1, heads=2, dim=32, dtype=torch.float32):
     """Return SGLang's pool of K and V."""
-    return MHATokenToKVPool(
+    pool = MHATokenToKVPool(
         size=SLOTS - page, page_size=page, dtype=dtype, head_num=heads, head_dim=dim,
         layer_num=layers, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
+    pool.use_native_move_kv_cache = True  # not by a kernel, which needs a GPU
+    return pool
 
 
 def swa_pool(page=1, heads=2, dim=32):
@@ -56,7 +60,7 @@ def mla_pool(page=1, layers=1, dtype=torch.float32):
     )  # fmt: skip
 
 
-def runner(modules, pool, page, **args):
+def runner(modules, pool, page, *, draft=False, **args):
     """Return what the adapter reads of a ModelRunner; requests lie on shuffled pages."""
     table = torch.zeros(ROWS, CONTEXT, dtype=torch.int32)
     each = CONTEXT // page
@@ -68,7 +72,7 @@ def runner(modules, pool, page, **args):
         device="cpu",
         dtype=torch.float32,
         page_size=page,
-        is_draft_worker=False,
+        is_draft_worker=draft,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=table, size=ROWS - 1),
         model=torch.nn.ModuleList(modules),
@@ -103,7 +107,7 @@ class Pass:
         positions = [torch.arange(p, p + n) for p, n in zip(self.prefix, self.new, strict=True)]
         if self.tree is not None:
             positions = [p + t.sum(-1) - 1 for p, t in zip(self.prefix, self.tree, strict=True)]
-        extend = self.mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        extend = self.mode in EXTENDS
         zeros = torch.zeros(self.padding, dtype=torch.int64)
         return SimpleNamespace(
             forward_mode=self.mode,
@@ -159,3 +163,43 @@ def dense(q, k, v, seen, scale, sinks=None, cap=None):
         s = torch.cat([s, sinks.double()[:, None, None].expand(-1, s.shape[1], 1)], -1)
     p = s.softmax(-1)[..., : k.shape[0]]
     return torch.einsum("hqk,khd->qhd", p, v)
+
+
+def error(backend, run, made, module, *, window=None, sinks=None):
+    """Run one layer of a pass; return the largest difference from the dense softmax."""
+    pool, table = run.token_to_kv_pool, run.req_to_token_pool.req_to_token
+    heads, kv, d = module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim
+    latent = type(pool).__name__ == "MLATokenToKVPool"
+    keys, queries = [], []
+    for row, prefix, new in zip(made.rows, made.prefix, made.new, strict=True):
+        k, v = torch.randn(2, prefix + new, kv, d)
+        v = k[..., : module.v_head_dim] if latent else v
+        slots = table[row, :prefix].long()
+        if backend.pool.has_window(module.layer_id):
+            slots = pool.full_to_swa_index_mapping[slots]
+        pool.get_key_buffer(module.layer_id)[slots] = k[:prefix]
+        if not latent:
+            pool.get_value_buffer(module.layer_id)[slots] = v[:prefix]
+        keys.append((k, v))
+        queries.append(torch.randn(new, heads, d))
+    batch = made.batch(run)
+    padded = torch.zeros(made.padding, kv, d)
+    k = torch.cat([*(k[p:] for (k, _), p in zip(keys, made.prefix, strict=True)), padded])
+    v = torch.cat(
+        [*(v[p:] for (_, v), p in zip(keys, made.prefix, strict=True)), padded[..., : v.shape[-1]]]
+    )
+    q = torch.cat([*queries, torch.randn(made.padding, heads, d)])
+    backend.init_forward_metadata(batch)
+    lengths = backend._pass[0].views["full"].seq_lens  # torch_native reads those of the host
+    assert lengths.tolist() == [p + n for p, n in zip(made.prefix, made.new, strict=True)]
+    call = backend.forward_decode if made.mode is ForwardMode.DECODE else backend.forward_extend
+    out = call(q.flatten(1), k, v, module, batch, **({} if sinks is None else {"sinks": sinks}))
+    out = out.view(len(q), heads, module.v_head_dim)
+    start, worst = 0, 0.0
+    for request, ((k, v), q) in enumerate(zip(keys, queries, strict=True)):
+        expected = dense(q, k, v, made.seen(request, window), module.scaling, sinks,
+                         module.logit_cap or None)  # fmt: skip
+        worst = max(worst, (out[start : start + len(q)] - expected).abs().max().item())
+        start += len(q)
+    assert not out[start:].any()
+    return worst

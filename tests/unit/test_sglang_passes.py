@@ -6,12 +6,13 @@ import pytest
 import torch
 from attn_core import ForwardMode, UnsupportedError
 from attn_core.integrations.sglang import page_tables
-from attn_core.integrations.sglang.page_tables import drafts_of_full_mask, fill_page_table
+from attn_core.integrations.sglang.page_tables import Branches, fill_branches, fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
 from attn_core.integrations.sglang.server import (
     captures,
     check_arguments,
     draft_shape,
+    drafts,
     overrides,
     speculation,
     verifies,
@@ -64,20 +65,56 @@ def test_tables_hold_the_pages_of_each_request(run, mapped, page, length_dtype):
         assert not filled[b, len(slots) :].any()  # a valid page: the dummy
 
 
-def test_the_drafts_of_a_full_mask():
-    prefix, n = torch.tensor([17, 0, 4]), 5
-    trees = torch.rand(3, n, n) > 0.5
-    parts = [
-        torch.cat([torch.ones(n, p, dtype=torch.bool), t], 1).flatten()
-        for p, t in zip(prefix.tolist(), trees, strict=True)
-    ]
-    assert drafts_of_full_mask(torch.cat(parts), prefix, n).equal(trees)
-    padded = torch.cat([prefix, torch.tensor([1])])  # a captured batch has rows of nobody
-    assert drafts_of_full_mask(torch.cat(parts), padded, n)[:3].equal(trees)
+def launch_branches(req_to_token, rows, lengths, topk, page, branches, slot_map):
+    """Run the GPU's kernel in the interpreter."""
+    block, table = 16, branches.page_table
+    page_tables._branch_kernel()[(table.shape[0], -(-table.shape[1] // block))](
+        req_to_token, rows, lengths, req_to_token if slot_map is None else slot_map, table,
+        branches.lengths, branches.slots, branches.positions, table.shape[1],
+        req_to_token.stride(0), table.stride(0), branches.lengths.stride(0),
+        TOPK=topk, STEPS=branches.lengths.shape[0], PAGE_SIZE=page,
+        MAPPED=slot_map is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [fill_branches, launch_branches])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_branches_hold_the_tokens_of_their_request_and_their_own_drafts(run, mapped, page, topk):
+    table, steps = token_table(5, page), 3
+    slot_map = torch.randperm(6000) if mapped and page == 1 else None
+    if mapped and page > 1:
+        slot_map = (torch.randperm(400)[:, None] * page + torch.arange(page)).flatten()
+    prefixes = [1, 15, 200 - 8 * topk]
+    rows, lengths = torch.tensor([3, 0, 4]), torch.tensor(prefixes)
+    columns = -(-CONTEXT // page)
+    whole = Branches.create(4 * topk, columns, steps, torch.device("cpu"))
+    branches = whole.first(3 * topk)
+    run(table, rows, lengths, topk, page, branches, slot_map)
+    for b in range(3 * topk):
+        row, prefix = [3, 0, 4][b // topk], prefixes[b // topk]
+        tail = prefix % page
+        run_of_slots = -(-(tail + steps + 1) // page) * page
+        for step in range(steps):
+            assert branches.lengths[step, b] == prefix + step + 1
+            assert branches.positions[step, b] == prefix + step
+            slot = table[row, prefix + step + b % topk * run_of_slots].long()
+            slot = slot if slot_map is None else slot_map[slot]
+            assert branches.slots[step, b] == slot
+            at = prefix + step
+            assert branches.page_table[b, at // page] * page + at % page == slot
+        whole_pages = table[row, : prefix - tail : page].long()
+        whole_pages = whole_pages if slot_map is None else slot_map[whole_pages]
+        found = branches.page_table[b, : len(whole_pages)]
+        assert found.tolist() == (whole_pages // page).tolist()
+        used = -(-(prefix + steps) // page)
+        assert not branches.page_table[b, used:].any()  # a valid page: the dummy
+    assert not whole.slots[:, 3 * topk :].any()
 
 
 def builder(page=16, **changed):
-    values = {"topk": 3, "drafts": 4, "compact": True, "host_lengths": False}
+    values = {"topk": 3, "drafts": 4, "host_lengths": False}
     values |= {"slot_map": lambda: None}
     return PassBuilder(token_table(8, page), page, **(values | changed))
 
@@ -139,15 +176,27 @@ def test_a_replay_writes_windowed_layers_where_their_slots_are_now():
     assert captured.views["window"].page_table[1, :4].tolist() == pages.tolist()
 
 
+def test_padded_requests_of_a_replay_write_the_dummy_slot():
+    slot_map = torch.arange(5000) + 7
+    passes = builder(slot_map=lambda: slot_map)
+    static, mode = passes.static(4, 16), ForwardMode.DRAFT_EXTEND
+    captured = passes.captured(engine_batch("DRAFT_EXTEND_V2", [5, 5], None), mode, static)
+    slots = captured.views["window"].out_cache_loc
+    assert slots.tolist() == list(range(7, 15))
+    one = engine_batch("DRAFT_EXTEND_V2", [20, 4], None, out_cache_loc=torch.arange(60, 64))
+    passes.refill(one, mode, static)  # SGLang hands over the slots of real requests alone
+    assert slots.tolist() == [67, 68, 69, 70, 0, 0, 0, 0]
+
+
 def test_graphs_are_asked_for_where_the_server_captures():
     assert captures(args(), "cuda")
     assert not captures(args(), "cpu")
     assert not captures(args(disable_decode_cuda_graph=True), "cuda")
 
 
-def test_draft_passes_name_the_flag_for_them():
-    with pytest.raises(UnsupportedError, match="--speculative-draft-attention-backend"):
-        builder().mode(engine_batch("DRAFT_EXTEND_V2", [1], None))
+def test_passes_that_are_not_served_name_the_flag():
+    with pytest.raises(UnsupportedError, match=r"DLLM_EXTEND .* --attention-backend"):
+        builder().mode(engine_batch("DLLM_EXTEND", [1], None))
 
 
 def args(**changed):
@@ -157,6 +206,7 @@ def args(**changed):
         "speculative_num_draft_tokens": 8,
         "speculative_ngram_max_bfs_breadth": 10,
         "speculative_attention_mode": "prefill",
+        "speculative_draft_attention_backend": None,
         "get_attention_backends": lambda: ("attn_core", "fa3"),
     }
     return SimpleNamespace(**(values | changed))
@@ -164,15 +214,22 @@ def args(**changed):
 
 def test_speculation_of_a_server():
     assert draft_shape(args()) == (0, 0)
-    assert speculation(args()) is None
+    assert speculation(args(), 1) is None
     eagle, ngram = args(speculative_algorithm="EAGLE"), args(speculative_algorithm="NGRAM")
     assert draft_shape(eagle) == (4, 8)
     assert draft_shape(ngram) == (10, 8)
     assert verifies(eagle)
     assert not verifies(args())
     assert not verifies(args(speculative_algorithm="EAGLE", speculative_attention_mode="decode"))
-    wanted = speculation(eagle)
+    wanted = speculation(eagle, 4)
     assert (wanted.topk, wanted.num_draft_tokens, wanted.mode) == (4, 8, "prefill")
+
+
+def test_the_flag_of_the_draft_model_names_its_backend():
+    assert drafts(args(), "prefill")
+    assert not drafts(args(), "decode")  # the decode phase is fa3's
+    assert drafts(args(speculative_draft_attention_backend="attn_core"), "decode")
+    assert not drafts(args(speculative_draft_attention_backend="triton"), "prefill")
 
 
 def test_what_is_not_served_says_what_to_change():

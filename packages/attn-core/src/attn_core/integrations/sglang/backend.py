@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
 from attn_core.integrations.sglang.selection import choose
 from attn_core.integrations.sglang.server import (
+    NAME,
     captures,
     check_arguments,
+    check_draft_model,
     check_version,
     draft_shape,
     speculation,
@@ -42,20 +46,25 @@ class AttnCoreBackend(AttentionBackend):
     engine takes a request.
     """
 
+    # models ask for these; SGLang sets them on a target's backend alone
+    prefill_attention_backend_str = NAME
+    decode_attention_backend_str = NAME
+
     def __init__(self, runner: Any) -> None:
         super().__init__()
         args = runner.server_args
         check_version(args)
         check_arguments(args)
-        if runner.is_draft_worker:
-            raise UnsupportedError(
-                "attn_core for a draft model; give --speculative-draft-attention-backend fa3, "
-                "flashinfer or triton"
-            )
+        self.is_draft_model = bool(runner.is_draft_worker)
+        if self.is_draft_model:
+            check_draft_model(args)
         self.pool = EnginePool(
             runner.token_to_kv_pool, runner.page_size, torch.device(runner.device)
         )
         topk, drafts = draft_shape(args)
+        rows = runner.req_to_token_pool.size
+        if self.is_draft_model:  # it verifies no tree: a branch is a row of its own
+            rows, topk = rows * topk, 1
         self._unfolded: dict[int, AttentionLayer] = {}  # by the id of MLA's other module
         self.layers = self._layers(runner.model)
         kind: Kind = "mla" if self.pool.is_latent else "mha"
@@ -64,12 +73,13 @@ class AttnCoreBackend(AttentionBackend):
             dtype=KV_DTYPE[runner.dtype],
             kv_cache_dtype=self.pool.kv_cache_dtype,
             page_size=self.pool.page_size,
-            speculation=speculation(args),
+            speculation=speculation(args, topk),
             deterministic=bool(args.enable_deterministic_inference),
             graphs=captures(args, self.pool.device.type),
         )
         selection, registry = choose(requirements, self.pool.device)
-        logger.info("attn_core serves attention\n%s", selection.explain())
+        served = "attention of the draft model" if self.is_draft_model else "attention"
+        logger.info("attn_core serves %s\n%s", served, selection.explain())
         host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
         self.passes = PassBuilder(
@@ -78,7 +88,6 @@ class AttnCoreBackend(AttentionBackend):
             slot_map=self.pool.window_slots,
             topk=topk,
             drafts=drafts,
-            compact=verifies(args),
             host_lengths=host_lengths,
         )
         self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
@@ -86,17 +95,26 @@ class AttnCoreBackend(AttentionBackend):
             from sglang.srt.speculative import ngram_worker
 
             ngram_worker.USE_FULL_MASK = False  # read in every step
-        self.dispatcher = HybridDispatcher.from_selection(
+        self._create_dispatcher = partial(
+            HybridDispatcher.from_selection,
             selection,
             registry,
             tuple(self.layers.values()),
             self.pool,
-            max_bs=runner.req_to_token_pool.size,
+            max_bs=rows,
             max_seq_len=self.max_context_len,
         )
+        self.dispatcher = self._create_dispatcher()
         self._static: StaticTables | None = None
         self._captured: dict[tuple[ForwardMode, int], tuple[ForwardBatch, Metadata]] = {}
         self._pass: tuple[ForwardBatch, Metadata] | None = None
+
+    def another(self) -> AttnCoreBackend:
+        """Return a backend of the same layers and choice, with plans and buffers of its own."""
+        other = copy.copy(self)
+        other.dispatcher = self._create_dispatcher()
+        other._captured, other._pass = {}, None
+        return other
 
     def _layers(self, model: Any) -> dict[int, AttentionLayer]:
         """Return the layers that read the pool; MLA's unfolded companions do not."""
@@ -127,8 +145,32 @@ class AttnCoreBackend(AttentionBackend):
         if mode is ForwardMode.IDLE or not forward_batch.batch_size:
             self._pass = None
             return
-        batch = self.passes.eager(forward_batch, mode, self._static)
+        self.plan(self.passes.eager(forward_batch, mode, self._static))
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Plan a batch that no graph replays."""
         self._pass = (batch, self.dispatcher.init_forward_metadata(batch))
+
+    def capture(self, batch: ForwardBatch) -> None:
+        """Plan a batch in static memory, which a graph is about to capture."""
+        metadata = self.dispatcher.init_forward_metadata_capture_cuda_graph(batch)
+        self._captured[batch.forward_mode, batch.batch_size] = self._pass = (batch, metadata)
+
+    def captured(
+        self, mode: ForwardMode, size: int, lengths: tuple[int, ...] | None
+    ) -> ForwardBatch:
+        """Return a captured batch with a replay's lengths, for rows that plan on the host."""
+        batch, _metadata = self._captured[mode, size]
+        if not self.passes.host_lengths:
+            return batch
+        views = {name: replace(x, seq_lens_host=lengths) for name, x in batch.views.items()}
+        return replace(batch, views=views)
+
+    def replay(self, batch: ForwardBatch) -> None:
+        """Plan a captured batch again, whose static memory holds another pass now."""
+        _batch, metadata = self._captured[batch.forward_mode, batch.batch_size]
+        self.dispatcher.init_forward_metadata_replay_cuda_graph(batch, metadata)
+        self._pass = (batch, metadata)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers of captured passes."""
@@ -148,27 +190,23 @@ class AttnCoreBackend(AttentionBackend):
                 "or disabled"
             )
         assert self._static is not None  # SGLang calls init_cuda_graph_state first
-        key = (mode, forward_batch.batch_size)
         if in_capture:
-            batch = self.passes.captured(forward_batch, mode, self._static)
-            metadata = self.dispatcher.init_forward_metadata_capture_cuda_graph(batch)
-            self._captured[key] = self._pass = (batch, metadata)
+            self.capture(self.passes.captured(forward_batch, mode, self._static))
             return
-        batch, metadata = self._captured[key]
-        if self.passes.host_lengths:
-            batch = self.passes.captured(forward_batch, mode, self._static)
+        lengths = self.passes.lengths_host(forward_batch, mode)
+        batch = self.captured(mode, forward_batch.batch_size, lengths)
         self.passes.refill(forward_batch, mode, self._static)
-        self.dispatcher.init_forward_metadata_replay_cuda_graph(batch, metadata)
-        self._pass = (batch, metadata)
+        self.replay(batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length of padded rows."""
-        return self.dispatcher.get_cuda_graph_seq_len_fill_value()
+        """Return the length of padded rows, which holds the queries of a draft extend pass."""
+        length = self.dispatcher.get_cuda_graph_seq_len_fill_value()
+        return max(length, self.passes.drafts) if self.is_draft_model else length
 
     def get_verify_buffers_to_fill_after_draft(self) -> list[Tensor | None]:
         """Return the tree mask that SGLang's tree kernel fills in place, and no positions."""
         mask = None if self._static is None else self._static.tree_mask
-        return [mask.view(-1) if mask is not None and self.passes.compact else None, None]
+        return [None if mask is None else mask.view(-1), None]
 
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_core.cache.page_table import num_pages_for
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.sglang.page_tables import drafts_of_full_mask, fill_page_table
+from attn_core.integrations.sglang.page_tables import Tables, fill_page_table
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 
 MODES: Mapping[str, ForwardMode] = {
@@ -20,20 +21,9 @@ MODES: Mapping[str, ForwardMode] = {
     "MIXED": ForwardMode.MIXED,
     "DECODE": ForwardMode.DECODE,
     "TARGET_VERIFY": ForwardMode.TARGET_VERIFY,
+    "DRAFT_EXTEND_V2": ForwardMode.DRAFT_EXTEND,
     "IDLE": ForwardMode.IDLE,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tables:
-    """What a view of a batch points at: int32 [B, pages] and int32 [B]."""
-
-    page_table: Tensor
-    lengths: Tensor
-
-    def rows(self, count: int) -> Tables:
-        """Return the first rows."""
-        return Tables(page_table=self.page_table[:count], lengths=self.lengths[:count])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +45,7 @@ class PassBuilder:
 
     req_to_token: int32 [requests, context]. slot_map: of the windowed layers' pool, asked in every
     pass since SGLang registers it after the backend. topk, drafts: of speculation, 0 without.
-    compact: SGLang's tree masks are [B, n, n]. host_lengths: some chosen row plans on the host.
+    host_lengths: some chosen row plans on the host.
     """
 
     def __init__(
@@ -66,14 +56,12 @@ class PassBuilder:
         slot_map: Any,
         topk: int,
         drafts: int,
-        compact: bool,
         host_lengths: bool,
     ) -> None:
         self.req_to_token = req_to_token
         self.page_size = page_size
         self.topk = topk
         self.drafts = drafts
-        self.compact = compact
         self.host_lengths = host_lengths
         self._slot_map = slot_map
 
@@ -87,20 +75,22 @@ class PassBuilder:
         name = engine_batch.forward_mode.name
         if name not in MODES:
             raise UnsupportedError(
-                f"a pass of SGLang's mode {name} on attn_core (serves {', '.join(MODES)}); name "
-                "another backend for it: --speculative-draft-attention-backend for a draft model"
+                f"a pass of SGLang's mode {name} on attn_core (serves {', '.join(MODES)}); use "
+                "another --attention-backend"
             )
         return MODES[name]
 
     def queries_per_request(self, mode: ForwardMode) -> int:
         """Return how many queries each request has; 0: each has its own number."""
-        return {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: self.drafts}.get(mode, 0)
+        if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+            return self.drafts
+        return 1 if mode is ForwardMode.DECODE else 0
 
     def static(self, max_bs: int, max_num_tokens: int) -> StaticTables:
         """Create the buffers of captured passes of up to `max_bs` requests."""
         device = self.req_to_token.device
         queries = max_num_tokens // max_bs
-        views = {name: self._tables(max_bs, self.max_context_len) for name in self._views()}
+        views = {name: self._tables(max_bs, self.max_context_len) for name in self.views()}
         mask = None
         if queries > 1 and self.topk > 1:  # eager passes of more requests use the mask too
             chain = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
@@ -119,8 +109,10 @@ class PassBuilder:
         static: whose tree mask SGLang may have filled for this pass too.
         """
         size, queries = engine_batch.batch_size, self.queries_per_request(mode)
-        longest = self._longest(engine_batch, queries if mode is ForwardMode.TARGET_VERIFY else 0)
-        views = {name: self._tables(size, longest) for name in self._views()}
+        if mode is ForwardMode.DRAFT_EXTEND:
+            queries = 0  # all drafts of a request, accepted or not; SGLang says how many
+        longest = self.longest(engine_batch, queries if mode is ForwardMode.TARGET_VERIFY else 0)
+        views = {name: self._tables(size, longest) for name in self.views()}
         self._fill(engine_batch, mode, views)
         device = self.req_to_token.device
         if queries:
@@ -169,35 +161,50 @@ class PassBuilder:
             if tree is not None and tree.data_ptr() != static.tree_mask.data_ptr():
                 static.tree_mask[: tree.shape[0]].copy_(tree)  # else SGLang filled ours itself
 
-    def _views(self) -> tuple[str, ...]:
+    def views(self) -> tuple[str, ...]:
+        """Return the names of a batch's views."""
         return ("full",) if self._slot_map() is None else ("full", "window")
 
+    def slot_map(self, view: str) -> Tensor | None:
+        """Return slot → slot of a view's pool; None where they are the same."""
+        slots: Tensor | None = self._slot_map() if view == "window" else None
+        return slots
+
     def _tables(self, size: int, longest: int) -> Tables:
-        device, columns = self.req_to_token.device, -(-longest // self.page_size)
+        device, columns = self.req_to_token.device, num_pages_for(longest, self.page_size)
         return Tables(
             page_table=torch.zeros(size, columns, dtype=torch.int32, device=device),
             lengths=torch.ones(size, dtype=torch.int32, device=device),
         )
 
-    def _longest(self, engine_batch: Any, new_tokens: int) -> int:
+    def longest(self, engine_batch: Any, new_tokens: int) -> int:
         """Return the longest length of a pass, or a bound where only the device knows."""
         lengths = engine_batch.seq_lens_cpu
         if lengths is None or not len(lengths):
             return self.max_context_len
         return min(int(lengths.max()) + new_tokens, self.max_context_len)
 
+    def lengths_host(self, engine_batch: Any, mode: ForwardMode) -> tuple[int, ...] | None:
+        """Return the lengths of a pass on the host; None if no row plans with them."""
+        lengths = engine_batch.seq_lens_cpu if self.host_lengths else None
+        if lengths is None:
+            return None
+        new_tokens = self.drafts if mode is ForwardMode.TARGET_VERIFY else 0
+        return tuple(int(n) + new_tokens for n in lengths[: engine_batch.batch_size])
+
     def _fill(self, engine_batch: Any, mode: ForwardMode, views: Mapping[str, Tables]) -> None:
         new_tokens = self.drafts if mode is ForwardMode.TARGET_VERIFY else 0
+        size = engine_batch.batch_size  # SGLang's graphs of draft extend hand over whole buffers
         for name, tables in views.items():
             fill_page_table(
                 self.req_to_token,
-                engine_batch.req_pool_indices,
-                engine_batch.seq_lens,
+                engine_batch.req_pool_indices[:size],
+                engine_batch.seq_lens[:size],
                 new_tokens,
                 self.page_size,
                 tables.page_table,
                 tables.lengths,
-                self._slot_map() if name == "window" else None,
+                self.slot_map(name),
             )
 
     def _fill_static(
@@ -218,6 +225,7 @@ class PassBuilder:
         if slot_map is None:
             return None
         slots: Tensor = slot_map[engine_batch.out_cache_loc[:num_tokens].long()].long()
+        slots = pad(slots, (0, num_tokens - len(slots)))  # padded requests write the dummy slot
         if static is None or static.window_slots is None:
             return slots
         return static.window_slots[:num_tokens].copy_(slots)
@@ -228,8 +236,6 @@ class PassBuilder:
         mask: Tensor | None = engine_batch.spec_info.custom_mask
         if mask is None or self.topk == 1:
             return None
-        if not self.compact:
-            return drafts_of_full_mask(mask, engine_batch.seq_lens, n)
         requests = engine_batch.batch_size
         if static is not None and mask.data_ptr() == static.data_ptr():
             return static[:requests]
@@ -260,9 +266,7 @@ class PassBuilder:
         window_slots: Tensor | None,
     ) -> ForwardBatch:
         slots = engine_batch.out_cache_loc[:num_tokens].long()
-        new_tokens = self.drafts if mode is ForwardMode.TARGET_VERIFY else 0
-        lengths = engine_batch.seq_lens_cpu if self.host_lengths else None
-        host = None if lengths is None else tuple(int(n) + new_tokens for n in lengths)
+        host = self.lengths_host(engine_batch, mode)
         views = {
             name: CacheView(
                 page_table=part.page_table,

@@ -18,6 +18,8 @@ from attn_core.tools.env_vars import variable
 NAME = "attn_core"  # of --attention-backend
 TESTED = SpecifierSet(">=0.5.15,<0.5.18")
 TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in other ways
+DRAFTS = SpecifierSet("==0.5.16.*")  # whose draft workers call attn_core's backends
+DRAFTED = ("EAGLE", "EAGLE3", "STANDALONE")  # the algorithms of those workers
 # SGLang's arguments that change what a pass is, and what to do without each
 REFUSED: Mapping[str, str] = {
     "enable_two_batch_overlap": "leave out --enable-two-batch-overlap",
@@ -55,6 +57,34 @@ def verifies(args: Any) -> bool:
     return bool((decode if args.speculative_attention_mode == "decode" else prefill) == NAME)
 
 
+def drafts(args: Any, phase: str) -> bool:
+    """Say whether attn-core serves the draft model's passes of "prefill" or of "decode"."""
+    prefill, decode = args.get_attention_backends()
+    name = args.speculative_draft_attention_backend or (decode if phase == "decode" else prefill)
+    return bool(name == NAME)
+
+
+def check_draft_model(args: Any) -> None:
+    """Raise UnsupportedError for a draft model that the adapter does not serve."""
+    remedy = (
+        "name another backend by --speculative-draft-attention-backend: fa3, flashinfer, triton"
+    )
+    if not has_version(DRAFTS):
+        raise UnsupportedError(
+            f"a draft model on {NAME} with SGLang {importlib.metadata.version('sglang')} (tested "
+            f"with {DRAFTS}); {remedy}"
+        )
+    algorithm, layered = (
+        args.speculative_algorithm,
+        getattr(args, "enable_multi_layer_eagle", False),
+    )
+    if algorithm not in DRAFTED or layered:
+        raise UnsupportedError(
+            f"the draft model of {'multi-layer ' * layered}{algorithm} on {NAME} (serves "
+            f"{', '.join(DRAFTED)} with one draft model); {remedy}"
+        )
+
+
 def draft_shape(args: Any) -> tuple[int, int]:
     """Return (topk, drafts per request) of a server; (0, 0) without speculation."""
     if args.speculative_algorithm is None:
@@ -77,9 +107,12 @@ def _graphs(args: Any, phase: str) -> str:
     return str(getattr(config, "backend", "") or "")
 
 
-def speculation(args: Any) -> Speculation | None:
-    """Return what select() must know of the server's speculation."""
-    topk, drafts = draft_shape(args)
+def speculation(args: Any, topk: int) -> Speculation | None:
+    """Return what select() must know of the server's speculation.
+
+    topk: that of the trees that the model verifies; 1 for a draft model.
+    """
+    drafts = draft_shape(args)[1]
     if not drafts:
         return None
     return Speculation(topk=topk, num_draft_tokens=drafts, mode=args.speculative_attention_mode)
@@ -106,7 +139,7 @@ def check_arguments(args: Any) -> None:
             "--cuda-graph-backend-prefill breakable or disabled"
         )
     names = set(args.get_attention_backends())
-    if len(names) > 1 and draft_shape(args)[0] > 1:
+    if len(names) > 1 and NAME in names and draft_shape(args)[0] > 1:
         raise UnsupportedError(
             f"draft trees with {' and '.join(sorted(names))} for the two phases: SGLang hands its "
             f"tree mask to one backend only; use --attention-backend {NAME} for both and name "
