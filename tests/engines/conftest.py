@@ -19,5 +19,5 @@ else:
 @pytest.fixture(scope="session")
 def engine_environment():
     """The environment of a process that runs SGLang."""
-    path = os.pathsep.join([STUBS, str(SUPPORT)])
+    path = os.pathsep.join([STUBS, str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}

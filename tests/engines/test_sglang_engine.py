@@ -1,4 +1,4 @@
-"""SGLang's own ModelRunner on a CPU: the same logits by attn_core as by its torch_native."""
+"""SGLang's own ModelRunner on a CPU: the same logits by attn_core as by another backend."""
 
 import pathlib
 import subprocess
@@ -10,10 +10,10 @@ import torch
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "engine_logits.py"
 
 
-def logits(backend, page_size, folder, environment):
+def logits(model, backend, page_size, folder, environment):
     """Run a model in a process of its own and return its logits, [7, 4, vocabulary]."""
     out = folder / f"{backend}-{page_size}.pt"
-    command = [sys.executable, str(SCRIPT), backend, str(page_size), str(out)]
+    command = [sys.executable, str(SCRIPT), model, backend, str(page_size), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out), done.stderr
@@ -21,12 +21,20 @@ def logits(backend, page_size, folder, environment):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, engine_environment):
-    return logits("torch_native", 1, tmp_path_factory.mktemp("expected"), engine_environment)[0]
+    folder = tmp_path_factory.mktemp("expected")
+    return logits("llama", "torch_native", 1, folder, engine_environment)[0]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_are_those_of_sglang(page_size, tmp_path, engine_environment, expected):
-    found, _log = logits("attn_core", page_size, tmp_path, engine_environment)
+    found, _log = logits("llama", "attn_core", page_size, tmp_path, engine_environment)
     assert expected.abs().max() > 5  # attention shows
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert found.argmax(-1).equal(expected.argmax(-1))
+
+
+def test_gpt_oss_has_its_windows_and_sinks(tmp_path, engine_environment):
+    expected, _log = logits("gpt_oss", "dense", 1, tmp_path, engine_environment)
+    found, _log = logits("gpt_oss", "attn_core", 16, tmp_path, engine_environment)
+    assert expected.abs().max() > 5
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -1,7 +1,7 @@
 """Print nothing, save logits: SGLang's ModelRunner on a CPU, prefill and six decode steps.
 
-Usage: python engine_logits.py BACKEND PAGE_SIZE OUT. A process of its own: SGLang keeps its state
-in modules.
+Usage: python engine_logits.py MODEL BACKEND PAGE_SIZE OUT. A process of its own: SGLang keeps its
+state in modules. BACKEND "dense" is the one of engine_dense.py.
 """
 
 import argparse
@@ -13,9 +13,7 @@ import tempfile
 import sglang.srt.utils.common  # noqa: F401  # patched below
 import torch
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
@@ -32,15 +30,29 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CONFIGS = {
+    "llama": SHAPE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "gpt_oss": SHAPE
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+DENSE = "triton"  # the name under which SGLang creates the dense backend: its models accept it
 PROMPTS = (37, 5, 64, 1)
 STEPS = 6
 
 
-def make_model(folder: pathlib.Path) -> None:
+def make_model(model: str, folder: pathlib.Path) -> None:
     """Write a configuration and a tokenizer of two words; weights are drawn."""
-    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 3}, "unk_token": "<unk>"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "model": model}
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 3}, "unk_token": "<unk>"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
+    (folder / "config.json").write_text(json.dumps(CONFIGS[model]))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
@@ -54,17 +66,22 @@ def without_own_kernels() -> None:
             module.support_triton = lambda backend: False
 
 
-def main(backend: str, page_size: str, out: str) -> None:
+def main(model: str, backend: str, page_size: str, out: str) -> None:
     without_own_kernels()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # finds attn_core by its entry point
+    if backend == "dense":
+        from engine_dense import register_as
+
+        backend = DENSE
+        register_as(backend)
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     without_own_kernels()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(pathlib.Path(folder))
+        make_model(model, pathlib.Path(folder))
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
         flags = f"""--model-path {folder} --load-format dummy --device cpu --dtype float32
@@ -77,9 +94,9 @@ def main(backend: str, page_size: str, out: str) -> None:
         runner = loaded[0] if isinstance(loaded, tuple) else loaded
         runner = getattr(runner, "torch_runner", runner)
     generator = torch.Generator().manual_seed(3)
-    for weight in runner.model.parameters():  # dummy weights are too small for attention to show
-        if weight.dim() > 1:
-            weight.data.normal_(0, 0.15, generator=generator)
+    for name, weight in runner.model.named_parameters():  # dummy weights hide attention
+        if weight.dim() > 1 or "sinks" in name:
+            weight.data.normal_(0, 2.0 if "sinks" in name else 0.15, generator=generator)
         else:
             weight.data.fill_(1.0)
     ids = [torch.randint(0, 10000, (n,), generator=generator).tolist() for n in PROMPTS]

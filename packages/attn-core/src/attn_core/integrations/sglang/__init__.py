@@ -13,19 +13,16 @@ def register() -> None:
     """Add the name to SGLang's backends. Called by SGLang, and twice is as good as once."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from attn_core.integrations.sglang.server import NAME, TREES, has_version
+    from attn_core.integrations.sglang.gates import register_gates
+    from attn_core.integrations.sglang.server import NAME
 
     if NAME in server_args.ATTENTION_BACKEND_CHOICES:
         return
     server_args.add_attention_backend_choices([NAME])
+    server_args.add_deterministic_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_create)
-    if has_version(TREES):
-        # The drafts alone make a mask of [B, n, n]; SGLang's own has a column for every token of
-        # the context. Its speculative workers read the mode once, when they are created.
-        target = "sglang.srt.speculative.eagle_utils.default_tree_mask_mode"
-        HookRegistry.register(target, _mask_of_drafts, HookType.AFTER)
+    register_gates()
 
 
 def _create(runner: Any) -> Any:
@@ -35,12 +32,3 @@ def _create(runner: Any) -> Any:
 
     check_tree_masks(runner.server_args)
     return AttnCoreBackend(runner)
-
-
-def _mask_of_drafts(mode: Any) -> Any:
-    """Return the compact tree mask where attn-core verifies, else what SGLang returned."""
-    from sglang.srt.runtime_context import get_server_args
-
-    from attn_core.integrations.sglang.server import verifies
-
-    return mode.QLEN_ONLY if verifies(get_server_args()) else mode

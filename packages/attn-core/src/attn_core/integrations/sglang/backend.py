@@ -52,6 +52,8 @@ class AttnCoreBackend(AttentionBackend):
                 "attn_core for a draft model; give --speculative-draft-attention-backend fa3, "
                 "flashinfer or triton"
             )
+        self.token_to_kv_pool = runner.token_to_kv_pool  # SGLang's models read these two names
+        self.req_to_token_pool = runner.req_to_token_pool
         self.pool = EnginePool(
             runner.token_to_kv_pool, runner.page_size, torch.device(runner.device)
         )

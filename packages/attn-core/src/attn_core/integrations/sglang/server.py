@@ -26,7 +26,7 @@ REFUSED: Mapping[str, str] = {
     "enable_unified_memory": "leave out --enable-unified-memory",
     "enable_prefill_cp": "leave out --enable-prefill-cp",
 }
-_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _LISTS = ("prefer", "allow", "deny")
 
 
@@ -140,7 +140,7 @@ def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
     ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
     """
     chosen: dict[str, Any] = {}
-    for name in (*_BACKENDS, *_LISTS):
+    for name in (*BACKEND_ARGUMENTS, *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "")
         if value:
             chosen[name] = tuple(value.split(",")) if name in _LISTS else value
