@@ -21,6 +21,8 @@ def register() -> None:
         return
     server_args.add_attention_backend_choices([NAME])
     server_args.add_deterministic_attention_backend_choices([NAME])
+    if hasattr(server_args, "add_chunked_prefix_cache_attention_backend"):  # not in 0.5.15
+        server_args.add_chunked_prefix_cache_attention_backend(NAME)
     register_attention_backend(NAME)(_create)
     register_gates()
 

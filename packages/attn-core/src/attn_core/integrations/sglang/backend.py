@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.sglang.layers import to_layer
@@ -24,6 +25,7 @@ from attn_core.integrations.sglang.server import (
     speculation,
     verifies,
 )
+from attn_core.integrations.sglang.unfolded import attend, unfold_long_prefixes
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -96,6 +98,8 @@ class AttnCoreBackend(AttentionBackend):
             max_bs=runner.req_to_token_pool.size,
             max_seq_len=self.max_context_len,
         )
+        if self._unfolded and selection.roles["prefill"].row.chunked_prefix:
+            unfold_long_prefixes()
         self._static: StaticTables | None = None
         self._captured: dict[tuple[ForwardMode, int], tuple[ForwardBatch, Metadata]] = {}
         self._pass: tuple[ForwardBatch, Metadata] | None = None
@@ -187,8 +191,11 @@ class AttnCoreBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv]."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv].
+
+        Unfolded MLA over a prefix returns [T, Hq, Dv] and its log-sum-exp, [T, Hq].
+        """
         tokens = q.shape[0]
         out = getattr(forward_batch, "_attn_output", None)  # of a prefill between graph segments
         if out is None:
@@ -205,9 +212,15 @@ class AttnCoreBackend(AttentionBackend):
         if own is None or own.head_dim != layer.qk_head_dim:
             assert k is not None
             assert v is not None
-            refuse_prefix(forward_batch, batch, layer)
-            self._ragged(heads, k[:real], v[:real], layer, batch, filled[:real])
-            return out
+            unfolded = self._unfolded[id(layer)]
+            lse = attend(
+                self.dispatcher, heads, k, v, unfolded, forward_batch, batch, filled[:real]
+            )
+            if lse is None:
+                return out
+            if real < tokens:
+                lse = pad(lse, (0, 0, 0, tokens - real))  # SGLang merges zeros with zeros there
+            return filled, lse
         if sinks is not None and own.sinks is not sinks:
             own = self._with_sinks(own, sinks)
         if k is None or not save_kv_cache:
@@ -230,33 +243,3 @@ class AttnCoreBackend(AttentionBackend):
         if layer.sinks.data_ptr() != sinks.data_ptr():
             layer = self.layers[layer.layer_id] = replace(layer, sinks=sinks)
         return layer
-
-    def _ragged(
-        self, q: Tensor, k: Tensor, v: Tensor, module: Any, batch: ForwardBatch, out: Tensor
-    ) -> None:
-        """Attend to the tokens of this pass alone, as MLA's prefill without a prefix does."""
-        self.dispatcher.forward_ragged(
-            q,
-            k,
-            v,
-            self._unfolded[id(module)],
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_q,
-            batch.max_q_len,
-            batch.max_q_len,
-            causal=True,
-            out=out,
-        )
-
-
-def refuse_prefix(engine_batch: Any, batch: ForwardBatch, module: Any) -> None:
-    """Raise UnsupportedError for unfolded MLA that would attend to more than the pass's tokens."""
-    prefix = engine_batch.extend_prefix_lens_cpu
-    alone = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
-    alone = alone and prefix is not None and not sum(prefix)
-    asks = ("attn_attend_prefix_cache", "mha_return_lse")
-    if not alone or any(getattr(engine_batch, name, None) for name in asks):
-        raise UnsupportedError(
-            f"layer {module.layer_id}: unfolded MLA over a cached prefix (supports prompts without "
-            "one; a prefix takes the absorbed heads); use another --attention-backend"
-        )
