@@ -166,6 +166,17 @@ def test_scales_of_a_checkpoint_are_for_an_fp8_cache():
         build(absorbed, mla_pool(dtype=torch.float8_e4m3fn), 1, {})
 
 
+def test_scales_of_a_file_are_read():
+    module = attention()
+    module.k_scale, module.v_scale = 0.25, 0.5  # as --quantization-param-path leaves them
+    eight = mha_pool(dtype=torch.float8_e4m3fn)
+    _run, backend = build(module, eight, 1, {})
+    assert (backend.pool.layer(0).k_scale, backend.pool.layer(0).v_scale) == (0.25, 0.5)
+    module.k_scale_float = module.v_scale_float = 2.0  # the checkpoint's own come first
+    _run, backend = build(module, eight, 1, {})
+    assert (backend.pool.layer(0).k_scale, backend.pool.layer(0).v_scale) == (2.0, 2.0)
+
+
 def test_fp8_caches_are_read_with_the_scales_of_their_layer():
     torch.manual_seed(0)
     module = attention()
