@@ -1,4 +1,4 @@
-"""Print nothing, save logits: SGLang's ModelRunner on a CPU, prefill and six decode steps.
+"""Save logits, print the chosen backends: SGLang on a CPU, prefill and six decode steps.
 
 Usage: python engine_logits.py MODEL BACKEND PAGE_SIZE OUT. A process of its own: SGLang keeps its
 state in modules. BACKEND "dense" is the one of engine_dense.py.
@@ -77,6 +77,7 @@ def main(model: str, backend: str, page_size: str, out: str) -> None:
         backend = DENSE
         register_as(backend)
     from sglang.benchmark import one_batch
+    from sglang.srt.runtime_context import get_server_args
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     without_own_kernels()
@@ -93,6 +94,7 @@ def main(model: str, backend: str, page_size: str, out: str) -> None:
         loaded = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         runner = loaded[0] if isinstance(loaded, tuple) else loaded
         runner = getattr(runner, "torch_runner", runner)
+        print(vars(get_server_args()).get("attn_core"))  # what /server_info prints of a scheduler
     generator = torch.Generator().manual_seed(3)
     for name, weight in runner.model.named_parameters():  # dummy weights hide attention
         if weight.dim() > 1 or "sinks" in name:

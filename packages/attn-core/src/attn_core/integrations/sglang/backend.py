@@ -16,7 +16,7 @@ from attn_core.errors import UnsupportedError
 from attn_core.integrations.sglang.layers import to_layer
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
-from attn_core.integrations.sglang.selection import choose
+from attn_core.integrations.sglang.selection import choose, publish
 from attn_core.integrations.sglang.server import (
     captures,
     check_arguments,
@@ -74,6 +74,7 @@ class AttnCoreBackend(AttentionBackend):
         )
         selection, registry = choose(requirements, self.pool.device)
         logger.info("attn_core serves attention\n%s", selection.explain())
+        publish(selection, args)
         host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
         self.passes = PassBuilder(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attn_core.errors import UsageError
-from attn_core.integrations.sglang.server import overrides
+from attn_core.integrations.sglang.server import NAME, overrides
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Selection
 from attn_core.selection.solver import select
@@ -20,6 +22,15 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     selection = select(requirements, here, registry, registry.installed_libraries(), overrides())
     check_ranks({role: choice.backend for role, choice in selection.roles.items()})
     return selection, registry
+
+
+def publish(selection: Selection, args: Any) -> None:
+    """Put role → backend where /server_info prints it: among a scheduler's server arguments."""
+    names = {role: choice.backend for role, choice in selection.roles.items()}
+    if hasattr(args, "override"):  # the way to change resolved arguments, since 0.5.16
+        args.override(NAME, **{NAME: names})
+    else:
+        setattr(args, NAME, names)
 
 
 def check_ranks(names: dict[str, str]) -> None:
