@@ -95,6 +95,23 @@ def _compact_masks(mode: Any) -> Any:
     return mode.QLEN_ONLY if verifies(get_server_args()) else mode
 
 
+def _vision_choice(result: None, parser: Any) -> None:
+    """Let --mm-attention-backend name attn_core."""
+    choices = parser._option_string_actions["--mm-attention-backend"].choices
+    if NAME not in choices:
+        choices.append(NAME)
+
+
+def _vision_backend(name: str, *args: Any) -> None:
+    """Add attn_core to the classes of vision attention, just before one of them is created."""
+    if name == NAME:
+        from sglang.srt.layers.attention.vision import QKV_BACKEND_IMPL
+
+        from attn_core.integrations.sglang.vision import VisionAttnCore
+
+        QKV_BACKEND_IMPL[NAME] = VisionAttnCore
+
+
 GATES = (
     Gate(
         target="sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
@@ -116,5 +133,19 @@ GATES = (
         does="tree masks have a column for each draft only",
         kind="AFTER",
         hook=_compact_masks,
+    ),
+    Gate(
+        target="sglang.srt.server_args.ServerArgs.add_cli_args",
+        seen=TESTED,
+        does="--mm-attention-backend accepts attn_core",
+        kind="AFTER",
+        hook=_vision_choice,
+    ),
+    Gate(
+        target="sglang.srt.layers.attention.vision.VisionAttention._determine_attention_backend",
+        seen=TESTED,
+        does="a vision tower finds the class of attn_core",
+        kind="AFTER",
+        hook=_vision_backend,
     ),
 )

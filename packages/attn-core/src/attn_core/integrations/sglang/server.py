@@ -136,11 +136,11 @@ def check_tree_masks(args: Any) -> None:
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
     """Read attn-core's own choices: SGLang's flags name attn_core, ATTN_* name what is inside.
 
-    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND, and
-    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
+    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
+    ATTN_MM_ATTENTION_BACKEND, and ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
     """
     chosen: dict[str, Any] = {}
-    for name in (*BACKEND_ARGUMENTS, *_LISTS):
+    for name in (*BACKEND_ARGUMENTS, "mm_attention_backend", *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "")
         if value:
             chosen[name] = tuple(value.split(",")) if name in _LISTS else value
