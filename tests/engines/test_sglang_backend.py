@@ -257,7 +257,6 @@ def test_a_transposed_tree_is_seen():
 
 REFUSED = {
     "use_irope": ({"use_irope": True}, "chunked local"),
-    "cross": ({"is_cross_attention": True}, "cross attention"),
     "cap": ({"logit_cap": 3.0, "logit_capping_method": "sigmoid"}, "the cap sigmoid"),
     "bidirectional": ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "bidirectional"),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
 from attn_core.integrations.sglang.layers import to_layer
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
@@ -86,6 +87,10 @@ class AttnCoreBackend(AttentionBackend):
             compact=verifies(args),
             host_lengths=host_lengths,
         )
+        self._encoder: EncoderViews | None = None
+        if check_cross_attention(self.layers.values(), self.pool.page_size, drafts > 0):
+            tables = self.passes.req_to_token
+            self._encoder = EncoderViews(tables, host_lengths=host_lengths)
         self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
         if verifies(args) and args.speculative_algorithm == "NGRAM":
             from sglang.srt.speculative import ngram_worker
@@ -122,6 +127,7 @@ class AttnCoreBackend(AttentionBackend):
             if module.layer_id in layers:
                 continue  # it reads the cache of the layer before, with its scales
             view = "window" if self.pool.has_window(module.layer_id) else "full"
+            view = "cross" if module.is_cross_attention else view
             own_sinks = sinks.get(name.rpartition(".")[0])
             layer = to_layer(module, view=view, sinks=own_sinks)
             layers[module.layer_id] = layer
@@ -135,11 +141,15 @@ class AttnCoreBackend(AttentionBackend):
             self._pass = None
             return
         batch = self.passes.eager(forward_batch, mode, self._static)
+        if self._encoder is not None:
+            batch = self._encoder.add(forward_batch, batch, captured=False)
         self._pass = (batch, self.dispatcher.init_forward_metadata(batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers of captured passes."""
         self._static = self.passes.static(max_bs, max_num_tokens)
+        if self._encoder is not None:
+            self._encoder.create_static(max_bs)
         self.dispatcher.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -158,13 +168,19 @@ class AttnCoreBackend(AttentionBackend):
         key = (mode, forward_batch.batch_size)
         if in_capture:
             batch = self.passes.captured(forward_batch, mode, self._static)
+            if self._encoder is not None:
+                batch = self._encoder.add(forward_batch, batch, captured=True)
             metadata = self.dispatcher.init_forward_metadata_capture_cuda_graph(batch)
             self._captured[key] = self._pass = (batch, metadata)
             return
         batch, metadata = self._captured[key]
         if self.passes.host_lengths:
             batch = self.passes.captured(forward_batch, mode, self._static)
+            if self._encoder is not None:
+                batch = self._encoder.add(forward_batch, batch, captured=True)
         self.passes.refill(forward_batch, mode, self._static)
+        if self._encoder is not None:
+            self._encoder.fill(forward_batch, batch)
         self.dispatcher.init_forward_metadata_replay_cuda_graph(batch, metadata)
         self._pass = (batch, metadata)
 
@@ -227,8 +243,9 @@ class AttnCoreBackend(AttentionBackend):
         if k is None or not save_kv_cache:
             k = v = None
         else:
-            k = k[:real]
-            v = None if self.pool.is_latent or v is None else v[:real]
+            new = len(k) if own.is_cross else real  # an encoder's keys are no tokens of the pass
+            k = k[:new]
+            v = None if self.pool.is_latent or v is None else v[:new]
         self.dispatcher.forward(heads, k, v, own, batch, metadata, out=filled[:real])
         return out
 

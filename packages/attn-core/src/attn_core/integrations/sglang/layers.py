@@ -18,7 +18,6 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
     """
     name = f"layer {module.layer_id} of the model"
     refused = {
-        "cross attention": module.is_cross_attention,
         "chunked local attention (use_irope)": module.use_irope,
         "a temperature by length (xai_temperature_len)": module.xai_temperature_len > 0,
         f"positions {module.pos_encoding_mode}": module.pos_encoding_mode != "NONE",
@@ -28,7 +27,7 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
     for what, present in refused.items():
         if present:
             raise UnsupportedError(
-                f"{name} has {what}; attn_core serves self-attention without it: use another "
+                f"{name} has {what}; attn_core serves attention without it: use another "
                 "--attention-backend for this model"
             )
     kind = module.attn_type.value
@@ -46,5 +45,6 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
         logit_cap=module.logit_cap or None,
         sliding_window=window + 1 if window > -1 else None,  # SGLang leaves the token itself out
         sinks=sinks,
-        is_causal=kind == "decoder",
+        is_causal=kind == "decoder" and not module.is_cross_attention,
+        is_cross=module.is_cross_attention,
     )
