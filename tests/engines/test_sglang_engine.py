@@ -34,8 +34,9 @@ def test_logits_are_those_of_sglang(page_size, tmp_path, engine_environment, exp
     assert "{'prefill': 'torch_native', 'decode': 'torch_native'" in printed
 
 
-def test_gpt_oss_has_its_windows_and_sinks(tmp_path, engine_environment):
-    expected, _printed = logits("gpt_oss", "dense", 1, tmp_path, engine_environment)
-    found, _printed = logits("gpt_oss", "attn_core", 16, tmp_path, engine_environment)
+@pytest.mark.parametrize("model", ["gpt_oss", "deepseek"])
+def test_windows_sinks_and_latents_are_a_dense_softmax(model, tmp_path, engine_environment):
+    expected, _printed = logits(model, "dense", 1, tmp_path, engine_environment)
+    found, _printed = logits(model, "attn_core", 16, tmp_path, engine_environment)
     assert expected.abs().max() > 5
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

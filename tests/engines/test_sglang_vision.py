@@ -91,7 +91,8 @@ def test_sglang_creates_it_for_the_flag(monkeypatch):
     args = parser.parse_args(flags)
     assert args.mm_attention_backend == "attn_core"
     named = SimpleNamespace(mm_attention_backend="attn_core")
-    monkeypatch.setattr(vision, "get_server_args", lambda: named)
+    for name in ("get_server_args", "get_global_server_args", "get_mm"):  # by release
+        monkeypatch.setattr(vision, name, lambda: named, raising=False)
     name = vision.VisionAttention._determine_attention_backend(SimpleNamespace(), None)
     assert vision.QKV_BACKEND_IMPL[name] is VisionAttnCore
     named.mm_attention_backend = None

@@ -4,6 +4,10 @@ import torch
 from engine_passes import dense
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+    AttnForwardMethod,
+)
 
 
 class DenseBackend(AttentionBackend):
@@ -23,12 +27,12 @@ class DenseBackend(AttentionBackend):
             counts = [1] * len(rows)
         else:
             counts = forward_batch.extend_seq_lens.tolist()
-        shape = (-1, layer.tp_k_head_num, layer.qk_head_dim)
+        kv_heads = layer.tp_k_head_num
         parts = zip(
             rows,
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(counts),
-            k.view(shape).split(counts),
-            v.view(shape).split(counts),
+            k.view(-1, kv_heads, layer.qk_head_dim).split(counts),
+            v.reshape(-1, kv_heads, layer.v_head_dim).split(counts),
             strict=True,
         )
         outs = [self._request(layer, sinks, *part) for part in parts]
@@ -51,5 +55,9 @@ class DenseBackend(AttentionBackend):
 
 
 def register_as(name):
-    """Let SGLang create this backend for one of its own names, whose lists are passed then."""
+    """Let SGLang create this backend for one of its own names, whose lists are passed then.
+
+    MLA comes with absorbed heads always, since unfolded ones leave no latents behind.
+    """
     register_attention_backend(name)(DenseBackend)
+    AttentionBackendRegistry.register(name, lambda attn, batch: AttnForwardMethod.MLA)

@@ -42,6 +42,36 @@ CONFIGS = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "deepseek": SHAPE
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 2,  # no layer of experts
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "rope_scaling": {
+            "rope_type": "deepseek_yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
 }
 DENSE = "triton"  # the name under which SGLang creates the dense backend: its models accept it
 PROMPTS = (37, 5, 64, 1)
@@ -101,6 +131,8 @@ def main(model: str, backend: str, page_size: str, out: str) -> None:
             weight.data.normal_(0, 2.0 if "sinks" in name else 0.15, generator=generator)
         else:
             weight.data.fill_(1.0)
+    if hasattr(runner.model, "post_load_weights"):
+        runner.model.post_load_weights()  # MLA's absorbed heads are copies of what was drawn
     ids = [torch.randint(0, 10000, (n,), generator=generator).tolist() for n in PROMPTS]
     logits = []
     with torch.no_grad():

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.attention.vision import resolve_precomputed_max_seqlen, resolve_seqlens
+from sglang.srt.layers.attention.vision import resolve_seqlens
 from torch import Tensor, nn
 
 from attn_core.errors import UnsupportedError
@@ -58,7 +58,8 @@ class VisionAttnCore(nn.Module):
             )
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.shape = Shape(num_heads, num_kv_heads, head_dim, scale)
-        tower(self.shape, torch.get_default_dtype(), torch.get_default_device())
+        weights = torch.empty(0)  # as SGLang creates them now: its dtype and device
+        tower(self.shape, weights.dtype, weights.device)
 
     def forward(
         self,
@@ -97,7 +98,7 @@ class VisionAttnCore(nn.Module):
             cu_seqlens, longest = forward_metadata.cu_seqlens, forward_metadata.max_seqlen
         else:
             cu_seqlens = resolve_seqlens(cu_seqlens, bsz, seq_len, device=q.device)
-            longest = resolve_precomputed_max_seqlen(cu_seqlens, max_seqlen)
+            longest = int(cu_seqlens.diff().max() if max_seqlen is None else max_seqlen)
         cu_seqlens = cu_seqlens.to(device=q.device, dtype=torch.int32)
         lengths = (cu_seqlens, cu_seqlens, longest, longest)
         layer, backend = tower(self.shape, q.dtype, q.device)
