@@ -75,7 +75,8 @@ class AttnCoreBackend(AttentionBackend):
         )
         selection, registry = choose(requirements, self.pool.device)
         logger.info("attn_core serves attention\n%s", selection.explain())
-        publish(selection, args)
+        if not runner.is_draft_worker:
+            publish(selection, args)
         host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
         self.passes = PassBuilder(
