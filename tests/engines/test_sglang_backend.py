@@ -8,7 +8,6 @@ from attn_core.integrations.sglang.backend import AttnCoreBackend
 from engine_passes import (
     Pass,
     attention,
-    dense,
     error,
     mha_pool,
     mla_pool,
@@ -110,33 +109,6 @@ def test_absorbed_latents(name, page):
     assert error(backend, run, make(), module) < 1e-5
 
 
-def test_unfolded_prefill_attends_to_its_own_tokens():
-    torch.manual_seed(0)
-    absorbed, unfolded = latent(), latent(dim=48, v=32, kv_heads=4)
-    run, backend = build([absorbed, unfolded], mla_pool(page=16), 16, {})
-    made = Pass(ForwardMode.EXTEND, (3, 1), (0, 0), (6, 19))
-    batch = made.batch(run)
-    q, k, v = torch.randn(25, 4, 48), torch.randn(25, 4, 48), torch.randn(25, 4, 32)
-    backend.init_forward_metadata(batch)
-    out = backend.forward_extend(q.flatten(1), k, v, unfolded, batch, save_kv_cache=False)
-    for request, tokens in enumerate((slice(0, 6), slice(6, 25))):
-        expected = dense(q[tokens], k[tokens], v[tokens], made.seen(request), unfolded.scaling)
-        torch.testing.assert_close(
-            out.view(25, 4, 32)[tokens].double(), expected, atol=1e-5, rtol=0
-        )
-
-
-def test_unfolded_heads_refuse_what_is_not_in_the_pass():
-    absorbed, unfolded = latent(), latent(dim=48, v=32, kv_heads=4)
-    run, backend = build([absorbed, unfolded], mla_pool(page=16), 16, {})
-    made = Pass(ForwardMode.EXTEND, (3, 1), (16, 0), (6, 19))
-    batch = made.batch(run)
-    q, k, v = torch.randn(25, 4, 48), torch.randn(25, 4, 48), torch.randn(25, 4, 32)
-    backend.init_forward_metadata(batch)
-    with pytest.raises(UnsupportedError, match="cached prefix"):
-        backend.forward_extend(q.flatten(1), k, v, unfolded, batch, save_kv_cache=False)
-
-
 def test_scales_of_a_checkpoint_are_for_an_fp8_cache():
     module = attention()
     module.k_scale_float = module.v_scale_float = 0.5
@@ -149,6 +121,17 @@ def test_scales_of_a_checkpoint_are_for_an_fp8_cache():
     absorbed.k_scale_float = 0.5
     with pytest.raises(UnsupportedError, match="k_scale"):
         build(absorbed, mla_pool(dtype=torch.float8_e4m3fn), 1, {})
+
+
+def test_scales_of_a_file_are_read():
+    module = attention()
+    module.k_scale, module.v_scale = 0.25, 0.5  # as --quantization-param-path leaves them
+    eight = mha_pool(dtype=torch.float8_e4m3fn)
+    _run, backend = build(module, eight, 1, {})
+    assert (backend.pool.layer(0).k_scale, backend.pool.layer(0).v_scale) == (0.25, 0.5)
+    module.k_scale_float = module.v_scale_float = 2.0  # the checkpoint's own come first
+    _run, backend = build(module, eight, 1, {})
+    assert (backend.pool.layer(0).k_scale, backend.pool.layer(0).v_scale) == (2.0, 2.0)
 
 
 def test_fp8_caches_are_read_with_the_scales_of_their_layer():
@@ -231,7 +214,6 @@ def test_a_transposed_tree_is_seen():
 
 REFUSED = {
     "use_irope": ({"use_irope": True}, "chunked local"),
-    "cross": ({"is_cross_attention": True}, "cross attention"),
     "cap": ({"logit_cap": 3.0, "logit_capping_method": "sigmoid"}, "the cap sigmoid"),
     "bidirectional": ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "bidirectional"),
 }

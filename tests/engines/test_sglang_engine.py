@@ -18,24 +18,34 @@ def run(script, *arguments, environment):
     return done
 
 
-def logits(backend, page_size, folder, environment):
-    """Run a model and return its logits, [7, 4, vocabulary]."""
+def logits(model, backend, page_size, folder, environment):
+    """Run a model and return its logits, [7, 4, vocabulary], and what was printed."""
     out = folder / f"{backend}-{page_size}.pt"
-    run("engine_logits.py", backend, page_size, out, environment=environment)
-    return torch.load(out)
+    done = run("engine_logits.py", model, backend, page_size, out, environment=environment)
+    return torch.load(out), done.stdout
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, engine_environment):
-    return logits("torch_native", 1, tmp_path_factory.mktemp("expected"), engine_environment)
+    folder = tmp_path_factory.mktemp("expected")
+    return logits("llama", "torch_native", 1, folder, engine_environment)[0]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_are_those_of_sglang(page_size, tmp_path, engine_environment, expected):
-    found = logits("attn_core", page_size, tmp_path, engine_environment)
+    found, printed = logits("llama", "attn_core", page_size, tmp_path, engine_environment)
     assert expected.abs().max() > 5  # attention shows
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert found.argmax(-1).equal(expected.argmax(-1))
+    assert "{'prefill': 'torch_native', 'decode': 'torch_native'" in printed
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "deepseek"])
+def test_windows_sinks_and_latents_are_a_dense_softmax(model, tmp_path, engine_environment):
+    expected, _printed = logits(model, "dense", 1, tmp_path, engine_environment)
+    found, _printed = logits(model, "attn_core", 16, tmp_path, engine_environment)
+    assert expected.abs().max() > 5
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("topk", [1, 4])

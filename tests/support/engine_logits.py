@@ -1,7 +1,7 @@
-"""Print nothing, save logits: SGLang's ModelRunner on a CPU, prefill and six decode steps.
+"""Save logits, print the chosen backends: SGLang on a CPU, prefill and six decode steps.
 
-Usage: python engine_logits.py BACKEND PAGE_SIZE OUT. A process of its own: SGLang keeps its state
-in modules.
+Usage: python engine_logits.py MODEL BACKEND PAGE_SIZE OUT. A process of its own: SGLang keeps its
+state in modules. BACKEND "dense" is the one of engine_dense.py.
 """
 
 import argparse
@@ -13,9 +13,7 @@ import tempfile
 import sglang.srt.utils.common  # noqa: F401  # patched below
 import torch
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
@@ -32,15 +30,59 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CONFIGS = {
+    "llama": SHAPE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "gpt_oss": SHAPE
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek": SHAPE
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 2,  # no layer of experts
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "rope_scaling": {
+            "rope_type": "deepseek_yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+DENSE = "triton"  # the name under which SGLang creates the dense backend: its models accept it
 PROMPTS = (37, 5, 64, 1)
 STEPS = 6
 
 
-def make_model(folder: pathlib.Path, **changed) -> None:
+def make_model(folder: pathlib.Path, model: str = "llama", **changed) -> None:
     """Write a configuration and a tokenizer of two words; weights are drawn."""
-    model = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 3}, "unk_token": "<unk>"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "model": model}
-    (folder / "config.json").write_text(json.dumps(CONFIG | changed))
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 3}, "unk_token": "<unk>"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
+    (folder / "config.json").write_text(json.dumps(CONFIGS[model] | changed))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
@@ -59,7 +101,7 @@ def load(folder: str, flags: str):
     without_own_kernels()
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # finds attn_core by its entry point
+    load_plugins()
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -80,21 +122,30 @@ def load(folder: str, flags: str):
 def draw_weights(model: torch.nn.Module) -> torch.Generator:
     """Replace dummy weights, which are too small for attention to show."""
     generator = torch.Generator().manual_seed(3)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.normal_(0, 0.15, generator=generator)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 or "sinks" in name:
+            weight.data.normal_(0, 2.0 if "sinks" in name else 0.15, generator=generator)
         else:
             weight.data.fill_(1.0)
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()  # MLA's absorbed heads are copies of what was drawn
     return generator
 
 
-def main(backend: str, page_size: str, out: str) -> None:
+def main(model: str, backend: str, page_size: str, out: str) -> None:
+    if backend == "dense":
+        from engine_dense import register_as
+
+        backend = DENSE
+        register_as(backend)
     with tempfile.TemporaryDirectory() as folder:
-        make_model(pathlib.Path(folder))
+        make_model(pathlib.Path(folder), model)
         flags = f"--attention-backend {backend} --page-size {page_size}"
         _args, _ports, runner = load(folder, flags)
     from sglang.benchmark import one_batch
+    from sglang.srt.runtime_context import get_server_args
 
+    print(vars(get_server_args()).get("attn_core"))  # what /server_info prints of a scheduler
     generator = draw_weights(runner.model)
     ids = [torch.randint(0, 10000, (n,), generator=generator).tolist() for n in PROMPTS]
     logits = []

@@ -120,6 +120,9 @@ class Pass:
             extend_seq_lens=torch.tensor(self.new, dtype=torch.int32) if extend else None,
             extend_seq_lens_cpu=list(self.new) if extend else None,
             extend_prefix_lens_cpu=list(self.prefix) if extend else None,
+            attn_attend_prefix_cache=None,
+            mha_return_lse=None,
+            mha_one_shot=None,
             spec_info=SimpleNamespace(custom_mask=self._mask()) if verify else None,
         )
 

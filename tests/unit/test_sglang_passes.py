@@ -32,13 +32,14 @@ def token_table(requests, page, seed=0):
     return wide[:, :CONTEXT]
 
 
-def launch(req_to_token, rows, lengths, new, page, table, out, slot_map):
+def launch(req_to_token, rows, lengths, new, page, table, out, slot_map=None, starts=None):
     """Run the GPU's kernel in the interpreter."""
     block = 16
     page_tables._kernel()[(table.shape[0], -(-table.shape[1] // block))](
-        req_to_token, rows, lengths, req_to_token if slot_map is None else slot_map, table, out,
+        req_to_token, rows, lengths, req_to_token if slot_map is None else slot_map,
+        rows if starts is None else starts, table, out,
         new, table.shape[1], req_to_token.stride(0), table.stride(0),
-        PAGE_SIZE=page, MAPPED=slot_map is not None, BLOCK=block,
+        PAGE_SIZE=page, MAPPED=slot_map is not None, STARTED=starts is not None, BLOCK=block,
     )  # fmt: skip
 
 
@@ -111,6 +112,19 @@ def test_branches_hold_the_tokens_of_their_request_and_their_own_drafts(run, map
         used = -(-(prefix + steps) // page)
         assert not branches.page_table[b, used:].any()  # a valid page: the dummy
     assert not whole.slots[:, 3 * topk :].any()
+
+
+@pytest.mark.parametrize("run", [fill_page_table, launch])
+def test_tables_begin_behind_an_encoder(run):
+    table = token_table(5, 1)
+    rows, lengths, starts = torch.tensor([3, 4]), torch.tensor([5, 40]), torch.tensor([290, 7])
+    filled = torch.zeros(2, 60, dtype=torch.int32)
+    out = torch.zeros(2, dtype=torch.int32)
+    run(table, rows, lengths, 0, 1, filled, out, starts=starts)
+    assert out.tolist() == [5, 40]
+    assert filled[0, :5].equal(table[3, 290:295])
+    assert filled[1, :40].equal(table[4, 7:47])
+    assert not filled[0, 5:].any()
 
 
 def builder(page=16, **changed):

@@ -10,24 +10,26 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.sglang.layers import to_layer
+from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
+from attn_core.integrations.sglang.layers import layers_of
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
-from attn_core.integrations.sglang.selection import choose
+from attn_core.integrations.sglang.selection import choose, publish
 from attn_core.integrations.sglang.server import (
     NAME,
     captures,
     check_arguments,
     check_draft_model,
+    check_tree_masks,
     check_version,
     draft_shape,
     speculation,
     verifies,
 )
+from attn_core.integrations.sglang.unfolded import attend, padded, unfold_long_prefixes
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -36,6 +38,12 @@ from attn_core.spec.kinds import Kind
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 logger = logging.getLogger(__name__)
+
+
+def create(runner: Any) -> AttnCoreBackend:
+    """Create the backend of a model runner; SGLang's registry calls it."""
+    check_tree_masks(runner.server_args)
+    return AttnCoreBackend(runner)
 
 
 class AttnCoreBackend(AttentionBackend):
@@ -58,6 +66,8 @@ class AttnCoreBackend(AttentionBackend):
         self.is_draft_model = bool(runner.is_draft_worker)
         if self.is_draft_model:
             check_draft_model(args)
+        self.token_to_kv_pool = runner.token_to_kv_pool  # SGLang's models read these two names
+        self.req_to_token_pool = runner.req_to_token_pool
         self.pool = EnginePool(
             runner.token_to_kv_pool, runner.page_size, torch.device(runner.device)
         )
@@ -65,8 +75,7 @@ class AttnCoreBackend(AttentionBackend):
         rows = runner.req_to_token_pool.size
         if self.is_draft_model:  # it verifies no tree: a branch is a row of its own
             rows, topk = rows * topk, 1
-        self._unfolded: dict[int, AttentionLayer] = {}  # by the id of MLA's other module
-        self.layers = self._layers(runner.model)
+        self.layers, self._unfolded = layers_of(runner.model, self.pool)
         kind: Kind = "mla" if self.pool.is_latent else "mha"
         requirements = Requirements(
             layers=tuple({LayerRequirements.of(layer, kind) for layer in self.layers.values()}),
@@ -80,6 +89,8 @@ class AttnCoreBackend(AttentionBackend):
         selection, registry = choose(requirements, self.pool.device)
         served = "attention of the draft model" if self.is_draft_model else "attention"
         logger.info("attn_core serves %s\n%s", served, selection.explain())
+        if not self.is_draft_model:
+            publish(selection, args)
         host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
         self.passes = PassBuilder(
@@ -90,6 +101,10 @@ class AttnCoreBackend(AttentionBackend):
             drafts=drafts,
             host_lengths=host_lengths,
         )
+        self._encoder: EncoderViews | None = None
+        if check_cross_attention(self.layers.values(), self.pool.page_size, drafts > 0):
+            tables = self.passes.req_to_token
+            self._encoder = EncoderViews(tables, host_lengths=host_lengths)
         self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
         if verifies(args) and args.speculative_algorithm == "NGRAM":
             from sglang.srt.speculative import ngram_worker
@@ -105,6 +120,8 @@ class AttnCoreBackend(AttentionBackend):
             max_seq_len=self.max_context_len,
         )
         self.dispatcher = self._create_dispatcher()
+        if self._unfolded and selection.roles["prefill"].row.chunked_prefix:
+            unfold_long_prefixes()
         self._static: StaticTables | None = None
         self._captured: dict[tuple[ForwardMode, int], tuple[ForwardBatch, Metadata]] = {}
         self._pass: tuple[ForwardBatch, Metadata] | None = None
@@ -116,36 +133,16 @@ class AttnCoreBackend(AttentionBackend):
         other._captured, other._pass = {}, None
         return other
 
-    def _layers(self, model: Any) -> dict[int, AttentionLayer]:
-        """Return the layers that read the pool; MLA's unfolded companions do not."""
-        sinks = {
-            name.rpartition(".")[0]: parameter.detach()
-            for name, parameter in model.named_parameters()
-            if "sink" in name.rpartition(".")[2] and parameter.dim() == 1
-        }
-        layers = {}
-        for name, module in model.named_modules():
-            if not isinstance(module, RadixAttention):
-                continue
-            if self.pool.is_latent and module.qk_head_dim != self.pool.row_dim:
-                self._unfolded[id(module)] = to_layer(module)
-                continue
-            if module.layer_id in layers:
-                continue  # it reads the cache of the layer before, with its scales
-            view = "window" if self.pool.has_window(module.layer_id) else "full"
-            own_sinks = sinks.get(name.rpartition(".")[0])
-            layer = to_layer(module, view=view, sinks=own_sinks)
-            layers[module.layer_id] = layer
-            self.pool.bind(module, layer)
-        return layers
-
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a pass that no graph replays."""
         mode = self.passes.mode(forward_batch)
         if mode is ForwardMode.IDLE or not forward_batch.batch_size:
             self._pass = None
             return
-        self.plan(self.passes.eager(forward_batch, mode, self._static))
+        batch = self.passes.eager(forward_batch, mode, self._static)
+        if self._encoder is not None:
+            batch = self._encoder.add(forward_batch, batch, captured=False)
+        self.plan(batch)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plan a batch that no graph replays."""
@@ -175,6 +172,8 @@ class AttnCoreBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers of captured passes."""
         self._static = self.passes.static(max_bs, max_num_tokens)
+        if self._encoder is not None:
+            self._encoder.create_static(max_bs)
         self.dispatcher.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -191,11 +190,16 @@ class AttnCoreBackend(AttentionBackend):
             )
         assert self._static is not None  # SGLang calls init_cuda_graph_state first
         if in_capture:
-            self.capture(self.passes.captured(forward_batch, mode, self._static))
+            batch = self.passes.captured(forward_batch, mode, self._static)
+            if self._encoder is not None:
+                batch = self._encoder.add(forward_batch, batch, captured=True)
+            self.capture(batch)
             return
         lengths = self.passes.lengths_host(forward_batch, mode)
         batch = self.captured(mode, forward_batch.batch_size, lengths)
         self.passes.refill(forward_batch, mode, self._static)
+        if self._encoder is not None:
+            batch = self._encoder.refill(forward_batch, batch)
         self.replay(batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -223,8 +227,11 @@ class AttnCoreBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv]."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv].
+
+        Unfolded MLA over a prefix returns [T, Hq, Dv] and its log-sum-exp, [T, Hq].
+        """
         tokens = q.shape[0]
         out = getattr(forward_batch, "_attn_output", None)  # of a prefill between graph segments
         if out is None:
@@ -241,16 +248,19 @@ class AttnCoreBackend(AttentionBackend):
         if own is None or own.head_dim != layer.qk_head_dim:
             assert k is not None
             assert v is not None
-            refuse_prefix(forward_batch, batch, layer)
-            self._ragged(heads, k[:real], v[:real], layer, batch, filled[:real])
-            return out
+            unfolded = self._unfolded[id(layer)]
+            lse = attend(
+                self.dispatcher, heads, k, v, unfolded, forward_batch, batch, filled[:real]
+            )
+            return out if lse is None else (filled, padded(lse, tokens))
         if sinks is not None and own.sinks is not sinks:
             own = self._with_sinks(own, sinks)
         if k is None or not save_kv_cache:
             k = v = None
         else:
-            k = k[:real]
-            v = None if self.pool.is_latent or v is None else v[:real]
+            new = len(k) if own.is_cross else real  # an encoder's keys are no tokens of the pass
+            k = k[:new]
+            v = None if self.pool.is_latent or v is None else v[:new]
         self.dispatcher.forward(heads, k, v, own, batch, metadata, out=filled[:real])
         return out
 
@@ -266,33 +276,3 @@ class AttnCoreBackend(AttentionBackend):
         if layer.sinks.data_ptr() != sinks.data_ptr():
             layer = self.layers[layer.layer_id] = replace(layer, sinks=sinks)
         return layer
-
-    def _ragged(
-        self, q: Tensor, k: Tensor, v: Tensor, module: Any, batch: ForwardBatch, out: Tensor
-    ) -> None:
-        """Attend to the tokens of this pass alone, as MLA's prefill without a prefix does."""
-        self.dispatcher.forward_ragged(
-            q,
-            k,
-            v,
-            self._unfolded[id(module)],
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_q,
-            batch.max_q_len,
-            batch.max_q_len,
-            causal=True,
-            out=out,
-        )
-
-
-def refuse_prefix(engine_batch: Any, batch: ForwardBatch, module: Any) -> None:
-    """Raise UnsupportedError for unfolded MLA that would attend to more than the pass's tokens."""
-    prefix = engine_batch.extend_prefix_lens_cpu
-    alone = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
-    alone = alone and prefix is not None and not sum(prefix)
-    asks = ("attn_attend_prefix_cache", "mha_return_lse")
-    if not alone or any(getattr(engine_batch, name, None) for name in asks):
-        raise UnsupportedError(
-            f"layer {module.layer_id}: unfolded MLA over a cached prefix (supports prompts without "
-            "one; a prefix takes the absorbed heads); use another --attention-backend"
-        )

@@ -7,7 +7,40 @@ from typing import Any
 from torch import Tensor
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.sglang.pool import EnginePool
 from attn_core.runtime.layer import AttentionLayer
+
+
+def layers_of(
+    model: Any, pool: EnginePool
+) -> tuple[dict[int, AttentionLayer], dict[int, AttentionLayer]]:
+    """Return the layers that read the pool by their number, and bind each to its part of it.
+
+    MLA's unfolded companions, which read no pool, are second, by the id of their module.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    sinks = {
+        name.rpartition(".")[0]: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if "sink" in name.rpartition(".")[2] and parameter.dim() == 1
+    }
+    layers: dict[int, AttentionLayer] = {}
+    unfolded: dict[int, AttentionLayer] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        if pool.is_latent and module.qk_head_dim != pool.row_dim:
+            unfolded[id(module)] = to_layer(module)
+            continue
+        if module.layer_id in layers:
+            continue  # it reads the cache of the layer before, with its scales
+        view = "window" if pool.has_window(module.layer_id) else "full"
+        view = "cross" if module.is_cross_attention else view
+        layer = to_layer(module, view=view, sinks=sinks.get(name.rpartition(".")[0]))
+        layers[module.layer_id] = layer
+        pool.bind(module, layer)
+    return layers, unfolded
 
 
 def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) -> AttentionLayer:
@@ -18,7 +51,6 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
     """
     name = f"layer {module.layer_id} of the model"
     refused = {
-        "cross attention": module.is_cross_attention,
         "chunked local attention (use_irope)": module.use_irope,
         "a temperature by length (xai_temperature_len)": module.xai_temperature_len > 0,
         f"positions {module.pos_encoding_mode}": module.pos_encoding_mode != "NONE",
@@ -28,7 +60,7 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
     for what, present in refused.items():
         if present:
             raise UnsupportedError(
-                f"{name} has {what}; attn_core serves self-attention without it: use another "
+                f"{name} has {what}; attn_core serves attention without it: use another "
                 "--attention-backend for this model"
             )
     kind = module.attn_type.value
@@ -46,5 +78,6 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
         logit_cap=module.logit_cap or None,
         sliding_window=window + 1 if window > -1 else None,  # SGLang leaves the token itself out
         sinks=sinks,
-        is_causal=kind == "decoder",
+        is_causal=kind == "decoder" and not module.is_cross_attention,
+        is_cross=module.is_cross_attention,
     )

@@ -23,6 +23,7 @@ def fill_page_table(
     page_table: Tensor,
     lengths: Tensor,
     slot_map: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """Write the page ids and the lengths of B requests; never reads a length on the host.
 
@@ -30,7 +31,8 @@ def fill_page_table(
     rows in it. seq_lens: int [B], tokens without the `new_tokens` of a verify pass.
     page_table: int32 [B, pages], filled as far as a request's tokens go; what lies behind stays a
     valid page. lengths: int32 [B], filled with seq_lens + new_tokens. slot_map: int64, slot → slot
-    of another pool.
+    of another pool. starts: int [B], the columns of req_to_token where the requests' tokens begin;
+    page_size is 1 then.
     """
     if page_table.is_cuda and importlib.util.find_spec("triton"):
         block = 256
@@ -40,6 +42,7 @@ def fill_page_table(
             rows,
             seq_lens,
             req_to_token if slot_map is None else slot_map,
+            rows if starts is None else starts,
             page_table,
             lengths,
             new_tokens,
@@ -48,11 +51,16 @@ def fill_page_table(
             page_table.stride(0),
             PAGE_SIZE=page_size,
             MAPPED=slot_map is not None,
+            STARTED=starts is not None,
             BLOCK=block,
         )
         return
     lengths.copy_(seq_lens + new_tokens)
-    slots = req_to_token[rows, : page_table.shape[1] * page_size : page_size].long()
+    if starts is None:
+        slots = req_to_token[rows, : page_table.shape[1] * page_size : page_size].long()
+    else:
+        column = starts.long()[:, None] + torch.arange(page_table.shape[1], device=rows.device)
+        slots = req_to_token[rows[:, None], column.clamp_(max=req_to_token.shape[1] - 1)].long()
     slots = slots if slot_map is None else slot_map[slots]
     pages = (slots // page_size).clamp_(min=0).int()
     first = torch.arange(pages.shape[1], device=pages.device) * page_size
@@ -176,6 +184,7 @@ def _kernel() -> Any:
         rows,
         seq_lens,
         slot_map,
+        starts,
         page_table,
         lengths,
         new_tokens,
@@ -184,6 +193,7 @@ def _kernel() -> Any:
         table_stride,
         PAGE_SIZE: tl.constexpr,
         MAPPED: tl.constexpr,
+        STARTED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         b = tl.program_id(0)
@@ -194,6 +204,8 @@ def _kernel() -> Any:
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             used = (column * PAGE_SIZE < length) & (column < columns)
             row = tl.load(rows + b).to(tl.int64) * row_stride
+            if STARTED:
+                row += tl.load(starts + b).to(tl.int64)
             slot = tl.load(req_to_token + row + column * PAGE_SIZE, mask=used, other=0)
             if MAPPED:
                 slot = tl.load(slot_map + slot, mask=used, other=0)

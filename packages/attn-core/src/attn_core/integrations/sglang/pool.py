@@ -53,7 +53,7 @@ class EnginePool:
 
     def bind(self, module: Any, layer: AttentionLayer) -> None:
         """Take a layer's part of the pool, with the scales of its module."""
-        scales = (module.k_scale_float or 1.0, module.v_scale_float or 1.0)
+        scales = (scale_of(module, "k_scale"), scale_of(module, "v_scale"))
         if self.pool.dtype.itemsize > 1:
             scales = (1.0, 1.0)  # a checkpoint may bring scales for a cache that has none
         if self.is_latent and scales[0] != 1.0:
@@ -77,6 +77,18 @@ class EnginePool:
         if self.pool.layer_transfer_counter is not None:
             self.pool.get_key_buffer(layer_id)
         return self._layers[layer_id]
+
+
+def scale_of(module: Any, name: str) -> float:
+    """Return a scale of a layer's cache: of the checkpoint, of --quantization-param-path, or 1.
+
+    The first is kept as NAME_float; the second is a number in the place of the first's tensor.
+    """
+    of_checkpoint = getattr(module, f"{name}_float")
+    if of_checkpoint is not None:
+        return float(of_checkpoint)
+    of_file = getattr(module, name)
+    return float(of_file) if isinstance(of_file, float | int) else 1.0
 
 
 def check_pool(pool: Any) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from attn_core.errors import UsageError
-from attn_core.integrations.sglang.server import overrides
+from attn_core.integrations.sglang.server import BACKEND_ARGUMENTS, NAME, overrides
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Selection
 from attn_core.selection.solver import select
@@ -17,9 +20,22 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     """Select for this machine. Raises NoBackendError, and UsageError where ranks disagree."""
     registry = load_plugins()
     here = parse_device("cpu") if device.type == "cpu" else probe_device()
-    selection = select(requirements, here, registry, registry.installed_libraries(), overrides())
+    # text and vision are chosen apart, and a name of the other would find no such layers
+    others = ("mm_attention_backend",) if requirements.vision is None else BACKEND_ARGUMENTS
+    unused: dict[str, Any] = dict.fromkeys(others)
+    names = replace(overrides(), **unused)
+    selection = select(requirements, here, registry, registry.installed_libraries(), names)
     check_ranks({role: choice.backend for role, choice in selection.roles.items()})
     return selection, registry
+
+
+def publish(selection: Selection, args: Any) -> None:
+    """Put role → backend where /server_info prints it: among a scheduler's server arguments."""
+    names = {role: choice.backend for role, choice in selection.roles.items()}
+    if hasattr(args, "override"):  # the way to change resolved arguments, since 0.5.16
+        args.override(NAME, **{NAME: names})
+    else:
+        setattr(args, NAME, names)
 
 
 def check_ranks(names: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ REFUSED: Mapping[str, str] = {
     "enable_unified_memory": "leave out --enable-unified-memory",
     "enable_prefill_cp": "leave out --enable-prefill-cp",
 }
-_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _LISTS = ("prefer", "allow", "deny")
 
 
@@ -169,11 +169,11 @@ def check_tree_masks(args: Any) -> None:
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
     """Read attn-core's own choices: SGLang's flags name attn_core, ATTN_* name what is inside.
 
-    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND, and
-    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
+    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
+    ATTN_MM_ATTENTION_BACKEND, and ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
     """
     chosen: dict[str, Any] = {}
-    for name in (*_BACKENDS, *_LISTS):
+    for name in (*BACKEND_ARGUMENTS, "mm_attention_backend", *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "")
         if value:
             chosen[name] = tuple(value.split(",")) if name in _LISTS else value
