@@ -24,6 +24,7 @@ Milliseconds of one step of the engine (draft, verification, sampling and schedu
 a prefill, on {device}, SGLang {sglang}, random weights. `python -m benchmarks.engines.run` measures
 them: medians over the processes of a backend, the smallest and largest time in brackets. "Speed-up"
 is the time of the best built-in backend over ours; "must" and "aim" are what we hold it against.
+Where a backend has not run yet, the speed-up names the one that it is of.
 """
 _PLOT_HEAD = """Time of the best built-in backend over the time of attn_core, whole steps on one
 {device} ([the figures](docs/how-to/sglang.md#step-times)):
@@ -61,6 +62,8 @@ def section(each: Mapping[str, Any]) -> str:
         ratio = record.speedup(record.medians(each, case.name))
         cells = [_cell(each, case, name) for name in names]
         shown = "-" if ratio is None else f"**{ratio:.2f}**"
+        if ratio is not None and not _all_ran(each, case):
+            shown = f"{ratio:.2f} of {record.best_peer(record.medians(each, case.name))}"
         rows.append([case.name, *cells, shown, f"{case.must:.2f}", f"{case.aim:.2f}"])
     lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return f"### {configuration.title}\n\n{lines}\n{_errors(each['rows'])}"
@@ -75,12 +78,12 @@ def readme(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def speedups(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, Case, float]]:
-    """Return (configuration, case, best built-in / ours) of every case that has both times."""
+    """Return (configuration, case, best built-in / ours) of every case that all peers ran."""
     found = []
     for each in records:
         for case in CONFIGURATIONS[each["configuration"]].cases:
             ratio = record.speedup(record.medians(each, case.name))
-            if ratio is not None:
+            if ratio is not None and _all_ran(each, case):
                 found.append((each["configuration"], case, ratio))
     return found
 
@@ -123,6 +126,12 @@ def plot(records: Iterable[Mapping[str, Any]]) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _all_ran(each: Mapping[str, Any], case: Case) -> bool:
+    """Say whether every built-in backend has a time or a failure; the engine's triton is none."""
+    ran = {row["backend"] for row in each["rows"] if row["case"] == case.name}
+    return set(CONFIGURATIONS[each["configuration"]].peers) - {"triton"} <= ran
 
 
 def _cell(each: Mapping[str, Any], case: Case, backend: str) -> str:

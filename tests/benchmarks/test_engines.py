@@ -190,6 +190,14 @@ def test_the_plot_has_a_bar_for_each_case_with_a_speed_up(eagle):
     assert table.PLOT in table.readme(known)
 
 
+def test_a_case_that_a_peer_has_not_run_names_the_one_it_was_held_against(eagle):
+    record.merge(eagle, row(OURS, "decode 1x4096", 7.0), configuration="eagle", device="Some GPU")
+    record.merge(eagle, row("fa3", "decode 1x4096", 7.7), configuration="eagle", device="Some GPU")
+    known = table.load_all(eagle.parent)
+    assert "| - | - | 1.10 of fa3 | 1.10 | 1.20 |" in table.page(known)
+    assert "decode 1x4096" not in table.plot(known)
+
+
 def test_nothing_is_said_without_a_record(tmp_path):
     assert table.load_all(tmp_path) == []
     assert table.page([]) == table.plot([]) == table.readme([]) == ""
