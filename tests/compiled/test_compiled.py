@@ -19,6 +19,8 @@ BUILD = pathlib.Path(__file__).parents[1] / "support" / "build_kernels.py"
 # Of kernels whose warps are specialised the assembler counts registers as at the launch, before
 # setmaxnreg hands them over: some addresses spill, no tile does.
 SPILLS = {"decode_mla_hopper": 112}
+# What differs from pass to pass: no kernel may be compiled anew for it.
+SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 
 
 def build(arch, *names):
@@ -42,6 +44,8 @@ def faults(arch, site, *, hot):
             kernel["shared"],
             SHARED[arch] * 1024,
         )
+        if SIZES & {*kernel["specialised"]}:
+            yield f"{name} is compiled for sizes of a pass: {kernel['specialised']}"
         if used > room:
             yield f"{name} takes {used} bytes of shared memory, {arch} has {room}"
         if hot and kernel["spills"] > SPILLS.get(kernel["name"], 0):
@@ -92,6 +96,14 @@ def test_what_no_row_declares_is_left_out():
     [site] = build("sm80", "decode-fp8")
     assert "kv_cache_dtype fp8_e4m3 (supports" in site["not_declared"]
     assert not list(faults("sm80", site, hot=True))
+
+
+def test_a_size_that_is_compiled_for_is_seen():
+    kernel = {"name": "k", "specialised": ["batch", "rows"], "shared": 0, "registers": 9}
+    site = {"site": "s", "kernels": [kernel | {"spills": 0}]}
+    assert list(faults("sm90", site, hot=True)) == [
+        "s: k is compiled for sizes of a pass: ['batch', 'rows']"
+    ]
 
 
 LISTING = """

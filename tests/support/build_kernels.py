@@ -105,6 +105,13 @@ def facts(kernel):
     return {"shared": shared, "registers": int(registers), "spills": int(spills)}
 
 
+def specialised(function, args):
+    """Return the numbers among arguments of which Triton compiles 1 and multiples of 16 apart."""
+    free = [x.is_constexpr or x.do_not_specialize for x in function.params]
+    named = zip(function.params, args, free, strict=False)
+    return [param.name for param, arg, skipped in named if type(arg) is int and not skipped]
+
+
 def main(arch, names, *, digests=False):
     """Run the launchers and print what was compiled."""
     driver.set_active(StandIn(target_of(arch)))
@@ -113,7 +120,7 @@ def main(arch, names, *, digests=False):
     def compiled(self, *args, grid, warmup, **more):
         # a tensor on the device "meta" has the address 0, which is as well aligned as any
         kernel = run(self, *args, grid=grid, warmup=True, **more)
-        launched[id(kernel)] = (self.__name__, kernel)
+        launched[id(kernel)] = (self.__name__, kernel, specialised(self, args))
 
     JITFunction.run = compiled
     for site in dict.fromkeys(s for name in names for s in GROUPS.get(name, [name])):
@@ -128,8 +135,10 @@ def main(arch, names, *, digests=False):
         if not digests:
             result["seconds"] = round(time.perf_counter() - start, 1)
         result["kernels"] = [
-            {"name": name} | facts(kernel) | (digest(kernel) if digests else {})
-            for name, kernel in launched.values()
+            {"name": name, "specialised": numbers}
+            | facts(kernel)
+            | (digest(kernel) if digests else {})
+            for name, kernel, numbers in launched.values()
         ]
         print(json.dumps(result), flush=True)
 
