@@ -1,5 +1,10 @@
 """Launching again: with the arguments, the stream and the hooks that Triton's own launch has."""
 
+import gc
+import sys
+import threading
+import weakref
+
 import pytest
 import torch
 
@@ -152,6 +157,22 @@ def test_a_tensor_map_is_kept_while_its_descriptor_and_address_stay(maps):
     assert old is not k.base
 
 
+def test_a_descriptor_is_not_kept_alive(maps):
+    """That of a pass's queries would keep the queries of every layer."""
+    compiled = Compiled()
+    compiled._run, _ = c_launcher(with_descriptors=True)
+    run, k, v = module._direct(compiled), Descriptor(torch.zeros(8)), Descriptor(torch.zeros(8))
+    direct(run, "q", k, v, "out")
+    gone = weakref.ref(k)
+    del k
+    maps.clear()
+    gc.collect()
+    assert gone() is None
+    other = Descriptor(torch.zeros(8))
+    direct(run, "q", other, v, "out")
+    assert maps == [(other, "k's")]
+
+
 def test_without_descriptors_the_c_function_is_called_as_it_is(maps):
     compiled = Compiled()
     compiled._run, calls = c_launcher(with_descriptors=False)
@@ -169,10 +190,33 @@ def test_scratch_and_other_tritons_take_the_public_way(maps, monkeypatch):
     assert module._direct(compiled) is None
 
 
-def test_keys_are_equal_where_triton_specialises_alike():
+def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
     flat = torch.zeros(64, dtype=torch.bfloat16)
     assert alike(flat) == alike(flat[8:]) == alike(flat[16:])
     assert alike(flat) != alike(flat[1:])
     assert alike(flat) != alike(flat.view(torch.float16))
+    # AMD's compiler takes offsets of 32 bits where a whole storage is that small
+    large = torch.empty(1 << 30, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(module, "_ON_AMD", True)
+    assert alike(large[:64]) != alike(torch.empty(64, dtype=torch.bfloat16, device="meta"))
     one = numbered(("test", 1))
     assert one == numbered(("test", 1)) != numbered(("test", 2))
+
+
+def test_threads_draw_different_numbers(monkeypatch):
+    monkeypatch.setattr(module, "_NUMBERS", {})
+    interval, drawn = sys.getswitchinterval(), []
+
+    def draw(thread):
+        drawn.extend(numbered((thread, i)) for i in range(20000))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=draw, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({*drawn}) == 80000

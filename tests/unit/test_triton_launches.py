@@ -12,6 +12,7 @@ from attn_core.runtime.batch import ForwardMode, SpecInfo
 
 pytest.importorskip("triton")
 
+from attn_core.backends.triton import backend as module
 from triton_passes import DEVICE, Requests, make_layer
 
 CUDA = DEVICE.type == "cuda"
@@ -115,3 +116,21 @@ def test_writes_into_one_cache(name):
             for stored, new in zip(got, (k, v), strict=True):
                 if stored is not None:
                     torch.testing.assert_close(stored, new.float(), atol=2e-3, rtol=0.07)
+
+
+def test_a_graph_has_an_lse_of_its_own(monkeypatch):
+    """One that was made before the capture may be freed while the graph still fills it."""
+    requests = requests_of("bf16")
+    backend, layer, filled = requests.backend(), requests.layer, []
+    one, outputs = [1] * len(LENGTHS), backend._outputs
+    monkeypatch.setattr(
+        backend, "_outputs", lambda *a, **k: filled.append(outputs(*a, **k)) or filled[-1]
+    )
+    batch = requests.batch(one, LENGTHS, ForwardMode.DECODE)
+    plan, q = backend.init_forward_metadata(batch), requests.draw(len(one))
+    for capturing in (False, False, True, True, False):
+        monkeypatch.setattr(module, "_is_captured", lambda _q, now=capturing: now)
+        backend.forward(q, None, None, layer, requests.cache, batch, plan)
+    warm, again, first, second, after = [lse for _, _, lse in filled]
+    assert warm is again is after, "kept from pass to pass"
+    assert len({id(x) for x in (warm, first, second)}) == 3

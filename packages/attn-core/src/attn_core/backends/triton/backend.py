@@ -155,8 +155,14 @@ class Triton(AttentionBackend):
                 f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
                 "contiguous tensor"
             )
-        lse = self._unread_lse
-        if return_lse or lse.shape != out.shape[:2]:
-            lse = q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
-            self._unread_lse = self._unread_lse if return_lse else lse
+        kept, captured = self._unread_lse, _is_captured(q)  # a graph has memory of its own
+        if not return_lse and not captured and kept.shape == out.shape[:2]:
+            return q, out, kept
+        lse = q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
+        if not return_lse and not captured:
+            self._unread_lse = lse
         return q, out, lse
+
+
+def _is_captured(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()

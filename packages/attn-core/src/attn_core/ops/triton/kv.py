@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
-from attn_core.ops.triton.launcher import Launcher
+from attn_core.ops.triton.launcher import Launcher, alike
 
 _TILE = 2048  # numbers that a program writes
 _COLUMNS = 128  # of a head, at most: 576 are five times as many
@@ -140,9 +140,8 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     """
     other = k if v is None else v
     key = (
-        *(v is None, k.dtype, other.dtype, slots.stride(), k.stride(), other.stride()),
-        *(k.data_ptr() % 16, other.data_ptr() % 16, slots.data_ptr() % 16),
-        *(k.shape[1:], other.shape[1:]),
+        *(v is None, alike(k), alike(other), alike(slots)),
+        *(slots.stride(), k.stride(), other.stride(), k.shape[1:], other.shape[1:]),
     )
     writer = cache.launchers.get(key)
     if writer is None:

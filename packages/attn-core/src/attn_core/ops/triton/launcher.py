@@ -6,9 +6,12 @@ They take most of the host's time of a launch. benchmarks/results/overhead.*.jso
 from __future__ import annotations
 
 import importlib
+import itertools
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -63,16 +66,23 @@ class Launcher:
 
 
 def alike(x: Tensor) -> Hashable:
-    """Return what Triton specialises of a tensor: its dtype, and how its address is aligned."""
+    """Return what Triton specialises of a tensor: its dtype, and how its address is aligned.
+
+    On AMD's GPUs 32-bit offsets are compiled for storages of less than 2 GiB.
+    """
+    if _ON_AMD:
+        return x.dtype, x.data_ptr() % 16, x.untyped_storage().size() >> 31 > 0
     return x.dtype, x.data_ptr() % 16
 
 
 def numbered(key: Hashable) -> int:
     """Return a number that is equal for equal keys: long keys are hashed once, not in each call."""
-    return _NUMBERS.setdefault(key, len(_NUMBERS))
+    return _NUMBERS.setdefault(key, next(_COUNT))
 
 
+_ON_AMD = torch.version.hip is not None
 _NUMBERS: dict[Hashable, int] = {}
+_COUNT = itertools.count()  # threads never draw the same number
 
 
 def _hook(name: str) -> Any:
@@ -117,15 +127,16 @@ def _direct(compiled: CompiledKernel) -> _Run | None:
     make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
     function, packed = compiled.function, compiled.packed_metadata
-    kept: list[tuple[Any, int, list[Any]]] = [(None, 0, [])] * len(indices)
+    # of descriptors without their tensors: one of a pass's queries must not keep them
+    kept: list[tuple[Any, int, list[Any]]] = [(lambda: None, 0, [])] * len(indices)
 
     def maps(descriptors: tuple[Any, ...]) -> list[Any]:
         expanded: list[Any] = []
         for i, descriptor in enumerate(descriptors):
             old, address, arguments = kept[i]
-            if old is not descriptor or address != descriptor.base.data_ptr():
+            if old() is not descriptor or address != descriptor.base.data_ptr():
                 arguments = make_map(descriptor, formats[i])
-                kept[i] = (descriptor, descriptor.base.data_ptr(), arguments)
+                kept[i] = (weakref.ref(descriptor), descriptor.base.data_ptr(), arguments)
             expanded += arguments
         return expanded
 
