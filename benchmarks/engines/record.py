@@ -91,6 +91,15 @@ def medians(record: Mapping[str, Any], case: str) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in rounds.items()}
 
 
+def split(backend: str) -> tuple[str, str]:
+    """Return the engine's backend and what decodes in it, "" for its own choice.
+
+    "attn_core:triton" is attn_core that decodes and verifies by triton.
+    """
+    name, _, inside = backend.partition(":")
+    return name, inside
+
+
 def is_timed(record: Mapping[str, Any], backend: str) -> bool:
     """Say whether a backend has a time in any case."""
     return any("ms" in row for row in record.get("rows", []) if row["backend"] == backend)
@@ -98,7 +107,7 @@ def is_timed(record: Mapping[str, Any], backend: str) -> bool:
 
 def best_peer(times: Mapping[str, float]) -> str | None:
     """Return the fastest of the engine's own backends, None where none was timed."""
-    peers = {backend: ms for backend, ms in times.items() if backend != OURS}
+    peers = {backend: ms for backend, ms in times.items() if split(backend)[0] != OURS}
     return min(peers, key=peers.__getitem__, default=None)
 
 

@@ -1,8 +1,9 @@
 """Time every backend of a configuration, one process after the other.
 
 Run: `python -m benchmarks.engines.run CONFIGURATION [--backends attn_core fa3] [--seconds 600]`.
-Ours and the best built-in backend run again in each further round, in alternating order. A process
-that hangs is killed. What fails is recorded with its last error instead of a time.
+Ours and the best built-in backend run again in each further round, in alternating order. The name
+"attn_core:triton" is ours with triton for decode and verification instead of its own choice. A
+process that hangs is killed. What fails is recorded with its last error instead of a time.
 """
 
 from __future__ import annotations

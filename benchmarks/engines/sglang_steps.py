@@ -46,12 +46,18 @@ def model(folder: pathlib.Path, name: str, config: Mapping[str, Any]) -> str:
 
 def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
     """Return every argument of the engine; the models' configurations are written into folder."""
-    engine = configuration.engine_arguments(backend)
+    engine = configuration.engine_arguments(record.split(backend)[0])
     engine["model_path"] = model(folder, "model", configuration.model)
     if configuration.draft_model is not None:
         draft = model(folder, "draft", configuration.draft_model)
         engine["speculative_draft_model_path"] = draft
     return engine
+
+
+def inside(backend: str) -> dict[str, str]:
+    """Return the environment that names what decodes inside attn_core."""
+    name = record.split(backend)[1]
+    return {"ATTN_DECODE_ATTENTION_BACKEND": name} if name else {}
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -119,7 +125,7 @@ def calls(engine: Any, speculative: bool) -> tuple[Generate, Callable[[], None]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configuration", choices=CONFIGURATIONS)
-    parser.add_argument("backend", help="attn_core, fa3, flashinfer or triton")
+    parser.add_argument("backend", help="fa3, attn_core, attn_core:triton …")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--round", type=int, default=1, help="number of this process")
     parser.add_argument("--repeats", type=int, default=REPEATS)
@@ -131,6 +137,7 @@ def main() -> None:
     if not cases:
         return
     os.environ.update(ACCEPTED if configuration.is_speculative else {})
+    os.environ.update(inside(args.backend))
     import sglang
     import torch
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engines import record, run, table
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
-from benchmarks.engines.sglang_steps import FEW_TOKENS, arguments, measure
+from benchmarks.engines.sglang_steps import FEW_TOKENS, arguments, inside, measure
 
 VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
 DECODE = Case(kind="decode", batch=2, length=8, must=0.98, aim=1.03)
@@ -81,6 +81,7 @@ def test_the_best_built_in_is_the_one_to_beat(eagle):
     assert record.best_peer(times) == "fa3"
     assert record.speedup(times) == pytest.approx(1.2)
     assert record.speedup({OURS: 1.0}) is record.speedup({"fa3": 1.0}) is None
+    assert record.best_peer({"attn_core:triton": 1.0, "fa3": 2.0}) == "fa3"
     assert run.best_of_most(eagle, "eagle") == "fa3"
     assert record.is_timed(known, "flashinfer")
     assert not record.is_timed(known, "triton")
@@ -132,6 +133,11 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     assert json.loads((tmp_path / "model/config.json").read_text())["num_hidden_layers"] > 20
     assert ("speculative_draft_model_path" in found) == (name == "eagle")
     assert configuration.is_speculative == (name in ("eagle", "ngram"))
+    (tmp_path / "named").mkdir()
+    named = arguments(configuration, "attn_core:triton", tmp_path / "named")
+    assert named["attention_backend"] == OURS
+    assert inside("attn_core:triton") == {"ATTN_DECODE_ATTENTION_BACKEND": "triton"}
+    assert inside(OURS) == inside("fa3") == {}
     for case in configuration.cases:
         assert case.length < found["context_length"]
         assert case.must < case.aim
