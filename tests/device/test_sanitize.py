@@ -44,16 +44,16 @@ def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
 
 
 def test_every_kernel_is_run_under_the_checker():
-    """What a module of the backend launches, `name[grid](…)`, a pass of test_kernels.py names."""
+    """What a module launches, `name[grid](…)` or a launcher, a pass of test_kernels.py names."""
     pytest.importorskip("triton")
     sources = [
         path.read_text()
         for package in ("attn_core.backends.triton", "attn_core.ops.triton")
         for path in pathlib.Path(find_spec(package).origin).parent.rglob("*.py")
     ]
-    launched = {
-        n for s in sources for n in re.findall(r"^    +(\w+)\[(?:\(.*\)|grid)\]\($", s, re.M)
-    }
+    ways = (r"^    +(\w+)\[(?:\(.*\)|grid)\]\($", r"(?<!def )_?[Ll]auncher\(\s*(\w+),")
+    launched = {n for s in sources for way in ways for n in re.findall(way, s, re.M)}
+    launched -= {"kernel", "grid"}  # variables where launchers are made and called
     named = {*re.findall(r'"(\w+)"', (SCRIPT.parent / "test_kernels.py").read_text())}
     assert {"extend_hopper", "order_requests", "_write", "merge_splits"} <= launched
     assert launched <= named
