@@ -12,7 +12,7 @@ from attn_core.formatting import near
 from attn_core.plugins.dependencies import alternatives, parse_libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.inputs import SelectionInputs
-from attn_core.spec.device import RUNTIMES, Device, parse_device, probe_device
+from attn_core.spec.device import RUNTIMES, parse_device, probe_device
 from attn_core.spec.kinds import LINEAR_KINDS, Kind
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 
@@ -40,7 +40,7 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
         device = here
     same = (device.type, device.arch) == (here.type, here.arch)
     if same:
-        device = Device(here.type, here.arch, flags.runtime_version or here.runtime)
+        device = replace(here, runtime=flags.runtime_version or here.runtime)
     libraries, assumed = _libraries(flags, registry, same)
     if device.runtime is None and device.type in RUNTIMES:
         assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")

@@ -143,7 +143,8 @@ class InputFlags(BackendFlags):
         bool, flag("--deterministic", "Select deterministic backends only.")
     ] = False
     device: Annotated[
-        str | None, flag("--device", "TYPE[:ARCH], such as cuda:sm90; default: this machine's.")
+        str | None,
+        flag("--device", "TYPE[:ARCH] or h200, such as cuda:sm90; default: this machine's."),
     ] = None
     runtime_version: Annotated[
         str | None, flag("--runtime-version", "Version of CUDA, ROCm or CANN.")

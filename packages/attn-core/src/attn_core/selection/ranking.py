@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries
+from attn_core.plugins.profiles import costs
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch
@@ -17,6 +18,41 @@ from attn_core.spec.kinds import Family, Phase
 from attn_core.spec.requirements import Requirements
 
 Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
+
+
+def shipped_profile(needs: Requirements, device: Device, registry: Registry) -> Profile:
+    """Return what plugins measured on this device for what these requirements make a phase do.
+
+    Costs are relative to the fastest backend. Empty for a device without a profile, in
+    deterministic mode, and for layers of other kinds than "mha": nothing of the sort was measured.
+    """
+    if device.name is None or needs.deterministic:
+        return {}
+    if any(x.kind != "mha" or x.encoder for x in needs.softmax_layers):
+        return {}
+    known = costs((origin.module for origin in registry.origins.values()), device.name)
+    profile: dict[tuple[str, str], float] = {}
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        tasks = [known.get(task, {}) for task in _tasks(needs, phase)]
+        sums = {
+            name: sum(t[name] for t in tasks) for name in tasks[0] if all(name in t for t in tasks)
+        }
+        fastest = min(sums.values(), default=1.0)
+        profile |= {(name, phase.value): cost / fastest for name, cost in sums.items()}
+    return profile
+
+
+def _tasks(needs: Requirements, phase: Phase) -> list[str]:
+    """Name what a phase does as profiles do: "decode", "decode fp8", "verify chain" …
+
+    Where decode verifies, no request decodes one token; a prefill that verifies does both.
+    """
+    drafts, store = needs.speculation, needs.store_dtype.partition("_")[0]
+    tasks = [phase.value]
+    if drafts is not None and drafts.mode == phase.value:
+        verify = "verify tree" if drafts.topk > 1 else "verify chain"
+        tasks = [verify] if phase is Phase.DECODE else [phase.value, verify]
+    return [task if store in ("bf16", "fp16") else f"{task} {store}" for task in tasks]
 
 
 @dataclass(frozen=True)
@@ -49,6 +85,7 @@ class RowJudge:
                 )
                 + self._policy(spec, row),
                 tuple(n for n in (_not_built(spec, row), _ragged_only(spec, row), row.note) if n),
+                self.profile.get((spec.name, phase.value)),
             )
             for spec in self.registry.family(family)
             for row in spec.capabilities
@@ -72,7 +109,7 @@ class RowJudge:
         """Rank fitting rows, best first: by preference, then measured cost, then priority."""
         prefer, name = self.overrides.prefer, verdict.spec.name
         place = prefer.index(name) if name in prefer else len(prefer)
-        cost = self.profile.get((name, verdict.phase.value))
+        cost = verdict.measured
         measured = (0, cost) if cost is not None else (1, 0)  # what is measured ranks first
         return (place, *measured, -verdict.row.priority)
 
@@ -94,9 +131,12 @@ class RowJudge:
             return f"named by {flag}"
         if chosen.spec.name in self.overrides.prefer:
             return "preferred by --prefer"
-        if (chosen.spec.name, chosen.phase.value) in self.profile:
-            return "measured fastest of those that fit"
+        if chosen.measured is not None:
+            return f"measured fastest of those that fit{self._where()}"
         return f"highest priority of those that fit ({chosen.row.priority})"
+
+    def _where(self) -> str:
+        return f" on {self.device.name}" if self.device.name else ""
 
 
 def _not_built(spec: BackendSpec, row: Capabilities) -> str:

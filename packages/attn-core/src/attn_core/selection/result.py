@@ -56,6 +56,7 @@ class Verdict:
     row: Capabilities
     reasons: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
+    measured: float | None = None  # its cost in the profile of this device
 
     @property
     def fits(self) -> bool:
@@ -204,7 +205,8 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 def explain(selection: Selection) -> str:
     """Return the decision as text: backends with reasons, the pool, assumptions, all verdicts."""
-    lines = [f"on {selection.device}"]
+    name = f" ({selection.device.name})" if selection.device.name else ""
+    lines = [f"on {selection.device}{name}"]
     for role in SOFTMAX_ROLES:
         if role in selection.roles:
             name = selection.roles[role].backend
@@ -225,10 +227,17 @@ def explain(selection: Selection) -> str:
     if others:
         lines.append("others:")
     for v in others:
-        text = "; ".join(map(str, v.reasons)) or f"fits, priority {v.row.priority}"
+        text = "; ".join(map(str, v.reasons)) or _place(v)
         family = "linear " if v.spec.family == "linear" else ""
         lines.append(f"  {family}{v.phase.value:<8} {v.spec.name:<22}{text}")
     return "\n".join(lines)
+
+
+def _place(verdict: Verdict) -> str:
+    """Say what ranks a row that fits and was not selected."""
+    if verdict.measured is None:
+        return f"fits, priority {verdict.row.priority}"
+    return f"fits, measured {verdict.measured:.2f} times as long as the fastest"
 
 
 def _why(selection: Selection, role: Role) -> str:

@@ -10,7 +10,13 @@ from attn_core.errors import UsageError
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.advice import advice, runs_today
-from attn_core.selection.ranking import Profile, RowJudge, best_per_backend, nothing_fits
+from attn_core.selection.ranking import (
+    Profile,
+    RowJudge,
+    best_per_backend,
+    nothing_fits,
+    shipped_profile,
+)
 from attn_core.selection.result import (
     Choice,
     NoBackendError,
@@ -39,7 +45,8 @@ def select(
     """Select a backend for every role, all phases together. Pure and torch-free.
 
     libraries: distribution → version; None means new enough.
-    profile: measured costs, which rank before priorities.
+    profile: measured costs, which rank before priorities. None takes what a plugin ships for this
+    device, {} takes nothing.
     simulated: the device is not this machine's, so a backend that is declared but not implemented
     may be selected, with a note.
     advise: also determine what runs today, and which flag avoids what is slow.
@@ -48,7 +55,9 @@ def select(
     an undeclared name; UsageError for a flag that has no effect.
     """
     overrides = _canonical(overrides or Overrides(), registry)
-    s = RowJudge(requirements, device, registry, libraries, overrides, profile or {}, simulated)
+    if profile is None:
+        profile = shipped_profile(requirements, device, registry)
+    s = RowJudge(requirements, device, registry, libraries, overrides, profile, simulated)
     _check(s)
     chosen = _solve(s)
     if not advise:

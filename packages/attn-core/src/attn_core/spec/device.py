@@ -8,7 +8,7 @@ import pathlib
 import platform
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from packaging.version import Version
 
@@ -21,11 +21,13 @@ class Device:
     """The device that attention runs on, such as `cuda:sm90` with runtime "12.8", or `cpu:amx`.
 
     runtime: the version of CUDA, ROCm or CANN. None means unknown and counts as the newest.
+    name: the driver's name for the chip, by which measured profiles are found; None: not known.
     """
 
     type: str
     arch: str | None = None
     runtime: str | None = None
+    name: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.type}:{self.arch}" if self.arch else self.type
@@ -45,6 +47,10 @@ ARCHS: dict[str, tuple[str, ...]] = {
 FAMILY = {"sm87": "sm86", "sm88": "sm86", "sm101": "sm110", "sm121": "sm120"}
 
 
+# GPUs that have a measured profile, under the driver's name for them.
+GPUS = {"h200": ("sm90", "NVIDIA H200")}
+
+
 def parse_device(
     text: str,
     runtime: str | None = None,
@@ -53,6 +59,7 @@ def parse_device(
 ) -> Device:
     """Parse "cuda", "cuda:sm90" and so on. A type alone means its newest data-centre architecture.
 
+    "h200" is the GPU itself: cuda:sm90, ranked by what was measured on it.
     A member of a family is reduced to the family's architecture: "cuda:sm121" is cuda:sm120, as
     probe_device reports it too.
     runtime: version of CUDA, ROCm or CANN; CPUs and XPUs have none.
@@ -66,6 +73,9 @@ def parse_device(
         except ValueError:  # InvalidVersion, or too long a number
             raise UsageError(f"--runtime-version {runtime}: not a version like 12.8") from None
     kind, _, arch = text.strip().lower().partition(":")
+    if kind in GPUS and not arch:
+        arch, name = GPUS[kind]
+        return Device("cuda", arch, runtime, name)
     if kind not in ARCHS:
         if kind in set(extra):
             return Device(kind, arch or None, runtime)
@@ -99,8 +109,8 @@ def torch_build() -> dict[str, str]:
 def probe_device() -> Device:
     """Return the device of this machine: an accelerator that torch can use, else the CPU."""
     build = torch_build()
-    if "cuda" in build and (arch := _cuda_arch()):
-        return Device("cuda", arch, build["cuda"])
+    if "cuda" in build and (gpu := _cuda_gpu()):
+        return Device("cuda", gpu[0], build["cuda"], gpu[1])
     if "hip" in build and (arch := _rocm_arch()):
         return Device("rocm", arch, ".".join(build["hip"].split(".")[:2]))
     if importlib.util.find_spec("torch_npu") and any(pathlib.Path("/dev").glob("davinci[0-9]*")):
@@ -110,8 +120,8 @@ def probe_device() -> Device:
     return Device("cpu", _cpu_arch(), None)
 
 
-def _cuda_arch() -> str | None:
-    """Ask the driver for the compute capability of the first GPU."""
+def _cuda_gpu() -> tuple[str, str | None] | None:
+    """Ask the driver for the architecture and the name of the first GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -125,8 +135,10 @@ def _cuda_arch() -> str | None:
     failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
     if failed:
         return None
-    arch = f"sm{major.value * 10 + minor.value}"
-    return FAMILY.get(arch, arch)
+    arch, name = f"sm{major.value * 10 + minor.value}", ctypes.create_string_buffer(256)
+    ask = getattr(cuda, "cuDeviceGetName", None)
+    unnamed = ask is None or ask(name, len(name), device)
+    return FAMILY.get(arch, arch), None if unnamed else name.value.decode(errors="replace")
 
 
 def _rocm_arch() -> str | None:

@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import attn_core
+from attn_core.plugins import profiles
 from attn_core.plugins.dependencies import Libraries, Pin, alternatives, shortfall, used
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
@@ -117,8 +118,11 @@ def _packages(registry: Registry) -> Iterator[Finding]:
     for broken in registry.broken:
         subject = f"{broken.name} ({broken.origin})"
         yield Finding(subject, "broken", "problem", broken.error)
-    for fault in faults(o.module for o in registry.origins.values()):
+    modules = [origin.module for origin in registry.origins.values()]
+    for fault in faults(modules):
         yield Finding("evidence", "unreadable", "problem", fault)
+    for fault in profiles.faults(modules):
+        yield Finding("profile", "unreadable", "problem", fault)
 
 
 def _kernel_libraries(
