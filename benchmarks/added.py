@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
-from attn_core.runtime.batch import DECODE_MODES
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Role
@@ -25,7 +25,14 @@ from benchmarks.timing import CudaTimer, Timing
 
 Call = Callable[[], object]
 # at most: µs a layer, times the library's plan, times the library's kernel, µs a replayed graph
-LIMITS = {"host_us": 8.0, "plan_ratio": 1.1, "kernel_ratio": 1.02, "replay_us": 2.0}
+LIMITS = {
+    "host_us": 8.0,
+    "plan_ratio": 1.1,
+    "kernel_ratio": 1.02,
+    "replay_us": 2.0,
+    "context_ratio": 1.02,  # times the kernel in a graph that is captured for short requests
+}
+CONTEXT = 131072  # tokens of a request that a graph of a long context must have space for
 ROUNDS, CALLS = 20, 50  # host time: so often that many calls, without a sync in between
 LAYERS = 8  # of a replayed graph
 
@@ -53,7 +60,9 @@ class Found:
     host: a layer's call, eagerly. written_us: ours with the write of new keys and values. plan:
     once a pass; plan_us: ours, which starts from the batch; the library's has its arguments ready.
     plan_from_host_us: FlashInfer's with lengths on the host (plain.py). kernel: on the GPU. replay:
-    the host's time of replaying LAYERS layers. refill: what precedes the replay, through us alone.
+    the host's time of replaying LAYERS layers. context: on the GPU, in a graph that was captured
+    for requests of CONTEXT tokens, and for those of the case, whose lengths both have. refill: what
+    precedes the replay, through us alone.
     The library of our own kernels is Triton: the direct call is its launch of each of them.
     """
 
@@ -67,6 +76,7 @@ class Found:
     plan_from_host_us: float | None = None
     kernel: Pair | None = None
     replay: Pair | None = None
+    context: Pair | None = None
     refill_us: float | None = None
 
     @property
@@ -77,6 +87,7 @@ class Found:
             "plan_ratio": None if self.plan is None else self.plan.ratio,
             "kernel_ratio": None if self.kernel is None else self.kernel.ratio,
             "replay_us": None if self.replay is None else self.replay.added,
+            "context_ratio": None if self.context is None else self.context.ratio,
         }
         return {k: (v, v <= LIMITS[k]) for k, v in values.items() if v is not None}
 
@@ -148,13 +159,14 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
     layer = ours.layer(planned)
     layer()
     *host, written = host_us((layer, direct, ours.layer(planned, writes=True)), device)
-    kernel = replay = refill = None
+    kernel = replay = refill = context = None
     library = _library_plans(plans, inputs)
     plan_us, *own = host_us((ours.plan, *library), device, calls_each=1, rounds=4 * ROUNDS)
     if device.type == "cuda":
         kernel = _kernels(layer, direct, CudaTimer(device))
         if ours.serve.captured and inputs.batch.forward_mode in DECODE_MODES:
             replay, refill = _replays(ours, direct, device)
+            context = _contexts(name, inputs, registry, kind)
     return Found(
         backend=name,
         case=inputs.case.name,
@@ -165,6 +177,7 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
         plan_from_host_us=own[1].us if own[1:] else None,
         kernel=kernel,
         replay=replay,
+        context=context,
         refill_us=refill,
     )
 
@@ -235,6 +248,30 @@ def _replays(ours: Served, direct: Call, device: torch.device) -> tuple[Pair, fl
         ours.serve.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
     return pair(replays), host_us([refill], device, calls_each=1, rounds=4 * ROUNDS)[0].us
+
+
+def _contexts(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Pair:
+    """Time a layer in graphs for long and for short requests, over the same short ones."""
+    graphs, timer = [], CudaTimer(inputs.q.device)
+    for case, batch in ((inputs.case, inputs.batch), _long(inputs)):
+        served = serving(name, replace(inputs, case=case, batch=batch), registry, kind)
+        served.serve.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        metadata = served.serve.init_forward_metadata_capture_cuda_graph(batch)
+        graphs.append((_captured(served.layer(metadata)), metadata))  # which the graph reads
+        served.serve.init_forward_metadata_replay_cuda_graph(batch, metadata)
+    times = [[timer.measure(graph.replay).us for graph, _ in graphs] for _ in range(5)]
+    short, long = zip(*times, strict=True)
+    return Pair(ours=statistics.median(long), direct=statistics.median(short))
+
+
+def _long(inputs: Inputs) -> tuple[Case, ForwardBatch]:
+    """Return the case and its batch with a page table of CONTEXT tokens a request."""
+    view = inputs.batch.views["full"]
+    columns = CONTEXT // inputs.case.page_size - view.page_table.shape[1]
+    table = torch.nn.functional.pad(view.page_table, (0, max(0, columns)))
+    longer = replace(view, page_table=table, max_seq_len=CONTEXT)
+    batch = replace(inputs.batch, views={**inputs.batch.views, "full": longer})
+    return replace(inputs.case, length=CONTEXT), batch
 
 
 def _captured(call: Call) -> torch.cuda.CUDAGraph:

@@ -212,8 +212,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
             **_TREES,
             "speculative_algorithm": "EAGLE",
             "speculative_num_steps": 3,
-            "speculative_eagle_topk": 4,
-            "speculative_draft_attention_backend": "fa3",
+            "speculative_eagle_topk": 4,  # the draft model runs on the same backend
         },
         cases=(
             Case(kind="decode", batch=16, length=4096, must=1.05, aim=1.15),

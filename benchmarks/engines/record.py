@@ -91,13 +91,15 @@ def medians(record: Mapping[str, Any], case: str) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in rounds.items()}
 
 
-def split(backend: str) -> tuple[str, str]:
-    """Return the engine's backend and what decodes in it, "" for its own choice.
+def split(backend: str) -> tuple[str, str, str]:
+    """Return the engine's backend, what decodes in it and what runs the draft model.
 
-    "attn_core:triton" is attn_core that decodes and verifies by triton.
+    "attn_core:triton" is attn_core that decodes and verifies by triton, "attn_core/fa3" leaves the
+    draft model to fa3. "" is the backend's own choice, and the same backend for the draft model.
     """
-    name, _, inside = backend.partition(":")
-    return name, inside
+    name, _, draft = backend.partition("/")
+    name, _, inside = name.partition(":")
+    return name, inside, draft
 
 
 def is_timed(record: Mapping[str, Any], backend: str) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.engines import record
-from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, Case, Configuration
+from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, OURS, Case, Configuration
 
 ACCEPTED = {  # read by SGLang's workers
     "SGLANG_SIMULATE_ACC_LEN": "3",
@@ -51,6 +51,7 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
     if configuration.draft_model is not None:
         draft = model(folder, "draft", configuration.draft_model)
         engine["speculative_draft_model_path"] = draft
+        engine["speculative_draft_attention_backend"] = record.split(backend)[2] or None
     return engine
 
 
@@ -58,6 +59,12 @@ def inside(backend: str) -> dict[str, str]:
     """Return the environment that names what decodes inside attn_core."""
     name = record.split(backend)[1]
     return {"ATTN_DECODE_ATTENTION_BACKEND": name} if name else {}
+
+
+def inside_of(engine: Any) -> dict[str, str]:
+    """Return what attn_core chose, by role; nothing where another backend serves."""
+    states = engine.get_server_info().get("internal_states") or [{}]
+    return dict(states[0].get(OURS) or {})
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -146,6 +153,7 @@ def main() -> None:
         start = time.perf_counter()
         engine = sglang.Engine(**arguments(configuration, args.backend, pathlib.Path(folder)))
         start_s = time.perf_counter() - start
+        chosen = inside_of(engine)
         generate, flush = calls(engine, configuration.is_speculative)
         for case in cases:
             row = {
@@ -154,6 +162,7 @@ def main() -> None:
                 "round": args.round,
                 **measure(case, generate, flush, args.repeats),
                 "start_s": round(start_s, 1),
+                **({"chosen": chosen} if chosen else {}),
                 "date": datetime.date.today().isoformat(),
                 "versions": versions,
             }
