@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attn_core import AttnError, UnsupportedError
+from attn_core import AttnError, NoBackendError, UnsupportedError
 from attn_core.integrations import sglang as integration
-from attn_core.integrations.sglang import drafts, server
+from attn_core.integrations.sglang import draft_trees, drafts, server
 from attn_core.integrations.sglang.backend import AttnCoreBackend
+from attn_core.integrations.sglang.draft_trees import DraftTreeBackend, decode_backend
 from attn_core.integrations.sglang.drafts import DraftDecodeBackend
 from attn_core.integrations.sglang.page_tables import Branches, fill_branches
+from attn_core.integrations.sglang.tree_tables import branch_masks, fill_trees
 from draft_passes import Drafts, draft_error
 from engine_passes import (
     Pass,
@@ -27,6 +29,8 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 N = 5  # drafts of a request
 CASES = [(1, 1), (1, 16), (4, 1), (4, 16)]  # topk, page
+ROWS, TREES = DraftDecodeBackend, DraftTreeBackend
+LAYOUTS = [*((ROWS, *case) for case in CASES), (TREES, 4, 1), (TREES, 2, 1)]
 
 
 def speculation(topk):
@@ -38,11 +42,12 @@ def speculation(topk):
     }
 
 
-def build(modules, pool, page, topk, num_steps=0):
+def build(modules, pool, page, topk, num_steps=0, layout=ROWS):
     """Return the runner and the backend of its steps, or of its draft extend."""
     run = runner(modules, pool, page, draft=True, **speculation(topk))
-    backend = AttnCoreBackend(run)
-    return run, DraftDecodeBackend(backend, topk, num_steps - 1) if num_steps else backend
+    tree = (topk, topk * (num_steps - 1)) if layout is TREES else None
+    backend = AttnCoreBackend(run, tree)
+    return run, layout(backend, topk, num_steps - 1) if num_steps else backend
 
 
 def steps(topk, num_steps):
@@ -50,34 +55,35 @@ def steps(topk, num_steps):
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4])
-@pytest.mark.parametrize(("topk", "page"), CASES)
-def test_every_step_attends_to_its_own_branch(topk, page, num_steps):
+@pytest.mark.parametrize(("layout", "topk", "page"), LAYOUTS)
+def test_every_step_attends_to_its_own_branch(layout, topk, page, num_steps):
     torch.manual_seed(page)
     module = attention()
-    run, backend = build([module], mha_pool(page=page), page, topk, num_steps)
+    run, backend = build([module], mha_pool(page=page), page, topk, num_steps, layout)
     assert len(backend.attn_backends) == num_steps - 1
     assert draft_error(backend, run, steps(topk, num_steps), module) < 1e-5
 
 
-def test_latents_of_a_draft_model():
+@pytest.mark.parametrize("layout", [ROWS, TREES])
+def test_latents_of_a_draft_model(layout):
     torch.manual_seed(0)
     module = attention(heads=4, kv_heads=1, dim=80, v_head_dim=64)
-    run, backend = build([module], mla_pool(page=1), 1, 4, 3)
+    run, backend = build([module], mla_pool(page=1), 1, 4, 3, layout)
     assert draft_error(backend, run, steps(4, 3), module) < 1e-5
 
 
-@pytest.mark.parametrize(("topk", "page"), [(1, 16), (4, 1)])
-def test_windows_of_a_draft_model(topk, page):
+@pytest.mark.parametrize(("layout", "topk", "page"), [(ROWS, 1, 16), (ROWS, 4, 1), (TREES, 4, 1)])
+def test_windows_of_a_draft_model(layout, topk, page):
     torch.manual_seed(0)
     window, plain = attention(0, sliding_window_size=7), attention(1)
-    run, backend = build([window, plain], swa_pool(page=page), page, topk, 4)
+    run, backend = build([window, plain], swa_pool(page=page), page, topk, 4, layout)
     assert draft_error(backend, run, steps(topk, 4), window, window=8) < 1e-5
     assert draft_error(backend, run, steps(topk, 4), plain) < 1e-5
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-def test_lengths_that_only_the_device_knows_are_not_asked_for(topk):
-    run, backend = build([attention()], mha_pool(), 1, topk, 3)
+@pytest.mark.parametrize(("layout", "topk"), [(ROWS, 1), (ROWS, 4), (TREES, 4)])
+def test_lengths_that_only_the_device_knows_are_not_asked_for(layout, topk):
+    run, backend = build([attention()], mha_pool(), 1, topk, 3, layout)
     made = steps(topk, 3)
     batch = made.batch(run)
     planned = []
@@ -90,9 +96,10 @@ def test_lengths_that_only_the_device_knows_are_not_asked_for(topk):
     backend.init_forward_metadata(batch)
     for step, x in enumerate(planned[2:], 1):
         view = x.views["full"]
-        assert view.max_seq_len == 42
+        each, new = (1, topk * step) if layout is TREES else (topk, step)
+        assert view.max_seq_len == 40 + (8 if layout is TREES else 2)  # those of the last step
         assert view.seq_lens_host == tuple(view.seq_lens.tolist())
-        assert view.seq_lens_host[::topk] == tuple(n + step for n in made.prefix)
+        assert view.seq_lens_host[::each] == tuple(n + new for n in made.prefix)
 
 
 @pytest.mark.parametrize(("topk", "page"), CASES)
@@ -146,18 +153,23 @@ class Captured:
 
 
 @pytest.mark.parametrize(
-    ("topk", "page", "window"), [*((*x, None) for x in CASES), (1, 1, 8), (1, 16, 8), (4, 1, 8)]
+    ("layout", "topk", "page", "window"),
+    [*((*x, None) for x in LAYOUTS), (ROWS, 1, 1, 8), (ROWS, 1, 16, 8), (TREES, 4, 1, 8)],
 )
-def test_captured_steps_are_replayed_for_fewer_requests(topk, page, window):
+def test_captured_steps_are_replayed_for_fewer_requests(layout, topk, page, window):
     torch.manual_seed(page)
     module = attention(0, sliding_window_size=-1 if window is None else window - 1)
     pool = mha_pool(page=page) if window is None else swa_pool(page=page)
     modules = [module] if window is None else [module, attention(1)]
-    run, backend = build(modules, pool, page, topk, 4)
+    run, backend = build(modules, pool, page, topk, 4, layout)
     for part in backend.attn_backends:
         part.dispatcher = Captured(part.dispatcher)
     backend.init_cuda_graph_state(4, 4 * topk)
-    assert backend.attn_backends[0].dispatcher.limits == (4 * topk, 4 * topk)
+    limits = [part.dispatcher.limits for part in backend.attn_backends]
+    if layout is TREES:
+        assert limits == [(4, 4 * topk), (4, 8 * topk), (4, 12 * topk)]
+    else:
+        assert limits == [(4 * topk, 4 * topk)] * 3
     fill = backend.attn_backends[0].get_cuda_graph_seq_len_fill_value()
     empty = Drafts((0,) * 4, (fill,) * 4, topk, 4).batch(run)
     backend.init_forward_metadata_out_graph(empty, in_capture=True)
@@ -258,12 +270,50 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_sees_planted_faults(fault, monkeypatch):
+def moved_trees(**changed):
+    """Return fill_trees with a fault in what it writes."""
+
+    def fill(*args):
+        fill_trees(*args)
+        for name, change in changed.items():
+            tensor = getattr(args[3], name)
+            tensor.copy_(change(tensor.clone()))
+
+    return fill
+
+
+def other_parents(*args):
+    """Return masks in which a draft sees those of the next branch."""
+    masks = branch_masks(*args)
+    return [mask.roll(1, 2) | torch.eye(mask.shape[1], dtype=torch.bool) for mask in masks]
+
+
+TREE_FAULTS = {
+    "lengths off by the step": {"fill_trees": moved_trees(lengths=lambda x: x[:1].expand_as(x))},
+    "lengths off by one": {"fill_trees": moved_trees(lengths=lambda x: x - 1)},
+    "another request's row": {"fill_trees": moved_trees(page_table=lambda x: x.roll(1, 0))},
+    "a column late": {"fill_trees": moved_trees(page_table=lambda x: x.roll(1, 1))},
+    "slots of other steps": {"fill_trees": moved_trees(slots=lambda x: x.flip(0))},
+    "slots of other branches": {"fill_trees": moved_trees(slots=lambda x: x.flip(1))},
+    "the mask transposed": {
+        "branch_masks": lambda *args: [x.mT.contiguous() for x in branch_masks(*args)]
+    },
+    "the mask of other branches": {"branch_masks": other_parents},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"), [*((ROWS, x) for x in FAULTS), *((TREES, x) for x in TREE_FAULTS)]
+)
+def test_the_comparison_sees_planted_faults(layout, fault, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(drafts, "fill_branches", FAULTS[fault])
+    if layout is TREES:
+        for name, function in TREE_FAULTS[fault].items():
+            monkeypatch.setattr(draft_trees, name, function)
+    else:
+        monkeypatch.setattr(drafts, "fill_branches", FAULTS[fault])
     module = attention()
-    run, backend = build([module], mha_pool(), 1, 4, 4)
+    run, backend = build([module], mha_pool(), 1, 4, 4, layout)
     with pytest.raises((AssertionError, AttnError, IndexError)):
         assert draft_error(backend, run, steps(4, 4), module) < 1e-5
 
@@ -325,7 +375,7 @@ def test_the_factory_creates_what_the_flag_names():
     for topk, target in [(1, ("attn_core", "attn_core")), (4, ("fa3", "fa3"))]:
         run = drafting(topk, target)
         made = factory(run).create_decode_backend()
-        assert isinstance(made, DraftDecodeBackend)
+        assert type(made) is (ROWS if topk == 1 else TREES)
         assert len(made.attn_backends) == 3
         assert draft_error(made, run, steps(topk, 4), run.model[0]) < 1e-5
         assert isinstance(factory(run).create_draft_extend_backend(), AttnCoreBackend)
@@ -352,6 +402,16 @@ def test_the_choice_is_for_the_draft_model_and_logged(caplog):
     assert (config.topk, config.num_draft_tokens) == (1, N)  # a branch is a row: no trees
     assert config.max_bs == 8 * 4
     assert backend.decode_attention_backend_str == "attn_core"
+
+
+def test_branches_are_rows_where_nothing_verifies_trees(monkeypatch):
+    def only_rows(run, tree=None):
+        if tree is not None:
+            raise NoBackendError("no trees here", None)
+        return AttnCoreBackend(run)
+
+    monkeypatch.setattr(draft_trees, "AttnCoreBackend", only_rows)
+    assert type(decode_backend(drafting(4), 4, 3)) is ROWS
 
 
 def test_steps_share_a_choice_and_no_plan():

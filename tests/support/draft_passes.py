@@ -83,7 +83,7 @@ def draft_error(backend, run, made, module, *, window=None, plan=None, seed=0):
     (plan or backend.init_forward_metadata)(batch)
     worst = 0.0
     for step, part in enumerate(backend.attn_backends):
-        planned = part._pass[0].num_tokens  # a graph's padding included
+        planned = len(part._pass[0].views["full"].out_cache_loc)  # a graph's padding included
         q = torch.randn(planned, heads, d, generator=generator)
         k, v = torch.randn(2, planned, kv, d, generator=generator)
         v = k[..., : module.v_head_dim] if latent else v

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attn_core import ForwardMode, UnsupportedError
-from attn_core.integrations.sglang import page_tables
+from attn_core.integrations.sglang import page_tables, tree_tables
 from attn_core.integrations.sglang.page_tables import Branches, fill_branches, fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
 from attn_core.integrations.sglang.server import (
@@ -17,6 +17,7 @@ from attn_core.integrations.sglang.server import (
     speculation,
     verifies,
 )
+from attn_core.integrations.sglang.tree_tables import TreeTables, fill_trees
 
 CONTEXT = 300
 
@@ -112,6 +113,51 @@ def test_branches_hold_the_tokens_of_their_request_and_their_own_drafts(run, map
         used = -(-(prefix + steps) // page)
         assert not branches.page_table[b, used:].any()  # a valid page: the dummy
     assert not whole.slots[:, 3 * topk :].any()
+
+
+def launch_trees(req_to_token, rows, lengths, trees, slot_map):
+    """Run the GPU's kernel in the interpreter."""
+    block, table, drafts = 16, trees.page_table, trees.topk * trees.lengths.shape[0]
+    tree_tables._kernel()[(table.shape[0], -(-table.shape[1] // block))](
+        req_to_token, rows, lengths, req_to_token if slot_map is None else slot_map, table,
+        trees.lengths, trees.slots, trees.positions, table.shape[1], req_to_token.stride(0),
+        table.stride(0), trees.lengths.stride(0), trees.slots.stride(0), trees.positions.stride(0),
+        TOPK=trees.topk, STEPS=trees.lengths.shape[0], DRAFTS=1 << (drafts - 1).bit_length(),
+        MAPPED=slot_map is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [fill_trees, launch_trees])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("topk", "steps"), [(2, 1), (4, 2), (4, 3), (3, 4)])
+def test_trees_hold_the_tokens_of_their_request_and_the_drafts_of_all_steps(
+    run, mapped, topk, steps
+):
+    table = token_table(5, 1)
+    slot_map = torch.randperm(6000) if mapped else None
+    prefixes, own = [1, 15, 200 - 8 * topk], [3, 0, 4]
+    rows, lengths = torch.tensor(own), torch.tensor(prefixes)
+    whole = TreeTables.create(4, CONTEXT, steps, topk, torch.device("cpu"))
+    run(table, rows, lengths, whole.first(3), slot_map)
+
+    def slot(row, column):
+        found = table[row, column].long()
+        return found if slot_map is None else slot_map[found]
+
+    for b, (row, prefix) in enumerate(zip(own, prefixes, strict=True)):
+        expected = [int(slot(row, column)) for column in range(prefix)]
+        for step in range(steps):
+            drafts = [int(slot(row, prefix + x * (steps + 1) + step)) for x in range(topk)]
+            assert whole.slots[step, b * topk : (b + 1) * topk].tolist() == drafts
+            expected += drafts
+            assert whole.lengths[step, b] == len(expected)
+            n = topk * (step + 1)
+            levels = [prefix + i // topk for i in range(n)]
+            assert whole.positions[step, b * n : (b + 1) * n].tolist() == levels
+        assert whole.page_table[b, : len(expected)].tolist() == expected
+        assert not whole.page_table[b, len(expected) :].any()  # a valid page: the dummy
+    assert not whole.slots[:, 3 * topk :].any()
+    assert not whole.page_table[3].any()
 
 
 @pytest.mark.parametrize("run", [fill_page_table, launch])

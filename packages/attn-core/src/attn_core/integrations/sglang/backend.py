@@ -52,13 +52,15 @@ class AttnCoreBackend(AttentionBackend):
     runner: SGLang's ModelRunner with its model loaded and its pools created. Raises
     UnsupportedError for what is not served and NoBackendError where nothing fits, before the
     engine takes a request.
+    tree: (topk, tokens) of the trees that a draft model's decode steps attend as; None: its
+    branches are rows.
     """
 
     # models ask for these; SGLang sets them on a target's backend alone
     prefill_attention_backend_str = NAME
     decode_attention_backend_str = NAME
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, tree: tuple[int, int] | None = None) -> None:
         super().__init__()
         args = runner.server_args
         check_version(args)
@@ -73,7 +75,7 @@ class AttnCoreBackend(AttentionBackend):
         )
         topk, drafts = draft_shape(args)
         rows = runner.req_to_token_pool.size
-        if self.is_draft_model:  # it verifies no tree: a branch is a row of its own
+        if self.is_draft_model and tree is None:  # a branch is a row of its own
             rows, topk = rows * topk, 1
         self.layers, self._unfolded = layers_of(runner.model, self.pool)
         kind: Kind = "mla" if self.pool.is_latent else "mha"
@@ -82,7 +84,7 @@ class AttnCoreBackend(AttentionBackend):
             dtype=KV_DTYPE[runner.dtype],
             kv_cache_dtype=self.pool.kv_cache_dtype,
             page_size=self.pool.page_size,
-            speculation=speculation(args, topk),
+            speculation=speculation(args, topk, None if tree is None else tree[1]),
             deterministic=bool(args.enable_deterministic_inference),
             graphs=captures(args, self.pool.device.type),
         )

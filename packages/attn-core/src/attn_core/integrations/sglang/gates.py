@@ -104,10 +104,9 @@ def _draft_decode(function: Callable[..., Any], factory: Any) -> Any:
     steps = factory.speculative_num_steps
     if steps <= 1 or not drafts(factory.server_args, "decode"):
         return function(factory)
-    from attn_core.integrations.sglang.backend import create
-    from attn_core.integrations.sglang.drafts import DraftDecodeBackend
+    from attn_core.integrations.sglang.draft_trees import decode_backend
 
-    return DraftDecodeBackend(create(factory.draft_model_runner), factory.topk, steps - 1)
+    return decode_backend(factory.draft_model_runner, factory.topk, steps - 1)
 
 
 def _draft_extend(function: Callable[..., Any], factory: Any) -> Any:

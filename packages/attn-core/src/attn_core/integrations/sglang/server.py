@@ -107,12 +107,13 @@ def _graphs(args: Any, phase: str) -> str:
     return str(getattr(config, "backend", "") or "")
 
 
-def speculation(args: Any, topk: int) -> Speculation | None:
+def speculation(args: Any, topk: int, tokens: int | None = None) -> Speculation | None:
     """Return what select() must know of the server's speculation.
 
-    topk: that of the trees that the model verifies; 1 for a draft model.
+    topk: that of the trees that the model attends to; 1 for a draft model whose branches are rows.
+    tokens: of such a tree, by default those that the server verifies.
     """
-    drafts = draft_shape(args)[1]
+    drafts = tokens or draft_shape(args)[1]
     if not drafts:
         return None
     return Speculation(topk=topk, num_draft_tokens=drafts, mode=args.speculative_attention_mode)

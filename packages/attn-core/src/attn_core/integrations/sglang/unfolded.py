@@ -68,7 +68,8 @@ def attend(
         out=out,
         return_lse=lse,
     )
-    return result[1] if isinstance(result, tuple) else None
+    # SGLang's merge of chunks takes contiguous ones; fa3 lays out heads first
+    return result[1].contiguous() if isinstance(result, tuple) else None
 
 
 def padded(lse: Tensor, tokens: int) -> Tensor:
