@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.engines.configurations import OURS, Case
-from benchmarks.results import FOLDER, slug
+from benchmarks.results import slug
 
 LIBRARIES = ("sglang", "torch", "triton", "sglang-kernel", "flashinfer-python", "attn-core")
 Row = dict[str, Any]  # backend, case, round, date, versions, and ms with spread_ms, or error
 
 
-def default_path(device: str, configuration: str) -> pathlib.Path:
-    """Return results/sglang.<device>.<configuration>.json."""
-    return FOLDER / f"sglang.{slug(device)}.{configuration}.json"
+def file_name(device: str, configuration: str) -> str:
+    """Return sglang.<device>.<configuration>.json."""
+    return f"sglang.{slug(device)}.{configuration}.json"
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:

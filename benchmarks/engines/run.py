@@ -1,6 +1,6 @@
 """Time every backend of a configuration, one process after the other.
 
-Run: `python -m benchmarks.engines.run CONFIGURATION [--backends attn_core fa3] [--seconds 600]`.
+Run: `python -m benchmarks.engines.run CONFIGURATION … [--backends attn_core fa3] [--seconds 600]`.
 Ours and the best built-in backend run again in each further round, in alternating order. The name
 "attn_core:triton" is ours with triton for decode and verification instead of its own choice. A
 process that hangs is killed. What fails is recorded with its last error instead of a time.
@@ -9,8 +9,11 @@ process that hangs is killed. What fails is recorded with its last error instead
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import datetime
+import functools
+import json
 import os
 import pathlib
 import re
@@ -18,10 +21,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from benchmarks.engines import record, table
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS
+from benchmarks.results import FOLDER
 
 ONCE = "triton"  # a built-in backend that is the best nowhere here
 LOGS = pathlib.Path("build") / "engines"
@@ -60,23 +65,45 @@ def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
     return max(found, key=found.count, default=None)
 
 
-def run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> int | None:
-    """Run a command in a process group of its own: its exit code, None where it was stopped.
+class Spare:
+    """A process that has imported the engine already; it waits for its arguments.
 
-    limit_s: seconds before it and all its children are killed.
+    Imports take a third of a short process. The next one does them while the last one runs.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, process_group=0)
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
+
+    def run(self, arguments: Sequence[str], log: pathlib.Path, limit_s: float) -> int | None:
+        """Run a process: its exit code, None where it was stopped after limit_s seconds.
+
+        log: what it prints. Its children end with it: schedulers outlive a crash.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+        process, self._process = self._process, self._started()
+        said = json.dumps({"arguments": list(arguments), "log": str(log)})
         try:
-            code: int | None = process.wait(timeout=limit_s)
+            process.communicate(said.encode() + b"\n", timeout=limit_s)
+            return process.returncode
         except subprocess.TimeoutExpired:
-            code = None
+            return None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # schedulers outlive a crash
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return code
+            _kill(process)
+
+    def stop(self) -> None:
+        """End the process that waits."""
+        _kill(self._process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def last_error(text: str) -> str:
@@ -87,62 +114,85 @@ def last_error(text: str) -> str:
     return (causes or errors or printed or ["it printed nothing"])[-1][:LINE]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What holds for all processes. end: of the monotonic clock; limit_s: of one process."""
+
+    end: float
+    limit_s: float
+    again: bool
+    logs: pathlib.Path
+    versions: Mapping[str, str | None]
+
+
+def time_one(
+    name: str, backend: str, number: int, path: pathlib.Path, spare: Spare, settings: Settings
+) -> str:
+    """Time what is missing of one round of a backend, and return what happened."""
+    cases, versions = CONFIGURATIONS[name].cases, settings.versions
+    if number > 1 and not record.is_timed(record.load(path), backend):
+        return "failed in the first round"
+    known = {} if settings.again else record.load(path)
+    if not record.missing(known, cases, backend, number, versions):
+        return "recorded (--again repeats it)"
+    began = time.monotonic()
+    left_s = settings.end - began
+    if left_s <= 0:
+        return "not started, no seconds left"
+    if settings.again:
+        record.drop(path, backend, number)
+    log = settings.logs / f"{name}.{backend.replace('/', '+')}.{number}.log"
+    arguments = [name, backend, "--round", str(number), "--out", str(path)]
+    code = spare.run(arguments, log, min(settings.limit_s, left_s))
+    if code is None and left_s < settings.limit_s:
+        return "stopped, no seconds left"
+    # SGLang exits with 0 where its scheduler died, so that the exit code says nothing
+    untimed = record.missing(record.load(path), cases, backend, number, versions)
+    error = last_error(log.read_text(errors="replace")) if untimed else ""
+    if code is None:
+        error = f"killed after {settings.limit_s:.0f} s: {error}"
+    for case in untimed:
+        row = {
+            "backend": backend,
+            "case": case.name,
+            "round": number,
+            "error": error,
+            "date": datetime.date.today().isoformat(),
+            "versions": versions,
+        }
+        record.merge(path, row, configuration=name)
+    return f"{time.monotonic() - began:.0f} s {error}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("configuration", choices=CONFIGURATIONS)
+    parser.add_argument("configurations", nargs="+", choices=CONFIGURATIONS)
     parser.add_argument("--backends", nargs="+", help="default: ours and those of the engine")
     parser.add_argument("--rounds", type=int, default=2, help="processes of ours and of the best")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all processes")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one process")
     parser.add_argument("--again", action="store_true", help="time what is recorded, too")
-    parser.add_argument("--out", type=pathlib.Path, help="default: a file in benchmarks/results")
+    parser.add_argument("--results", type=pathlib.Path, default=FOLDER, help="folder of records")
     parser.add_argument("--logs", type=pathlib.Path, default=LOGS)
     args = parser.parse_args()
-    name, start = args.configuration, time.monotonic()
-    configuration = CONFIGURATIONS[name]
-    path = args.out or record.default_path(device(), name)
-    versions = record.installed()
-    backends = args.backends or [OURS, *configuration.peers]
-    for backend, number in processes(backends, args.rounds, lambda: best_of_most(path, name)):
-        if number > 1 and not record.is_timed(record.load(path), backend):
-            continue  # it failed in the first round
-        known = {} if args.again else record.load(path)
-        if not record.missing(known, configuration.cases, backend, number, versions):
-            print(f"{name} {backend} round {number}: recorded (--again repeats it)", flush=True)
-            continue
-        left_s = args.seconds - (time.monotonic() - start)
-        if left_s <= 0:
-            print(f"{name} {backend} round {number}: not started, no seconds left", flush=True)
-            continue
-        log = args.logs / f"{name}.{backend}.{number}.log"
-        module = "benchmarks.engines.sglang_steps"
-        command = [sys.executable, "-m", module, name, backend, "--round", str(number)]
-        command += ["--out", str(path)]
-        if args.again:
-            record.drop(path, backend, number)
-        began = time.monotonic()
-        code = run(command, log, min(args.limit, left_s))
-        took_s = time.monotonic() - began
-        if code is None and left_s < args.limit:
-            print(f"{name} {backend} round {number}: stopped, no seconds left", flush=True)
-            continue
-        # SGLang exits with 0 where its scheduler died, so that the exit code says nothing
-        untimed = record.missing(record.load(path), configuration.cases, backend, number, versions)
-        error = last_error(log.read_text(errors="replace")) if untimed else ""
-        if code is None:
-            error = f"killed after {args.limit:.0f} s: {error}"
-        print(f"{name} {backend} round {number}: {took_s:.0f} s {error}", flush=True)
-        for case in untimed:
-            row = {
-                "backend": backend,
-                "case": case.name,
-                "round": number,
-                "error": error,
-                "date": datetime.date.today().isoformat(),
-                "versions": versions,
-            }
-            record.merge(path, row, configuration=name)
-    print(table.section(record.load(path)), end="")
+    settings = Settings(
+        end=time.monotonic() + args.seconds,
+        limit_s=args.limit,
+        again=args.again,
+        logs=args.logs,
+        versions=record.installed(),
+    )
+    gpu = device()
+    spare = Spare([sys.executable, "-m", "benchmarks.engines.sglang_steps", "--later"])
+    atexit.register(spare.stop)
+    for name in args.configurations:
+        path = args.results / record.file_name(gpu, name)
+        backends = args.backends or [OURS, *CONFIGURATIONS[name].peers]
+        best = functools.partial(best_of_most, path, name)
+        for backend, number in processes(backends, args.rounds, best):
+            said = time_one(name, backend, number, path, spare, settings)
+            print(f"{name} {backend} round {number}: {said}", flush=True)
+        print(table.section(record.load(path)), end="", flush=True)
     return 0
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import pathlib
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -129,6 +131,16 @@ def calls(engine: Any, speculative: bool) -> tuple[Generate, Callable[[], None]]
     return generate, flush
 
 
+def later() -> list[str]:
+    """Import the engine, then wait for a line with the arguments and the file to print to."""
+    importlib.import_module("sglang")
+    said = json.loads(sys.stdin.readline())
+    log = os.open(said["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    return list(said["arguments"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configuration", choices=CONFIGURATIONS)
@@ -136,7 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--round", type=int, default=1, help="number of this process")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    args = parser.parse_args()
+    args = parser.parse_args(later() if sys.argv[1:] == ["--later"] else None)
     configuration = CONFIGURATIONS[args.configuration]
     versions = record.installed()
     known = record.load(args.out)

@@ -1,6 +1,7 @@
 """Records of engine runs: merged by case, resumed, and turned into a table and a plot."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -159,15 +160,36 @@ RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
     assert run.last_error("") == "it printed nothing"
 
 
+WAITING = """
+import json, os, subprocess, sys, time
+said = json.loads(sys.stdin.readline())
+os.dup2(os.open(said["log"], os.O_WRONLY | os.O_APPEND), 1)
+if said["arguments"] == ["hang"]:
+    subprocess.run([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(611)"])
+sys.exit(int(said["arguments"][0]))
+"""
+
+
 def test_a_process_that_hangs_is_killed_with_its_children(tmp_path):
-    child = "import time; print('up', flush=True); time.sleep(600)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    spare = run.Spare([sys.executable, "-c", WAITING])
     log = tmp_path / "logs" / "log"
-    assert run.run([sys.executable, "-c", code], log, limit_s=3.0) is None
+    assert spare.run(["hang"], log, limit_s=3.0) is None
     assert "up" in log.read_text()
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert child not in left
-    assert run.run([sys.executable, "-c", "raise SystemExit(3)"], log, limit_s=60.0) == 3
+    assert "time.sleep(611)')" not in left
+    assert spare.run(["3"], log, limit_s=60.0) == 3
+    spare.stop()
+    assert spare._process.poll() is not None
+
+
+def test_a_process_waits_for_its_arguments_after_its_imports(tmp_path, monkeypatch):
+    (tmp_path / "sglang.py").write_text("")
+    log = tmp_path / "log"
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    spare = run.Spare([sys.executable, "-m", "benchmarks.engines.sglang_steps", "--later"])
+    assert spare.run(["nothing", "fa3", "--out", "x"], log, limit_s=60.0) == 2
+    spare.stop()
+    assert "invalid choice: 'nothing'" in log.read_text()
 
 
 def test_the_table_shows_times_the_speed_up_and_what_failed(eagle):
