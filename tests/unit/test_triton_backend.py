@@ -171,10 +171,10 @@ def test_plans_of_any_batch_are_aligned_alike(size, on_hopper, monkeypatch):
 def test_a_large_unit_is_enough_for_a_program():
     batch, _ = Server((300, 1)).batch(M.DECODE)
     [schedule] = make_backend().init_forward_metadata(batch).values()
-    plan = schedule.split
-    launch = replace(plan.launch, min_blocks=2)  # blocks
-    assert replace(plan, launch=launch, blocks_per_unit=1).min_units == 2
-    assert replace(plan, launch=launch, blocks_per_unit=4).min_units == 1
+    cuts = schedule.split.cuts
+    launch = replace(cuts.launch, min_blocks=2)  # blocks
+    assert replace(cuts, launch=launch, blocks_per_unit=1).min_units == 2
+    assert replace(cuts, launch=launch, blocks_per_unit=4).min_units == 1
 
 
 def test_a_request_without_keys_gets_zeros():

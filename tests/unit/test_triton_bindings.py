@@ -10,7 +10,8 @@ from attn_core.testing.inputs import mapped
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.kernel import Bindings, Choice
+from attn_core.backends.triton.bindings import Bindings
+from attn_core.backends.triton.kernel import Choice
 from attn_core.backends.triton.portable.launch import PortableDecode
 from triton_server import M, Server, make_backend, make_layer, same
 
