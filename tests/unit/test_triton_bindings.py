@@ -70,6 +70,24 @@ def test_a_replaced_pool_is_noticed(bound):
     assert same(attend(backend, server, layer, old), first), "and back again"
 
 
+def test_a_pool_that_moved_is_noticed(bound):
+    """The same tensors at another address, where launches that were bound do not read."""
+    server, layer = Server((40, 1), (7, 1)), make_layer()
+    layer = replace(layer, sinks=torch.zeros(layer.num_q_heads, device=server.q.device))
+    cache, backend = written(server, layer), make_backend(layer)
+    first = attend(backend, server, layer, cache)
+    bound.clear()
+    for tensor in (cache.k, cache.v, layer.sinks):
+        old = tensor.clone()
+        tensor.set_(tensor.clone())
+        assert same(attend(backend, server, layer, cache), first)
+        tensor.set_(old + 1)
+        assert not same(attend(backend, server, layer, cache), first)
+        tensor.set_(old)
+        assert same(attend(backend, server, layer, cache), first)
+    assert bound == [cache] * 9
+
+
 def test_another_layer_of_the_same_number_is_noticed():
     server, layer = Server((40, 1), (7, 1)), make_layer()
     cache, backend = written(server, layer), make_backend(layer)

@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -264,6 +265,10 @@ def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
     assert alike(flat) != alike(flat[1:])
     assert alike(flat) != alike(flat.view(torch.float16))
     assert alike(flat[1:], flat.data_ptr()) == alike(flat), "the address that is given counts"
+    host, device = (
+        SimpleNamespace(dtype=flat.dtype, data_ptr=flat.data_ptr, is_cuda=x) for x in (False, True)
+    )
+    assert alike(host) != alike(device), "Triton refuses tensors of the host when it compiles"
     # AMD's compiler takes offsets of 32 bits where a whole storage is that small
     large = torch.empty(1 << 30, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(module, "_ON_AMD", True)
