@@ -138,8 +138,8 @@ def maps(monkeypatch):
     """Collect the tensor maps that are encoded, on a Triton 3.6."""
     encoded = []
 
-    def make(descriptor, form):
-        encoded.append((descriptor, form))
+    def make(descriptor, metadata):
+        encoded.append((descriptor, metadata))
         return [f"map {len(encoded)}", 1, 2]
 
     driver = pytest.importorskip("triton.backends.nvidia.driver")

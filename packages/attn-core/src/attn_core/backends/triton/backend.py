@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.bindings import Bindings
+from attn_core.backends.triton.bindings import first_binding
 from attn_core.backends.triton.kernel import Call, Pass
 from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
@@ -41,7 +41,6 @@ class Triton(AttentionBackend):
             refuse_window(config.name, layer)
         self._groups = {layer.group for layer in config.layers}
         self._scheduler = Scheduler(config)
-        self._bindings = Bindings()
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
         empty = torch.empty(0, 0, dtype=torch.float32, device=config.device)
         self._unread_lse = (0, 0), empty
@@ -109,10 +108,10 @@ class Triton(AttentionBackend):
             call = Call(q, layer, cache, inputs, out, lse)
             split, tiles = schedule.split, schedule.tiles
             if split is not None:
-                decode, kept = self._bindings.first(split.choices, layer, cache, q.dtype)
+                decode, kept = first_binding(split.cuts.choices, layer, cache, q.dtype)
                 decode.kernel.launch(call, kept, decode.launch, split)
             if tiles is not None:
-                prefill, kept = self._bindings.first(tiles.choices, layer, cache, q.dtype)
+                prefill, kept = first_binding(tiles.choices, layer, cache, q.dtype)
                 prefill.kernel.launch(call, kept, prefill.launch, tiles)
         return (out, lse) if return_lse else out
 
@@ -142,7 +141,7 @@ class Triton(AttentionBackend):
             group = LayerGroup.of(layer, causal=causal)
             inputs, tiles = self._scheduler.plan_ragged(group, q, *starts, max_k)
             call = Call(q, layer, tokens, inputs, out, lse)
-            choice, kept = Bindings().first(tiles.choices, layer, tokens, q.dtype)
+            choice, kept = first_binding(tiles.choices, layer, tokens, q.dtype)
             choice.kernel.launch(call, kept, choice.launch, tiles)
         return (out, lse) if return_lse else out
 

@@ -1,11 +1,9 @@
-"""What kernels keep of layers and their caches, as long as these are the same."""
+"""What kernels keep of layers and their caches: strides, stores, descriptors and launchers."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,68 +13,36 @@ from attn_core.ops.triton.launcher import Pointers, moved, pointers
 from attn_core.runtime.layer import AttentionLayer
 
 
-@dataclass(frozen=True, eq=False)
-class _Binding:
+class _Binding(NamedTuple):
     layer: AttentionLayer
-    cache: weakref.ref[LayerCache]
-    dtype: torch.dtype
     pointers: Pointers
     kept: Any | None
 
 
-class Bindings:
-    """What kernels keep of layers and their caches: strides, stores and descriptors.
+def first_binding(
+    choices: Sequence[Choice[PartT]],
+    layer: AttentionLayer,
+    cache: LayerCache,
+    dtype: torch.dtype,
+) -> tuple[Choice[PartT], Any]:
+    """Return the first choice whose kernel can read this cache, and what it keeps.
 
-    It is computed once for a layer and a cache, and again when one of them is another object, one
-    of their tensors lies at another address, or the queries are of another dtype. A cache that is
-    no longer used elsewhere is not kept alive.
+    That is computed once for a layer, its cache and the dtype of the queries, and again for another
+    layer of this number and when one of their tensors lies at another address. It goes when the
+    cache goes.
     """
+    for choice in choices:
+        key = (choice.kernel, layer.layer_id, dtype)
+        binding = cache.launchers.get(key)
+        if binding is None or binding.layer is not layer or moved(binding.pointers):
+            binding = cache.launchers[key] = _bind(choice.kernel, layer, cache, dtype)
+        if binding.kept is not None:
+            return choice, binding.kept
+    raise AssertionError("the last kernel of a table takes every cache")
 
-    def __init__(self) -> None:
-        self._bindings: dict[tuple[int, Kernel[Any]], _Binding] = {}
 
-    def first(
-        self,
-        choices: Sequence[Choice[PartT]],
-        layer: AttentionLayer,
-        cache: LayerCache,
-        dtype: torch.dtype,
-    ) -> tuple[Choice[PartT], Any]:
-        """Return the first choice whose kernel can read this cache, and what it keeps.
-
-        dtype: of the queries.
-        """
-        for choice in choices:
-            key = (layer.layer_id, choice.kernel)
-            binding = self._bindings.get(key)
-            if (
-                binding is None
-                or binding.layer is not layer
-                or binding.cache() is not cache
-                or binding.dtype is not dtype
-                or moved(binding.pointers)
-            ):
-                binding = self._bind(key, layer, cache, dtype)
-            if binding.kept is not None:
-                return choice, binding.kept
-        raise AssertionError("the last kernel of a table takes every cache")
-
-    def _bind(
-        self,
-        key: tuple[int, Kernel[Any]],
-        layer: AttentionLayer,
-        cache: LayerCache,
-        dtype: torch.dtype,
-    ) -> _Binding:
-        bindings = self._bindings
-
-        def forget(dead: weakref.ref[LayerCache]) -> None:
-            binding = bindings.get(key)
-            if binding is not None and binding.cache is dead:
-                del bindings[key]
-
-        kept = key[1].bind(layer, cache, dtype)
-        tensors = (cache.k, cache.v, *(cache.block_scales or ()), layer.sinks)
-        binding = _Binding(layer, weakref.ref(cache, forget), dtype, pointers(*tensors), kept)
-        bindings[key] = binding
-        return binding
+def _bind(
+    kernel: Kernel[PartT], layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
+) -> _Binding:
+    tensors = (cache.k, cache.v, *(cache.block_scales or ()), layer.sinks)
+    return _Binding(layer, pointers(*tensors), kernel.bind(layer, cache, dtype))

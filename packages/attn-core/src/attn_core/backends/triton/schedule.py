@@ -80,11 +80,6 @@ class SplitKV:
         return numbered((self.cuts.key, *map(alike, tensors)))
 
     @property
-    def choices(self) -> tuple[Choice[SplitKV], ...]:
-        """Its kernels, the best first."""
-        return self.cuts.choices
-
-    @property
     def partials(self) -> Partials:
         """The scratch as kernels take it."""
         return Partials(self.partial_out, self.partial_lse)

@@ -146,16 +146,24 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     writer = cache.launchers.get(key)
     if writer is None or moved(writer.pointers):
         writer = cache.launchers[key] = _Writer(cache, k, v, slots)
-    writer.write(cache, k, v, slots)
+    count = slots.shape[0]
+    # the kernel reads and writes by these numbers alone
+    if k.shape != (count, *writer.k_heads) or (
+        v is not None and v.shape != (count, *writer.v_heads)
+    ):
+        raise _misfit(cache, k, v, slots)
+    writer.write(k, other, slots, count)
 
 
 class _Writer:
     """Writes new K and V of one dtype, with these strides, into one cache.
 
-    pointers: where its tensors lie.
+    pointers: where its tensors lie. k_heads, v_heads: heads and the head dim.
     """
 
     def __init__(self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+        if (v is None) != (cache.v is None):
+            raise _misfit(cache, k, v, slots)
         k_blocks, v_blocks = cache.block_scales or (None, None)
         tensors = [cache.k, cache.k if cache.v is None else cache.v]
         blocks = [x if y is None else y for x, y in zip(tensors, (k_blocks, v_blocks), strict=True)]
@@ -164,33 +172,26 @@ class _Writer:
         self.pointers = pointers(*(x for x in held if isinstance(x, Tensor)))
         pools = [_bytes(x) for x in (*tensors, *blocks)]
         token, head = (2, 1) if cache.layout == "HND" else (1, 2)
-        self._heads, self._dim, self._v_dim = _heads(cache)
-        if (v is None) != (cache.v is None):
-            raise _misfit(cache, k, v, slots)
-        widest, other = max(self._dim, self._v_dim), k if v is None else v
+        heads, dim, v_dim = _heads(cache)
+        self.k_heads, self.v_heads = (heads, dim), (heads, v_dim)
+        widest, other = max(dim, v_dim), k if v is None else v
         columns = min(_COLUMNS, triton.next_power_of_2(max(widest, 16)))
         self._rows = _TILE // columns
-        self._grid = (-(-widest // columns), 1 if v is None else 2)
+        self._columns, self._sides = -(-widest // columns), 1 if v is None else 2
         self._launcher = Launcher(
             _write,
             *(*pools, *scales, slots.stride(0), *k.stride(), *other.stride()),
             *(x.stride(axis) for x in pools for axis in (0, token, head)),
-            *(self._heads, self._dim, self._v_dim, cache.page_size),
+            *(heads, dim, v_dim, cache.page_size),
             *(_FORMATS.get(cache.k.dtype, 0), self._rows, columns),
             *(isinstance(scale, Tensor) for scale in scales),
         )
 
-    def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-        """Write one token for each slot. Raises UsageError for shapes that do not fit."""
-        count, heads = slots.shape[0], self._heads
-        # the kernel reads and writes by these numbers alone
-        if k.shape != (count, heads, self._dim) or (
-            v is not None and v.shape != (count, heads, self._v_dim)
-        ):
-            raise _misfit(cache, k, v, slots)
-        rows = count * heads
-        grid = (-(-rows // self._rows), *self._grid)
-        self._launcher(grid, k, k if v is None else v, slots, rows)
+    def write(self, k: Tensor, v: Tensor, slots: Tensor, count: int) -> None:
+        """Write `count` tokens; v: k again where the cache stores no values."""
+        rows = count * self.k_heads[0]
+        grid = (-(-rows // self._rows), self._columns, self._sides)
+        self._launcher(grid, k, v, slots, rows)
 
 
 def _heads(cache: LayerCache) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ They take most of the host's time of a launch. benchmarks/results/overhead.*.jso
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -72,14 +73,12 @@ class Launcher:
         if direct is None or _hooked():
             self._launch(grid, args)
             return
-        run, head, last, maps = direct
+        run, head, last, maps, device, stream = direct
         if isinstance(args[0], Arguments):
             args = (*args[0].addresses, *args[1].addresses)
         if maps:
             args = _encoded(args, maps)
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        run(*grid, stream, *head, *args, *last)
+        run(*grid, stream(device()), *head, *args, *last)
 
     def by_triton(self, grid: Grid, *args: Any) -> Any:
         """Launch it as plain Triton does, and return what that returns."""
@@ -173,22 +172,24 @@ def _addresses(values: Sequence[Any]) -> tuple[Any, ...]:
 class _Direct(NamedTuple):
     """The C function below an NVIDIA launcher of Triton 3.6, with what all its calls are given.
 
-    run: takes grid, stream, head, first and last arguments. maps: the forms of the tensor maps
-    among the first arguments, by their positions.
+    run: takes grid, stream, head, first and last arguments.
+    maps: what encodes the descriptors among the first arguments, by their positions.
+    device: returns the current device. stream: returns the current stream of a device.
     """
 
     run: Callable[..., object]
     head: tuple[Any, ...]
     last: tuple[Any, ...]
-    maps: dict[int, Any]
+    maps: dict[int, Callable[[Any], list[Any]]]
+    device: Callable[[], int]
+    stream: Callable[[int], int]
 
 
-def _encoded(args: Sequence[Any], forms: dict[int, Any]) -> tuple[Any, ...]:
-    """Return arguments with encoded maps in place of the descriptors at the positions of forms."""
-    make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+def _encoded(args: Sequence[Any], maps: dict[int, Callable[[Any], list[Any]]]) -> tuple[Any, ...]:
+    """Return arguments with tensor maps in place of their descriptors."""
     encoded: list[Any] = []
     for i, arg in enumerate(args):
-        encoded += make_map(arg, forms[i]) if i in forms else (arg,)
+        encoded += maps[i](arg) if i in maps else (arg,)
     return tuple(encoded)
 
 
@@ -201,17 +202,24 @@ def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direc
     sizes = (getattr(launcher, f"{x}_scratch_size", None) for x in ("global", "profile"))
     if triton.__version__[:4] != "3.6." or any(size != 0 for size in sizes):
         return None
-    run, forms = launcher.launch, {}
+    run, maps = launcher.launch, {}
     cells = getattr(run, "__closure__", None) or ()
     inside = dict(zip(run.__code__.co_freevars, cells, strict=True)) if cells else {}
     if "tensordesc_indices" in inside:  # of the closure that encodes maps
         run = inside["launcher"].cell_contents
+        make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
         indices = sorted(inside["tensordesc_indices"].cell_contents)
-        forms = dict(zip(indices, inside["tensordesc_meta"].cell_contents, strict=True))
+        forms = inside["tensordesc_meta"].cell_contents
+        maps = {
+            i: functools.partial(make_map, metadata=form)
+            for i, form in zip(indices, forms, strict=True)
+        }
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
     return _Direct(
         run,
         (compiled.function, *flags, compiled.packed_metadata, None, None, None),
-        _encoded(_addresses(last), {i - count: x for i, x in forms.items() if i >= count}),
-        {i: x for i, x in forms.items() if i < count},
+        _encoded(_addresses(last), {i - count: x for i, x in maps.items() if i >= count}),
+        {i: x for i, x in maps.items() if i < count},
+        driver.active.get_current_device,
+        driver.active.get_current_stream,
     )
