@@ -244,6 +244,20 @@ def test_a_tensor_that_moved_is_noticed():
     assert moved(where)
 
 
+def test_the_device_and_the_stream_are_those_of_each_launch(maps, monkeypatch):
+    current, asked = [0], []
+    cuda = type("Cuda", (), {})()
+    cuda.get_current_device = torch.cuda.current_device
+    cuda.get_current_stream = lambda device: asked.append(device) or 1000 + device
+    monkeypatch.setattr(module.driver, "_active", cuda, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    launch, _, calls = launched_once(first=("q",))
+    for current[0] in (0, 3):
+        launch(GRID, "q")
+    assert [args[3] for args in calls] == [1000, 1003]
+    assert asked == [0, 3]
+
+
 def test_scratch_and_other_tritons_take_the_public_way(maps, monkeypatch):
     compiled = Compiled()
     compiled._run, _ = c_launcher(())

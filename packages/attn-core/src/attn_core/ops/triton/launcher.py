@@ -193,6 +193,14 @@ def _encoded(args: Sequence[Any], maps: dict[int, Callable[[Any], list[Any]]]) -
     return tuple(encoded)
 
 
+def _current_device() -> Callable[[], int]:
+    """Return what tells the current device of the driver, once CUDA is initialised."""
+    ask: Callable[[], int] = driver.active.get_current_device
+    if ask is torch.cuda.current_device:  # asks each time whether CUDA is initialised
+        ask = getattr(torch._C, "_cuda_getDevice", ask)
+    return ask
+
+
 def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direct | None:
     """Return how the C function is called; None on another Triton.
 
@@ -220,6 +228,6 @@ def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direc
         (compiled.function, *flags, compiled.packed_metadata, None, None, None),
         _encoded(_addresses(last), {i - count: x for i, x in maps.items() if i >= count}),
         {i: x for i, x in maps.items() if i < count},
-        driver.active.get_current_device,
+        _current_device(),
         driver.active.get_current_stream,
     )
