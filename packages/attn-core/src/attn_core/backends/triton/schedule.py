@@ -40,6 +40,7 @@ class Cuts:
     blocks_per_unit: int  # blocks of keys that no two programs share
     overlap: bool  # the merge is launched before the partials are complete
     merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
+    planners: dict[Hashable, Launcher] = field(default_factory=dict, init=False)  # of plan_splits
 
     @cached_property
     def key(self) -> int:
@@ -57,7 +58,7 @@ class Cuts:
         return max(1, self.launch.min_blocks // self.blocks_per_unit)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)  # not frozen: one is made in each pass, and that is faster
 class SplitKV:
     """How the keys of requests with few queries are split among programs (stream-K).
 
@@ -118,7 +119,7 @@ class Tiles:
         return self.choices[0].kernel.takes_order
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Schedule:
     """The work of a pass, equal for all layers of a group.
 
@@ -139,13 +140,17 @@ def fill_split(
     split: SplitKV, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None, *, causal: bool
 ) -> None:
     """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
-    batch, tensors = seq_lens.shape[0], (cu_seqlens_q, seq_lens, split.work_indptr)
-    cuts = split.cuts
-    constants = (
-        *(cuts.launch.block_n, cuts.blocks_per_unit, cuts.max_queries),
-        *(window is not None, causal, min(1024, power_of_two(batch))),
-    )
-    _launcher(plan_splits, constants, tensors)((1, 1, 1), *tensors, batch, window or 0)
+    batch, work_indptr, cuts = seq_lens.shape[0], split.work_indptr, split.cuts
+    key = (alike(cu_seqlens_q), alike(seq_lens), alike(work_indptr), window is None, causal)
+    launcher = cuts.planners.get(key)
+    if launcher is None:
+        launcher = cuts.planners[key] = Launcher(
+            plan_splits,
+            *(cuts.launch.block_n, cuts.blocks_per_unit, cuts.max_queries),
+            *(window is not None, causal, min(1024, power_of_two(batch))),
+            num_warps=4,
+        )
+    launcher((1, 1, 1), cu_seqlens_q, seq_lens, work_indptr, batch, window or 0)
 
 
 def fill_order(
@@ -158,19 +163,14 @@ def fill_order(
     batch, block = tiles.request_order.shape[0], 64
     tensors = (cu_seqlens_q, lengths, tiles.tile_offsets, tiles.request_order)
     constants = (group, TILE_ROWS, tiles.min_queries, paged, block)
-    _launcher(order_requests, constants, tensors)((-(-batch // block), 1, 1), *tensors, batch)
-
-
-def _launcher(kernel: Any, constants: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Launcher:
-    # a kernel's own hash takes long
-    key = (kernel.__name__, constants, tensors[0].device, *map(alike, tensors))
-    launcher = _LAUNCHERS.get(key)
+    key = (constants, cu_seqlens_q.device, *map(alike, tensors))
+    launcher = _ORDERS.get(key)
     if launcher is None:
-        launcher = _LAUNCHERS[key] = Launcher(kernel, *constants, num_warps=4)
-    return launcher
+        launcher = _ORDERS[key] = Launcher(order_requests, *constants, num_warps=4)
+    launcher((-(-batch // block), 1, 1), *tensors, batch)
 
 
-_LAUNCHERS: dict[Hashable, Launcher] = {}
+_ORDERS: dict[Hashable, Launcher] = {}
 
 
 @triton.jit(do_not_specialize=["batch", "window"])
