@@ -168,13 +168,38 @@ def test_plans_of_any_batch_are_aligned_alike(size, on_hopper, monkeypatch):
         assert (order.tile_offsets.shape[0], order.request_order.shape[0]) == (size + 1, size)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_no_length_decides_is_computed_once_for_a_batch_size(deterministic, monkeypatch):
+    chosen, choose = [], scheduler.decode_launch
+    monkeypatch.setattr(
+        scheduler, "decode_launch", lambda *a, **k: chosen.append(a) or choose(*a, **k)
+    )
+    backend = make_backend(deterministic=deterministic)
+
+    def split(*requests, of=backend):
+        batch, _ = Server(*requests).batch(M.DECODE)
+        [schedule] = of.init_forward_metadata(batch).values()
+        return schedule.split
+
+    first, longer = split((40, 1), (7, 1)), split((3000, 1), (9, 1))
+    assert first.cuts is longer.cuts
+    assert len(chosen) == 1
+    assert split((40, 1)).cuts is not first.cuts
+    for requests in ([(40, 1), (7, 1)], [(3000, 1), (9, 1)], [(40, 1)]):
+        old, new = split(*requests), split(*requests, of=make_backend(deterministic=deterministic))
+        assert old.key == new.key
+        assert old.unsplit == new.unsplit
+        assert old.work_indptr.tolist() == new.work_indptr.tolist()
+        assert old.partial_out.shape[0] >= new.partial_out.shape[0]
+
+
 def test_a_large_unit_is_enough_for_a_program():
     batch, _ = Server((300, 1)).batch(M.DECODE)
     [schedule] = make_backend().init_forward_metadata(batch).values()
-    plan = schedule.split
-    launch = replace(plan.launch, min_blocks=2)  # blocks
-    assert replace(plan, launch=launch, blocks_per_unit=1).min_units == 2
-    assert replace(plan, launch=launch, blocks_per_unit=4).min_units == 1
+    cuts = schedule.split.cuts
+    launch = replace(cuts.launch, min_blocks=2)  # blocks
+    assert replace(cuts, launch=launch, blocks_per_unit=1).min_units == 2
+    assert replace(cuts, launch=launch, blocks_per_unit=4).min_units == 1
 
 
 def test_a_request_without_keys_gets_zeros():

@@ -10,7 +10,8 @@ from attn_core.testing.inputs import mapped
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.kernel import Bindings, Choice
+from attn_core.backends.triton.bindings import first_binding
+from attn_core.backends.triton.kernel import Choice
 from attn_core.backends.triton.portable.launch import PortableDecode
 from triton_server import M, Server, make_backend, make_layer, same
 
@@ -69,6 +70,24 @@ def test_a_replaced_pool_is_noticed(bound):
     assert same(attend(backend, server, layer, old), first), "and back again"
 
 
+def test_a_pool_that_moved_is_noticed(bound):
+    """The same tensors at another address, where launches that were bound do not read."""
+    server, layer = Server((40, 1), (7, 1)), make_layer()
+    layer = replace(layer, sinks=torch.zeros(layer.num_q_heads, device=server.q.device))
+    cache, backend = written(server, layer), make_backend(layer)
+    first = attend(backend, server, layer, cache)
+    bound.clear()
+    for tensor in (cache.k, cache.v, layer.sinks):
+        old = tensor.clone()
+        tensor.set_(tensor.clone())
+        assert same(attend(backend, server, layer, cache), first)
+        tensor.set_(old + 1)
+        assert not same(attend(backend, server, layer, cache), first)
+        tensor.set_(old)
+        assert same(attend(backend, server, layer, cache), first)
+    assert bound == [cache] * 9
+
+
 def test_another_layer_of_the_same_number_is_noticed():
     server, layer = Server((40, 1), (7, 1)), make_layer()
     cache, backend = written(server, layer), make_backend(layer)
@@ -81,9 +100,8 @@ def test_another_layer_of_the_same_number_is_noticed():
 def test_a_cache_that_is_dropped_is_not_kept_alive():
     server, layer = Server((40, 1)), make_layer()
     cache = mapped(server.cache(layer), torch.Tensor.clone)
-    store, bindings = weakref.ref(cache.k), Bindings()
-    choice = Choice(PortableDecode(), None)
-    bindings.first([choice], layer, cache, cache.k.dtype)
+    store, choice = weakref.ref(cache.k), Choice(PortableDecode(), None)
+    first_binding([choice], layer, cache, cache.k.dtype)
     del cache
     gc.collect()
     assert store() is None
@@ -96,6 +114,6 @@ def test_a_kernel_that_cannot_read_a_cache_is_passed_over():
 
     server, layer = Server((40, 1)), make_layer()
     choices = [Choice(Picky(), None), Choice(PortableDecode(), None)]
-    choice, kept = Bindings().first(choices, layer, server.cache(layer), torch.float32)
+    choice, kept = first_binding(choices, layer, server.cache(layer), torch.float32)
     assert choice is choices[1]
     assert kept is not None

@@ -4,6 +4,8 @@ import gc
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.ops.triton import launcher as module
-from attn_core.ops.triton.launcher import Launcher, alike, numbered
+from attn_core.ops.triton.launcher import Arguments, Launcher, alike, moved, numbered, pointers
 from triton.compiler import CompiledKernel
 
 
@@ -96,14 +98,23 @@ class Descriptor:
         self.base = base
 
 
-def c_launcher(with_descriptors):
-    """Return a launcher as Triton 3.6 makes it, and what its C function was called with."""
+class Pair(NamedTuple):
+    ptr: torch.Tensor
+    stride: int
+
+
+def c_launcher(descriptors):
+    """Return a launcher as Triton 3.6 makes it, and what its C function was called with.
+
+    descriptors: the positions of arguments that are some.
+    """
     calls = []
 
     def launcher(*args):
         calls.append(args)
 
-    tensordesc_indices, tensordesc_meta = {1, 2}, ["k's", "v's"]
+    tensordesc_indices = set(descriptors)
+    tensordesc_meta = [f"form {i}" for i in sorted(descriptors)]
 
     def inner(*args):
         raise AssertionError(launcher, tensordesc_indices, tensordesc_meta)
@@ -111,7 +122,13 @@ def c_launcher(with_descriptors):
     class Cuda:
         global_scratch_size = profile_scratch_size = 0
         launch_cooperative_grid, launch_pdl = False, True
-        launch = staticmethod(inner if with_descriptors else launcher)
+        launch = staticmethod(inner if descriptors else launcher)
+
+        def __init__(self):
+            self.public = []
+
+        def __call__(self, *args):
+            self.public.append(args)
 
     return Cuda(), calls
 
@@ -121,8 +138,8 @@ def maps(monkeypatch):
     """Collect the tensor maps that are encoded, on a Triton 3.6."""
     encoded = []
 
-    def make(descriptor, form):
-        encoded.append((descriptor, form))
+    def make(descriptor, metadata):
+        encoded.append((descriptor, metadata))
         return [f"map {len(encoded)}", 1, 2]
 
     driver = pytest.importorskip("triton.backends.nvidia.driver")
@@ -131,63 +148,129 @@ def maps(monkeypatch):
     return encoded
 
 
-def direct(run, *args):
-    run((2, 1, 1), 1003, None, None, None, args)
-
-
 HEAD = (2, 1, 1, 1003, 17, False, True, None, None, "packed", None, None, None)
+GRID = (2, 1, 1)
 
 
-def test_a_tensor_map_is_kept_while_its_descriptor_and_address_stay(maps):
+def launched_once(*last, first, descriptors=()):
+    """Return a launcher after its first launch, its kernel, and the calls of its C function."""
     compiled = Compiled()
-    compiled._run, calls = c_launcher(with_descriptors=True)
-    run = module._direct(compiled)
+    compiled._run, calls = c_launcher(descriptors)
+    launch = Launcher(Kernel(compiled), *last)
+    launch(GRID, *first)
+    assert calls == []
+    return launch, compiled, calls
+
+
+def test_later_launches_are_given_addresses(maps):
+    q, k, out, table = (torch.zeros(8) for _ in range(4))
+    call, shared = Arguments(Pair(q, 2), out), Arguments((table, table), 5)
+    launch, _, calls = launched_once(Pair(k, 16), k, 0.5, "C", first=(call, shared))
+    assert launch._kernel.launches == [
+        (GRID, (Pair(q, 2), out, (table, table), 5, Pair(k, 16), k, 0.5, "C"), {})
+    ], "the first one is given tensors, in the tuples that the kernel names"
+    launch(GRID, call, shared)
+    where = [x.data_ptr() for x in (q, out, table, k)]
+    pairs = (where[0], 2), where[1], (where[2], where[2]), 5, (where[3], 16), where[3]
+    assert calls == [(*HEAD, *pairs, 0.5, "C")]
+    other = torch.zeros(8)
+    launch(GRID, Arguments(Pair(other, 3), out), shared)
+    assert calls[1][len(HEAD) :][:2] == ((other.data_ptr(), 3), where[1])
+
+
+def test_plain_arguments_stay_tensors(maps):
+    """Triton's C function asks them for their addresses, and refuses those of the host."""
+    q, k = torch.zeros(8), torch.zeros(8)
+    launch, _, calls = launched_once(k, first=(q, 3))
+    launch(GRID, q, 4)
+    assert calls[0][len(HEAD)] is q
+    assert calls[0][len(HEAD) + 1 :] == (4, k.data_ptr())
+
+
+def test_a_tensor_map_is_encoded_once_where_its_descriptor_stays(maps):
     k, v = Descriptor(torch.zeros(8)), Descriptor(torch.zeros(8))
-    for q in ("q1", "q2"):
-        direct(run, q, k, v, "out")
-    assert calls == [(*HEAD, q, "map 1", 1, 2, "map 2", 1, 2, "out") for q in ("q1", "q2")]
-    assert maps == [(k, "k's"), (v, "v's")]
-    other = Descriptor(torch.zeros(8))
-    direct(run, "q", k, other, "out")
-    assert maps[2:] == [(other, "v's")]
-    old = k.base
-    k.base = torch.zeros(8)  # the pool moved, and the descriptor is the same
-    direct(run, "q", k, other, "out")
-    assert maps[3:] == [(k, "k's")]
-    assert old is not k.base
+    queries = [Descriptor(torch.zeros(8)) for _ in range(3)]
+    launch, _, calls = launched_once("C", k, v, first=(queries[0], "out"), descriptors=(0, 3, 4))
+    assert maps == [(k, "form 3"), (v, "form 4")]
+    for q in queries[1:]:
+        launch(GRID, q, "out")
+    bound = ("C", "map 1", 1, 2, "map 2", 1, 2)
+    assert calls == [(*HEAD, f"map {n}", 1, 2, "out", *bound) for n in (3, 4)]
+    assert maps[2:] == [(q, "form 0") for q in queries[1:]]
 
 
-def test_a_descriptor_is_not_kept_alive(maps):
-    """That of a pass's queries would keep the queries of every layer."""
-    compiled = Compiled()
-    compiled._run, _ = c_launcher(with_descriptors=True)
-    run, k, v = module._direct(compiled), Descriptor(torch.zeros(8)), Descriptor(torch.zeros(8))
-    direct(run, "q", k, v, "out")
-    gone = weakref.ref(k)
-    del k
-    maps.clear()
+def test_hooks_are_given_tensors(maps, monkeypatch):
+    q, k = torch.zeros(8), torch.zeros(8)
+    arguments = (Arguments(q), Arguments(7))
+    launch, compiled, calls = launched_once(k, first=arguments)
+    chain = type("HookChain", (), {"calls": []})()
+    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", chain)
+    monkeypatch.setattr(module.knobs.runtime, "launch_exit_hook", None)
+    launch(GRID, *arguments)
+    assert len(calls) == 1, "nobody is in the chain"
+    chain.calls.append(print)
+    launch(GRID, *arguments)
+    assert len(calls) == 1
+    [given] = compiled._run.public
+    assert given[6:9] == (("metadata", GRID, 1003, (q, 7, k)), chain, None)
+    assert given[9] is q
+    assert given[11] is k
+    chain.calls.clear()
+    launch(GRID, *arguments)
+    assert calls[1] == calls[0]
+
+
+def test_arguments_hold_their_tensors(maps):
+    """The addresses that a launch is given are of tensors that are still there."""
+    k, table = torch.zeros(8), torch.zeros(8)
+    gone = [weakref.ref(x) for x in (k, table)]
+    shared = Arguments((table,), 3)
+    launch, _, _ = launched_once((k, 1), first=(Arguments("q"), shared))
+    del k, table
     gc.collect()
-    assert gone() is None
-    other = Descriptor(torch.zeros(8))
-    direct(run, "q", other, v, "out")
-    assert maps == [(other, "k's")]
+    assert [x() is None for x in gone] == [False, False]
+    del launch, shared
+    gc.collect()
+    assert [x() is None for x in gone] == [True, True]
 
 
-def test_without_descriptors_the_c_function_is_called_as_it_is(maps):
-    compiled = Compiled()
-    compiled._run, calls = c_launcher(with_descriptors=False)
-    direct(module._direct(compiled), "q", "out")
-    assert calls == [(*HEAD, "q", "out")]
+def test_a_tensor_that_moved_is_noticed():
+    k, v = torch.zeros(8), torch.zeros(8)
+    where = pointers(k, None, v)
+    assert not moved(where)
+    v.fill_(1)
+    assert not moved(where)
+    v.set_(torch.zeros(8))
+    assert moved(where)
+
+
+def test_the_device_and_the_stream_are_those_of_each_launch(maps, monkeypatch):
+    current, asked = [0], []
+    cuda = type("Cuda", (), {})()
+    cuda.get_current_device = torch.cuda.current_device
+    cuda.get_current_stream = lambda device: asked.append(device) or 1000 + device
+    monkeypatch.setattr(module.driver, "_active", cuda, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    launch, _, calls = launched_once(first=("q",))
+    for current[0] in (0, 3):
+        launch(GRID, "q")
+    assert [args[3] for args in calls] == [1000, 1003]
+    assert asked == [0, 3]
 
 
 def test_scratch_and_other_tritons_take_the_public_way(maps, monkeypatch):
     compiled = Compiled()
-    compiled._run, _ = c_launcher(with_descriptors=False)
+    compiled._run, _ = c_launcher(())
+    assert module._direct(compiled, 0, ()) is not None
     compiled._run.global_scratch_size = 128
-    assert module._direct(compiled) is None
+    assert module._direct(compiled, 0, ()) is None
     compiled._run.global_scratch_size = 0
     monkeypatch.setattr(module.triton, "__version__", "3.7.1")
-    assert module._direct(compiled) is None
+    assert module._direct(compiled, 0, ()) is None
+    launch, compiled, calls = launched_once("C", first=(Arguments("q"), Arguments(7)))
+    launch(GRID, Arguments("r"), Arguments(8))
+    assert [args[9:] for args in compiled._run.public] == [("r", 8, "C")]
+    assert calls == []
 
 
 def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
@@ -195,6 +278,11 @@ def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
     assert alike(flat) == alike(flat[8:]) == alike(flat[16:])
     assert alike(flat) != alike(flat[1:])
     assert alike(flat) != alike(flat.view(torch.float16))
+    assert alike(flat[1:], flat.data_ptr()) == alike(flat), "the address that is given counts"
+    host, device = (
+        SimpleNamespace(dtype=flat.dtype, data_ptr=flat.data_ptr, is_cuda=x) for x in (False, True)
+    )
+    assert alike(host) != alike(device), "Triton refuses tensors of the host when it compiles"
     # AMD's compiler takes offsets of 32 bits where a whole storage is that small
     large = torch.empty(1 << 30, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(module, "_ON_AMD", True)

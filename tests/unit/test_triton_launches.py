@@ -13,6 +13,9 @@ from attn_core.runtime.batch import ForwardMode, SpecInfo
 pytest.importorskip("triton")
 
 from attn_core.backends.triton import backend as module
+from attn_core.backends.triton.kernel import Call
+from attn_core.ops.triton import kv
+from attn_core.ops.triton.launcher import Arguments
 from triton_passes import DEVICE, Requests, make_layer
 
 CUDA = DEVICE.type == "cuda"
@@ -80,6 +83,10 @@ def test_passes_over_one_cache(name):
         }
 
     attend(one, LENGTHS, decode, views=wider)
+    for pool in (requests.cache.k, requests.cache.v):
+        if pool is not None:
+            pool.set_(pool.clone())
+            attend(one, LENGTHS, decode)
     attend([7, 1, 16, 5], LENGTHS, ForwardMode.EXTEND)
     attend([7, 1, 16, 5], LENGTHS, ForwardMode.EXTEND, q_of=lambda q: shifted(spread(q), 0))
     attend([1, 9, 1, 2], LENGTHS, ForwardMode.EXTEND)
@@ -97,9 +104,15 @@ def test_writes_into_one_cache(name):
     requests = requests_of(name)
     layer, cache = requests.layer, requests.cache
     dims = (layer.head_dim, layer.v_head_dim)
+
+    def in_a_moved_pool(x):
+        cache.k.set_(cache.k.clone())
+        return x
+
     for count, change in (
         (3, lambda x: x),
         (3, lambda x: x),
+        (3, in_a_moved_pool),
         (16, spread),
         (1, lambda x: shifted(x, 8)),
         (5, lambda x: shifted(x, 1)),
@@ -116,6 +129,45 @@ def test_writes_into_one_cache(name):
             for stored, new in zip(got, (k, v), strict=True):
                 if stored is not None:
                     torch.testing.assert_close(stored, new.float(), atol=2e-3, rtol=0.07)
+
+
+def test_a_writer_is_made_again_for_a_pool_that_moved(monkeypatch):
+    """In the interpreter, which is given tensors, only this tells."""
+    requests, made = requests_of("bf16"), []
+    cache, layer = requests.cache, requests.layer
+    launcher = kv.Launcher
+    monkeypatch.setattr(kv, "Launcher", lambda *a, **k: made.append(a) or launcher(*a, **k))
+    k = torch.randn(1, layer.num_kv_heads, layer.head_dim, device=DEVICE).bfloat16()
+    slots = torch.tensor([requests.page], device=DEVICE)
+    kv.write_kv(cache, k, k, slots)
+    kv.write_kv(cache, k * 2, k, slots)
+    assert len(made) == 1
+    for pool in (cache.k, cache.v):
+        pool.set_(torch.zeros_like(pool))
+        kv.write_kv(cache, k, k, slots)
+    assert len(made) == 3
+    torch.testing.assert_close(read_kv(cache, slots, k.dtype), (k, k), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["as it is", "rows"])
+def test_the_addresses_of_a_call_are_those_of_its_tensors(form):
+    requests = requests_of("bf16")
+    q = spread(requests.draw(len(LENGTHS)))
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=DEVICE)
+    call = Call(q, requests.layer, requests.cache, None, out, lse)
+    if form == "rows":
+        hopper = pytest.importorskip("attn_core.backends.triton.hopper.launch")
+        call = hopper._RowsCall(call)
+        rows, _ = call.addresses
+        assert rows.base.is_contiguous()
+        assert torch.equal(rows.base.view(q.shape), q)
+    assert call.addresses == Arguments(*call.values).addresses
+    assert call.outputs.addresses == call.addresses[1:]
+    outputs = Arguments(*call.outputs.values).addresses
+    assert outputs == ((out.data_ptr(), lse.data_ptr(), *out.stride()[:2]),)
+    dense = call.dense()
+    assert dense.addresses[0][1:] == (q.shape[1] * q.shape[2], q.shape[2])
+    assert torch.equal(dense.q, q)
 
 
 def test_a_graph_has_an_lse_of_its_own(monkeypatch):

@@ -60,9 +60,9 @@ def test_a_pass_of_one_kind_has_one_part(queries):
     requests = make_requests()
     batch = requests.batch(queries, [max(*pair) for pair in zip(queries, LENGTHS, strict=True)])
     schedule = planned(requests, batch)
-    part = schedule.split or schedule.tiles
-    assert (schedule.split is None) != (schedule.tiles is None)
-    assert not (part.max_queries if schedule.split else part.min_queries)
+    split, tiles = schedule.split, schedule.tiles
+    assert (split is None) != (tiles is None)
+    assert not (split.cuts.max_queries if split else tiles.min_queries)
 
 
 def test_where_lengths_are_on_the_device_the_mode_says_whether_a_pass_is_mixed():

@@ -31,7 +31,10 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     if (v is None) != (cache.v is None):
         latent = "v must be None: this cache is latent and stores no values"
         raise UsageError("v is required: this cache stores values" if v is None else latent)
-    _writer(cache.k.device.type)(cache, k, v, slots)
+    write = cache.launchers.get("write")
+    if write is None:
+        write = cache.launchers["write"] = _writer(cache.k.device.type)
+    write(cache, k, v, slots)
 
 
 @cached

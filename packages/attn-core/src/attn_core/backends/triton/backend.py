@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Bindings, Call, Pass
+from attn_core.backends.triton.bindings import first_binding
+from attn_core.backends.triton.kernel import Call, Pass
 from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
 from attn_core.cache.layer_cache import LayerCache
@@ -40,9 +41,9 @@ class Triton(AttentionBackend):
             refuse_window(config.name, layer)
         self._groups = {layer.group for layer in config.layers}
         self._scheduler = Scheduler(config)
-        self._bindings = Bindings()
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
-        self._unread_lse = torch.empty(0, 0, dtype=torch.float32, device=config.device)
+        empty = torch.empty(0, 0, dtype=torch.float32, device=config.device)
+        self._unread_lse = (0, 0), empty
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Schedules:
         """Plan every group of layers of the model, without asking the device for a length."""
@@ -94,7 +95,8 @@ class Triton(AttentionBackend):
         topk_indices: Tensor | None = None,
     ) -> Output:
         """Attend to the cache, in which k and v lie already."""
-        refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        if return_lse or topk_indices is not None:
+            refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         q, out, lse = self._outputs(q, layer, out, return_lse=return_lse)
         if batch.num_tokens:
             schedule = metadata.get(layer.group)
@@ -103,13 +105,13 @@ class Triton(AttentionBackend):
             inputs = schedule.inputs
             if inputs.batch is not batch:  # planned for another with the same lengths
                 inputs = Pass.of(layer.group, batch)
-            call = Call.of(q, layer, cache, inputs, out, lse)
+            call = Call(q, layer, cache, inputs, out, lse)
             split, tiles = schedule.split, schedule.tiles
             if split is not None:
-                decode, kept = self._bindings.first(split.choices, layer, cache, q.dtype)
+                decode, kept = first_binding(split.cuts.choices, layer, cache, q.dtype)
                 decode.kernel.launch(call, kept, decode.launch, split)
             if tiles is not None:
-                prefill, kept = self._bindings.first(tiles.choices, layer, cache, q.dtype)
+                prefill, kept = first_binding(tiles.choices, layer, cache, q.dtype)
                 prefill.kernel.launch(call, kept, prefill.launch, tiles)
         return (out, lse) if return_lse else out
 
@@ -138,8 +140,8 @@ class Triton(AttentionBackend):
             starts = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
             group = LayerGroup.of(layer, causal=causal)
             inputs, tiles = self._scheduler.plan_ragged(group, q, *starts, max_k)
-            call = Call.of(q, layer, tokens, inputs, out, lse)
-            choice, kept = Bindings().first(tiles.choices, layer, tokens, q.dtype)
+            call = Call(q, layer, tokens, inputs, out, lse)
+            choice, kept = first_binding(tiles.choices, layer, tokens, q.dtype)
             choice.kernel.launch(call, kept, choice.launch, tiles)
         return (out, lse) if return_lse else out
 
@@ -147,20 +149,21 @@ class Triton(AttentionBackend):
         self, q: Tensor, layer: AttentionLayer, out: Tensor | None, *, return_lse: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q with adjacent columns, and what is to be filled."""
-        q = q if q.stride(-1) == 1 else q.contiguous()
+        q = q if q.stride()[-1] == 1 else q.contiguous()
+        tokens, heads = q.shape[0], layer.num_q_heads
         if out is None:
-            out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+            out = q.new_empty(tokens, heads, layer.v_head_dim)
         elif out.stride(-1) != 1:
             raise UsageError(
                 f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
                 "contiguous tensor"
             )
-        kept, captured = self._unread_lse, _is_captured(q)  # a graph has memory of its own
-        if not return_lse and not captured and kept.shape == out.shape[:2]:
-            return q, out, kept
-        lse = q.new_empty(q.shape[0], layer.num_q_heads, dtype=torch.float32)
-        if not return_lse and not captured:
-            self._unread_lse = lse
+        keeps = not return_lse and not _is_captured(q)  # a graph has memory of its own
+        if keeps and self._unread_lse[0] == (tokens, heads):
+            return q, out, self._unread_lse[1]
+        lse = q.new_empty(tokens, heads, dtype=torch.float32)
+        if keeps:
+            self._unread_lse = (tokens, heads), lse
         return q, out, lse
 
 

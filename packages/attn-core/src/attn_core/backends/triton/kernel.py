@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -14,11 +14,11 @@ from attn_core.backends.triton.masks import mask_mode
 from attn_core.backends.triton.portable.arguments import Outputs, Queries, Requests
 from attn_core.backends.triton.tuning import Launch
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.triton.launcher import alike, numbered
+from attn_core.ops.triton.launcher import Arguments, Grid, Launcher, alike, numbered
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
 
-Part = TypeVar("Part", contravariant=True)
+PartT = TypeVar("PartT", bound="Part")
 
 
 class Shape(NamedTuple):
@@ -89,128 +89,165 @@ class Pass:
         return 0 if self.batch is None else int(self.requests.page_table.stride(0))
 
 
-class Call(NamedTuple):
+class Call(Arguments):
     """One layer's attention: q [T, Hq, D] over a cache into out [T, Hq, Dv], lse float32 [T, Hq].
 
-    queries, outputs: q, out and lse with their strides, as kernels take them.
-    key: of what Triton specialises of these, but for layer and cache.
+    As arguments they are Queries and Outputs.
+    key: of what Triton specialises of these.
     """
 
-    q: Tensor
-    layer: AttentionLayer
-    cache: LayerCache
-    inputs: Pass
-    queries: Queries
-    outputs: Outputs
-    key: Hashable
+    __slots__ = ("cache", "inputs", "key", "layer", "lse", "out", "q")
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         q: Tensor,
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: Pass,
         out: Tensor,
         lse: Tensor,
-    ) -> Call:
-        """Return a call with its key."""
+    ) -> None:
+        self.q = q
+        self.layer = layer
+        self.cache = cache
+        self.inputs = inputs
+        self.out = out
+        self.lse = lse
         of_q, of_out = q.stride(), out.stride()
-        key = (inputs.key, of_q, of_out, alike(q), alike(out))
-        outputs = Outputs(out, lse, of_out[0], of_out[1])
-        return cls(q, layer, cache, inputs, Queries(q, of_q[0], of_q[1]), outputs, key)
+        at_q, at_out = q.data_ptr(), out.data_ptr()
+        self.key = (of_q, of_out, alike(q, at_q), alike(out, at_out))
+        self.addresses = (
+            (at_q, of_q[0], of_q[1]),
+            (at_out, lse.data_ptr(), of_out[0], of_out[1]),
+        )
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        """The arguments with tensors: only the first launch takes them."""
+        of_q, of_out = self.q.stride(), self.out.stride()
+        outputs = Outputs(self.out, self.lse, of_out[0], of_out[1])
+        return Queries(self.q, of_q[0], of_q[1]), outputs
+
+    @property
+    def outputs(self) -> Arguments:
+        """Its outputs alone."""
+        return _OutputsOf(self)
+
+    def dense(self) -> Call:
+        """Return the same call with a contiguous copy of its queries."""
+        q = self.q.clone(memory_format=torch.contiguous_format)
+        return Call(q, self.layer, self.cache, self.inputs, self.out, self.lse)
 
 
-class Kernel(Protocol[Part]):
+class _OutputsOf(Arguments):
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.addresses = call.addresses[1:]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self._call.values[1:]
+
+
+class PassLaunch(NamedTuple):
+    """How all layers of a group launch one kernel in a pass.
+
+    arguments: what follows those of a call. merge: the grid and arguments of merge_splits, None if
+    it is not launched. key: of what Triton specialises of all these, and of constants.
+    """
+
+    inputs: Pass
+    key: int
+    grid: Grid
+    arguments: Arguments
+    merge: tuple[Grid, Arguments] | None = None
+
+
+class Launchers(NamedTuple):
+    """The launchers of one layer and cache for calls with one key.
+
+    merge: of merge_splits, if it is launched. change: makes of a call the one that is launched,
+    where its queries have to be copied.
+    """
+
+    attend: Launcher
+    merge: Launcher | None = None
+    change: Callable[[Call], Call] | None = None
+
+
+class Part(Protocol):
+    """A part of a schedule: what its kernels share in a pass.
+
+    key: equal for parts whose launches have equal constants and arguments that are alike.
+    launches: what was computed already of its kernels.
+    """
+
+    @property
+    def key(self) -> int: ...
+    @property
+    def launches(self) -> dict[Any, PassLaunch]: ...
+
+
+class Kept(Protocol):
+    """What a kernel keeps of a layer and its cache: its launchers by the keys of calls."""
+
+    @property
+    def launchers(self) -> dict[Hashable, Launchers]: ...
+
+
+class Kernel(ABC, Generic[PartT]):
     """An attention kernel for one part of a schedule.
 
     takes_order: whether it takes requests in the order that `order_requests` finds.
     """
 
-    takes_order: ClassVar[bool]
+    takes_order: ClassVar[bool] = False
 
+    @abstractmethod
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return its launch parameters; None where it cannot run such a shape.
 
         launch: that of the part, which all kernels of split-KV share.
         """
 
+    @abstractmethod
     def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> Any | None:
         """Return what it keeps of a layer and its cache; None where it cannot read them.
 
         dtype: of the queries.
         """
 
-    def launch(self, call: Call, kept: Any, launch: Launch, part: Part) -> None:
+    @abstractmethod
+    def pass_launch(self, call: Call, launch: Launch, part: PartT) -> PassLaunch:
+        """Return how the layers of this call's group launch it in this pass."""
+
+    @abstractmethod
+    def make_launchers(self, call: Call, kept: Any, launch: Launch, part: PartT) -> Launchers:
+        """Return launchers for calls with this key."""
+
+    def launch(self, call: Call, kept: Kept, launch: Launch, part: PartT) -> None:
         """Run it for one layer."""
+        of_pass = part.launches.get(self)
+        if of_pass is None or of_pass.inputs is not call.inputs:
+            of_pass = part.launches[self] = self.pass_launch(call, launch, part)
+        key = (of_pass.key, call.key)
+        launchers = kept.launchers.get(key)
+        if launchers is None:
+            launchers = kept.launchers[key] = self.make_launchers(call, kept, launch, part)
+        attend, merge, change = launchers
+        if change is not None:
+            call = change(call)
+        attend(of_pass.grid, call, of_pass.arguments)
+        if merge is not None and of_pass.merge is not None:
+            grid, arguments = of_pass.merge
+            merge(grid, call.outputs, arguments)
 
 
 @dataclass(frozen=True, eq=False)
-class Choice(Generic[Part]):
+class Choice(Generic[PartT]):
     """A kernel that fits the shape of a pass, with its launch parameters."""
 
-    kernel: Kernel[Part]
+    kernel: Kernel[PartT]
     launch: Launch
-
-
-@dataclass(frozen=True, eq=False)
-class _Binding:
-    layer: AttentionLayer
-    cache: weakref.ref[LayerCache]
-    dtype: torch.dtype
-    kept: Any | None
-
-
-class Bindings:
-    """What kernels keep of layers and their caches: strides, stores and descriptors.
-
-    It is computed once for a layer and a cache, and again when one of them is another object, or
-    the queries are of another dtype. A cache that is no longer used elsewhere is not kept alive.
-    """
-
-    def __init__(self) -> None:
-        self._bindings: dict[tuple[int, Kernel[Any]], _Binding] = {}
-
-    def first(
-        self,
-        choices: Sequence[Choice[Part]],
-        layer: AttentionLayer,
-        cache: LayerCache,
-        dtype: torch.dtype,
-    ) -> tuple[Choice[Part], Any]:
-        """Return the first choice whose kernel can read this cache, and what it keeps.
-
-        dtype: of the queries.
-        """
-        for choice in choices:
-            key = (layer.layer_id, choice.kernel)
-            binding = self._bindings.get(key)
-            if (
-                binding is None
-                or binding.layer is not layer
-                or binding.cache() is not cache
-                or binding.dtype is not dtype
-            ):
-                binding = self._bind(key, layer, cache, dtype)
-            if binding.kept is not None:
-                return choice, binding.kept
-        raise AssertionError("the last kernel of a table takes every cache")
-
-    def _bind(
-        self,
-        key: tuple[int, Kernel[Any]],
-        layer: AttentionLayer,
-        cache: LayerCache,
-        dtype: torch.dtype,
-    ) -> _Binding:
-        bindings = self._bindings
-
-        def forget(dead: weakref.ref[LayerCache]) -> None:
-            binding = bindings.get(key)
-            if binding is not None and binding.cache is dead:
-                del bindings[key]
-
-        kept = key[1].bind(layer, cache, dtype)
-        binding = _Binding(layer, weakref.ref(cache, forget), dtype, kept)
-        bindings[key] = binding
-        return binding

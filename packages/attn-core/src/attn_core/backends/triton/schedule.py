@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Choice, Pass
+from attn_core.backends.triton.kernel import Choice, Pass, PassLaunch
 from attn_core.backends.triton.portable.arguments import Partials
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
@@ -23,50 +23,67 @@ TILE_ROWS = 128  # of a tile of a prompt on Hopper: (query, head of the group) p
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SplitKV:
-    """How the keys of requests with few queries are split among programs (stream-K).
+class Cuts:
+    """What of a split is the same for all batches of a size.
 
     max_queries: requests with more have no work here; 0 for no such limit.
-    work_indptr: int32 [batch + 1], see plan_splits.
-    partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
-    All layers share them: one runs after the other.
     """
 
     choices: tuple[Choice[SplitKV], ...]
     launch: Launch
     max_queries: int
+    tiles: int  # of all requests
     row_blocks: int
     tile_rows: int  # those of a tile's block_m rows that some request fills
     programs: int
     batch_invariant: bool
     blocks_per_unit: int  # blocks of keys that no two programs share
-    unsplit: bool  # every tile is one unit: there is nothing to merge
     overlap: bool  # the merge is launched before the partials are complete
-    work_indptr: Tensor
-    partial_out: Tensor
-    partial_lse: Tensor
     merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
+    planners: dict[Hashable, Launcher] = field(default_factory=dict, init=False)  # of plan_splits
 
     @cached_property
     def key(self) -> int:
-        """Equal for parts whose launches have equal constants and arguments that are alike."""
+        """Equal for cuts whose launches have equal constants."""
         return numbered(
             (
                 *(self.launch, self.row_blocks, self.tile_rows, self.programs, self.overlap),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
-                *map(alike, (self.work_indptr, self.partial_out, self.partial_lse)),
             )
         )
-
-    @cached_property
-    def partials(self) -> Partials:
-        """The scratch as kernels take it."""
-        return Partials(self.partial_out, self.partial_lse)
 
     @property
     def min_units(self) -> int:
         """The fewest units of work that a program takes."""
         return max(1, self.launch.min_blocks // self.blocks_per_unit)
+
+
+@dataclass(kw_only=True, eq=False)  # not frozen: one is made in each pass, and that is faster
+class SplitKV:
+    """How the keys of requests with few queries are split among programs (stream-K).
+
+    work_indptr: int32 [batch + 1], see plan_splits.
+    partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
+    All layers share them: one runs after the other.
+    """
+
+    cuts: Cuts
+    unsplit: bool  # every tile is one unit: there is nothing to merge
+    work_indptr: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+    launches: dict[Any, PassLaunch] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def key(self) -> int:
+        """Equal for parts whose launches have equal constants and arguments that are alike."""
+        tensors = (self.work_indptr, self.partial_out, self.partial_lse)
+        return numbered((self.cuts.key, *map(alike, tensors)))
+
+    @property
+    def partials(self) -> Partials:
+        """The scratch as kernels take it."""
+        return Partials(self.partial_out, self.partial_lse)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,6 +105,7 @@ class Tiles:
     longest: int
     tiles: int
     processors: int
+    launches: dict[Any, PassLaunch] = field(default_factory=dict, init=False)
 
     @cached_property
     def key(self) -> int:
@@ -101,7 +119,7 @@ class Tiles:
         return self.choices[0].kernel.takes_order
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Schedule:
     """The work of a pass, equal for all layers of a group.
 
@@ -122,12 +140,17 @@ def fill_split(
     split: SplitKV, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None, *, causal: bool
 ) -> None:
     """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
-    batch, tensors = seq_lens.shape[0], (cu_seqlens_q, seq_lens, split.work_indptr)
-    constants = (
-        *(split.launch.block_n, split.blocks_per_unit, split.max_queries),
-        *(window is not None, causal, min(1024, power_of_two(batch))),
-    )
-    _launcher(plan_splits, constants, tensors)((1, 1, 1), *tensors, batch, window or 0)
+    batch, work_indptr, cuts = seq_lens.shape[0], split.work_indptr, split.cuts
+    key = (alike(cu_seqlens_q), alike(seq_lens), alike(work_indptr), window is None, causal)
+    launcher = cuts.planners.get(key)
+    if launcher is None:
+        launcher = cuts.planners[key] = Launcher(
+            plan_splits,
+            *(cuts.launch.block_n, cuts.blocks_per_unit, cuts.max_queries),
+            *(window is not None, causal, min(1024, power_of_two(batch))),
+            num_warps=4,
+        )
+    launcher((1, 1, 1), cu_seqlens_q, seq_lens, work_indptr, batch, window or 0)
 
 
 def fill_order(
@@ -140,18 +163,14 @@ def fill_order(
     batch, block = tiles.request_order.shape[0], 64
     tensors = (cu_seqlens_q, lengths, tiles.tile_offsets, tiles.request_order)
     constants = (group, TILE_ROWS, tiles.min_queries, paged, block)
-    _launcher(order_requests, constants, tensors)((-(-batch // block), 1, 1), *tensors, batch)
-
-
-def _launcher(kernel: Any, constants: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Launcher:
-    key = (kernel, constants, tensors[0].device, *map(alike, tensors))
-    launcher = _LAUNCHERS.get(key)
+    key = (constants, cu_seqlens_q.device, *map(alike, tensors))
+    launcher = _ORDERS.get(key)
     if launcher is None:
-        launcher = _LAUNCHERS[key] = Launcher(kernel, *constants, num_warps=4)
-    return launcher
+        launcher = _ORDERS[key] = Launcher(order_requests, *constants, num_warps=4)
+    launcher((-(-batch // block), 1, 1), *tensors, batch)
 
 
-_LAUNCHERS: dict[Hashable, Launcher] = {}
+_ORDERS: dict[Hashable, Launcher] = {}
 
 
 @triton.jit(do_not_specialize=["batch", "window"])

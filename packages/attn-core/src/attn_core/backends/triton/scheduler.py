@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import (
     TILE_ROWS,
+    Cuts,
     Schedule,
     SplitKV,
     Tiles,
@@ -48,7 +51,11 @@ class Scheduler:
         self._arch = "interpreter" if config.device.type == "cpu" else config.arch or "interpreter"
         self._kernels = kernels_of(self._arch)
         self._processors = config.multiprocessors or 3  # few, so that short requests are split too
+        # where prompts have a kernel of their own, tiles win sooner over keys that are not split
+        self._own_prefill = len(self._kernels.prefill) > 1
+        self._latent = config.row.kind != "mha"
         self._unsplit_keys = unsplit_keys_on(config.device)
+        self._cuts: dict[Hashable, Cuts] = {}
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._no_order = torch.empty(0, dtype=torch.int32, device=config.device)
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
@@ -60,28 +67,21 @@ class Scheduler:
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
         """Return the filled schedule of a pass. static: the buffer of a graph's plans."""
-        config, view = self.config, batch.views[group.view]
-        even, longest = batch.forward_mode in EVEN_MODES, view.max_seq_len
-        inputs = Pass.of(group, batch)
-        size, tokens = batch.batch_size, batch.num_tokens
-        shape = self._shape(group, size, tokens, longest, inputs.mask, config.page_size)
-        # where prompts have a kernel of their own, tiles win sooner over keys that are not split
-        own = len(self._kernels.prefill) > 1
-        unsplit = own and not even and longest <= self._unsplit_keys
-        latent = config.row.kind != "mha"
+        even, longest = batch.forward_mode in EVEN_MODES, batch.views[group.view].max_seq_len
+        inputs, queries = Pass.of(group, batch), batch.max_q_len
+        unsplit = self._own_prefill and not even and longest <= self._unsplit_keys
         split = use_split_kv(
-            batch.max_q_len, group.num_queries_per_kv, latent=latent, unsplit=unsplit
+            queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
         )
-        if split and (even or not config.deterministic):
-            part = self._split(shape, size, longest, batch.max_q_len, static)
-            schedule = Schedule(inputs=inputs, longest=longest, split=part)
+        one = tiles = None
+        if split and (even or not self.config.deterministic):
+            one = self._split(group, inputs, longest, queries, static)
         elif static is None and self._decodes(batch, longest):
-            one = self._split(shape, size, longest, 1, None, max_queries=1)
-            rest = self._tiles(shape, size, longest, None, min_queries=2)
-            schedule = Schedule(inputs=inputs, longest=longest, split=one, tiles=rest)
+            one = self._split(group, inputs, longest, 1, None, max_queries=1)
+            tiles = self._tiles(group, inputs, longest, None, min_queries=2)
         else:
-            tiles = self._tiles(shape, size, longest, static)
-            schedule = Schedule(inputs=inputs, longest=longest, tiles=tiles)
+            tiles = self._tiles(group, inputs, longest, static)
+        schedule = Schedule(inputs=inputs, longest=longest, split=one, tiles=tiles)
         self.fill(schedule, group, batch)
         return schedule
 
@@ -91,8 +91,7 @@ class Scheduler:
         """Return what a call over plain K and V reads, and the filled order of its tiles."""
         requests = Requests(cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
         inputs = Pass(requests, q, causal=group.causal)
-        shape = self._shape(group, inputs.size, q.shape[0], longest, inputs.mask, 0)
-        tiles = self._tiles(shape, inputs.size, longest, None)
+        tiles = self._tiles(group, inputs, longest, None)
         if tiles.ordered:
             fill_order(tiles, cu_seqlens_q, cu_seqlens_k, group.num_queries_per_kv, paged=False)
         return inputs, tiles
@@ -105,21 +104,20 @@ class Scheduler:
         if schedule.tiles is not None and schedule.tiles.ordered:
             fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group.num_queries_per_kv, paged=True)
 
-    def _shape(
-        self, group: LayerGroup, size: int, tokens: int, longest: int, mask: int, page_size: int
-    ) -> Shape:
-        config = self.config
+    def _shape(self, group: LayerGroup, inputs: Pass, longest: int) -> Shape:
+        config, tokens = self.config, inputs.positions.shape[0]
+        tiles = tokens * group.num_queries_per_kv // TILE_ROWS + inputs.size
         return Shape(
             arch=self._arch,
             processors=self._processors,
             group=group,
             dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype if page_size else config.dtype,
-            page_size=page_size,
-            mask=mask,
+            kv_cache_dtype=config.kv_cache_dtype if inputs.paged else config.dtype,
+            page_size=config.page_size if inputs.paged else 0,
+            mask=inputs.mask,
             # in deterministic mode the tile must not depend on the neighbours of a request
             longest=LONG if config.deterministic else longest,
-            tiles=(tokens * group.num_queries_per_kv // TILE_ROWS + size) * group.num_kv_heads,
+            tiles=tiles * group.num_kv_heads,
         )
 
     def _decodes(self, batch: ForwardBatch, longest: int) -> bool:
@@ -134,17 +132,42 @@ class Scheduler:
 
     def _split(
         self,
-        shape: Shape,
-        size: int,
+        group: LayerGroup,
+        inputs: Pass,
         longest: int,
         queries: int,
         static: Tensor | None,
         *,
         max_queries: int = 0,
     ) -> SplitKV:
+        size, batch_invariant = inputs.size, self.config.deterministic
+        short = not batch_invariant and longest <= self._unsplit_keys
+        key = (group, size, inputs.mask, queries, short, max_queries)
+        cuts = self._cuts.get(key)
+        if cuts is None:
+            shape = self._shape(group, inputs, longest)
+            cuts = self._cuts[key] = self._cut(shape, size, queries, short, max_queries)
+        partials = 2 * cuts.programs
+        if batch_invariant:
+            partials = cuts.tiles * (longest // KEYS_PER_PARTIAL + 2)
+        rows, width = partials * cuts.launch.block_m, power_of_two(group.v_head_dim)
+        partial_out, partial_lse = self._partials(rows, width)
+        if static is None:
+            indptr = torch.empty(size + 1, dtype=torch.int32, device=self.config.device)
+        else:
+            indptr = static[0, : size + 1]
+        return SplitKV(
+            cuts=cuts,
+            unsplit=longest <= cuts.blocks_per_unit * cuts.launch.block_n,
+            work_indptr=indptr,
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+        )
+
+    def _cut(self, shape: Shape, size: int, queries: int, short: bool, max_queries: int) -> Cuts:
+        """Return what of a split no length decides but whether all keys are short."""
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
-        short = not batch_invariant and longest <= self._unsplit_keys
         launch = decode_launch(
             self._arch,
             rows,
@@ -157,43 +180,34 @@ class Scheduler:
             fp4=config.kv_cache_dtype == "fp4_e2m1",
         )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
-        blocks_per_unit = max(1, keys_per_unit // launch.block_n)
-        row_blocks = -(-rows // launch.block_m)
+        row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)
         programs = self._processors * launch.ctas_per_sm
-        partials = 2 * programs
-        if batch_invariant:
-            partials = size * group.num_kv_heads * row_blocks * (longest // KEYS_PER_PARTIAL + 2)
-        width, tile_rows = power_of_two(group.v_head_dim), min(rows, launch.block_m)
-        tiles = size * group.num_kv_heads * row_blocks
-        partial_out, partial_lse = self._partials(partials * launch.block_m, width)
-        buffer = self.buffer(size) if static is None else static
+        tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         kernels = self._kernels.decode
-        return SplitKV(
+        return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
             launch=launch,
             max_queries=max_queries,
+            tiles=tiles,
             row_blocks=row_blocks,
             tile_rows=tile_rows,
             programs=programs,
             batch_invariant=batch_invariant,
-            blocks_per_unit=blocks_per_unit,
-            unsplit=longest <= blocks_per_unit * launch.block_n,
+            blocks_per_unit=max(1, keys_per_unit // launch.block_n),
             overlap=has_pdl(self._arch),
-            work_indptr=buffer[0, : size + 1],
-            partial_out=partial_out,
-            partial_lse=partial_lse,
             merge_tile=merge_tile(tiles, tile_rows, programs, width),
         )
 
     def _tiles(
         self,
-        shape: Shape,
-        size: int,
+        group: LayerGroup,
+        inputs: Pass,
         longest: int,
         static: Tensor | None,
         *,
         min_queries: int = 0,
     ) -> Tiles:
+        shape, size = self._shape(group, inputs, longest), inputs.size
         choices, order, offsets = [], self._no_order, self._no_order
         for kernel in self._kernels.prefill:
             launch = kernel.choose(shape, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
-from attn_core.ops.triton.launcher import Launcher, alike
+from attn_core.ops.triton.launcher import Launcher, alike, moved, pointers
 
 _TILE = 2048  # numbers that a program writes
 _COLUMNS = 128  # of a head, at most: 576 are five times as many
@@ -109,7 +109,7 @@ def _write_side(
 
 @triton.jit(do_not_specialize=["rows"])
 def _write(
-    k, v, k_pool, v_pool, k_blocks, v_blocks, slots, k_scale, v_scale, rows, slots_token,
+    k, v, slots, rows, k_pool, v_pool, k_blocks, v_blocks, k_scale, v_scale, slots_token,
     k_token, k_head, k_dim, v_token, v_head, v_dim,
     k_page, k_inner, k_pool_head, v_page, v_inner, v_pool_head,
     kb_page, kb_inner, kb_head, vb_page, vb_inner, vb_head,
@@ -141,67 +141,73 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     other = k if v is None else v
     key = (
         *(v is None, alike(k), alike(other), alike(slots)),
-        *(slots.stride(), k.stride(), other.stride(), k.shape[1:], other.shape[1:]),
+        *(slots.stride(), k.stride(), other.stride()),
     )
     writer = cache.launchers.get(key)
-    if writer is None:
+    if writer is None or moved(writer.pointers):
         writer = cache.launchers[key] = _Writer(cache, k, v, slots)
     count = slots.shape[0]
-    if k.shape[0] != count or other.shape[0] != count:
+    # the kernel reads and writes by these numbers alone
+    if k.shape != (count, *writer.k_heads) or (
+        v is not None and v.shape != (count, *writer.v_heads)
+    ):
         raise _misfit(cache, k, v, slots)
-    writer.launch(k, other, slots, count)
+    writer.write(k, other, slots, count)
 
 
 class _Writer:
-    """Writes new K and V of one dtype, with these heads and strides, into one cache."""
+    """Writes new K and V of one dtype, with these strides, into one cache.
+
+    pointers: where its tensors lie. k_heads, v_heads: heads and the head dim.
+    """
 
     def __init__(self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-        k_blocks, v_blocks = cache.block_scales or (None, None)
-        pools = [cache.k, cache.k if cache.v is None else cache.v]
-        blocks = [x if y is None else y for x, y in zip(pools, (k_blocks, v_blocks), strict=True)]
-        self._pools = [_bytes(x) for x in (*pools, *blocks)]
-        self._scales = (cache.k_scale, cache.v_scale)
-        token, head = (2, 1) if cache.layout == "HND" else (1, 2)
-        v_dim, other = (0, k) if v is None else (v.shape[-1], v)
-        heads, dim = cache.k.shape[head], k.shape[-1]
-        # the kernel reads and writes by these numbers alone
-        if _heads(cache) != [x if x is None else tuple(x.shape[1:]) for x in (k, v)]:
+        if (v is None) != (cache.v is None):
             raise _misfit(cache, k, v, slots)
-        self._columns = min(_COLUMNS, triton.next_power_of_2(max(dim, v_dim, 16)))
-        self._rows = _TILE // self._columns
-        self._heads, self._dim, self._sides = heads, max(dim, v_dim), 1 if v is None else 2
-        self._strides = (
-            *(slots.stride(0), *k.stride(), *other.stride()),
-            *(x.stride(axis) for x in self._pools for axis in (0, token, head)),
-        )
+        k_blocks, v_blocks = cache.block_scales or (None, None)
+        tensors = [cache.k, cache.k if cache.v is None else cache.v]
+        blocks = [x if y is None else y for x, y in zip(tensors, (k_blocks, v_blocks), strict=True)]
+        scales = (cache.k_scale, cache.v_scale)
+        held = (cache.k, cache.v, k_blocks, v_blocks, *scales)
+        self.pointers = pointers(*(x for x in held if isinstance(x, Tensor)))
+        pools = [_bytes(x) for x in (*tensors, *blocks)]
+        token, head = (2, 1) if cache.layout == "HND" else (1, 2)
+        heads, dim, v_dim = _heads(cache)
+        self.k_heads, self.v_heads = (heads, dim), (heads, v_dim)
+        widest, other = max(dim, v_dim), k if v is None else v
+        columns = min(_COLUMNS, triton.next_power_of_2(max(widest, 16)))
+        self._rows = _TILE // columns
+        self._columns, self._sides = -(-widest // columns), 1 if v is None else 2
         self._launcher = Launcher(
             _write,
-            *(heads, dim, v_dim, cache.page_size, _FORMATS.get(cache.k.dtype, 0)),
-            *(self._rows, self._columns),
-            *(isinstance(scale, Tensor) for scale in self._scales),
+            *(*pools, *scales, slots.stride(0), *k.stride(), *other.stride()),
+            *(x.stride(axis) for x in pools for axis in (0, token, head)),
+            *(heads, dim, v_dim, cache.page_size),
+            *(_FORMATS.get(cache.k.dtype, 0), self._rows, columns),
+            *(isinstance(scale, Tensor) for scale in scales),
         )
 
-    def launch(self, k: Tensor, v: Tensor, slots: Tensor, count: int) -> None:
+    def write(self, k: Tensor, v: Tensor, slots: Tensor, count: int) -> None:
         """Write `count` tokens; v: k again where the cache stores no values."""
-        rows = count * self._heads
-        grid = (-(-rows // self._rows), -(-self._dim // self._columns), self._sides)
-        self._launcher(grid, k, v, *self._pools, slots, *self._scales, rows, *self._strides)
+        rows = count * self.k_heads[0]
+        grid = (-(-rows // self._rows), self._columns, self._sides)
+        self._launcher(grid, k, v, slots, rows)
 
 
-def _heads(cache: LayerCache) -> list[tuple[int, int] | None]:
-    """Return (heads, head dim) of K, and of V or None."""
+def _heads(cache: LayerCache) -> tuple[int, int, int]:
+    """Return heads, the head dim of K and that of V, 0 without V."""
     packed = 1 if cache.block_scales is None else 2  # numbers in one element of the pool
-    head = 1 if cache.layout == "HND" else 2
-    stores = (cache.k, cache.v)
-    return [None if x is None else (x.shape[head], x.shape[-1] * packed) for x in stores]
+    heads = cache.k.shape[1 if cache.layout == "HND" else 2]
+    v_dim = 0 if cache.v is None else cache.v.shape[-1]
+    return heads, cache.k.shape[-1] * packed, v_dim * packed
 
 
 def _misfit(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> UsageError:
-    sides = [x for x in _heads(cache) if x is not None]
-    heads, dims = sides[0][0], [dim for _, dim in sides]
+    heads, *dims = _heads(cache)
     return UsageError(
         f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {slots.shape[0]} slots "
-        f"of a cache with {heads} heads of {dims} (expected [slots, heads, head dim])"
+        f"of a cache with {heads} heads of {[x for x in dims if x]} (expected [slots, heads, "
+        "head dim])"
     )
 
 

@@ -5,11 +5,11 @@ They take most of the host's time of a launch. benchmarks/results/overhead.*.jso
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
-import weakref
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,60 +19,101 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 Grid = tuple[int, int, int]
-# (grid, stream, launch metadata, hooks before and after, arguments with the constants)
-_Run = Callable[[Grid, int, Any, Any, Any, tuple[Any, ...]], None]
+
+
+class Arguments:
+    """Arguments of launches: as Triton takes them, and with the addresses of their tensors.
+
+    What launches share is turned into addresses once. It holds the tensors, so that no address
+    outlives its tensor.
+    """
+
+    __slots__ = ("_values", "addresses")
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+        self.addresses: tuple[Any, ...] = _addresses(values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The arguments with tensors."""
+        return self._values
 
 
 class Launcher:
-    """One kernel with constants and options, for arguments that Triton specialises alike.
+    """One kernel with its last arguments and options, for others that Triton specialises alike.
 
-    kernel: a Triton or Gluon function whose constants come last. The first launch compiles it; the
-    others hand their arguments to what was compiled, as `CompiledKernel[grid]` does. Hooks of
-    profilers are called. The owner keeps a launcher for each key of all that Triton looks at:
-    constants, and of each argument that it specialises what is `alike`, or the number itself.
+    kernel: a Triton or Gluon function.
+    last: the arguments that never change: tensors, descriptors and numbers of a layer and its
+    cache, and constants.
+
+    The first launch compiles the kernel; the others hand their arguments to what was compiled, as
+    `CompiledKernel[grid]` does. With Triton 3.6 on NVIDIA they are addresses and encoded tensor
+    maps; those of `last` are found once, so the owner drops the launcher when a tensor has moved.
+    Hooks of profilers are called, with tensors. The owner keeps a launcher for each key of all that
+    Triton looks at: constants, and of each argument that it specialises what is `alike`, or the
+    number itself.
     """
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_options", "_run")
+    __slots__ = ("_compiled", "_direct", "_kernel", "_last", "_options")
 
-    def __init__(self, kernel: Any, *constants: Any, **options: Any) -> None:
+    def __init__(self, kernel: Any, *last: Any, **options: Any) -> None:
         self._kernel = kernel
-        self._constants = constants
+        self._last = last
         self._options = options
         self._compiled: CompiledKernel | None = None
-        self._run: _Run | None = None
+        self._direct: _Direct | None = None
 
     def __call__(self, grid: Grid, *args: Any) -> None:
-        """Launch it on the current device and stream."""
-        compiled = self._compiled
-        if compiled is None:
-            compiled = self.by_triton(grid, *args)
-            if isinstance(compiled, CompiledKernel):  # None in Triton's interpreter
-                self._compiled = compiled
+        """Launch it on the current device and stream.
+
+        args: the first ones, or two `Arguments`: those of a call, and those of its pass.
+        """
+        direct = self._direct
+        if direct is None or _hooked():
+            self._launch(grid, args)
             return
-        run = self._run
-        if run is None:
-            run = self._run = _direct(compiled) or _through(compiled)
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        arguments = (*args, *self._constants)
-        enter, leave, metadata = _hook("launch_enter_hook"), _hook("launch_exit_hook"), None
-        if enter is not None:
-            metadata = compiled.launch_metadata(grid, stream, *arguments)
-        run(grid, stream, metadata, enter, leave, arguments)
+        run, head, last, maps, device, stream = direct
+        if isinstance(args[0], Arguments):
+            args = (*args[0].addresses, *args[1].addresses)
+        if maps:
+            args = _encoded(args, maps)
+        run(*grid, stream(device()), *head, *args, *last)
 
     def by_triton(self, grid: Grid, *args: Any) -> Any:
         """Launch it as plain Triton does, and return what that returns."""
-        return self._kernel[grid](*args, *self._constants, **self._options)
+        return self._kernel[grid](*_values(args), *self._last, **self._options)
+
+    def _launch(self, grid: Grid, args: tuple[Any, ...]) -> None:
+        """Launch it with tensors: for the first time, under a hook, or on another Triton."""
+        compiled = self._compiled
+        if compiled is None:
+            first = _values(args)
+            compiled = self.by_triton(grid, *first)
+            if isinstance(compiled, CompiledKernel):  # None in Triton's interpreter
+                self._compiled = compiled
+                self._direct = _direct(compiled, len(first), self._last)
+            return
+        active, runtime = driver.active, knobs.runtime
+        stream = active.get_current_stream(active.get_current_device())
+        values = (*_values(args), *self._last)
+        enter, leave = _hook(runtime.launch_enter_hook), _hook(runtime.launch_exit_hook)
+        metadata = None if enter is None else compiled.launch_metadata(grid, stream, *values)
+        function, packed = compiled.function, compiled.packed_metadata
+        compiled.run(*grid, stream, function, packed, metadata, enter, leave, *values)
 
 
-def alike(x: Tensor) -> Hashable:
-    """Return what Triton specialises of a tensor: its dtype, and how its address is aligned.
+def alike(x: Tensor, address: int | None = None) -> Hashable:
+    """Return what a launch is compiled for of a tensor: its dtype, and how its address is aligned.
 
-    On AMD's GPUs 32-bit offsets are compiled for storages of less than 2 GiB.
+    A tensor of the host has another key: its first launch raises Triton's error. On AMD's GPUs
+    32-bit offsets are compiled for storages of less than 2 GiB.
+    address: of the tensor, if it was asked for already.
     """
+    aligned = (x.data_ptr() if address is None else address) % 16
     if _ON_AMD:
-        return x.dtype, x.data_ptr() % 16, x.untyped_storage().size() >> 31 > 0
-    return x.dtype, x.data_ptr() % 16
+        return x.dtype, aligned, x.is_cuda, x.untyped_storage().size() >> 31 > 0
+    return x.dtype, aligned, x.is_cuda
 
 
 def numbered(key: Hashable) -> int:
@@ -80,71 +121,113 @@ def numbered(key: Hashable) -> int:
     return _NUMBERS.setdefault(key, next(_COUNT))
 
 
+Pointers = tuple[tuple[Callable[[], int], int], ...]
+
+
+def pointers(*tensors: Tensor | None) -> Pointers:
+    """Return where tensors lie, for `moved`; None is left out."""
+    return tuple((x.data_ptr, x.data_ptr()) for x in tensors if x is not None)
+
+
+def moved(old: Pointers) -> bool:
+    """Say whether one of the tensors lies at another address now."""
+    for data_ptr, address in old:  # noqa: SIM110  # any() takes twice as long
+        if data_ptr() != address:
+            return True
+    return False
+
+
 _ON_AMD = torch.version.hip is not None
 _NUMBERS: dict[Hashable, int] = {}
 _COUNT = itertools.count()  # threads never draw the same number
 
 
-def _hook(name: str) -> Any:
-    """Return what a profiler hooked in; None where Triton's chain of hooks is empty."""
-    hook = getattr(knobs.runtime, name)
+def _hooked() -> bool:
+    """Say whether a profiler hooked in. Triton's chains of hooks may be empty."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # a function or None in place of a chain
+        return _hook(enter) is not None or _hook(leave) is not None
+
+
+def _hook(hook: Any) -> Any:
+    """Return a hook, None for an empty chain."""
     return hook if getattr(hook, "calls", True) else None
 
 
-def _through(compiled: CompiledKernel) -> _Run:
-    """Return a launch by the launcher of a compiled kernel, as every Triton has it."""
-
-    def run(
-        grid: Grid, stream: int, metadata: Any, enter: Any, leave: Any, args: tuple[Any, ...]
-    ) -> None:
-        function, packed = compiled.function, compiled.packed_metadata
-        compiled.run(*grid, stream, function, packed, metadata, enter, leave, *args)
-
-    return run
+def _values(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*args[0].values, *args[1].values) if isinstance(args[0], Arguments) else args
 
 
-def _direct(compiled: CompiledKernel) -> _Run | None:
-    """Return a launch by the C function below an NVIDIA launcher of Triton 3.6; None elsewhere.
+def _addresses(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return arguments with addresses in place of tensors, also within tuples."""
+    return tuple(
+        x.data_ptr() if isinstance(x, Tensor) else _addresses(x) if isinstance(x, tuple) else x
+        for x in values
+    )
 
-    The launcher encodes every tensor map anew, half of its time. Here a map is kept as long as its
-    descriptor is the same object over the same address. Descriptors lie side by side.
+
+class _Direct(NamedTuple):
+    """The C function below an NVIDIA launcher of Triton 3.6, with what all its calls are given.
+
+    run: takes grid, stream, head, first and last arguments.
+    maps: what encodes the descriptors among the first arguments, by their positions.
+    device: returns the current device. stream: returns the current stream of a device.
+    """
+
+    run: Callable[..., object]
+    head: tuple[Any, ...]
+    last: tuple[Any, ...]
+    maps: dict[int, Callable[[Any], list[Any]]]
+    device: Callable[[], int]
+    stream: Callable[[int], int]
+
+
+def _encoded(args: Sequence[Any], maps: dict[int, Callable[[Any], list[Any]]]) -> tuple[Any, ...]:
+    """Return arguments with tensor maps in place of their descriptors."""
+    encoded: list[Any] = []
+    for i, arg in enumerate(args):
+        encoded += maps[i](arg) if i in maps else (arg,)
+    return tuple(encoded)
+
+
+def _current_device() -> Callable[[], int]:
+    """Return what tells the current device of the driver, once CUDA is initialised."""
+    ask: Callable[[], int] = driver.active.get_current_device
+    if ask is torch.cuda.current_device:  # asks each time whether CUDA is initialised
+        ask = getattr(torch._C, "_cuda_getDevice", ask)
+    return ask
+
+
+def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direct | None:
+    """Return how the C function is called; None on another Triton.
+
+    count: of the first arguments.
     """
     launcher = compiled.run
     sizes = (getattr(launcher, f"{x}_scratch_size", None) for x in ("global", "profile"))
     if triton.__version__[:4] != "3.6." or any(size != 0 for size in sizes):
         return None
-    inner = launcher.launch
-    cells = getattr(inner, "__closure__", None) or ()
-    inside = dict(zip(inner.__code__.co_freevars, cells, strict=True)) if cells else {}
-    c_function, indices, formats = inner, [], []
+    run, maps = launcher.launch, {}
+    cells = getattr(run, "__closure__", None) or ()
+    inside = dict(zip(run.__code__.co_freevars, cells, strict=True)) if cells else {}
     if "tensordesc_indices" in inside:  # of the closure that encodes maps
-        c_function = inside["launcher"].cell_contents
+        run = inside["launcher"].cell_contents
+        make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
         indices = sorted(inside["tensordesc_indices"].cell_contents)
-        formats = inside["tensordesc_meta"].cell_contents
-    first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
-    if end - first != len(indices):
-        return None
-    make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+        forms = inside["tensordesc_meta"].cell_contents
+        maps = {
+            i: functools.partial(make_map, metadata=form)
+            for i, form in zip(indices, forms, strict=True)
+        }
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-    function, packed = compiled.function, compiled.packed_metadata
-    # of descriptors without their tensors: one of a pass's queries must not keep them
-    kept: list[tuple[Any, int, list[Any]]] = [(lambda: None, 0, [])] * len(indices)
-
-    def maps(descriptors: tuple[Any, ...]) -> list[Any]:
-        expanded: list[Any] = []
-        for i, descriptor in enumerate(descriptors):
-            old, address, arguments = kept[i]
-            if old() is not descriptor or address != descriptor.base.data_ptr():
-                arguments = make_map(descriptor, formats[i])
-                kept[i] = (weakref.ref(descriptor), descriptor.base.data_ptr(), arguments)
-            expanded += arguments
-        return expanded
-
-    def run(
-        grid: Grid, stream: int, metadata: Any, enter: Any, leave: Any, args: tuple[Any, ...]
-    ) -> None:
-        if indices:
-            args = (*args[:first], *maps(args[first:end]), *args[end:])
-        c_function(*grid, stream, function, *flags, packed, metadata, enter, leave, *args)
-
-    return run
+    return _Direct(
+        run,
+        (compiled.function, *flags, compiled.packed_metadata, None, None, None),
+        _encoded(_addresses(last), {i - count: x for i, x in maps.items() if i >= count}),
+        {i: x for i, x in maps.items() if i < count},
+        _current_device(),
+        driver.active.get_current_stream,
+    )

@@ -162,24 +162,24 @@ def attend(
         next_unit += item.end_unit - item.start_unit
 
 
-@gluon.jit(do_not_specialize=["batch", "window", "drafts", "table_stride"])
+@gluon.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])
 def decode_hopper(
     q,
-    k_rows,
-    v_rows,
-    k,
-    v,
     out,
     partial,
     requests,
     work_indptr,
     tree_mask,
-    sinks,
-    scales,
     batch,
-    window,
     drafts,
     table_stride,
+    k_rows,
+    v_rows,
+    k,
+    v,
+    sinks,
+    scales,
+    window,
     CONFIG: gl.constexpr,
 ):
     """Do what decode_splits does, with 64 rows a tile and no positions for a tree's windows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,21 +23,30 @@ from attn_core.backends.triton.hopper.stores import (
     rows_fit,
 )
 from attn_core.backends.triton.hopper.tile_queue import TileOrder
-from attn_core.backends.triton.kernel import Call, Shape
+from attn_core.backends.triton.kernel import (
+    Call,
+    Kernel,
+    Launchers,
+    Pass,
+    PassLaunch,
+    Shape,
+)
 from attn_core.backends.triton.masks import MASK_TREE
-from attn_core.backends.triton.portable.arguments import Queries
-from attn_core.backends.triton.portable.launch import merge
 from attn_core.backends.triton.schedule import TILE_ROWS, SplitKV, Tiles
+from attn_core.backends.triton.split import SplitKernel, constants_of
 from attn_core.backends.triton.tuning import Launch, heads_at_once, hopper_block, hopper_launch
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.triton.launcher import Launcher
+from attn_core.ops.triton.launcher import Arguments, Launcher, numbered
 from attn_core.runtime.layer import AttentionLayer
 
 _DTYPES = ("bf16", "fp16")
 
 
-class HopperPrefill:
-    """extend_hopper: 16 bits, one head dim, pages that divide a block or that it divides."""
+class HopperPrefill(Kernel[Tiles]):
+    """extend_hopper: 16 bits, one head dim, pages that divide a block or that it divides.
+
+    It does what extend_tiles does; its counter int32 [2] holds zeros before and after.
+    """
 
     takes_order: ClassVar[bool] = True
 
@@ -54,41 +63,41 @@ class HopperPrefill:
         """Return the stores of a layer; None where TMA cannot read them."""
         return layer_arguments(layer, cache, dtype)
 
-    def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles) -> None:
-        """Do what extend_tiles does; counter int32 [2] holds zeros before and after."""
-        inputs, layer, block = call.inputs, call.layer, launch.block_n
-        page = call.cache.page_size if inputs.paged else 0
-        key = (call.key, part.key)
-        launcher = kept.launchers.get(key)
-        if launcher is None:
-            config = _config(call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS)
-            launcher = kept.launchers[key] = Launcher(extend_hopper, config, num_warps=4)
-        q = _aligned(call.q)
-        queries = call.queries if q is call.q else Queries(q, q.stride(0), q.stride(1))
-        k_rows, v_rows = kept.rows(min(max(page, SWIZZLE_ROWS), block) if page else block)
-        launcher(
+    def pass_launch(self, call: Call, launch: Launch, part: Tiles) -> PassLaunch:
+        """Return how the layers of this call's group launch it in this pass."""
+        inputs, layer = call.inputs, call.layer
+        key_bytes = 2 * layer.head_dim * call.q.element_size()
+        return PassLaunch(
+            inputs,
+            numbered((part.key, inputs.key)),
             (min(part.tiles, part.processors), 1, 1),
-            queries,
-            k_rows,
-            v_rows,
-            kept.k,
-            kept.v,
-            call.outputs,
-            inputs.requests,
-            TileOrder(part.tile_offsets, part.request_order, part.counter),
-            q if layer.sinks is None else layer.sinks,
-            kept.scales,
-            inputs.size,
-            heads_at_once(layer.num_kv_heads, part.longest, 2 * layer.head_dim * q.element_size()),
-            layer.sliding_window or 0,
-            inputs.table_stride,
+            Arguments(
+                inputs.requests,
+                TileOrder(part.tile_offsets, part.request_order, part.counter),
+                inputs.size,
+                heads_at_once(layer.num_kv_heads, part.longest, key_bytes),
+                inputs.table_stride,
+            ),
         )
 
+    def make_launchers(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles
+    ) -> Launchers:
+        """Return launchers for calls with this key."""
+        block, page = launch.block_n, call.cache.page_size if call.inputs.paged else 0
+        rows = min(max(page, SWIZZLE_ROWS), block) if page else block
+        attend = Launcher(
+            extend_hopper,
+            *(*kept.rows(rows), kept.k, kept.v, kept.sinks, kept.scales),
+            call.layer.sliding_window or 0,
+            _config(call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS),
+            num_warps=4,
+        )
+        return Launchers(attend, change=None if _aligned(call.q) else Call.dense)
 
-class HopperDecode:
-    """decode_hopper: as HopperPrefill, in tiles of 64 by 64."""
 
-    takes_order: ClassVar[bool] = False
+class HopperDecode(SplitKernel):
+    """decode_hopper: as HopperPrefill, in tiles of 64 by 64. It does what decode_splits does."""
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return the launch parameters of the part where its tiles are of 64 by 64."""
@@ -104,46 +113,43 @@ class HopperDecode:
         """Return the stores of a layer; None where TMA cannot read them."""
         return layer_arguments(layer, cache, dtype)
 
-    def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
-        """Do what decode_splits does."""
-        inputs, layer, page = call.inputs, call.layer, call.cache.page_size
-        key = (call.key, part.key)
-        launcher = kept.launchers.get(key)
-        if launcher is None:
-            pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS}
-            config = _config(call, kept, launch, **pages, **_split(part))
-            registers = 128 if launch.ctas_per_sm > 1 else 232  # two programs share a processor
-            launcher = Launcher(decode_hopper, config, num_warps=4, maxnreg=registers)
-            kept.launchers[key] = launcher
-        q = call.q if _near(call.q) else call.q.contiguous()
-        queries = call.queries if q is call.q else Queries(q, q.stride(0), q.stride(1))
-        k_rows, v_rows = kept.rows(min(max(page, SWIZZLE_ROWS), launch.block_n))
-        launcher(
-            (part.programs, 1, 1),
-            queries,
-            k_rows,
-            v_rows,
-            kept.k,
-            kept.v,
-            call.outputs,
-            part.partials,
-            inputs.requests,
-            part.work_indptr,
-            q if inputs.tree is None else inputs.tree,
-            q if layer.sinks is None else layer.sinks,
-            kept.scales,
-            inputs.size,
-            layer.sliding_window or 0,
-            inputs.drafts,
-            inputs.table_stride,
+    def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
+        """Return what all its launches in a pass share."""
+        # without a tree its mask is not read
+        mask = inputs.requests.cu_seqlens_q if inputs.tree is None else inputs.tree
+        return Arguments(
+            *(part.partials, inputs.requests, part.work_indptr, mask),
+            *(inputs.size, inputs.drafts, inputs.table_stride),
         )
-        merge(call, kept, part)
+
+    def make_attend(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+    ) -> Launcher:
+        """Return its own launcher for calls with this key."""
+        page = call.cache.page_size
+        pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS}
+        return Launcher(
+            decode_hopper,
+            *kept.rows(min(max(page, SWIZZLE_ROWS), launch.block_n)),
+            *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
+            _config(call, kept, launch, **pages, **constants_of(part.cuts)._asdict()),
+            num_warps=4,
+            maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a processor
+        )
+
+    def make_launchers(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+    ) -> Launchers:
+        """Return launchers for calls with this key."""
+        launchers = super().make_launchers(call, kept, launch, part)
+        return launchers if _near(call.q) else launchers._replace(change=Call.dense)
 
 
-class HopperMlaDecode:
-    """decode_mla_hopper: 512 + 64 columns of 16 bits, in tiles of 64 by 64."""
+class HopperMlaDecode(SplitKernel):
+    """decode_mla_hopper: 512 + 64 columns of 16 bits, in tiles of 64 by 64.
 
-    takes_order: ClassVar[bool] = False
+    It does what decode_splits does.
+    """
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return the launch parameters of the part where its tiles are of 64 by 64."""
@@ -162,31 +168,45 @@ class HopperMlaDecode:
         fits = fits and rows_fit(cache.k, cache.layout)
         return LayerArguments(layer, cache) if fits else None
 
-    def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
-        """Do what decode_splits does."""
-        inputs, layer, page = call.inputs, call.layer, call.cache.page_size
-        key = (call.key, part.key)
-        launcher = kept.launchers.get(key)
-        if launcher is None:
-            config = _config(call, kept, launch, PAGE=page, GATHERS=False, **_split(part))
-            config = config._replace(HND=False, STAGES=2, INT64_OFFSETS=False)
-            launcher = kept.launchers[key] = Launcher(decode_mla_hopper, config, num_warps=4)
-        q_rows = call.q.contiguous().view(-1, layer.head_dim)
-        launcher(
-            (part.programs, 1, 1),
-            TensorDescriptor(
-                q_rows, list(q_rows.shape), [layer.head_dim, 1], [64, PANEL], SWIZZLED
-            ),
-            kept.rows(min(64, page))[0],
-            call.outputs,
-            part.partials,
-            inputs.requests,
-            part.work_indptr,
-            kept.scales,
-            inputs.size,
-            inputs.table_stride,
+    def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
+        """Return what all its launches in a pass share."""
+        shared = (part.partials, inputs.requests, part.work_indptr)
+        return Arguments(*shared, inputs.size, inputs.table_stride)
+
+    def make_attend(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+    ) -> Launcher:
+        """Return its own launcher for calls with this key."""
+        page = call.cache.page_size
+        config = _config(
+            call, kept, launch, PAGE=page, GATHERS=False, **constants_of(part.cuts)._asdict()
         )
-        merge(call, kept, part)
+        config = config._replace(HND=False, STAGES=2, INT64_OFFSETS=False)
+        k_rows, _ = kept.rows(min(64, page))
+        return Launcher(decode_mla_hopper, k_rows, kept.scales, config, num_warps=4)
+
+    def make_launchers(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+    ) -> Launchers:
+        """Return launchers for calls with this key."""
+        return super().make_launchers(call, kept, launch, part)._replace(change=_RowsCall)
+
+
+class _RowsCall(Call):
+    """A call whose contiguous queries are given as rows for TMA, 64 by PANEL at a time."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, call: Call) -> None:
+        q, dim = call.q.contiguous(), call.layer.head_dim
+        super().__init__(q, call.layer, call.cache, call.inputs, call.out, call.lse)
+        shape = [q.shape[0] * q.shape[1], dim]
+        self.rows = TensorDescriptor(q.view(shape), shape, [dim, 1], [64, PANEL], SWIZZLED)
+        self.addresses = (self.rows, self.addresses[1])
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        return self.rows, super().values[1]
 
 
 DECODE = (HopperMlaDecode(), HopperDecode())
@@ -226,19 +246,10 @@ def _config(
     )
 
 
-def _split(part: SplitKV) -> dict[str, int | bool]:
-    return {
-        "ROW_BLOCKS": part.row_blocks,
-        "BLOCKS_PER_UNIT": part.blocks_per_unit,
-        "BATCH_INVARIANT": part.batch_invariant,
-        "MIN_UNITS": part.min_units,
-    }
-
-
-def _aligned(q: Tensor) -> Tensor:
-    """Return q as 16-byte copies can read it: every head of every token begins at 16 bytes."""
+def _aligned(q: Tensor) -> bool:
+    """Say whether 16-byte copies can read q: every head of every token begins at 16 bytes."""
     even = q.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in q.stride()[:2])
-    return q if even and _near(q) else q.clone(memory_format=torch.contiguous_format)
+    return even and _near(q)
 
 
 def _near(q: Tensor) -> bool:

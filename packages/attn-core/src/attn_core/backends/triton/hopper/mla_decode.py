@@ -199,14 +199,14 @@ def attend_half(
 @gluon.jit(do_not_specialize=["batch", "table_stride"])
 def decode_mla_hopper(
     q_rows,
-    k_rows,
     out,
     partial,
     requests,
     work_indptr,
-    scales,
     batch,
     table_stride,
+    k_rows,
+    scales,
     CONFIG: gl.constexpr,
 ):
     """Do what decode_splits does for one latent KV head, 512 + 64, in blocks of 64 keys.

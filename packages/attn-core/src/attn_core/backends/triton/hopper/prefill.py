@@ -214,22 +214,22 @@ def attend(
         seq = next_seq
 
 
-@gluon.jit(do_not_specialize=["batch", "heads_at_once", "window", "table_stride"])
+@gluon.jit(do_not_specialize=["batch", "heads_at_once", "table_stride", "window"])
 def extend_hopper(
     q,
+    out,
+    requests,
+    order,
+    batch,
+    heads_at_once,
+    table_stride,
     k_rows,
     v_rows,
     k,
     v,
-    out,
-    requests,
-    order,
     sinks,
     scales,
-    batch,
-    heads_at_once,
     window,
-    table_stride,
     CONFIG: gl.constexpr,
 ):
     """Do what extend_tiles does, with 128 rows a tile; a program takes one tile after another.

@@ -9,10 +9,10 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_core.backends.triton.kernel import Launchers
 from attn_core.backends.triton.portable.arguments import Scales, Store
 from attn_core.backends.triton.portable.launch import needs_int64_offsets
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.triton.launcher import Launcher
 from attn_core.runtime.layer import AttentionLayer
 
 PANEL = 64  # columns of 16 bits that one copy brings: a row of 128 swizzled bytes
@@ -23,7 +23,8 @@ SWIZZLE_ROWS = 8  # rows that the swizzle goes over; smaller pages are gathered
 class LayerArguments:
     """What the kernels are given of a layer and its cache, in every pass.
 
-    rows(n): the stores as rows of tokens for TMA, n at a time. launchers: of a layer.
+    rows(n): the stores as rows of tokens for TMA, n at a time. sinks: any tensor for a layer
+    without. launchers: of a layer.
     """
 
     def __init__(self, layer: AttentionLayer, cache: LayerCache) -> None:
@@ -33,8 +34,9 @@ class LayerArguments:
         self.scales = Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, v_scale)
         strides = (*self.k[1:], *self.v[1:])
         self.int64_offsets = needs_int64_offsets(cache, layer.num_kv_heads, strides)
+        self.sinks = k if layer.sinks is None else layer.sinks
         self.layout = layout
-        self.launchers: dict[Hashable, Launcher] = {}
+        self.launchers: dict[Hashable, Launchers] = {}
         self._rows: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
 
     def rows(self, count: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -35,21 +35,21 @@ def quota_of(work_indptr, batch, tiles, programs, MIN_UNITS: tl.constexpr):
     return work, tl.maximum(tl.cdiv(work, programs), MIN_UNITS)
 
 
-@triton.jit(do_not_specialize=["batch", "window", "drafts", "table_stride"])
+@triton.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])
 def decode_splits(
     q,
-    cache,
     out,
     partial,
     requests,
     work_indptr,
     tree,
-    sinks,
-    scales,
     batch,
-    window,
     drafts,
     table_stride,
+    cache,
+    sinks,
+    scales,
+    window,
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -127,14 +127,14 @@ def decode_splits(
 
 @triton.jit(do_not_specialize=["batch", "programs"])
 def merge_splits(
-    partial,
     out,
+    partial,
     cu,
     work_indptr,
-    sinks,
     batch,
-    v_scale,
     programs,
+    sinks,
+    v_scale,
     BM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

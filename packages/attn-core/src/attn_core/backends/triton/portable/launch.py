@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Call, Shape
+from attn_core.backends.triton.kernel import (
+    Call,
+    Kernel,
+    Launchers,
+    Pass,
+    PassLaunch,
+    Shape,
+)
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.portable.arguments import (
     Constants,
     KVCache,
-    MergeConstants,
     Scales,
-    Split,
     Store,
     Tree,
 )
-from attn_core.backends.triton.portable.decode import decode_splits, merge_splits
+from attn_core.backends.triton.portable.decode import decode_splits
 from attn_core.backends.triton.portable.prefill import extend_tiles
 from attn_core.backends.triton.schedule import SplitKV, Tiles
+from attn_core.backends.triton.split import SplitKernel, constants_of
 from attn_core.backends.triton.tuning import (
     LONG,
     Launch,
@@ -32,14 +37,12 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.errors import UsageError
-from attn_core.ops.triton.launcher import Launcher
+from attn_core.ops.triton.launcher import Arguments, Launcher, numbered
 from attn_core.runtime.layer import AttentionLayer
 
 
-class PortableDecode:
+class PortableDecode(SplitKernel):
     """decode_splits."""
-
-    takes_order: ClassVar[bool] = False
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return the launch parameters of the part: it takes every shape."""
@@ -49,43 +52,36 @@ class PortableDecode:
         """Return the stores and constants of a layer. Raises UsageError for spread columns."""
         return LayerArguments.of(layer, cache)
 
-    def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV) -> None:
-        """Attend with few queries a request."""
-        q, layer, inputs = call.q, call.layer, call.inputs
-        key = (call.key, part.key)
-        launcher = kept.launchers.get(key)
-        if launcher is None:
-            launcher = kept.launchers[key] = Launcher(
-                decode_splits,
-                *(launch.block_m, launch.block_n, launch.stages, part.overlap, _split(part)),
-                kept.constants(launch, inputs.mask, paged=True),
-                num_warps=launch.warps,
-                num_stages=launch.stages,
-                **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
-            )
-        launcher(
-            (part.programs, 1, 1),
-            call.queries,
-            kept.stores,
-            call.outputs,
-            part.partials,
-            inputs.requests,
-            part.work_indptr,
-            Tree(q if inputs.tree is None else inputs.tree, inputs.positions),
-            q if layer.sinks is None else layer.sinks,
-            kept.scales,
-            inputs.size,
-            layer.sliding_window or 0,
-            inputs.drafts,
-            inputs.table_stride,
+    def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
+        """Return what all its launches in a pass share."""
+        return Arguments(
+            *(part.partials, inputs.requests, part.work_indptr, _tree(inputs)),
+            *(inputs.size, inputs.drafts, inputs.table_stride),
         )
-        merge(call, kept, part)
+
+    def make_attend(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+    ) -> Launcher:
+        """Return its own launcher for calls with this key."""
+        return Launcher(
+            decode_splits,
+            *(kept.stores, kept.sinks, kept.scales, call.layer.sliding_window or 0),
+            *(
+                launch.block_m,
+                launch.block_n,
+                launch.stages,
+                part.cuts.overlap,
+                constants_of(part.cuts),
+            ),
+            kept.constants(launch, call.inputs.mask, paged=True),
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+            **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
+        )
 
 
-class PortablePrefill:
-    """extend_tiles."""
-
-    takes_order: ClassVar[bool] = False
+class PortablePrefill(Kernel[Tiles]):
+    """extend_tiles: many queries a request, over pages or plain K and V."""
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch:
         """Return the launch parameters of a shape: it takes every one."""
@@ -105,91 +101,56 @@ class PortablePrefill:
         """Return the stores and constants of a layer. Raises UsageError for spread columns."""
         return LayerArguments.of(layer, cache)
 
-    def launch(self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles) -> None:
-        """Attend with many queries a request, over pages or plain K and V."""
-        q, layer, inputs = call.q, call.layer, call.inputs
-        key = (call.key, part.key)
-        launcher = kept.launchers.get(key)
-        if launcher is None:
-            launcher = kept.launchers[key] = Launcher(
-                extend_tiles,
-                *(launch.block_m, launch.block_n, launch.stages, part.min_queries),
-                kept.constants(launch, inputs.mask, paged=inputs.paged),
-                num_warps=launch.warps,
-                num_stages=launch.stages,
-            )
-        group = layer.num_q_heads // layer.num_kv_heads
-        launcher(
-            (q.shape[0] * group // launch.block_m + inputs.size, layer.num_kv_heads, 1),
-            call.queries,
-            kept.stores,
-            call.outputs,
-            inputs.requests,
-            Tree(q if inputs.tree is None else inputs.tree, inputs.positions),
-            q if layer.sinks is None else layer.sinks,
-            kept.scales,
-            inputs.size,
-            layer.sliding_window or 0,
-            inputs.drafts,
-            inputs.table_stride,
+    def pass_launch(self, call: Call, launch: Launch, part: Tiles) -> PassLaunch:
+        """Return how the layers of this call's group launch it in this pass."""
+        layer, inputs = call.layer, call.inputs
+        rows = call.q.shape[0] * (layer.num_q_heads // layer.num_kv_heads)
+        return PassLaunch(
+            inputs,
+            numbered((part.key, inputs.key)),
+            (rows // launch.block_m + inputs.size, layer.num_kv_heads, 1),
+            Arguments(
+                *(inputs.requests, _tree(inputs)),
+                *(inputs.size, inputs.drafts, inputs.table_stride),
+            ),
         )
 
-
-class Launches(Protocol):
-    """What kernels keep of a layer and its cache: their launchers by the keys of calls."""
-
-    @property
-    def launchers(self) -> dict[Hashable, Launcher]: ...
-    @property
-    def scales(self) -> Scales: ...
-
-
-def merge(call: Call, kept: Launches, part: SplitKV) -> None:
-    """Merge the partials of tiles that were split, if any was, whichever kernel wrote them."""
-    if part.unsplit:
-        return
-    layer, inputs = call.layer, call.inputs
-    heads, width = layer.num_kv_heads, power_of_two(layer.v_head_dim)
-    tiles = inputs.size * heads * part.row_blocks
-    columns, rows, partials, warps = part.merge_tile
-    key = (call.key, part.key, "merge")
-    launcher = kept.launchers.get(key)
-    if launcher is None:
-        group, sinks = layer.num_q_heads // heads, layer.sinks is not None
-        launcher = kept.launchers[key] = Launcher(
-            merge_splits,
-            *(part.launch.block_m, rows, columns, partials, part.overlap, _split(part)),
-            MergeConstants(heads, group, layer.v_head_dim, width, sinks),
-            num_warps=warps,
-            **({"launch_pdl": True} if part.overlap else {}),
+    def make_launchers(
+        self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles
+    ) -> Launchers:
+        """Return launchers for calls with this key."""
+        attend = Launcher(
+            extend_tiles,
+            *(kept.stores, kept.sinks, kept.scales, call.layer.sliding_window or 0),
+            *(launch.block_m, launch.block_n, launch.stages, part.min_queries),
+            kept.constants(launch, call.inputs.mask, paged=call.inputs.paged),
+            num_warps=launch.warps,
+            num_stages=launch.stages,
         )
-    launcher(
-        (tiles, -(-part.tile_rows // rows), width // columns),
-        part.partials,
-        call.outputs,
-        inputs.requests.cu_seqlens_q,
-        part.work_indptr,
-        call.q if layer.sinks is None else layer.sinks,
-        inputs.size,
-        kept.scales.v,
-        part.programs,
-    )
+        return Launchers(attend)
+
+
+def _tree(inputs: Pass) -> Tree:
+    """Return the mask of a tree and the positions; without a tree no kernel reads its mask."""
+    mask = inputs.requests.cu_seqlens_q if inputs.tree is None else inputs.tree
+    return Tree(mask, inputs.positions)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerArguments:
     """What the portable kernels are given of a layer and its cache, in every pass.
 
-    common: the constants of all its launches, without those that `constants` adds. launchers: of
-    a layer.
+    sinks: any tensor for a layer without. common: the constants of all its launches, without those
+    that `constants` adds. launchers: of a layer.
     even_fp8: whether two neighbouring FP8 values can be read as one number.
     """
 
     stores: KVCache
+    sinks: Tensor
     scales: Scales
     common: Constants
     even_fp8: bool
-    launchers: dict[Hashable, Launcher] = field(default_factory=dict)
+    launchers: dict[Hashable, Launchers] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
@@ -223,7 +184,8 @@ class LayerArguments:
         )
         even = fp8 and not any(x % 2 for x in (stores.v.ptr.data_ptr(), *v))
         scales = Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, _v_scale(cache))
-        return cls(stores, scales, common, even and width == layer.v_head_dim)
+        sinks = cache.k if layer.sinks is None else layer.sinks
+        return cls(stores, sinks, scales, common, even and width == layer.v_head_dim)
 
     def constants(self, launch: Launch, mask: int, *, paged: bool) -> Constants:
         """Return the constants of one launch."""
@@ -246,10 +208,6 @@ def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -
     return any(
         pages * page + tokens * token + heads * head >= 1 << 31 for page, token, head in each
     )
-
-
-def _split(part: SplitKV) -> Split:
-    return Split(part.row_blocks, part.blocks_per_unit, part.batch_invariant, part.min_units)
 
 
 def _v_scale(cache: LayerCache) -> Scale:

@@ -21,19 +21,19 @@ from attn_core.backends.triton.portable.common import (
 from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load_tile
 
 
-@triton.jit(do_not_specialize=["batch", "window", "drafts", "table_stride"])
+@triton.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])
 def extend_tiles(
     q,
-    cache,
     out,
     requests,
     tree,
-    sinks,
-    scales,
     batch,
-    window,
     drafts,
     table_stride,
+    cache,
+    sinks,
+    scales,
+    window,
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,

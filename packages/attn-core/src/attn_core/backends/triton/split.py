@@ -1,0 +1,77 @@
+"""Kernels of split-KV: one launch writes outputs and partials, a second one merges the partials."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Protocol
+
+from attn_core.backends.triton.kernel import Call, Kernel, Launchers, Pass, PassLaunch
+from attn_core.backends.triton.portable.arguments import MergeConstants, Scales, Split
+from attn_core.backends.triton.portable.decode import merge_splits
+from attn_core.backends.triton.schedule import Cuts, SplitKV
+from attn_core.backends.triton.tuning import Launch, power_of_two
+from attn_core.ops.triton.launcher import Arguments, Grid, Launcher, numbered
+from attn_core.runtime.layer import AttentionLayer
+
+
+class _Kept(Protocol):
+    @property
+    def sinks(self) -> Any: ...
+    @property
+    def scales(self) -> Scales: ...
+
+
+class SplitKernel(Kernel[SplitKV]):
+    """A kernel whose partials merge_splits merges."""
+
+    @abstractmethod
+    def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
+        """Return what all its launches in a pass share."""
+
+    @abstractmethod
+    def make_attend(self, call: Call, kept: Any, launch: Launch, part: SplitKV) -> Launcher:
+        """Return its own launcher for calls with this key."""
+
+    def pass_launch(self, call: Call, launch: Launch, part: SplitKV) -> PassLaunch:
+        """Return how the layers of this call's group launch it in this pass."""
+        inputs = call.inputs
+        return PassLaunch(
+            inputs,
+            numbered((part.key, inputs.key, part.unsplit)),
+            (part.cuts.programs, 1, 1),
+            self.arguments(inputs, part),
+            None if part.unsplit else _merge(inputs, part),
+        )
+
+    def make_launchers(self, call: Call, kept: Any, launch: Launch, part: SplitKV) -> Launchers:
+        """Return launchers for calls with this key."""
+        merge = None if part.unsplit else _merge_launcher(call.layer, kept, part.cuts)
+        return Launchers(self.make_attend(call, kept, launch, part), merge)
+
+
+def constants_of(cuts: Cuts) -> Split:
+    """Return the constants of a split."""
+    return Split(cuts.row_blocks, cuts.blocks_per_unit, cuts.batch_invariant, cuts.min_units)
+
+
+def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:
+    """Return the grid of merge_splits and its arguments in a pass, whichever kernel splits."""
+    cuts, cu_seqlens_q = part.cuts, inputs.requests.cu_seqlens_q
+    columns, rows, _, _ = cuts.merge_tile
+    grid = (cuts.tiles, -(-cuts.tile_rows // rows), part.partial_out.shape[1] // columns)
+    shared = (part.partials, cu_seqlens_q, part.work_indptr, inputs.size, cuts.programs)
+    return grid, Arguments(*shared)
+
+
+def _merge_launcher(layer: AttentionLayer, kept: _Kept, cuts: Cuts) -> Launcher:
+    columns, rows, partials, warps = cuts.merge_tile
+    heads, width = layer.num_kv_heads, power_of_two(layer.v_head_dim)
+    group, sinks = layer.num_q_heads // heads, layer.sinks is not None
+    return Launcher(
+        merge_splits,
+        *(kept.sinks, kept.scales.v),
+        *(cuts.launch.block_m, rows, columns, partials, cuts.overlap, constants_of(cuts)),
+        MergeConstants(heads, group, layer.v_head_dim, width, sinks),
+        num_warps=warps,
+        **({"launch_pdl": True} if cuts.overlap else {}),
+    )
