@@ -79,9 +79,19 @@ def test_hot_launches(arch):
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_launch(arch, evidence):
     found = judged(arch, "hot", hot=True) + judged(arch, "more", hot=False)
+    found += judged(arch, "linear", hot=True)
     evidence(launch_sites.chip(arch), found)
     assert len(found) == len(launch_sites.SITES) - 1  # without "greedy"
     assert [fault for site in found for fault in site["faults"]] == []
+
+
+@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+def test_hot_launches_of_linear_attention(arch):
+    names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
+    sites = judged(arch, *names, hot=True)
+    assert [fault for site in sites for fault in site["faults"]] == []
+    kernels = [[k["name"] for k in site["kernels"]] for site in sites]
+    assert kernels[3:] == [["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"]]
 
 
 @pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])
