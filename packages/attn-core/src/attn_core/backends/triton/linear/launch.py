@@ -6,7 +6,7 @@ the elements of a head are adjacent. A slot of a state is contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,8 +108,9 @@ def decode(
     Returns out [B, Hv, V] in the dtype of v.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
     places = slots_of(slots, slots_out, fresh)
-    key = ("decode", fresh is None, *like(q, k, v, g, beta, out, state), *map(alike, places))
+    key = ("decode", fresh is None, *like((*inputs, rows, stored)), *map(alike, places))
     chosen = decode_launch(layer.arch, layer.common.V, layer.common.K)
     launcher = layer.launchers.get(key)
     if launcher is None:
@@ -120,11 +121,11 @@ def decode(
     if slots.shape[0]:
         launcher(
             (layer.programs(slots, chosen), 1, 1),
-            inputs_of(q, k, v, g, beta),
+            inputs,
             layer.weights or Weights(q, q),
             layer.numbers,
-            rows_of(out),
-            states_of(state),
+            rows,
+            stored,
             places,
         )
     return out
@@ -162,10 +163,12 @@ def verify(
         return out
     drafts, places = v.shape[0] // batch, slots_of(slots, slots_out, fresh)
     mask = slots if tree_mask is None else tree_mask.view(torch.uint8)
+    inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
+    kept = Records(*map(states_of, records))
     width = max(2, 1 << (drafts - 1).bit_length())
     key = (
         *("verify", width, fresh is None, tree_mask is None),
-        *like(q, k, v, g, beta, out, state, *records),
+        *like((*inputs, rows, stored, *kept)),
         *map(alike, (*places, mask)),
     )
     common = layer.common
@@ -180,13 +183,13 @@ def verify(
         )
     launcher(
         (layer.programs(slots, chosen), 1, 1),
-        inputs_of(q, k, v, g, beta),
+        inputs,
         layer.weights or Weights(q, q),
         layer.numbers,
-        rows_of(out),
-        states_of(state),
+        rows,
+        stored,
         places,
-        Records(*map(states_of, records)),
+        kept,
         mask,
         drafts,
     )
@@ -213,12 +216,13 @@ def commit(
     batch = slots.shape[0]
     if not batch:
         return
-    places = slots_of(slots, slots_out, fresh)
+    places, stored = slots_of(slots, slots_out, fresh), states_of(state, layers=True)
+    kept = Records(*(states_of(x, layers=True) for x in records))
     mask = slots if tree_mask is None else tree_mask.view(torch.uint8)
     drafts = 0 if tree_mask is None else tree_mask.shape[-1]
     key = (
         *("commit", fresh is None, tree_mask is None),
-        *like(state, *records),
+        *like((stored, *kept)),
         *map(alike, (*places, mask, accepted)),
     )
     chosen = commit_launch(layer.arch, layer.common.V, layer.common.K)
@@ -232,9 +236,9 @@ def commit(
         )
     launcher(
         (layer.programs(slots, chosen), state.shape[0], 1),
-        states_of(state, layers=True),
+        stored,
         places,
-        Records(*(states_of(x, layers=True) for x in records)),
+        kept,
         accepted,
         mask,
         drafts,
@@ -242,7 +246,8 @@ def commit(
 
 
 def rows_of(x: Tensor) -> Rows:
-    return Rows(x, x.stride(0), x.stride(1))
+    strides = x.stride()
+    return Rows(x, strides[0], strides[1])
 
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
@@ -256,9 +261,10 @@ def slots_of(slots: Tensor, slots_out: Tensor | None, fresh: Tensor | None) -> S
 
 def states_of(x: Tensor, *, layers: bool = False) -> States:
     """Return one layer's slots [slots, …], or those of all layers [layers, slots, …]."""
-    return States(x, x.stride(0), x.stride(1)) if layers else States(x, 0, x.stride(0))
+    strides = x.stride()
+    return States(x, strides[0], strides[1]) if layers else States(x, 0, strides[0])
 
 
-def like(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """Return what Triton specialises of tensors: dtypes, alignment, strides."""
-    return tuple((alike(x), x.stride()) for x in tensors)
+def like(parts: Iterable[Rows | States]) -> list[Hashable]:
+    """Return what Triton specialises of tensors with strides: dtypes, alignment, the strides."""
+    return [(alike(x), first, second) for x, first, second in parts]

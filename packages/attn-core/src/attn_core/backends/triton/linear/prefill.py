@@ -103,7 +103,8 @@ def prefill(
         return out
     common, places = layer.common, slots_of(slots, slots_out, fresh)
     inputs, weights = inputs_of(q, k, v, g, beta), layer.weights or Weights(q, q)
-    tensors, wide = like(q, k, v, g, beta, out, state), v.dtype == torch.float32
+    rows, stored = rows_of(out), states_of(state)
+    tensors, wide = like((*inputs, rows, stored)), v.dtype == torch.float32
     if plan.num_chunks:
         key = ("prepare", *tensors)
         launcher = layer.launchers.get(key)
@@ -142,8 +143,8 @@ def prefill(
     launcher(
         (layer.programs(slots, chosen), 1, 1),
         inputs,
-        rows_of(out),
-        states_of(state),
+        rows,
+        stored,
         places,
         spots,
         plan.chunks,
