@@ -275,3 +275,14 @@ class TestPrefill:
 def test_head_dims_that_no_kernel_takes():
     with pytest.raises(UsageError, match="supports K of 16, 32, 64, 128 or 256"):
         launch.LinearArguments.of(make_linear_layer(dims=(96, 96)), "sm90")
+
+
+def test_a_plan_is_made_on_the_host_whatever_the_default_device_is():
+    kept = launch.LinearArguments.of(make_linear_layer(), "sm90")
+    with torch.device("meta"):
+        plan = plan_prefill(kept, (70, 0, 3), dtype=torch.float32, device=DEVICE)
+    assert plan.chunks.start[:3].tolist() == [0, 64, 70]
+    assert plan.chunks.count[:3].tolist() == [64, 6, 3]
+    assert plan.chunks.cu_seqlens[:4].tolist() == [0, 70, 70, 73]
+    assert plan.chunks.first[:3].tolist() == [0, 2, 2]
+    assert plan.chunks.order[:3].tolist() == [0, 2, 1]

@@ -54,9 +54,10 @@ def plan_prefill(
     order = sorted(range(len(query_lens)), key=lambda b: -query_lens[b])
     parts = (start, [min(CHUNK, x) for x in left], begins, first, order)
     padded = [[*part, *[0] * (-len(part) % 4)] for part in parts]  # each is aligned to 16 bytes
-    host = torch.tensor([x for part in padded for x in part], dtype=torch.int32)
+    numbers = [x for part in padded for x in part]
     pinned = device.type == "cuda"
-    table = (host.pin_memory() if pinned else host).to(device, non_blocking=True)
+    host = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    table = host.to(device, non_blocking=True)
     pieces = torch.split(table, [len(part) for part in padded])
     common, total = layer.common, len(start)
     heads = (total, common.HV)
