@@ -19,6 +19,8 @@ BUILD = pathlib.Path(__file__).parents[1] / "support" / "build_kernels.py"
 # Of kernels whose warps are specialised the assembler counts registers as at the launch, before
 # setmaxnreg hands them over: some addresses spill, no tile does.
 SPILLS = {"decode_mla_hopper": 112}
+# Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.
+SPILLS |= {("sm80", "prepare_gdn"): 34, ("sm120", "prepare_gdn"): 2, ("sm120", "prepare_kda"): 20}
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 
@@ -48,7 +50,8 @@ def faults(arch, site, *, hot):
             yield f"{name} is compiled for sizes of a pass: {kernel['specialised']}"
         if used > room:
             yield f"{name} takes {used} bytes of shared memory, {arch} has {room}"
-        if hot and kernel["spills"] > SPILLS.get(kernel["name"], 0):
+        allowed = SPILLS.get(kernel["name"], SPILLS.get((arch, kernel["name"]), 0))
+        if hot and kernel["spills"] > allowed:
             yield f"{name} spills {kernel['spills']} times, with {kernel['registers']} registers"
 
 
@@ -79,9 +82,19 @@ def test_hot_launches(arch):
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_launch(arch, evidence):
     found = judged(arch, "hot", hot=True) + judged(arch, "more", hot=False)
+    found += judged(arch, "linear", hot=True)
     evidence(launch_sites.chip(arch), found)
     assert len(found) == len(launch_sites.SITES) - 1  # without "greedy"
     assert [fault for site in found for fault in site["faults"]] == []
+
+
+@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+def test_hot_launches_of_linear_attention(arch):
+    names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
+    sites = judged(arch, *names, hot=True)
+    assert [fault for site in sites for fault in site["faults"]] == []
+    kernels = [[k["name"] for k in site["kernels"]] for site in sites]
+    assert kernels[3:] == [["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"]]
 
 
 @pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])

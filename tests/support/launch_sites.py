@@ -19,6 +19,7 @@ from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, Site
+from linear_sites import LINEAR
 
 META = torch.device("meta")
 TREE = (-1, 0, 0, 1, 1, 2, 5, 5)
@@ -176,9 +177,11 @@ SITES: dict[str, Launch] = {
     **HOT,
     **MORE,
     **OTHERS,
+    **LINEAR,
 }
 GROUPS = {
     "quick": ("merge", "write-fp8", "decode", "extend", "mla-decode"),
     "hot": ("merge", *WRITES, *HOT),
     "more": (*MORE, *OTHERS),
+    "linear": (*LINEAR,),
 }

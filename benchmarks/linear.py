@@ -1,0 +1,299 @@
+"""Measure linear attention (GDN, KDA), our Triton kernels beside every installed peer, on a GPU.
+
+Run: `python -m benchmarks.linear [--only REGEX] [--peers NAMES] [--rounds N] [--seconds N]`. Each
+result is compared with the recurrence in float64 first. Contestants take turns; a time is the
+median over the rounds of medians with a cold L2, of plain calls and of replayed CUDA graphs. What a
+contestant raises is recorded, and the rest goes on. The file is written after each case.
+`--sweep NAME` times candidate launch parameters of our own kernels instead, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import pathlib
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention import device_name, versions
+from benchmarks.linear_cases import CASES, LinearCase, LinearInputs, build
+from benchmarks.peers.linear import LINEAR_PEERS, OURS, Call, LinearContestant, States
+from benchmarks.results import FOLDER, slug
+from benchmarks.sweep import SWEEPS, candidates
+from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
+
+TOLERANCE = 1e-2  # of the root mean square, bf16 inputs
+Record = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Entrant:
+    """A contestant that is ready to be timed, its record, and the times of the rounds so far."""
+
+    record: Record
+    call: Call
+    replay: Callable[[], object] | None
+    plain_us: list[float] = field(default_factory=list)
+    graph_us: list[float] = field(default_factory=list)
+
+
+def rms_error(got: Tensor, want: Tensor) -> float:
+    """Return the root mean square of the difference over that of the right result."""
+    difference = got.reshape(want.shape).double() - want
+    return float(difference.square().mean().sqrt() / want.square().mean().sqrt())
+
+
+def check(record: Record, inputs: LinearInputs, call: Call, states: States | None) -> None:
+    """Call once, and record how far outputs and states are from the reference."""
+    out, last = inputs.reference
+    got = call()
+    if inputs.case.op != "commit":
+        record["out_error"] = rms_error(got, out)
+    if states is not None:
+        record["state_error"] = rms_error(states(), last)
+    errors = [record[name] for name in ("out_error", "state_error") if name in record]
+    record["wrong"] = not all(error <= TOLERANCE for error in errors)
+
+
+def captured(record: Record, call: Call) -> Callable[[], object] | None:
+    """Return the replay of a CUDA graph of a call; what capture raises is recorded."""
+    try:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        torch.cuda.synchronize()
+    except Exception as raised:  # not everything can be captured, and that is a finding too
+        record["graph_error"] = text(raised)
+        return None
+    return graph.replay
+
+
+def host_us(call: Call, calls: int = 20) -> float:
+    """Return the microseconds of the host to queue a call."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def entrant(contestant: LinearContestant, inputs: LinearInputs, timer: Timer) -> Entrant | Record:
+    """Prepare and check one contestant; return its record alone if it cannot be timed."""
+    record: Record = {"name": contestant.name}
+    start = time.perf_counter()
+    try:
+        call, states = contestant.prepare(inputs, contestant.load())
+        check(record, inputs, call, states)
+    except Exception as raised:  # another project's code may raise anything: record it, go on
+        return record | {"error": text(raised)}
+    record["prepare_s"] = round(time.perf_counter() - start, 1)
+    replay = captured(record, call) if isinstance(timer, CudaTimer) else None
+    return Entrant(record, call, replay)
+
+
+def time_rounds(ready: Sequence[Entrant], timer: Timer, rounds: int) -> None:
+    """Time all in turn, the order turned by one each round, and record the medians."""
+    for turn in range(rounds):
+        at = turn % max(1, len(ready))
+        for x in (*ready[at:], *ready[:at]):
+            if "error" in x.record:
+                continue
+            try:
+                x.plain_us.append(timer.measure(x.call).us)
+                if x.replay is not None:
+                    x.graph_us.append(timer.measure(x.replay).us)
+                if not turn:
+                    x.record["host_us"] = host_us(x.call)
+            except Exception as raised:
+                x.record["error"] = text(raised)
+    for x in ready:
+        for name, times in (("us", x.plain_us), ("graph_us", x.graph_us)):
+            if times:
+                x.record[name] = statistics.median(times)
+
+
+def best_us(record: Record) -> float | None:
+    """Return the time of a right result: of a graph, where there is one."""
+    if record.get("wrong") or "error" in record:
+        return None
+    time_us: float | None = record.get("graph_us", record.get("us"))
+    return time_us
+
+
+def measure(
+    case: LinearCase,
+    contestants: Iterable[LinearContestant],
+    *,
+    device: torch.device,
+    timer: Timer,
+    ceilings: Ceilings,
+    rounds: int,
+    deadline: float,
+) -> Record:
+    """Return the record of a case: one entry per contestant that takes it, ours first."""
+    inputs = build(case, device)
+    entries: list[Record] = []
+    ready: list[Entrant] = []
+    for contestant in contestants:
+        if not contestant.takes(case):
+            continue
+        if time.monotonic() > deadline:
+            entries.append({"name": contestant.name, "error": "not measured: --seconds is over"})
+            continue
+        got = entrant(contestant, inputs, timer)
+        entries.append(got.record if isinstance(got, Entrant) else got)
+        if isinstance(got, Entrant):
+            ready.append(got)
+    time_rounds(ready, timer, rounds)
+    floor = ceilings.floor_us(case.bytes, case.flops)
+    for record in entries:
+        if (spent := best_us(record)) is not None:
+            record |= {"gbs": case.bytes / spent / 1e3, "roofline": floor / spent}
+    times = {x["name"]: best_us(x) for x in entries}
+    own = times.pop(OURS.name, None)
+    peers = {name: spent for name, spent in times.items() if spent is not None}
+    result: Record = {"name": case.name, **asdict(case), "bytes": case.bytes, "floor_us": floor}
+    result["entries"] = [{k: rounded(v) for k, v in x.items()} for x in entries]
+    if peers:
+        result["best_peer"] = min(peers, key=lambda name: peers[name])
+        if own is not None:
+            result["ratio"] = rounded(own / min(peers.values()))
+    return result
+
+
+def rounded(value: Any) -> Any:
+    """Keep four digits of a float."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def text(error: BaseException) -> str:
+    """Keep the kind of an error and the beginning of what it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def describe(record: Record) -> str:
+    """Say an entry in one line."""
+    if "error" in record:
+        return f"  {record['name']:<20} {record['error']}"
+    shown = (
+        "us",
+        "graph_us",
+        "host_us",
+        "out_error",
+        "state_error",
+        "gbs",
+        "roofline",
+        "prepare_s",
+    )
+    parts = [f"{name} {record[name]:.4g}" for name in shown if name in record]
+    wrong = " WRONG" if record.get("wrong") else ""
+    graph = f" graph: {record['graph_error']}" if "graph_error" in record else ""
+    return f"  {record['name']:<20} " + "  ".join(parts) + wrong + graph
+
+
+def usable(device: torch.device) -> bool:
+    """Say whether the device still computes: a contestant may have left it unusable."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
+    add = parser.add_argument
+    add("--only", default="", help="cases whose name matches this pattern; needs --out")
+    add("--peers", default="all", help="names with commas, or none; needs --out")
+    add("--rounds", type=int, default=3)
+    add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
+    add("--device", default="cuda")
+    add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
+    add("--sweep", choices=SWEEPS, help="launch parameters of a kernel of ours")
+    args = parser.parse_args(arguments)
+    if (args.only or args.peers != "all") and args.out is None and args.sweep is None:
+        parser.error("--only and --peers need --out: a record has all cases and all peers")
+    known = [x.name for x in LINEAR_PEERS]
+    if unknown := {*args.peers.split(",")} - {*known, "all", "none"}:
+        parser.error(f"--peers {', '.join(sorted(unknown))} (there are {', '.join(known)})")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> tuple[LinearContestant, ...]:
+    """Return the contestants of a run."""
+    if args.sweep:
+        return candidates(args.sweep)
+    names = args.peers.split(",")
+    peers = (x for x in LINEAR_PEERS if args.peers == "all" or x.name in names)
+    return (OURS, *(x for x in peers if args.peers != "all" or x.available()))
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    cases: Sequence[LinearCase] = CASES,
+    contestants: Sequence[LinearContestant] | None = None,
+) -> int:
+    args = parse(arguments)
+    device, deadline = torch.device(args.device), time.monotonic() + args.seconds
+    cases = [case for case in cases if re.search(args.only, case.name)]
+    contestants = chosen(args) if contestants is None else contestants
+    torch.set_grad_enabled(False)
+    timer = timer_for(device)
+    ceilings = measure_ceilings(timer, device)
+    name = device_name(device)
+    out: pathlib.Path = args.out or FOLDER / f"linear.{slug(name)}.json"
+    report: Record = {
+        "date": datetime.date.today().isoformat(),
+        "device": name,
+        "versions": versions(x.distribution for x in contestants),
+        "ceilings": asdict(ceilings),
+        "rounds": args.rounds,
+        "cases": [],
+    }
+    for number, case in enumerate(cases, 1):
+        if time.monotonic() > deadline:
+            print(f"--seconds is over: {len(cases) - number + 1} cases are left out")
+            break
+        print(f"[{number}/{len(cases)}] {case.name}", flush=True)
+        try:
+            got = measure(
+                case, contestants, device=device, timer=timer, ceilings=ceilings,
+                rounds=args.rounds, deadline=deadline,
+            )  # fmt: skip
+        except RuntimeError as raised:  # out of memory, before any contestant
+            got = {"name": case.name, "entries": [{"name": "inputs", "error": text(raised)}]}
+        report["cases"].append(got)
+        for record in got["entries"]:
+            print(describe(record), flush=True)
+        if "ratio" in got:
+            print(f"  ours / {got['best_peer']}: {got['ratio']:.3f}", flush=True)
+        if not args.sweep:
+            out.write_text(json.dumps(report, indent=1) + "\n")
+        if not usable(device):
+            print("the device is unusable: run the rest without the last contestant", flush=True)
+            return 1
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

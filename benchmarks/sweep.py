@@ -1,0 +1,78 @@
+"""Candidate launch parameters of our kernels of linear attention, each a contestant of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from benchmarks.linear_cases import LinearCase, LinearInputs
+from benchmarks.peers.linear import OURS, Call, LinearContestant, States
+
+_PREFILL = "attn_core.backends.triton.linear.prefill"
+_LAUNCH = "attn_core.backends.triton.linear.launch"
+# name → the function that is replaced, the cases, and (rows, warps, stages)
+SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int], ...]]] = {
+    "decode": (
+        f"{_LAUNCH}.decode_launch",
+        "decode",
+        ((8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1)),
+    ),
+    "verify": (
+        f"{_LAUNCH}.verify_launch",
+        "verify",
+        ((8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1)),
+    ),
+    "commit": (
+        f"{_LAUNCH}.commit_launch",
+        "commit",
+        ((8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1)),
+    ),
+    "scan": (
+        f"{_PREFILL}.scan_launch",
+        "prefill",
+        ((64, 4, 2), (64, 4, 3), (64, 4, 1), (128, 8, 2), (64, 8, 2), (32, 4, 2), (32, 4, 3)),
+    ),
+    "prepare": (
+        f"{_PREFILL}.prepare_launch",
+        "prefill",
+        ((64, 4, 1), (64, 8, 1), (32, 4, 1), (32, 8, 1), (128, 8, 1)),
+    ),
+}
+
+
+def candidates(name: str) -> tuple[LinearContestant, ...]:
+    """Return one contestant per candidate of a kernel."""
+    target, op, launches = SWEEPS[name]
+    return tuple(_candidate(target, op, *x) for x in launches)
+
+
+def _candidate(target: str, op: str, rows: int, warps: int, stages: int) -> LinearContestant:
+    def patched() -> Any:
+        from attn_core.backends.triton.linear.tuning import Launch
+
+        launch = Launch(rows=rows, warps=warps, stages=stages)
+        return mock.patch(target, return_value=launch)
+
+    def prepare(inputs: LinearInputs, module: Any) -> tuple[Call, States | None]:
+        with patched():
+            call, states = OURS.prepare(inputs, module)
+        return _within(patched, call), states
+
+    def takes(case: LinearCase) -> bool:
+        return case.op == op
+
+    return LinearContestant(
+        name=f"rows {rows} warps {warps} stages {stages}", distribution=OURS.distribution,
+        modules=OURS.modules, takes=takes, prepare=prepare,
+    )  # fmt: skip
+
+
+def _within(patched: Callable[[], Any], call: Call) -> Call:
+    def run() -> Tensor:
+        with patched():
+            return call()
+
+    return run

@@ -1,0 +1,1 @@
+"""Triton's kernels of gated linear attention: GDN and KDA."""

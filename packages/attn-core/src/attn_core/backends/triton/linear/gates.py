@@ -1,0 +1,119 @@
+"""Device functions that the kernels of linear attention share: gates, norms, tiles of a state."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_GATE = tl.constexpr(0)  # g is the log decay, and beta is used as it is
+SOFTPLUS = tl.constexpr(1)
+BOUNDED = tl.constexpr(2)
+# The dimension of the rows of a tile, see channels. Triton hands the threads of a warp to the last
+# dimension and then, up to 3.6, to the first, since to the second.
+ROWS = tl.constexpr(0 if triton.__version__.startswith(("3.4.", "3.5.", "3.6.")) else 1)
+
+
+@triton.jit
+def log_decay(x, a_log, bias, lower_bound, C: tl.constexpr):
+    """Return the natural log of the decay, at most 0, of raw gates x and what fits their shape.
+
+    softplus is written so that exp never overflows; above 20 it rounds to x.
+    """
+    g = x.to(tl.float32)
+    if C.GATE == SOFTPLUS:
+        y = g + bias
+        g = -tl.exp(a_log) * (tl.maximum(y, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(y))))
+    if C.GATE == BOUNDED:
+        y = tl.exp(a_log) * (g + bias)
+        g = lower_bound / (1.0 + tl.exp(-y))
+    return g
+
+
+@triton.jit
+def update_rate(x, C: tl.constexpr):
+    """Return beta of raw x."""
+    beta = x.to(tl.float32)
+    if C.GATE != NO_GATE:
+        beta = 1.0 / (1.0 + tl.exp(-beta))
+        if C.NEG_EIGVAL:
+            beta = 2.0 * beta
+    return beta
+
+
+@triton.jit
+def head_weights(weights, hv, d, C: tl.constexpr):
+    """Return A_log and dt_bias of a value head as float32; d: key channels, of PER_CHANNEL."""
+    a_log = 0.0
+    bias = 0.0
+    if C.GATE != NO_GATE:
+        a_log = tl.load(weights.A_log + hv).to(tl.float32)
+        if C.PER_CHANNEL:
+            bias = tl.load(weights.dt_bias + hv * C.K + d).to(tl.float32)
+        else:
+            bias = tl.load(weights.dt_bias + hv).to(tl.float32)
+    return a_log, bias
+
+
+@triton.jit
+def load_gates(inputs, weights, numbers, token, hv, d, C: tl.constexpr):
+    """Return one token's log decay, a number or of channels `d`, and its beta."""
+    a_log, bias = head_weights(weights, hv, d, C)
+    at = inputs.g.ptr + token * inputs.g.token_stride + hv * inputs.g.head_stride
+    x = tl.load(at + d) if C.PER_CHANNEL else tl.load(at)
+    g = log_decay(x, a_log, bias, numbers.lower_bound, C)
+    beta = tl.load(
+        inputs.beta.ptr + token * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    )
+    return g, update_rate(beta, C)
+
+
+@triton.jit
+def head_norm(x, eps, NORM: tl.constexpr):
+    """Return what normalises one head of q or k, a matrix of all its channels."""
+    norm = 1.0
+    if NORM:
+        norm = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) + eps)
+    return norm
+
+
+@triton.jit
+def load_head(x, token, head, d, eps, NORM: tl.constexpr):
+    """Return one head of q or k as float32, of the shape of `d`, which names all its channels."""
+    row = tl.load(x.ptr + token * x.token_stride + head * x.head_stride + d).to(tl.float32)
+    return row * head_norm(row, eps, NORM)
+
+
+@triton.jit
+def channels(K: tl.constexpr):
+    """Return the key channels 0..K as a matrix: [K / 32, 32], or [1, K] of fewer.
+
+    A tile of a state has three dimensions: its rows, K / 32 and 32. Those of K / 32 are to stay
+    within a thread: a sum over K then takes 3 steps between threads, not 5 as of a tile [rows, K].
+    """
+    COLUMNS: tl.constexpr = min(K, 32)
+    return tl.arange(0, K // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def over_rows(x):
+    """Return a matrix of channels as a tile of one row."""
+    return tl.expand_dims(x, ROWS)
+
+
+@triton.jit
+def over_channels(x):
+    """Return numbers of rows as a tile of one channel."""
+    if ROWS == 0:
+        x = x[:, None, None]
+    else:
+        x = x[None, :, None]
+    return x
+
+
+@triton.jit
+def over_k(x):
+    """Return the sum over K of each row of a tile."""
+    return tl.sum(tl.sum(x, 1 - ROWS), 1)

@@ -1,0 +1,270 @@
+"""Run the kernels of linear attention over plain tensors: one function per operation.
+
+Tokens may be views with any strides between tokens and heads, such as parts of one projection;
+the elements of a head are adjacent. A slot of a state is contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_core.backends.triton.linear.arguments import (
+    Constants,
+    Inputs,
+    Numbers,
+    Records,
+    Rows,
+    Slots,
+    States,
+    Weights,
+)
+from attn_core.backends.triton.linear.decode import commit_drafts, decode_states, verify_drafts
+from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
+from attn_core.backends.triton.linear.tuning import (
+    Launch,
+    commit_launch,
+    decode_launch,
+    verify_launch,
+)
+from attn_core.errors import UsageError
+from attn_core.ops.triton.launcher import Launcher, alike
+
+
+@dataclass(frozen=True, eq=False)
+class LinearArguments:
+    """What the kernels are given of a layer in every pass, and the launchers of these kernels.
+
+    arch: "sm90", "gfx942" or another architecture.
+    common: the constants of all launches, without those of a pass.
+    """
+
+    arch: str
+    numbers: Numbers
+    weights: Weights | None
+    common: Constants
+    launchers: dict[Hashable, Launcher] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layer: Any, arch: str) -> LinearArguments:
+        """Return those of a layer. Raises UsageError for head dims that no kernel takes."""
+        k_dim, v_dim, gate = layer.head_k_dim, layer.head_v_dim, layer.gate
+        if k_dim not in (16, 32, 64, 128, 256) or v_dim % 16:
+            raise UsageError(
+                f"layer {layer.layer_id}: head_k_dim {k_dim}, head_v_dim {v_dim} (supports K of "
+                "16, 32, 64, 128 or 256, and V in multiples of 16)"
+            )
+        bound = None if gate is None else gate.lower_bound
+        kind = NO_GATE if gate is None else SOFTPLUS if bound is None else BOUNDED
+        common = Constants(
+            HV=layer.num_v_heads,
+            GROUP=layer.num_v_heads // layer.num_k_heads,
+            K=k_dim,
+            V=v_dim,
+            PER_CHANNEL=layer.kind == "kda",
+            GATE=kind.value,
+            NEG_EIGVAL=gate is not None and gate.neg_eigval,
+            NORM=layer.qk_norm is not None,
+        )
+        numbers = Numbers(float(layer.scale), layer.qk_norm or 0.0, bound or 0.0)
+        weights = None if gate is None else Weights(gate.A_log, gate.dt_bias)
+        return cls(arch, numbers, weights, common)
+
+    def precision(self, dtype: torch.dtype) -> str:
+        """Return how products of float32 are computed: some are, for tokens of 16 bits too."""
+        if self.arch == "sm75" or not self.arch.startswith("sm"):
+            return "ieee"  # AMD's matrix units multiply float32
+        return "tf32x3" if dtype == torch.float32 else "tf32"
+
+    def programs(self, slots: Tensor, chosen: Launch) -> int:
+        """Return how many tiles the states of a batch have."""
+        return slots.shape[0] * self.common.HV * self.common.V // chosen.rows
+
+
+def decode(
+    layer: LinearArguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    slots_out: Tensor | None = None,
+    fresh: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run one token of each request and store its new state.
+
+    q, k [B, Hk, K]; v [B, Hv, V]; g [B, Hv] or [B, Hv, K]; beta [B, Hv].
+    state: fp32 or bf16 [slots, Hv, V, K], read at `slots` and written at `slots_out`, by default
+    the same: int32 [B]. At -1 a request's row of the output is left alone, or its state not stored.
+    fresh: bool [B], requests that start from zeros: their slot is not read.
+    Returns out [B, Hv, V] in the dtype of v.
+    """
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
+    places = slots_of(slots, slots_out, fresh)
+    key = ("decode", fresh is None, *like((*inputs, rows, stored)), *map(alike, places))
+    chosen = decode_launch(layer.arch, layer.common.V, layer.common.K)
+    launcher = layer.launchers.get(key)
+    if launcher is None:
+        constants = layer.common._replace(FRESH=fresh is not None)
+        launcher = layer.launchers[key] = Launcher(
+            decode_states, chosen.rows, constants, num_warps=chosen.warps
+        )
+    if slots.shape[0]:
+        launcher(
+            (layer.programs(slots, chosen), 1, 1),
+            inputs,
+            layer.weights or Weights(q, q),
+            layer.numbers,
+            rows,
+            stored,
+            places,
+        )
+    return out
+
+
+def verify(
+    layer: LinearArguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    records: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    *,
+    tree_mask: Tensor | None = None,
+    slots_out: Tensor | None = None,
+    fresh: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run n draft tokens of each request, which leave a record each; no state is changed.
+
+    q, k [B · n, Hk, K], v, g and beta: as of `decode`, the drafts of a request side by side.
+    state, slots, fresh: as of `decode`.
+    records: u [slots, N, Hv, V], k [slots, N, Hk, K] and g float32 [slots, N, Hv] or
+    [slots, N, Hv, K] of at least n drafts. They are written at `slots_out`.
+    tree_mask: bool [B, n, n], a draft sees its ancestors and itself; parents come first. None is a
+    chain.
+    Returns out [B · n, Hv, V] in the dtype of v.
+    """
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    batch = slots.shape[0]
+    if not batch:
+        return out
+    drafts, places = v.shape[0] // batch, slots_of(slots, slots_out, fresh)
+    mask = slots if tree_mask is None else tree_mask.view(torch.uint8)
+    inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
+    kept = Records(*map(states_of, records))
+    width = max(2, 1 << (drafts - 1).bit_length())
+    key = (
+        *("verify", width, fresh is None, tree_mask is None),
+        *like((*inputs, rows, stored, *kept)),
+        *map(alike, (*places, mask)),
+    )
+    common = layer.common
+    chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=common.PER_CHANNEL)
+    launcher = layer.launchers.get(key)
+    if launcher is None:
+        tree, starts = tree_mask is not None, fresh is not None
+        launcher = layer.launchers[key] = Launcher(
+            verify_drafts,
+            *(chosen.rows, width, common._replace(FRESH=starts, TREE=tree)),
+            num_warps=chosen.warps,
+        )
+    launcher(
+        (layer.programs(slots, chosen), 1, 1),
+        inputs,
+        layer.weights or Weights(q, q),
+        layer.numbers,
+        rows,
+        stored,
+        places,
+        kept,
+        mask,
+        drafts,
+    )
+    return out
+
+
+def commit(
+    layer: LinearArguments,
+    state: Tensor,
+    records: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    accepted: Tensor,
+    *,
+    tree_mask: Tensor | None = None,
+    slots_out: Tensor | None = None,
+    fresh: Tensor | None = None,
+) -> None:
+    """Bring the states of all layers up to the last accepted draft, in one launch.
+
+    layer: any of the layers, which are alike. state, records: as of `verify`, with one more
+    dimension in front, the layers. slots, slots_out, fresh, tree_mask: those of the verified pass.
+    accepted: int32 or int64 [B], the index of a request's last accepted draft; -1 changes nothing.
+    """
+    batch = slots.shape[0]
+    if not batch:
+        return
+    places, stored = slots_of(slots, slots_out, fresh), states_of(state, layers=True)
+    kept = Records(*(states_of(x, layers=True) for x in records))
+    mask = slots if tree_mask is None else tree_mask.view(torch.uint8)
+    drafts = 0 if tree_mask is None else tree_mask.shape[-1]
+    key = (
+        *("commit", fresh is None, tree_mask is None),
+        *like((stored, *kept)),
+        *map(alike, (*places, mask, accepted)),
+    )
+    chosen = commit_launch(layer.arch, layer.common.V, layer.common.K)
+    launcher = layer.launchers.get(key)
+    if launcher is None:
+        tree, starts = tree_mask is not None, fresh is not None
+        launcher = layer.launchers[key] = Launcher(
+            commit_drafts,
+            *(chosen.rows, layer.common._replace(FRESH=starts, TREE=tree)),
+            num_warps=chosen.warps,
+        )
+    launcher(
+        (layer.programs(slots, chosen), state.shape[0], 1),
+        stored,
+        places,
+        kept,
+        accepted,
+        mask,
+        drafts,
+    )
+
+
+def rows_of(x: Tensor) -> Rows:
+    strides = x.stride()
+    return Rows(x, strides[0], strides[1])
+
+
+def inputs_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
+    return Inputs(rows_of(q), rows_of(k), rows_of(v), rows_of(g), rows_of(beta))
+
+
+def slots_of(slots: Tensor, slots_out: Tensor | None, fresh: Tensor | None) -> Slots:
+    out = slots if slots_out is None else slots_out
+    return Slots(slots, out, slots if fresh is None else fresh)
+
+
+def states_of(x: Tensor, *, layers: bool = False) -> States:
+    """Return one layer's slots [slots, …], or those of all layers [layers, slots, …]."""
+    strides = x.stride()
+    return States(x, strides[0], strides[1]) if layers else States(x, 0, strides[0])
+
+
+def like(parts: Iterable[Rows | States]) -> list[Hashable]:
+    """Return what Triton specialises of tensors with strides: dtypes, alignment, the strides."""
+    return [(alike(x), first, second) for x, first, second in parts]

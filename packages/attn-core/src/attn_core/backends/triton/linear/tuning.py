@@ -1,0 +1,77 @@
+"""Launch parameters of the kernels of linear attention: a pure function of head dims and device.
+
+None depends on the batch, so a request's result does not either. No kernel here is autotuned: a
+trial run would update the states. The parameters are reasoned: compiled (tests/compiled), they
+spill nothing at head dims of 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one kernel is launched. rows: of a tile of the state [V, K]. warps, stages: as Triton's.
+
+    A tile has at most `rows` rows of V, a power of two that divides V.
+    """
+
+    rows: int
+    warps: int
+    stages: int = 1
+
+
+def _tile(rows: int, v_dim: int, k_dim: int, least: int = 8) -> int:
+    """Return the rows of a tile, fewer where a row has more than 128 numbers."""
+    return min(max(rows * 128 // max(128, k_dim), least), v_dim & -v_dim)
+
+
+@cache
+def decode_launch(arch: str, v_dim: int, k_dim: int) -> Launch:
+    """Choose for decode_states. A tile of one warp needs no barrier."""
+    rows = 8 if arch in ("sm100", "sm103") else 16  # there 16 spill
+    return Launch(rows=_tile(rows, v_dim, k_dim), warps=1)
+
+
+@cache
+def verify_launch(arch: str, v_dim: int, k_dim: int, drafts: int, *, per_channel: bool) -> Launch:
+    """Choose for verify_drafts: the keys of drafts take registers too, and their decays."""
+    many = drafts > (4 if per_channel else 8)
+    return Launch(rows=_tile(8 if many else 16, v_dim, k_dim), warps=2 if k_dim > 128 else 1)
+
+
+@cache
+def commit_launch(arch: str, v_dim: int, k_dim: int) -> Launch:
+    """Choose for commit_drafts."""
+    return Launch(rows=_tile(16, v_dim, k_dim), warps=1)
+
+
+@cache
+def prepare_launch(arch: str, k_dim: int, *, per_channel: bool, wide: bool) -> Launch:
+    """Choose for prepare_gdn, or prepare_kda: there `rows` are the key channels at a time.
+
+    wide: tokens of float32, which take twice the registers.
+    """
+    if not arch.startswith("sm"):
+        return Launch(rows=min(32, k_dim), warps=4)
+    new = arch in ("sm90", "sm100", "sm103")
+    if not per_channel:
+        return Launch(rows=k_dim, warps=4 if new and not wide else 8)
+    return Launch(rows=min(32 if new and not wide else 16, k_dim), warps=8)
+
+
+@cache
+def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool) -> Launch:
+    """Choose for scan_chunks. wide: tokens of float32, which take twice the memory.
+
+    Tiles of 64 rows use wgmma on a Hopper, with the state as an operand in registers.
+    """
+    if not arch.startswith("sm"):
+        return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=4)
+    if wide:
+        return Launch(rows=_tile(16, v_dim, k_dim, 16), warps=8)
+    if arch == "sm90" and k_dim <= 128:
+        return Launch(rows=_tile(64, v_dim, k_dim, 16), warps=4, stages=2)
+    return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=8, stages=2)

@@ -1,0 +1,218 @@
+"""Triton's kernels of linear attention on a GPU, compiled, at the head dims of models.
+
+Run: `pytest tests/device/test_linear_kernels.py`. The interpreter's tests have the rest.
+"""
+
+import pytest
+import torch
+from linear_reference import draw, make_linear_layer
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA or ROCm device", allow_module_level=True)
+
+from attn_core.backends.triton.linear import launch
+from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
+
+DEVICE = torch.device("cuda")
+MODEL = {"heads": (2, 4), "dims": (128, 128)}
+LAYERS = {
+    "gdn": {**MODEL, "gate": "softplus", "norm": 1e-6},
+    "gdn-raw": MODEL,
+    "gdn-64-by-256": {"heads": (1, 2), "dims": (64, 256), "gate": "softplus", "norm": 1e-6},
+    "gdn-256": {"heads": (1, 1), "dims": (256, 128), "gate": "softplus", "norm": 1e-6},
+    "kda": {**MODEL, "kind": "kda", "gate": "softplus", "norm": 1e-6},
+    "kda-raw": {**MODEL, "kind": "kda"},
+    "kda-bounded": {**MODEL, "kind": "kda", "gate": "bounded", "norm": 1e-6},
+}
+TREE = (-1, 0, 0, 1, 1, 2, 5)
+
+
+def arch():
+    properties = torch.cuda.get_device_properties(DEVICE)
+    if torch.version.hip:
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    torch.manual_seed(0)
+    with DEVICE:
+        yield
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def close(got, want, rms):
+    got, want = got.double(), want.double()
+    assert torch.isfinite(got).all()
+    error = (got - want).square().mean().sqrt() / want.square().mean().sqrt().clamp_min(1e-9)
+    assert error < rms, f"{error:.1e}"
+
+
+def states_of(layer, slots, dtype=torch.float32):
+    """Return states that lie apart, as those of one layer of many do."""
+    heads = (layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
+    return torch.randn(slots, 2, *heads).to(dtype)[:, 1]
+
+
+TOKENS = {
+    "bf16": (torch.bfloat16, 5e-3),
+    "fp16": (torch.float16, 2e-3),
+    "fp32": (torch.float32, 1e-4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [*((name, "bf16") for name in LAYERS), ("gdn", "fp16"), ("gdn", "fp32"), ("kda", "fp32")],
+)
+def test_prefill(name, tokens):
+    dtype, rms = TOKENS[tokens]
+    layer, lens, slots = make_linear_layer(**LAYERS[name]), (200, 1, 0, 64, 70), (4, 1, 3, 0, -1)
+    drawn = draw(layer, sum(lens), dtype=dtype)
+    state = states_of(layer, 6)
+    before, kept = state.clone(), launch.LinearArguments.of(layer, arch())
+    plan = plan_prefill(kept, lens, dtype=drawn.q.dtype, device=DEVICE)
+    got = prefill(kept, *drawn.raw, state, int32(*slots), plan)
+    begin = 0
+    for n, slot in zip(lens, slots, strict=True):
+        if n and slot >= 0:
+            want, after = drawn[begin : begin + n].run(before[slot])
+            close(got[begin : begin + n], want, rms)
+            close(state[slot], after[-1], rms)
+        begin += n
+    assert torch.equal(state[[2, 3, 5]], before[[2, 3, 5]])
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("decay", [0.01, 3.0, 20.0, 60.0])
+def test_hard_keys_and_strong_decay(kind, decay):
+    layer = make_linear_layer(kind=kind, **MODEL)
+    drawn = draw(layer, 130, hard=decay < 1, decay=decay, dtype=torch.bfloat16)
+    state = states_of(layer, 1)
+    want, after = drawn.run(state[0])
+    kept = launch.LinearArguments.of(layer, arch())
+    plan = plan_prefill(kept, (130,), dtype=torch.bfloat16, device=DEVICE)
+    close(prefill(kept, *drawn.raw, state, int32(0), plan), want, 1e-2)
+    close(state[0], after[-1], 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_pass_in_two_and_checkpoints_have_the_same_bits(kind):
+    layer = make_linear_layer(kind=kind, **MODEL)
+    drawn, state = draw(layer, 200, dtype=torch.bfloat16), states_of(layer, 3)
+    parts, kept = state.clone(), launch.LinearArguments.of(layer, arch())
+
+    def run(own, state, **more):
+        plan = plan_prefill(kept, (len(own.v),), dtype=torch.bfloat16, device=DEVICE)
+        return prefill(kept, *own.raw, state, int32(1), plan, **more)
+
+    whole = run(drawn, state, checkpoints=int32(-1, 2, -1, -1))
+    first = run(drawn[:128], parts)
+    assert torch.equal(state[2], parts[1])
+    rest = run(drawn[128:], parts)
+    assert torch.equal(torch.cat((first, rest)), whole)
+    assert torch.equal(parts[1], state[1])
+
+
+@pytest.mark.parametrize("store", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_decode(name, store):
+    layer = make_linear_layer(**LAYERS[name])
+    drawn, state = draw(layer, 4, dtype=torch.bfloat16), states_of(layer, 6, store)
+    before, slots = state.clone(), (4, -1, 0, 3)
+    before[3] = 0
+    state[3] = torch.nan  # a fresh request, never read
+    kept = launch.LinearArguments.of(layer, arch())
+    fresh = torch.tensor([False, False, False, True])
+    got = launch.decode(kept, *drawn.raw, state, int32(*slots), fresh=fresh)
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            want, after = drawn[i : i + 1].run(before[slot])
+            close(got[i], want[0], 4e-3)
+            close(state[slot], after[0], 4e-3 if store == torch.bfloat16 else 3e-5)
+    assert torch.equal(state[[1, 2, 5]], before[[1, 2, 5]])
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "tree"),
+    [
+        *((name, 4, False) for name in LAYERS),
+        *((name, n, n == len(TREE)) for name in ("gdn", "kda") for n in (len(TREE), 16)),
+    ],
+)
+def test_verify_and_commit(name, drafts, tree):
+    parents = TREE if tree else None
+    layer, slots = make_linear_layer(**LAYERS[name]), (3, -1, 1, 0)
+    accepted = (drafts - 2, 0, -1, drafts - 1)
+    drawn, layers = draw(layer, 4 * drafts, dtype=torch.bfloat16), 3
+    state = torch.stack([states_of(layer, 5) for _ in range(layers)])
+    hk, hv = layer.num_k_heads, layer.num_v_heads
+    g = (hv, layer.head_k_dim) if layer.kind == "kda" else (hv,)
+    shapes = ((hv, layer.head_v_dim), (hk, layer.head_k_dim), g)
+    records = tuple(torch.full((layers, 5, drafts, *x), torch.nan) for x in shapes)
+    before, kept = state.clone(), launch.LinearArguments.of(layer, arch())
+    mask = None
+    if parents:
+        mask = torch.eye(drafts, dtype=torch.bool)
+        for i, parent in enumerate(parents):
+            mask[i] |= mask[parent] if parent >= 0 else False
+        mask = mask.repeat(4, 1, 1)
+    for i in range(layers):
+        own = tuple(x[i] for x in records)
+        got = launch.verify(kept, *drawn.raw, state[i], own, int32(*slots), tree_mask=mask)
+        for b, slot in enumerate(slots):
+            if slot >= 0:
+                at = slice(b * drafts, b * drafts + drafts)
+                close(got[at], drawn[at].run(before[i, slot], parents)[0], 4e-3)
+    assert torch.equal(state, before)
+    launch.commit(kept, state, records, int32(*slots), torch.tensor(accepted), tree_mask=mask)
+    for b, slot in enumerate(slots):
+        if slot >= 0 and accepted[b] >= 0:
+            own = drawn[b * drafts : b * drafts + drafts]
+            for i in range(layers):
+                close(state[i, slot], own.run(before[i, slot], parents)[1][accepted[b]], 3e-5)
+    assert torch.equal(state[:, [1, 2, 4]], before[:, [1, 2, 4]])
+
+
+def test_slots_beyond_32_bit_offsets():
+    layer = make_linear_layer(heads=(16, 32), dims=(128, 128))
+    heads = (32, 128, 128)
+    if torch.cuda.mem_get_info()[0] < 14 << 30:
+        pytest.skip("too little memory for the pool")
+    far = (1 << 31) // (32 * 128 * 128) + 5  # of 2 bytes each
+    state = torch.zeros(far + 1, *heads, dtype=torch.bfloat16)
+    start = torch.randn(heads).bfloat16()
+    state[far] = start
+    kept = launch.LinearArguments.of(layer, arch())
+    drawn = draw(layer, 65, dtype=torch.bfloat16)
+    want, after = drawn.run(start)
+    plan = plan_prefill(kept, (64,), dtype=torch.bfloat16, device=DEVICE)
+    first = prefill(kept, *drawn[:64].raw, state, int32(far), plan)
+    last = launch.decode(kept, *drawn[64:].raw, state, int32(far))
+    close(torch.cat((first, last)), want, 8e-3)
+    close(state[far], after[-1], 8e-3)
+    assert not state[:far].any()
+
+
+def test_replays_of_a_captured_graph_are_the_same_kernels():
+    """Decode and verify allocate nothing but their output, and read slots on the device."""
+    layer = make_linear_layer(**LAYERS["gdn"])
+    kept, slots = launch.LinearArguments.of(layer, arch()), int32(2, 0)
+    state = states_of(layer, 4).contiguous()
+    drawn, out = draw(layer, 2, dtype=torch.bfloat16), torch.empty(2, 4, 128).bfloat16()
+    plain = state.clone()
+    launch.decode(kept, *drawn.raw, state.clone(), slots, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.decode(kept, *drawn.raw, state, slots, out=out)
+    for new in ((2, 0), (1, -1), (3, 2)):
+        slots.copy_(int32(*new))
+        graph.replay()
+        want = launch.decode(kept, *drawn.raw, plain, int32(*new))
+        live = [i for i, slot in enumerate(new) if slot >= 0]
+        assert torch.equal(out[live], want[live])
+        assert torch.equal(state, plain)
