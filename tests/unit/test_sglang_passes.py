@@ -1,5 +1,9 @@
 """What the adapter for SGLang makes of its tables, arguments and pools; needs no SGLang."""
 
+import os
+import pathlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +162,18 @@ def test_trees_hold_the_tokens_of_their_request_and_the_drafts_of_all_steps(
         assert not whole.page_table[b, len(expected) :].any()  # a valid page: the dummy
     assert not whole.slots[:, 3 * topk :].any()
     assert not whole.page_table[3].any()
+
+
+def test_the_kernels_of_tables_compile(tmp_path):
+    """The interpreter takes what the compiler does not."""
+    script = pathlib.Path(__file__).parents[1] / "support" / "build_tables.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[:3] == ["page table", "branches", "trees"]
 
 
 @pytest.mark.parametrize("run", [fill_page_table, launch])

@@ -173,10 +173,9 @@ def _kernel() -> Any:
             page = tl.maximum(slot, 0).to(tl.int32)
             tl.store(table + prefix + draft, page, mask=used & (prefix + draft < columns))
             for i in tl.static_range(STEPS):
-                N: tl.constexpr = TOPK * (i + 1)
-                tl.store(lengths + i * length_stride + b, prefix + N)
-                at = i * position_stride + b * N + draft
-                tl.store(positions + at, (prefix + step).to(tl.int64), mask=draft < N)
+                tl.store(lengths + i * length_stride + b, prefix + TOPK * (i + 1))
+                at = i * position_stride + b * (TOPK * (i + 1)) + draft
+                tl.store(positions + at, (prefix + step).to(tl.int64), mask=draft < TOPK * (i + 1))
         if tl.program_id(1) * BLOCK < prefix:
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             used = (column < prefix) & (column < columns)
