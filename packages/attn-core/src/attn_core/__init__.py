@@ -37,7 +37,10 @@ _HOME = {
     "ops.kv": "copy_slots read_kv read_pages write_kv",
     "ops.merge": "merge_states",
     "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",
+    "runtime.batch_checks": "CHUNK_SIZE",
     "runtime.layer": "AttentionLayer LayerGroup",
+    "runtime.linear": "Gate LinearLayer",
+    "runtime.linear_routes": "LinearRoutes",
     "runtime.backend": (
         "AttentionBackend BackendConfig LinearAttentionBackend Metadata Output create_backend"
     ),

@@ -54,6 +54,7 @@ from attn_core.runtime.batch import CacheView as CacheView
 from attn_core.runtime.batch import ForwardBatch as ForwardBatch
 from attn_core.runtime.batch import ForwardMode as ForwardMode
 from attn_core.runtime.batch import SpecInfo as SpecInfo
+from attn_core.runtime.batch_checks import CHUNK_SIZE as CHUNK_SIZE
 from attn_core.runtime.contract_checks import refuse_call as refuse_call
 from attn_core.runtime.contract_checks import refuse_layer as refuse_layer
 from attn_core.runtime.contract_checks import refuse_mode as refuse_mode
@@ -63,6 +64,9 @@ from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner as GraphRunner
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
+from attn_core.runtime.linear import Gate as Gate
+from attn_core.runtime.linear import LinearLayer as LinearLayer
+from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix

@@ -8,6 +8,7 @@ from attn_core.errors import AttnError, BackendRunError
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
 
 # A pass may be run again after a failure, for nothing is left half done: new K and V lie in the
 # slots that the batch names for them, where the same or another pass overwrites them; the pages
@@ -35,7 +36,7 @@ def run_error(
     doing: str,
     error: Exception,
     batch: ForwardBatch | None = None,
-    layer: AttentionLayer | None = None,
+    layer: AttentionLayer | LinearLayer | None = None,
 ) -> BackendRunError:
     """Return the error for what a backend raised while `doing` (a method's name).
 
