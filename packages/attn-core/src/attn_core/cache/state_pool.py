@@ -62,6 +62,15 @@ class StateCache:
         return StateCache(**changed)
 
     @property
+    def records(self) -> tuple[Tensor, Tensor, Tensor]:
+        """u, k and g of drafts. Raises UsageError for a pool without them."""
+        if self.u is None or self.k is None or self.g is None:
+            raise UsageError(
+                "a pool without records of drafts; create the StatePool with num_drafts"
+            )
+        return self.u, self.k, self.g
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return sum(x.nbytes for x in vars(self).values() if x is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class LinearLayer:
     kind: "gdn" decays a state by one number per head, "kda" by one per head and key channel.
     num_k_heads Hk, num_v_heads Hv: value head h has key head h // (Hv / Hk).
     head_k_dim K, head_v_dim V.
-    scale: multiplies the output; None is K ** -0.5.
+    scale: multiplies the output; K ** -0.5 by default.
     qk_norm: the eps of q / sqrt(Σq² + eps), and of k alike, computed in float32 before the scale;
     None means that q and k are normalised already.
     gate: None means that g is the log decay, natural and at most 0, and beta is used as it is;
@@ -66,7 +66,7 @@ class LinearLayer:
     head_k_dim: int
     head_v_dim: int
     kind: Literal["gdn", "kda"] = "gdn"
-    scale: float | None = None
+    scale: float = cast("float", None)  # filled below, so that who reads it has a number
     qk_norm: float | None = None
     gate: Gate | None = None
 
