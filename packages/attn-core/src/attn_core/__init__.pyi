@@ -14,6 +14,7 @@ from attn_core.cache.page_table import split_pages as split_pages
 from attn_core.cache.page_table import to_csr as to_csr
 from attn_core.cache.pool import CachePool as CachePool
 from attn_core.cache.pool import KVPool as KVPool
+from attn_core.cache.state_pool import CHUNK_SIZE as CHUNK_SIZE
 from attn_core.cache.state_pool import StateCache as StateCache
 from attn_core.cache.state_pool import StatePool as StatePool
 from attn_core.dtypes import KV_DTYPES as KV_DTYPES
@@ -32,6 +33,10 @@ from attn_core.errors import UsageError as UsageError
 from attn_core.model_config import context_length as context_length
 from attn_core.model_config import read_config as read_config
 from attn_core.model_config import requirements_from_config as requirements_from_config
+from attn_core.ops.conv import conv_commit as conv_commit
+from attn_core.ops.conv import conv_decode as conv_decode
+from attn_core.ops.conv import conv_extend as conv_extend
+from attn_core.ops.conv import conv_verify as conv_verify
 from attn_core.ops.kv import copy_slots as copy_slots
 from attn_core.ops.kv import read_kv as read_kv
 from attn_core.ops.kv import read_pages as read_pages
@@ -54,7 +59,6 @@ from attn_core.runtime.batch import CacheView as CacheView
 from attn_core.runtime.batch import ForwardBatch as ForwardBatch
 from attn_core.runtime.batch import ForwardMode as ForwardMode
 from attn_core.runtime.batch import SpecInfo as SpecInfo
-from attn_core.runtime.batch_checks import CHUNK_SIZE as CHUNK_SIZE
 from attn_core.runtime.contract_checks import refuse_call as refuse_call
 from attn_core.runtime.contract_checks import refuse_layer as refuse_layer
 from attn_core.runtime.contract_checks import refuse_mode as refuse_mode

@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.errors import UsageError
 
+CHUNK_SIZE = 64  # new tokens of a request between two checkpoints of its state
 STATE_DTYPES = ("fp32", "bf16")
 
 

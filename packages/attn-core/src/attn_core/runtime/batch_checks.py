@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attn_core.cache.state_pool import CHUNK_SIZE
 from attn_core.errors import BatchError
-
-CHUNK_SIZE = 64  # tokens of linear attention between two checkpoints of a request's state
 
 
 def check(ok: bool, message: str) -> None:

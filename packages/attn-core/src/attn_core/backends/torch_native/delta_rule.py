@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_core.runtime.batch_checks import CHUNK_SIZE
+from attn_core.cache.state_pool import CHUNK_SIZE
 
 # Tokens i of a chunk, or drafts of a request, that follow a state S [V, K]. i sees the tokens j of
 # mask[i, j], itself among them, and G_i is the sum of g over these. With u as in

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_core.backends.torch_native.delta_rule import drafts, per_value_head, sequence
-from attn_core.cache.state_pool import StateCache, StatePool
+from attn_core.cache.state_pool import CHUNK_SIZE, StateCache, StatePool
 from attn_core.runtime.backend import LinearAttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch
-from attn_core.runtime.batch_checks import CHUNK_SIZE
 from attn_core.runtime.linear import LinearLayer, gated, normalised
 
 CHUNKS_AT_ONCE = 4  # what is prepared stays in cache: 10 MB at 32 heads of 128
