@@ -10,6 +10,7 @@ from attn_core import (
     HybridDispatcher,
     KVPool,
     LayerRequirements,
+    Overrides,
     Requirements,
     Speculation,
     UnsupportedError,
@@ -20,9 +21,7 @@ from attn_core import (
 )
 from linear_passes import (
     GDN,
-    HK,
     HV,
-    K,
     M,
     V,
     close,
@@ -177,14 +176,10 @@ def test_strided_tensors_are_taken():
 @pytest.mark.parametrize("name", [None, "triton"])
 def test_a_selection_on_a_cpu_runs_linear_layers(name):
     """From the requirements to a decode: both names run torch's class there."""
-    from attn_core import Overrides
-
     needs = Requirements(
         layers=(
             LayerRequirements(head_dim=8, v_head_dim=4, num_q_heads=4, num_kv_heads=2),
-            LayerRequirements(
-                kind="gdn", head_dim=K, v_head_dim=V, num_q_heads=HK, num_kv_heads=HV
-            ),
+            GDN.requirements,
         ),
         dtype="fp32",
         speculation=Speculation(num_draft_tokens=DRAFTS),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import UsageError
+from attn_core.spec.requirements import LayerRequirements
 
 LOWEST_BOUND = -5.0  # of a bounded gate: kernels factor its decay over 16 tokens in fp32
 
@@ -94,6 +95,17 @@ class LinearLayer:
                     f"{name}: a gate with A_log {list(found[0])}, dt_bias {list(found[1])} "
                     f"(expected [{heads}] and {list(dims)}, as the layer is of kind {self.kind!r})"
                 )
+
+    @property
+    def requirements(self) -> LayerRequirements:
+        """What select() and a row compare: the kind, the dims and this rank's heads."""
+        return LayerRequirements(
+            kind=self.kind,
+            head_dim=self.head_k_dim,
+            v_head_dim=self.head_v_dim,
+            num_q_heads=self.num_k_heads,
+            num_kv_heads=self.num_v_heads,
+        )
 
     @property
     def g_dims(self) -> tuple[int, ...]:

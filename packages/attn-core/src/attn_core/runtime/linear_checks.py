@@ -12,19 +12,11 @@ from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.linear import LinearLayer, gated, normalised
 from attn_core.selection.compatibility import layer_gaps
-from attn_core.spec.requirements import LayerRequirements
 
 
 def refuse_linear_layer(config: BackendConfig, layer: LinearLayer) -> None:
     """Raise UnsupportedError for a linear layer's kind or shape that the row does not support."""
-    needs = LayerRequirements(
-        kind=layer.kind,
-        head_dim=layer.head_k_dim,
-        v_head_dim=layer.head_v_dim,
-        num_q_heads=layer.num_k_heads,
-        num_kv_heads=layer.num_v_heads,
-    )
-    gaps = "; ".join(map(str, layer_gaps(config.row, needs, "linear")))
+    gaps = "; ".join(map(str, layer_gaps(config.row, layer.requirements, "linear")))
     if gaps:
         raise UnsupportedError(
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "

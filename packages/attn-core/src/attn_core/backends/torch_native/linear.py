@@ -70,29 +70,29 @@ class TorchNativeLinear(LinearAttentionBackend):
         queries, keys = (per_value_head(x, layer.num_v_heads) for x in (queries, keys))
         decay = decay.exp()
         decay = decay if layer.kind == "kda" else decay[..., None]  # [T, Hv, K or 1]
-        # S exp(g) q = S (q exp(g)), and the update adds u (k · q)
+        # scale S exp(g) q = S (scale q exp(g)), to which the update adds scale u (k · q)
+        queries = queries * layer.scale
         reads = torch.stack([keys, queries], -2) * decay[..., None, :]  # [T, Hv, 2, K]
-        both = (keys * queries).sum(-1, keepdim=True)
-        values = v.float()
-        result = torch.zeros_like(values)
+        both, beta = (keys * queries).sum(-1, keepdim=True), beta[..., None]
+        values, result = v.float(), _output(q, v, batch, requests, out)
         for x in requests:
             t, old = x.first, x.old(state.state)
             if old is None:
-                u = values[t] * beta[t, :, None]
+                u = values[t] * beta[t]
                 work = u[..., None] * keys[t, :, None]
-                torch.mul(u, both[t], out=result[t])
+                result[t] = u * both[t]
             else:
                 new = state.state[x.write]
                 plain = new.dtype == torch.float32
                 old = old if plain else old.float()
                 seen = torch.bmm(reads[t], old.mT)  # [Hv, 2, V]
-                u = (values[t] - seen[:, 0]) * beta[t, :, None]
-                torch.addcmul(seen[:, 1], u, both[t], out=result[t])
+                u = (values[t] - seen[:, 0]) * beta[t]
+                result[t] = torch.addcmul(seen[:, 1], u, both[t])
                 work = new if plain else old
                 torch.mul(old, decay[t, :, None], out=work)
                 work.addcmul_(u[..., None], keys[t, :, None])
             _store(state.state, x.write, work)
-        return _returned(result.mul_(layer.scale), q, out)
+        return result
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
@@ -100,14 +100,16 @@ class TorchNativeLinear(LinearAttentionBackend):
     ) -> Tensor:  # fmt: skip
         """Run chunks of 64 tokens; those of one place in their requests side by side."""
         requests: list[Request] = sorted(metadata, key=lambda x: -x.tokens)
-        inputs = (*_prepared(q, k, g, beta, layer), v.float())
-        result, states = torch.zeros_like(inputs[-1]), _loaded(requests, state.state)
+        result, states = _output(q, v, batch, requests, out), _loaded(requests, state.state)
         flat, hv = states.flatten(0, 1), layer.num_v_heads
         for steps in _parts(requests):
             firsts = [(x, CHUNK_SIZE * s.place) for s in steps for x in requests[s.requests]]
-            qs, ks, gs, betas, vs = (_chunks(x, firsts) for x in inputs)
-            prepared, values = sequence(qs, ks, gs, betas, layer.scale), vs.transpose(1, 2)
-            chunk = 0
+            *inputs, vs = (_chunks(x, firsts) for x in (q, k, g, beta, v))
+            qs, ks, gs, betas = _prepared(*inputs, layer)
+            for decays, (x, first) in zip(gs, firsts, strict=True):
+                decays[x.tokens - first :] = 0  # past the end: a gate makes 0 a decay
+            prepared = sequence(qs, ks, gs, betas, layer.scale)
+            values, chunk = vs.float().transpose(1, 2), 0
             for step in steps:
                 running = requests[step.requests]
                 these = slice(chunk, chunk + len(running))
@@ -121,7 +123,7 @@ class TorchNativeLinear(LinearAttentionBackend):
                 )
         for x, s in zip(requests, states, strict=True):
             _store(state.state, x.write, s)
-        return _returned(result, q, out)
+        return result
 
     @staticmethod
     def _keep(
@@ -166,9 +168,9 @@ class TorchNativeLinear(LinearAttentionBackend):
         writes = torch.tensor([x.write for x in requests], device=q.device, dtype=torch.int64)
         for records, new in zip(state.records, (u, ks, gs), strict=True):
             records.narrow(1, 0, n).index_copy_(0, writes, new)
-        result = torch.zeros_like(inputs[-1])
-        torch.unflatten(result, 0, (-1, n)).index_copy_(0, rows, o)
-        return _returned(result, q, out)
+        result = _output(q, v, batch, requests, out)
+        torch.unflatten(result, 0, (-1, n)).index_copy_(0, rows, o.to(result.dtype))
+        return result
 
     def commit(
         self, pool: StatePool, batch: ForwardBatch, metadata: Metadata, accepted: Tensor
@@ -263,5 +265,9 @@ def _prepared(
     return normalised(layer, q), normalised(layer, k), *gated(layer, g, beta)
 
 
-def _returned(result: Tensor, q: Tensor, out: Tensor | None) -> Tensor:
-    return result.to(q.dtype) if out is None else out.copy_(result)
+def _output(
+    q: Tensor, v: Tensor, batch: ForwardBatch, requests: Sequence[Request], out: Tensor | None
+) -> Tensor:
+    """Return `out` or a new tensor [T, Hv, V] in the dtype of q, 0 where there is padding."""
+    out = v.new_empty(v.shape, dtype=q.dtype) if out is None else out
+    return out if len(requests) == batch.batch_size else out.zero_()
