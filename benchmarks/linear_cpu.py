@@ -15,6 +15,7 @@ import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -52,7 +53,7 @@ class Shape:
     name: str
     batch: int
     length: int = 1
-    kind: str = "gdn"
+    kind: Literal["gdn", "kda"] = "gdn"
     key_heads: int = 16
     value_heads: int = 32
     head_dim: int = 128
@@ -71,17 +72,27 @@ SHAPES = (
 )
 
 
-def draw(shape: Shape, layer: LinearLayer) -> tuple[Tensor, ...]:
-    """Return q, k, v, g, beta of all tokens, and states [B, Hv, V, K]."""
+class Data(NamedTuple):
+    """q, k, v, g, beta of all tokens, and states [B, Hv, V, K]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    states: Tensor
+
+
+def draw(shape: Shape, layer: LinearLayer) -> Data:
     t, d = shape.batch * shape.length, shape.head_dim
     q, k = (torch.randn(t, shape.key_heads, d).bfloat16() for _ in range(2))
     v = torch.randn(t, shape.value_heads, d).bfloat16()
     g, beta = -torch.rand(t, *layer.g_dims), torch.rand(t, shape.value_heads)
-    return q, k, v, g, beta, torch.randn(shape.batch, shape.value_heads, d, d)
+    return Data(q, k, v, g, beta, torch.randn(shape.batch, shape.value_heads, d, d))
 
 
-def ours(shape: Shape, layer: LinearLayer, data: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    *inputs, states = data
+def ours(shape: Shape, layer: LinearLayer, data: Data) -> Callable[[], Tensor]:
+    q, k, v, g, beta, states = data
     row = Capabilities(
         kind=layer.kind, device="cpu", dtypes={"bf16"}, kv_dtypes={"fp32"}, priority=0
     )
@@ -105,43 +116,45 @@ def ours(shape: Shape, layer: LinearLayer, data: tuple[Tensor, ...]) -> Callable
         page_size=1,
         state_slots=slots.int(),
     )
-    metadata, run = backend.init_forward_metadata(batch), backend.extend
+    metadata = backend.init_forward_metadata(batch)
     run = backend.decode if shape.decode else backend.extend
     pool.states.state[0, slots] = states
 
     def call() -> Tensor:
-        return run(*inputs, layer, pool.layer(0), batch, metadata)
+        return run(q, k, v, g, beta, layer, pool.layer(0), batch, metadata)
 
     return call
 
 
-def theirs(shape: Shape, data: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+def theirs(shape: Shape, data: Data) -> Callable[[], Tensor]:
     *inputs, states = data
-    function = PEERS[shape.kind, shape.decode]
+    function: Any = PEERS[shape.kind, shape.decode]
     function = getattr(function, "__wrapped__", function)  # not kernels that are installed
     q, k, v, g, beta = (torch.unflatten(x, 0, (shape.batch, shape.length)) for x in inputs)
     q, k = (x.repeat_interleave(shape.value_heads // shape.key_heads, 2) for x in (q, k))
     start = states.mT.contiguous()  # K-major
 
     def call() -> Tensor:
-        out, _ = function(
+        out: Tensor = function(
             q, k, v, g=g, beta=beta, initial_state=start, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        )[0]  # fmt: skip
         return out.flatten(0, 1)
 
     return call
 
 
-def truth(shape: Shape, layer: LinearLayer, data: tuple[Tensor, ...]) -> Tensor:
+def truth(shape: Shape, layer: LinearLayer, data: Data) -> Tensor:
     """The recurrence in float64, [T, Hv, V]."""
-    *inputs, states = data
     outs = []
-    requests = zip(*(x.split(shape.length) for x in inputs), strict=True)
-    for request, state in zip(requests, states, strict=True):
-        for piece in zip(*(x.split(PIECE) for x in request), strict=True):
-            out, after = delta_rule(*piece, layer, state)
-            state = after[-1]
+    for request, state in enumerate(data.states):
+        after = state
+        for first in range(0, shape.length, PIECE):
+            start = request * shape.length
+            piece = slice(start + first, start + min(first + PIECE, shape.length))
+            q, k, v, g, beta = (x[piece] for x in data[:5])
+            out, states = delta_rule(q, k, v, g, beta, layer, after)
+            after = states[-1]
             outs.append(out)
     return torch.cat(outs)
 

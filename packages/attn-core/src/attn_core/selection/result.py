@@ -212,7 +212,7 @@ def explain(selection: Selection) -> str:
     for role in LINEAR_ROLES:
         if role in selection.roles:
             name = selection.roles[role].backend
-            lines.append(f"  {label(role):<15}{name:<12}{_why(selection, role)}")
+            lines.append(f"  {label(role):<15}{name:<11} {_why(selection, role)}")
     if selection.page_size is not None:
         lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.page_size_reason}")
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")

@@ -104,8 +104,8 @@ class TorchNativeLinear(LinearAttentionBackend):
         flat, hv = states.flatten(0, 1), layer.num_v_heads
         for steps in _parts(requests):
             firsts = [(x, CHUNK_SIZE * s.place) for s in steps for x in requests[s.requests]]
-            *inputs, vs = (_chunks(x, firsts) for x in (q, k, g, beta, v))
-            qs, ks, gs, betas = _prepared(*inputs, layer)
+            qs, ks, vs, gs, betas = (_chunks(x, firsts) for x in (q, k, v, g, beta))
+            qs, ks, gs, betas = _prepared(qs, ks, gs, betas, layer)
             for decays, (x, first) in zip(gs, firsts, strict=True):
                 decays[x.tokens - first :] = 0  # past the end: a gate makes 0 a decay
             prepared = sequence(qs, ks, gs, betas, layer.scale)
