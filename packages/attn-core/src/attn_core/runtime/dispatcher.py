@@ -67,7 +67,8 @@ class HybridDispatcher:
     Raises UnsupportedError if a backend's row does not support a field of its config's layers or
     the form of their scales. Any exception other than an AttnError that a backend raises is
     re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
-    and dispatcher can run the next pass.
+    and dispatcher can run the next pass; with linear layers, the requests of the failed one start
+    over, unless they write other slots than they read.
     """
 
     def __init__(
@@ -109,9 +110,8 @@ class HybridDispatcher:
         """Create the selected backends; roles with the same backend and row share one instance.
 
         dtype, speculation and determinism come from the selection; limits are BackendConfig's.
-        Linear layers run over `states`; without it, the model runs its own. Raises UsageError if
-        the pool's page size, dtype or layout differ from the selection's, and everything that
-        create_backend and LinearRoutes raise.
+        Linear layers run over `states`; without it, the model runs its own. Raises UsageError for a
+        pool of another page size, dtype or layout, and all that create_backend and LinearRoutes do.
         """
         limits = {"max_bs": max_bs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
         routes = create_routes(

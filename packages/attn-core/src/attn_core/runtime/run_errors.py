@@ -13,7 +13,8 @@ from attn_core.runtime.linear import LinearLayer
 # A pass may be run again after a failure, for nothing is left half done: new K and V lie in the
 # slots that the batch names for them, where the same or another pass overwrites them; the pages
 # of other tokens are only read; what was planned belongs to the pass, and a backend's buffers are
-# filled anew by every plan.
+# filled anew by every plan. The states of linear layers are the exception: those of the layers that
+# ran have taken in the tokens, unless the pass writes into other slots than it reads.
 
 # What CUDA and ROCm call the errors after which every call of the process fails.
 _STICKY = (
