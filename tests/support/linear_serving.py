@@ -23,10 +23,11 @@ class Recording(TorchNativeLinear):
 
     def __init__(self, settings):
         super().__init__(settings)
-        self.modes = []
+        self.modes, self.batches = [], []
 
     def init_forward_metadata(self, batch):
         self.modes.append((batch.forward_mode, batch.batch_size))
+        self.batches.append(batch)
         return super().init_forward_metadata(batch)
 
     def init_forward_metadata_replay_cuda_graph(self, batch, metadata):

@@ -106,6 +106,11 @@ def test_a_mixed_pass_is_a_decode_and_an_extend(given):
     close(found, torch.cat([o for o, _ in wanted]), 1e-5)
     for slot, (_, states) in zip((5, 1, 0, 4), wanted, strict=True):
         close(routes.states.states.state[0, slot], states[-1], 1e-5)
+    [decodes], [extends] = (routes.routes[f"linear_{x}"].batches for x in ("decode", "prefill"))
+    assert decodes.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert extends.cu_seqlens_q.tolist() == [0, 70, 71]
+    assert extends.positions.tolist() == [*range(70), 0]
+    assert (decodes.max_q_len, extends.max_q_len) == (1, 70)
 
 
 @pytest.mark.parametrize("why", ["checkpoints", "unknown lengths"])

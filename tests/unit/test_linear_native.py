@@ -83,6 +83,7 @@ def test_raw_gates_and_unnormalised_keys(kind, changes, mode):
     out, _ = run(BACKEND, make_batch(mode, lens, slots), layer, pool, tensors)
     wanted = expected(tensors, lens, layer, before[slots])
     close(out, torch.cat([o for o, _ in wanted]), EXACT)
+    close(pool.states.state[0, slots], torch.stack([x[-1] for _, x in wanted]), EXACT)
 
 
 @KINDS

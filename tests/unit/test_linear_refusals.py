@@ -59,6 +59,9 @@ def test_a_pass_that_the_row_cannot_run_is_refused():
     chain = make_batch(M.TARGET_VERIFY, [3], (0,), spec=speculation(3))
     with pytest.raises(UnsupportedError, match="no backend for linear_verify"):
         planning(chain, verify=False)
+    many = make_batch(M.TARGET_VERIFY, [4], (0,), spec=speculation(4))
+    with pytest.raises(UsageError, match="4 drafts for a pool of 3; create the StatePool with"):
+        planning(many)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ class LinearAttentionBackend(Backend):
 
         accepted: int32 or int64 [B], the last accepted draft; the drafts that it sees are accepted
         too. A request of -1 accepts nothing, and none of its slots is written. A pass is committed
-        once, before its requests run again.
+        once, before its requests run again. After a replay, `metadata` is a new plan of its batch.
         """
         raise UnsupportedError(f"{self.config.name} does not verify drafts")
 
