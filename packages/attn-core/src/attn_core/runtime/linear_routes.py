@@ -145,10 +145,12 @@ class LinearRoutes:
         config = self.backend(batch.forward_mode).config
         refuse_drafts(config, batch)
         refuse_slots(config, batch)
-        if batch.spec is not None and batch.spec.num_draft_tokens > self.states.num_drafts:
+        verifies = batch.forward_mode is ForwardMode.TARGET_VERIFY
+        drafts = batch.spec.num_draft_tokens if verifies and batch.spec is not None else 0
+        if drafts > self.states.num_drafts:
             raise UsageError(
-                f"{batch.spec.num_draft_tokens} drafts for a pool of {self.states.num_drafts}; "
-                "create the StatePool with num_drafts"
+                f"{drafts} drafts for a pool of {self.states.num_drafts}; create the StatePool "
+                f"with num_drafts={drafts}"
             )
         if self.check_values:
             check_plan_values(batch, self.states)
