@@ -29,7 +29,7 @@ REFUSED = [
         dataclasses.replace(
             passing(M.DECODE, [0], [5]), state_slots=torch.ones(1, dtype=torch.int32)
         ),
-        "state_slots of linear layers",
+        "state_slots are not captured",
     ),
 ]
 

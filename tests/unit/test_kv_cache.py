@@ -10,7 +10,6 @@ import pytest
 import torch
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.cache.pool import KVPool
-from attn_core.cache.state_pool import StatePool
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.ops import kv
 from attn_core.ops.kv import copy_slots, read_kv, read_pages, write_index, write_kv
@@ -289,19 +288,6 @@ def test_errors_say_what_is_possible():
         pool("fp4_e2m1", layers=[layer(d=40)])
     with pytest.raises(UsageError, match=r"layer 7 has no KV cache \(layers: \[0\]\)"):
         pool().layer(7)
-
-
-def test_states():
-    gdn = layer(3, heads=4, d=8, dv=16)
-    states = StatePool([gdn], num_slots=5, num_drafts=3, dtype="bf16")
-    assert states.layer(3).state.shape == (5, 4, 16, 8)
-    assert states.layer(3).state.dtype == torch.bfloat16
-    assert states.layer(3).intermediate.shape == (5, 3, 4, 16, 8)
-    assert StatePool([gdn], num_slots=1).layer(3).intermediate is None
-    with pytest.raises(UsageError, match=r"layer 0 has no state \(layers: \[3\]\)"):
-        states.layer(0)
-    with pytest.raises(UsageError, match=r"dtype 'fp16' \(supports fp32, bf16\)"):
-        StatePool([gdn], num_slots=1, dtype="fp16")
 
 
 @pytest.mark.parametrize("store", TORCH_DTYPES)

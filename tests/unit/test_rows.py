@@ -95,7 +95,11 @@ def test_documented_gdn_kernels(row):
 
 def test_the_names_are_the_documented_ones():
     assert {spec.name for spec in REGISTRY.family("softmax")} == NAMES
-    assert {spec.name for spec in REGISTRY.family("linear")} == {"triton", "cutedsl"}
+    assert {spec.name for spec in REGISTRY.family("linear")} == {
+        "triton",
+        "cutedsl",
+        "torch_native",  # undocumented: the reference
+    }
 
 
 def test_departures_name_cells_that_are_there():
@@ -143,7 +147,8 @@ def test_what_is_built():
     built = {key for key, spec in REGISTRY.backends.items() if spec.implemented}
     core = {"torch_native", "flex_attention", "triton"}
     nvidia = {"flashinfer", "fa3", "fa4", "trtllm_mha", "trtllm_mla", "cutlass_mla", "flashmla"}
-    assert built == {("softmax", name) for name in core | nvidia}
+    linear = {("linear", name) for name in ("torch_native", "triton")}
+    assert built == {("softmax", name) for name in core | nvidia} | linear
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "simulated"])

@@ -28,16 +28,19 @@ _HOME = {
     "model_config": "context_length read_config requirements_from_config",
     "cache.layer_cache": "TORCH_DTYPES LayerCache",
     "cache.pool": "CachePool KVPool",
-    "cache.state_pool": "StateCache StatePool",
+    "cache.state_pool": "CHUNK_SIZE StateCache StatePool",
     "cache.page_table": (
         "PageCsr num_pages_for pad_batch pad_page_table reusable_prefix slot_table "
         "split_cache split_pages to_csr"
     ),
     "cache.allocator": "PageAllocator",
+    "ops.conv": "conv_commit conv_decode conv_extend conv_verify",
     "ops.kv": "copy_slots read_kv read_pages write_kv",
     "ops.merge": "merge_states",
     "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",
     "runtime.layer": "AttentionLayer LayerGroup",
+    "runtime.linear": "Gate LinearLayer",
+    "runtime.linear_routes": "LinearRoutes",
     "runtime.backend": (
         "AttentionBackend BackendConfig LinearAttentionBackend Metadata Output create_backend"
     ),

@@ -14,6 +14,7 @@ from attn_core.cache.page_table import split_pages as split_pages
 from attn_core.cache.page_table import to_csr as to_csr
 from attn_core.cache.pool import CachePool as CachePool
 from attn_core.cache.pool import KVPool as KVPool
+from attn_core.cache.state_pool import CHUNK_SIZE as CHUNK_SIZE
 from attn_core.cache.state_pool import StateCache as StateCache
 from attn_core.cache.state_pool import StatePool as StatePool
 from attn_core.dtypes import KV_DTYPES as KV_DTYPES
@@ -32,6 +33,10 @@ from attn_core.errors import UsageError as UsageError
 from attn_core.model_config import context_length as context_length
 from attn_core.model_config import read_config as read_config
 from attn_core.model_config import requirements_from_config as requirements_from_config
+from attn_core.ops.conv import conv_commit as conv_commit
+from attn_core.ops.conv import conv_decode as conv_decode
+from attn_core.ops.conv import conv_extend as conv_extend
+from attn_core.ops.conv import conv_verify as conv_verify
 from attn_core.ops.kv import copy_slots as copy_slots
 from attn_core.ops.kv import read_kv as read_kv
 from attn_core.ops.kv import read_pages as read_pages
@@ -63,6 +68,9 @@ from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner as GraphRunner
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
+from attn_core.runtime.linear import Gate as Gate
+from attn_core.runtime.linear import LinearLayer as LinearLayer
+from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix

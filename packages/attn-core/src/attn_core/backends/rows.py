@@ -191,6 +191,39 @@ def _triton() -> BackendSpec:
     )
 
 
+TORCH_LINEAR: Final = "attn_core.backends.torch_native.linear:TorchNativeLinear"
+
+
+def _torch_linear() -> Capabilities:
+    return Capabilities(
+        kind="gdn",
+        device="any",
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes={"fp32", "bf16"},
+        priority=0,
+        head_dim_pairs="any",
+        max_verify_topk=ANY_TOPK,
+        deterministic=True,
+        needs_host_lengths=True,
+        separate_write_slots=True,
+        checkpoints=True,
+    )
+
+
+def _torch_native_linear() -> BackendSpec:
+    row = _torch_linear()
+    rows = (row, replace(row, device="cpu", priority=20))  # as for softmax: on a CPU it is tuned
+    return BackendSpec(
+        name="torch_native",
+        capabilities=[*rows, *(replace(row, kind="kda") for row in rows)],
+        create=TORCH_LINEAR,
+        matrix_deviations={
+            "gdn.backend": "the documented system has no linear layers in plain torch; here they "
+            "are the reference on every device, and on a CPU what runs by default",
+        },
+    )
+
+
 def _triton_linear() -> BackendSpec:
     cuda = Capabilities(
         kind="gdn",
@@ -204,10 +237,12 @@ def _triton_linear() -> BackendSpec:
         cuda_graph="uniform",
     )
     rocm = replace(cuda, device="rocm", requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",))
-    # Documented without target verification. triton-ascend owns the module name triton on an NPU;
-    # the CPU path is compiled code behind the same name, so it requires no Triton.
+    # Documented without target verification. triton-ascend owns the module name triton on an NPU.
     npu = replace(cuda, device="npu", requires=("triton-ascend>=3.2",), max_verify_topk=0)
-    cpu = replace(cuda, device="cpu", requires=(), max_verify_topk=0, cuda_graph="never")
+    # The documented CPU path of this name is compiled code, not Triton, and does not verify: here
+    # torch runs it.
+    cpu = _torch_linear()
+    cpu = replace(cpu, device="cpu", priority=10, max_verify_topk=0, create=TORCH_LINEAR)
     gdn = (cuda, rocm, npu, cpu)
     return BackendSpec(
         name="triton",
@@ -218,4 +253,10 @@ def _triton_linear() -> BackendSpec:
 @hookimpl
 def attn_register_backends() -> Sequence[BackendSpec]:
     """Return the backends that come with attn-core."""
-    return [_torch_native(), _flex_attention(), _triton(), _triton_linear()]
+    return [
+        _torch_native(),
+        _flex_attention(),
+        _triton(),
+        _torch_native_linear(),
+        _triton_linear(),
+    ]

@@ -1,59 +1,256 @@
-"""Pools of states for linear-attention layers."""
+"""The pool that holds the states of a model's linear attention layers, and what drafts leave."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import TORCH_DTYPES, CachedLayer
+from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.errors import UsageError
+
+CHUNK_SIZE = 64  # new tokens of a request between two checkpoints of its state
+STATE_DTYPES = ("fp32", "bf16")
+
+
+class StateLayer(Protocol):
+    """The attributes of a layer that a pool reads: LinearLayer or an engine's own class."""
+
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def num_k_heads(self) -> int: ...
+    @property
+    def num_v_heads(self) -> int: ...
+    @property
+    def head_k_dim(self) -> int: ...
+    @property
+    def head_v_dim(self) -> int: ...
+    @property
+    def g_dims(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateCache:
-    """One linear layer's states [slots, Hv, V, K], and one intermediate state per draft."""
+    """The slots of one linear layer or, with one more dimension in front, of all layers.
+
+    state: [slots, Hv, V, K], fp32 or bf16.
+    u, k, g: float32, what verify writes for the n drafts of a slot and commit reads: the update
+    [slots, n, Hv, V], the normalised key [slots, n, Hk, K] and the log decay [slots, n, Hv] or
+    [slots, n, Hv, K]. None without drafts.
+    conv: [slots, channels, width - 1], the last raw inputs of a short convolution, the newest last;
+    None without a convolution.
+    conv_drafts: [slots, n, channels], the raw inputs of the drafts.
+    Layers and slots are at any strides, a layer's part of a slot is contiguous.
+    """
 
     state: Tensor
-    intermediate: Tensor | None = None  # [slots, drafts, Hv, V, K]
+    u: Tensor | None = None
+    k: Tensor | None = None
+    g: Tensor | None = None
+    conv: Tensor | None = None
+    conv_drafts: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor], *, drafts: bool = True) -> StateCache:
+        """Return what `change` makes of each tensor; drafts: of what drafts left too."""
+        names = [f.name for f in fields(self)] if drafts else ["state", "conv"]
+        tensors = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {n: None if x is None else change(x) for n, x in tensors.items()}
+        return StateCache(**changed)
+
+    @property
+    def records(self) -> tuple[Tensor, Tensor, Tensor]:
+        """u, k and g of drafts. Raises UsageError for a pool without them."""
+        if self.u is None or self.k is None or self.g is None:
+            raise UsageError(
+                "a pool without records of drafts; create the StatePool with num_drafts"
+            )
+        return self.u, self.k, self.g
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(x.nbytes for x in vars(self).values() if x is not None)
 
 
 class StatePool:
-    """The states of a model's linear layers: one StateCache per layer, initialised to zeros.
+    """The states of all linear layers of a model, zeros at first. Slots are the engine's to assign.
 
-    A layer's head_dim is K, its v_head_dim V and its num_kv_heads Hv.
-    dtype: "fp32" or "bf16".
-    num_drafts: if above 0, adds one intermediate state per slot and draft, for verify.
+    layers: all of the same heads, dims and kind.
+    dtype: of the states, "fp32" or "bf16".
+    num_drafts: the drafts that verify takes per request; each leaves a small record, not a state.
+    conv_channels, conv_width, conv_dtype: of the short convolution, if the pool has its state too.
+    Raises UsageError.
     """
 
     def __init__(
         self,
-        layers: Iterable[CachedLayer],
+        layers: Iterable[StateLayer],
         *,
         num_slots: int,
         dtype: str = "fp32",
         num_drafts: int = 0,
+        conv_channels: int = 0,
+        conv_width: int = 4,
+        conv_dtype: str = "bf16",
         device: torch.device | str = "cpu",
     ) -> None:
-        if dtype not in ("fp32", "bf16"):
-            raise UsageError(f"linear-attention states of dtype {dtype!r} (supports fp32, bf16)")
+        layers = tuple(layers)
+        first, dims = layers[0] if layers else None, {_dims(x): x.layer_id for x in layers}
+        if first is None or len(dims) > 1:
+            found = ", ".join(f"layer {i} {d}" for d, i in dims.items()) or "no layers"
+            raise UsageError(
+                f"a pool of states for {found} (expected layers of the same Hk, Hv, K, V and g)"
+            )
+        if dtype not in STATE_DTYPES:
+            raise UsageError(
+                f"linear-attention states of dtype {dtype!r} (supports {', '.join(STATE_DTYPES)})"
+            )
+        if num_slots < 1 or num_drafts < 0 or conv_channels < 0 or conv_width < 2:
+            raise UsageError(
+                f"num_slots {num_slots}, num_drafts {num_drafts}, conv_channels {conv_channels}, "
+                f"conv_width {conv_width} (expected at least 1, 0, 0 and 2)"
+            )
+        hk, hv, k, v, g = _dims(first)
+        slots, n = (len(layers), num_slots), num_drafts
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        def zeros(*dims: int, store: str = "fp32") -> Tensor:
+            return torch.zeros(*slots, *dims, dtype=TORCH_DTYPES[store], device=device)
 
-        self._layers: dict[int, StateCache] = {}
-        for x in layers:
-            inner = (x.num_kv_heads, x.v_head_dim, x.head_dim)
-            drafts = zeros(num_slots, num_drafts, *inner) if num_drafts else None
-            state = zeros(num_slots, *inner)
-            self._layers[x.layer_id] = StateCache(state=state, intermediate=drafts)
+        c = conv_channels
+        self._own(
+            [x.layer_id for x in layers],
+            StateCache(
+                state=zeros(hv, v, k, store=dtype),
+                u=zeros(n, hv, v) if n else None,
+                k=zeros(n, hk, k) if n else None,
+                g=zeros(n, *g) if n else None,
+                conv=zeros(c, conv_width - 1, store=conv_dtype) if c else None,
+                conv_drafts=zeros(n, c, store=conv_dtype) if c and n else None,
+            ),
+        )
+
+    @classmethod
+    def of(cls, layer_ids: Sequence[int], states: StateCache) -> StatePool:
+        """Wrap an engine's own tensors [layers, slots, …], one layer per id. Raises UsageError."""
+        pool = cls.__new__(cls)
+        pool._own(layer_ids, states)
+        return pool
+
+    def _own(self, layer_ids: Sequence[int], states: StateCache) -> None:
+        _check(len(layer_ids), states)
+        self.states, self.layer_ids = states, tuple(layer_ids)
+        self._layers = {
+            layer_id: states.map(partial(torch.select, dim=0, index=i))
+            for i, layer_id in enumerate(layer_ids)
+        }
 
     def layer(self, layer_id: int) -> StateCache:
-        """Return one layer's states. Raises UsageError for a layer that is not in the pool."""
+        """Return one layer's slots. Raises UsageError for a layer that is not in the pool."""
         try:
             return self._layers[layer_id]
         except KeyError:
             known = sorted(self._layers)
             raise UsageError(f"layer {layer_id} has no state (layers: {known})") from None
+
+    @property
+    def device(self) -> torch.device:
+        return self.states.state.device
+
+    @property
+    def num_slots(self) -> int:
+        return self.states.state.shape[1]
+
+    @property
+    def num_drafts(self) -> int:
+        return 0 if self.states.u is None else self.states.u.shape[2]
+
+    @property
+    def dtype(self) -> str:
+        """What the states are stored in: "fp32" or "bf16"."""
+        return "fp32" if self.states.state.dtype == torch.float32 else "bf16"
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Size in bytes of one slot over all layers, with its drafts."""
+        return self.states.nbytes // self.num_slots
+
+    @staticmethod
+    def slots_that_fit(
+        memory: int,
+        layers: Iterable[StateLayer],
+        *,
+        dtype: str = "fp32",
+        num_drafts: int = 0,
+        conv_channels: int = 0,
+        conv_width: int = 4,
+        conv_dtype: str = "bf16",
+    ) -> int:
+        """Return how many slots fit into `memory` bytes, before anything is allocated."""
+        one = StatePool(
+            layers, num_slots=1, dtype=dtype, num_drafts=num_drafts, conv_channels=conv_channels,
+            conv_width=conv_width, conv_dtype=conv_dtype, device="meta",
+        )  # fmt: skip
+        return memory // one.bytes_per_slot
+
+    # What a slot is copied, kept or cleared with: states and convolution of all layers. The drafts
+    # of a slot belong to one pass and stay where they are.
+    def copy_slots(self, src: Tensor, dst: Tensor) -> None:
+        """Copy slots, int64 [N] each, as if all were read before any is written."""
+        self.from_host(self._read(src), dst)
+
+    def zero_slots(self, slots: Tensor) -> None:
+        """Clear slots, int64 [N]."""
+        self.states.map(lambda t: t.index_fill_(1, slots, 0), drafts=False)
+
+    def to_host(self, slots: Tensor) -> StateCache:
+        """Return a copy of slots, int64 [N], in the host's memory."""
+        return self._read(slots).map(lambda t: t.cpu())
+
+    def from_host(self, saved: StateCache, slots: Tensor) -> None:
+        """Write what to_host returned into slots, int64 [N]; these need not be the same."""
+        for own, new in ((self.states.state, saved.state), (self.states.conv, saved.conv)):
+            if own is not None and new is not None:
+                own.index_copy_(1, slots, new.to(own.device))
+
+    def _read(self, slots: Tensor) -> StateCache:
+        return self.states.map(lambda t: t.index_select(1, slots), drafts=False)
+
+
+def _dims(x: StateLayer) -> tuple[int, int, int, int, tuple[int, ...]]:
+    return x.num_k_heads, x.num_v_heads, x.head_k_dim, x.head_v_dim, x.g_dims
+
+
+def _check(layers: int, states: StateCache) -> None:
+    """Raise UsageError for an engine's tensors that do not fit each other."""
+    state = states.state
+    if state.dim() != 5 or state.dtype not in (torch.float32, torch.bfloat16):
+        raise UsageError(
+            f"states {state.dtype} {list(state.shape)} (expected fp32 or bf16 [layers, slots, Hv, "
+            "V, K], V before K)"
+        )
+    slots, hv, v, k = state.shape[1:]
+    if len({x is None for x in (states.u, states.k, states.g)}) > 1:
+        raise UsageError("records of drafts need all of u, k and g")
+    shapes: dict[str, tuple[int | None, ...]] = {"u": (None, hv, v), "k": (None, None, k)}
+    shapes["g"] = (None, hv, k) if states.g is not None and states.g.dim() == 5 else (None, hv)
+    shapes |= {"state": (hv, v, k), "conv": (None, None), "conv_drafts": (None, None)}
+    for name, dims in shapes.items():
+        x: Tensor | None = getattr(states, name)
+        if x is None:
+            continue
+        expected = (layers, slots, *dims)
+        fits = x.dim() == len(expected) and all(
+            size is None or size == n for size, n in zip(expected, x.shape, strict=True)
+        )
+        if not fits or not x[0, 0].is_contiguous() or x.device != state.device:
+            raise UsageError(
+                f"pool of states: {name} is {list(x.shape)} of strides {x.stride()} on {x.device} "
+                f"(expected {list(expected)}, None = any, each slot contiguous, on {state.device})"
+            )
+        if name in ("u", "k", "g") and x.dtype != torch.float32:
+            raise UsageError(f"pool of states: {name} is {x.dtype} (expected torch.float32)")

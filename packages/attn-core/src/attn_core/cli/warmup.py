@@ -77,9 +77,7 @@ def warmup_command(
     total = sum(w.seconds for w in warmed)
     console().print(f"\n{len(warmed) - 1} passes in {total:.1f} s, creation included")
     if inputs.requirements.linear_layers:
-        console().print(
-            "linear attention layers are not warmed up: their kernels are not implemented"
-        )
+        console().print("linear attention layers are not warmed up")
 
 
 def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:

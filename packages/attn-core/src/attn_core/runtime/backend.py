@@ -15,12 +15,13 @@ from torch import Tensor
 from attn_core.errors import AttnError, BackendError, BackendNotImplementedError, UnsupportedError
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import FAMILY
 
 if TYPE_CHECKING:
     from attn_core.cache.layer_cache import LayerCache
-    from attn_core.cache.state_pool import StateCache
+    from attn_core.cache.state_pool import StateCache, StatePool
 
 Metadata = Any  # the backend's own value, handed back to it
 Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32 [T, Hq])
@@ -40,7 +41,7 @@ class BackendConfig:
     layers: tuple[AttentionLayer, ...]
     page_size: int
     dtype: str
-    kv_cache_dtype: str  # what the cache stores, never "auto"
+    kv_cache_dtype: str  # what the cache stores, never "auto"; of linear layers the states' dtype
     device: torch.device
     arch: str | None = None
     multiprocessors: int = 0
@@ -51,6 +52,7 @@ class BackendConfig:
     topk: int = 0
     num_draft_tokens: int = 0
     deterministic: bool = False
+    linear_layers: tuple[LinearLayer, ...] = ()  # those of a linear backend, which has no others
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda" and not (self.arch and self.multiprocessors):
@@ -74,7 +76,37 @@ def properties_of(device: torch.device) -> Mapping[str, str | int]:
     }
 
 
-class AttentionBackend(ABC):
+class Backend(ABC):
+    """What softmax and linear attention backends share: a plan for each pass, CUDA graphs."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Plan one forward pass; called once, before its first layer."""
+
+    # CUDA graphs, as far as the row's cuda_graph level says. The defaults are right for a backend
+    # whose kernels read the batch's own tensors and which derives none from them.
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the static buffers that this backend derives from a batch; called once."""
+        return
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
+        """Plan like init_forward_metadata, into the static buffers."""
+        return self.init_forward_metadata(batch)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Metadata
+    ) -> None:
+        """Refill the static buffers before a replay. This is on the critical path.
+
+        batch: the captured batch, whose tensors were overwritten in place; the graph reads them.
+        """
+        return
+
+
+class AttentionBackend(Backend):
     """Softmax attention over a paged cache. Created once from a BackendConfig.
 
     A subclass implements init_forward_metadata, and either `forward` or both forward_extend and
@@ -86,27 +118,11 @@ class AttentionBackend(ABC):
     the slots of the layer's view; without slots, the engine has already written them.
     """
 
-    def __init__(self, config: BackendConfig) -> None:
-        self.config = config
-
-    @abstractmethod
-    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Plan one forward pass; called once, before its first layer."""
-
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: Metadata,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
+        cache: LayerCache, batch: ForwardBatch, metadata: Metadata, *,
+        out: Tensor | None = None, return_lse: bool = False, topk_indices: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Attend over the cache; called once per layer.
 
         A backend overrides this method, or forward_extend and forward_decode if the two have
@@ -120,19 +136,10 @@ class AttentionBackend(ABC):
         )  # fmt: skip
 
     def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: Metadata,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
+        cache: LayerCache, batch: ForwardBatch, metadata: Metadata, *,
+        out: Tensor | None = None, return_lse: bool = False, topk_indices: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Attend in prefill, mixed, target verify and draft extend."""
         return self.forward(
             q, k, v, layer, cache, batch, metadata,
@@ -140,19 +147,10 @@ class AttentionBackend(ABC):
         )  # fmt: skip
 
     def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: Metadata,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
+        cache: LayerCache, batch: ForwardBatch, metadata: Metadata, *,
+        out: Tensor | None = None, return_lse: bool = False, topk_indices: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Attend in decode and draft decode, one token per request."""
         return self.forward(
             q, k, v, layer, cache, batch, metadata,
@@ -181,68 +179,60 @@ class AttentionBackend(ABC):
         """
         raise UnsupportedError(f"{self.config.name} has no ragged attention")
 
-    # CUDA graphs, as far as the row's cuda_graph level says. The defaults are right for a backend
-    # whose kernels read the batch's own tensors and which derives none from them.
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create the static buffers that this backend derives from a batch; called once."""
-        return
-
-    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
-        """Plan like init_forward_metadata, into the static buffers."""
-        return self.init_forward_metadata(batch)
-
-    def init_forward_metadata_replay_cuda_graph(
-        self, batch: ForwardBatch, metadata: Metadata
-    ) -> None:
-        """Refill the static buffers before a replay. This is on the critical path.
-
-        batch: the captured batch, whose tensors were overwritten in place; the graph reads them.
-        """
-        return
-
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded rows."""
         return 1
 
 
-class LinearAttentionBackend(ABC):
+class LinearAttentionBackend(Backend):
     """Gated linear attention (GDN, KDA) over a pool of states. Created once from a BackendConfig.
 
-    q, k [T, Hk, K]; v [T, Hv, V]; g [T, Hv] log decay (<= 0), float32; beta [T, Hv] after the
-    sigmoid; output [T, Hv, V]. States [slots, Hv, V, K] are read and written at batch.state_slots;
-    slot -1 is padding and is not touched.
+    The state S [V, K] of a value head h, with key head h // (Hv / Hk), takes in a token so:
+    S = S·exp(g); u = beta·(v - S·k); S = S + u kᵀ; out = scale · S·q.
+
+    q, k [T, Hk, K]; v [T, Hv, V]; output [T, Hv, V], in q's dtype; `out`, if passed, is filled and
+    returned. g and beta as LinearLayer says. Their last dimension is dense, the others have any
+    strides. A request reads its state at batch.state_slots, unless it is fresh, and writes it at
+    batch.state_slots_out. A slot of -1 is padding: nothing is read or written for it, and its
+    output is unspecified.
     """
-
-    def __init__(self, config: BackendConfig) -> None:
-        self.config = config
-
-    @abstractmethod
-    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Plan one forward pass; called once, before its first layer."""
 
     @abstractmethod
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-        layer: AttentionLayer, state: StateCache, batch: ForwardBatch, metadata: Metadata,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
+        state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run ragged new tokens through the recurrence, and store each request's final state."""
+        """Take in ragged new tokens, store each request's final state and the checkpoints.
+
+        A request without tokens stores the state that it has read.
+        """
 
     @abstractmethod
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-        layer: AttentionLayer, state: StateCache, batch: ForwardBatch, metadata: Metadata,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
+        state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run one token per request and store the new state."""
+        """Take in one token per request and store the new state."""
 
     def verify(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-        layer: AttentionLayer, state: StateCache, batch: ForwardBatch, metadata: Metadata,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
+        state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run draft tokens without changing the state; write one intermediate state per draft."""
+        """Run a chain or tree of drafts per request without changing any state.
+
+        Writes the drafts' records at batch.state_slots_out. A draft comes after its parent.
+        """
         raise UnsupportedError(f"{self.config.name} does not verify drafts")
 
-    def commit(self, state: StateCache, slots: Tensor, accepted: Tensor) -> None:
-        """Copy the intermediate state of the last accepted draft (int64 [B]) into each slot."""
+    def commit(
+        self, pool: StatePool, batch: ForwardBatch, metadata: Metadata, accepted: Tensor
+    ) -> None:
+        """Take in the accepted drafts of a verified pass, in all layers, from their records.
+
+        accepted: int32 or int64 [B], the last accepted draft; the drafts that it sees are accepted
+        too. A request of -1 accepts nothing, and none of its slots is written. A pass is committed
+        once, before its requests run again. After a replay, `metadata` is a new plan of its batch.
+        """
         raise UnsupportedError(f"{self.config.name} does not verify drafts")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import BatchError
+from attn_core.runtime.batch_checks import check, check_states, check_tensor
 
 
 class ForwardMode(enum.Enum):
@@ -28,25 +29,6 @@ class ForwardMode(enum.Enum):
 
 DECODE_MODES = frozenset({ForwardMode.DECODE, ForwardMode.DRAFT_DECODE})
 EVEN_MODES = DECODE_MODES | {ForwardMode.TARGET_VERIFY}  # as many queries for every request
-
-
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise BatchError(message)
-
-
-def _check_tensor(
-    name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], *, rows: bool = False
-) -> None:
-    _check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
-    fits = t.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(t.shape, shape, strict=True)
-    )
-    _check(fits, f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
-    # Refused, not copied: graphs overwrite these tensors in place. rows: they may lie apart.
-    dense = t.stride(-1) == 1 if rows else t.is_contiguous()
-    wanted = "stride(-1) 1" if rows else "contiguous"
-    _check(dense, f"{name} has strides {t.stride()} (expected {wanted}); call .contiguous()")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,20 +68,20 @@ class CacheView:
 
     def __post_init__(self) -> None:
         b = self.page_table.shape[0]
-        _check_tensor("page_table", self.page_table, torch.int32, (b, None), rows=True)
-        _check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
+        check_tensor("page_table", self.page_table, torch.int32, (b, None), rows=True)
+        check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
         tensors = [self.page_table, self.seq_lens]
         if self.out_cache_loc is not None:
-            _check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
+            check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
             tensors.append(self.out_cache_loc)
         devices = {str(t.device) for t in tensors}
-        _check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
+        check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
         host = self.seq_lens_host
         if host is not None:
-            _check(len(host) == b, f"seq_lens_host has {len(host)} lengths for {b} requests")
+            check(len(host) == b, f"seq_lens_host has {len(host)} lengths for {b} requests")
             low, top = min(host, default=0), max(host, default=0)
-            _check(low >= 0, f"negative length {low} in seq_lens_host")
-            _check(top <= self.max_seq_len, f"max_seq_len {self.max_seq_len} is below {top}")
+            check(low >= 0, f"negative length {low} in seq_lens_host")
+            check(top <= self.max_seq_len, f"max_seq_len {self.max_seq_len} is below {top}")
 
     @classmethod
     def build(
@@ -118,11 +100,11 @@ class CacheView:
         Raises BatchError if a request has more tokens than its row of the table can hold.
         """
         device, capacity = page_table.device, page_table.shape[1] * page_size
-        _check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
+        check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
         longest = max(seq_lens, default=0)
-        _check(longest <= capacity, f"seq_len {longest} > {capacity}")
+        check(longest <= capacity, f"seq_len {longest} > {capacity}")
         bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if n > s]
-        _check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
+        check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
         slots = None
         if writes:
             rows = torch.repeat_interleave(
@@ -151,7 +133,15 @@ class ForwardBatch:
 
     cu_seqlens_q: int32 [B + 1]. positions: int64 [T]. max_q_len: the longest query.
     views: "full", "window", "cross" … → CacheView; a layer names its view.
-    state_slots: int32 [B] for linear layers, -1 = padding.
+    state_slots: int32 [B], where linear layers read the state of each request; -1 = padding, which
+    is neither read nor written, in every mode and by every kernel.
+    state_slots_out: int32 [B], where they write it and the records of drafts; None = state_slots.
+    It is -1 where state_slots is. No slot is written by two requests, or read by one and written by
+    another.
+    state_fresh: bool [B], the requests that start from zeros, whatever their slot holds; None = no.
+    checkpoint_slots: int32 [chunks], where an extend also writes the state after each chunk of 64
+    of a request's new tokens, -1 = nowhere. The chunks of all requests are packed; the last one of
+    a request may be shorter.
     query_lens_host: [B], on the host.
     spec: only for TARGET_VERIFY; no other mode accepts a tree_mask.
     All tensors are contiguous. Values are checked only against the host copies, so construction
@@ -166,6 +156,9 @@ class ForwardBatch:
     spec: SpecInfo | None = None
     state_slots: Tensor | None = None
     query_lens_host: tuple[int, ...] | None = None
+    state_slots_out: Tensor | None = None
+    state_fresh: Tensor | None = None
+    checkpoint_slots: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -177,35 +170,38 @@ class ForwardBatch:
 
     def __post_init__(self) -> None:
         b, t, mode = self.batch_size, self.num_tokens, self.forward_mode
-        _check_tensor("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (None,))
-        _check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
-        _check_tensor("positions", self.positions, torch.int64, (None,))
+        check_tensor("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (None,))
+        check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
+        check_tensor("positions", self.positions, torch.int64, (None,))
         devices = {str(x.device) for x in (self.cu_seqlens_q, self.positions)}
         for name, view in self.views.items():
             rows = view.page_table.shape[0]
-            _check(rows == b, f"view {name!r} has {rows} requests, the batch {b}")
+            check(rows == b, f"view {name!r} has {rows} requests, the batch {b}")
             devices.add(str(view.page_table.device))
-        if self.state_slots is not None:
-            _check_tensor("state_slots", self.state_slots, torch.int32, (b,))
-            devices.add(str(self.state_slots.device))
-        _check(len(devices) == 1, f"a batch on several devices: {sorted(devices)}")
-        _check(mode is not ForwardMode.IDLE or t == 0, f"an idle pass with {t} tokens")
+        devices |= check_states(
+            b, self.state_slots, self.state_slots_out, self.state_fresh, self.checkpoint_slots,
+            self.query_lens_host,
+        )  # fmt: skip
+        extends = mode in (ForwardMode.EXTEND, ForwardMode.MIXED) or self.checkpoint_slots is None
+        check(extends, f"{mode.value} with checkpoint_slots (only extend and mixed take them)")
+        check(len(devices) == 1, f"a batch on several devices: {sorted(devices)}")
+        check(mode is not ForwardMode.IDLE or t == 0, f"an idle pass with {t} tokens")
         one_each = mode not in DECODE_MODES or t == b
-        _check(one_each, f"{mode.value}: {t} tokens for {b} requests (one each)")
+        check(one_each, f"{mode.value}: {t} tokens for {b} requests (one each)")
         self._check_spec(b)
         self._check_host_lengths(b, t)
 
     def _check_host_lengths(self, b: int, t: int) -> None:
         lens, mode, most = self.query_lens_host, self.forward_mode, self.max_q_len
         if lens is None:
-            _check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
+            check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
         else:
-            _check(len(lens) == b, f"query_lens_host has {len(lens)} lengths for {b} requests")
-            _check(sum(lens) == t, f"query lengths add up to {sum(lens)}, positions hold {t}")
+            check(len(lens) == b, f"query_lens_host has {len(lens)} lengths for {b} requests")
+            check(sum(lens) == t, f"query lengths add up to {sum(lens)}, positions hold {t}")
             low, top = min(lens, default=0), max(lens, default=0)
-            _check(low >= 0, f"negative length {low} in query_lens_host")
-            _check(top <= most, f"max_q_len {most} is below {top}")
-            _check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
+            check(low >= 0, f"negative length {low} in query_lens_host")
+            check(top <= most, f"max_q_len {most} is below {top}")
+            check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
         known = {n: v.seq_lens_host for n, v in self.views.items() if v.seq_lens_host}
         known.pop("cross", None)  # an encoder's lengths
         for name, keys in known.items():
@@ -220,17 +216,17 @@ class ForwardBatch:
         mode, spec = self.forward_mode, self.spec
         if mode is not ForwardMode.TARGET_VERIFY:
             plain = spec is None or spec.tree_mask is None
-            return _check(plain, f"{mode.value} with a tree_mask (only target_verify takes one)")
+            return check(plain, f"{mode.value} with a tree_mask (only target_verify takes one)")
         if spec is None:
             raise BatchError("target_verify without spec (SpecInfo)")
         n, mask = spec.num_draft_tokens, spec.tree_mask
-        _check(self.num_tokens == b * n, f"{self.num_tokens} tokens for {b} requests of {n} drafts")
+        check(self.num_tokens == b * n, f"{self.num_tokens} tokens for {b} requests of {n} drafts")
         even = all(q == n for q in self.query_lens_host or ())
-        _check(even, f"query_lens_host has other lengths than {n}, the drafts of each request")
-        _check(spec.topk == 1 or mask is not None, f"topk {spec.topk} without a tree_mask")
+        check(even, f"query_lens_host has other lengths than {n}, the drafts of each request")
+        check(spec.topk == 1 or mask is not None, f"topk {spec.topk} without a tree_mask")
         if mask is not None:
-            _check_tensor("tree_mask", mask, torch.bool, (b, n, n))
-            _check(mask.device == self.positions.device, f"tree_mask on {mask.device}")
+            check_tensor("tree_mask", mask, torch.bool, (b, n, n))
+            check(mask.device == self.positions.device, f"tree_mask on {mask.device}")
 
     @classmethod
     def build(
@@ -244,6 +240,9 @@ class ForwardBatch:
         spec: SpecInfo | None = None,
         views: Mapping[str, CacheView] | None = None,
         state_slots: Tensor | None = None,
+        state_slots_out: Tensor | None = None,
+        state_fresh: Tensor | None = None,
+        checkpoint_slots: Tensor | None = None,
         writes: bool = True,
     ) -> ForwardBatch:
         """Build a batch from ragged lengths.
@@ -279,5 +278,8 @@ class ForwardBatch:
             views={"full": full, **(views or {})},
             spec=spec,
             state_slots=state_slots,
+            state_slots_out=state_slots_out,
+            state_fresh=state_fresh,
+            checkpoint_slots=checkpoint_slots,
             query_lens_host=tuple(query_lens),
         )

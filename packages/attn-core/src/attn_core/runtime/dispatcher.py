@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from attn_core.cache.pool import CachePool
+from attn_core.cache.state_pool import StatePool
 from attn_core.errors import AttnError, UnsupportedError, UsageError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
-from attn_core.runtime.backend import (
-    AttentionBackend,
-    Metadata,
-    Output,
-)
+from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
     refuse_call,
@@ -30,13 +26,13 @@ from attn_core.runtime.contract_checks import (
     refuse_scales,
 )
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
-from attn_core.runtime.routes import create_routes
+from attn_core.runtime.linear import LinearLayer
+from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
+from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, nothing, readable
+from attn_core.runtime.routes import MISSING, create_linear_routes, create_routes, distinct
 from attn_core.runtime.run_errors import backend_errors, run_error
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
-
-_T = TypeVar("_T")
 
 ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
     ForwardMode.EXTEND: "prefill",
@@ -45,11 +41,6 @@ ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
     ForwardMode.TARGET_VERIFY: "verify",
     ForwardMode.DRAFT_DECODE: "draft",
     ForwardMode.DRAFT_EXTEND: "draft",
-}
-MISSING: Mapping[Role, str] = {
-    "verify": "without speculation; select again with --speculative-eagle-topk",
-    "draft": "without speculation; select again with --speculative-eagle-topk",
-    "encode": "without a vision tower; select again with the model's vision config",
 }
 
 
@@ -72,21 +63,28 @@ class HybridDispatcher:
     routes: role → backend; "prefill" and "decode" are required. The selection has decided which
     backend verifies and drafts.
     caches: a KVPool or an engine's own pool. A pool of the same form may replace it between passes.
+    linear: the backends and the pool of linear layers, if the model has any.
     Raises UnsupportedError if a backend's row does not support a field of its config's layers or
     the form of their scales. Any exception other than an AttnError that a backend raises is
     re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
-    and dispatcher can run the next pass.
+    and dispatcher can run the next pass; with linear layers, the requests of the failed one start
+    over, unless they write other slots than they read.
     """
 
-    def __init__(self, routes: Mapping[Role, AttentionBackend], caches: CachePool) -> None:
+    def __init__(
+        self,
+        routes: Mapping[Role, AttentionBackend],
+        caches: CachePool,
+        linear: LinearRoutes | None = None,
+    ) -> None:
         for role in ("prefill", "decode"):
             if role not in routes:
                 raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
         self.routes = dict(routes)
-        self.caches = caches
+        self.caches, self.linear = caches, linear
         self._by_mode: dict[ForwardMode, _Route] = {}
         self._ragged: set[tuple[Role, int, bool]] = set()  # as _Route.checked
-        for backend in _distinct(self.routes.values()):
+        for backend in distinct(self.routes.values()):
             for layer in backend.config.layers:
                 refuse_layer(backend.config, layer)
         for role, backend in self.routes.items():
@@ -103,6 +101,8 @@ class HybridDispatcher:
         caches: CachePool,
         *,
         vision_layers: Iterable[AttentionLayer] = (),
+        linear_layers: Iterable[LinearLayer] = (),
+        states: StatePool | None = None,
         max_bs: int = 0,
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
@@ -110,20 +110,17 @@ class HybridDispatcher:
         """Create the selected backends; roles with the same backend and row share one instance.
 
         dtype, speculation and determinism come from the selection; limits are BackendConfig's.
-        Linear roles are not routed here. Raises UsageError if the pool's page size, dtype or layout
-        differ from the selection's, and everything that create_backend raises.
+        Linear layers run over `states`; without it, the model runs its own. Raises UsageError for a
+        pool of another page size, dtype or layout, and all that create_backend and LinearRoutes do.
         """
+        limits = {"max_bs": max_bs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
         routes = create_routes(
-            selection,
-            registry,
-            caches,
-            tuple(layers),
-            tuple(vision_layers),
-            max_bs=max_bs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=max_seq_len,
+            selection, registry, caches, tuple(layers), tuple(vision_layers), **limits
         )
-        return cls(routes, caches)
+        if states is None:
+            return cls(routes, caches)
+        backends = create_linear_routes(selection, registry, states, tuple(linear_layers), **limits)
+        return cls(routes, caches, LinearRoutes(backends, states))
 
     def backend(self, role: Role) -> AttentionBackend:
         """Return the backend of a role. Raises UnsupportedError if the selection has none."""
@@ -143,7 +140,7 @@ class HybridDispatcher:
         return route
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Plan this pass with its backend, once, before its first layer; None if idle.
+        """Plan this pass with its backends, once, before its first layer; None if idle.
 
         Raises UnsupportedError if the backend's row cannot verify the drafts.
         """
@@ -152,21 +149,15 @@ class HybridDispatcher:
         backend = self._of(batch)
         refuse_drafts(backend.config, batch)
         with backend_errors(backend.config, "init_forward_metadata", batch):
-            return backend.init_forward_metadata(batch)
+            metadata = backend.init_forward_metadata(batch)
+        linear = self.linear
+        return metadata if linear is None else HybridMetadata(metadata, linear.plan(batch))
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        metadata: Metadata,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
+        batch: ForwardBatch, metadata: Metadata, *,
+        out: Tensor | None = None, return_lse: bool = False, topk_indices: Tensor | None = None,
+    ) -> Output:  # fmt: skip
         """Write new K/V into the cache and attend; called once per layer.
 
         q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] are written to the N slots of the layer's view.
@@ -178,7 +169,7 @@ class HybridDispatcher:
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
-            return _nothing(q, layer, out, return_lse)
+            return nothing(q, layer, out, return_lse)
         route = self._by_mode.get(mode) or self._route(mode)
         config = route.backend.config
         if return_lse or topk_indices is not None:
@@ -186,6 +177,8 @@ class HybridDispatcher:
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
+        if type(metadata) is HybridMetadata:
+            metadata = metadata.softmax
         q, dense = q if q.is_contiguous() else readable(q), fillable(out)
         if k is not None:
             k, v = readable(k), None if v is None else readable(v)
@@ -207,21 +200,11 @@ class HybridDispatcher:
         return result if out is None or out is dense else filled(out, result)
 
     def forward_ragged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: AttentionLayer,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        causal: bool,
-        out: Tensor | None = None,
-        return_lse: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *,
+        causal: bool, out: Tensor | None = None, return_lse: bool = False,
         role: Literal["prefill", "encode"] = "prefill",
-    ) -> Output:
+    ) -> Output:  # fmt: skip
         """Attend without a cache, as AttentionBackend.forward_ragged; vision uses role "encode"."""
         backend = self.backend(role)
         refuse_call(backend.config, return_lse=return_lse)
@@ -237,6 +220,28 @@ class HybridDispatcher:
             self._ragged.add((role, layer.layer_id, return_lse))
         return result if out is None or out is dense else filled(out, result)
 
+    def forward_linear(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
+        batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run a linear layer over the states, as LinearAttentionBackend; called once per layer.
+
+        The decode rows in front of a mixed pass run on the decode backend. Returns [T, Hv, V], and
+        raises as `forward` does.
+        """
+        if batch.forward_mode is ForwardMode.IDLE:
+            return q.new_empty(0, layer.num_v_heads, layer.head_v_dim) if out is None else out
+        return self._linear().forward(q, k, v, g, beta, layer, batch, metadata.linear, out)
+
+    def commit(self, batch: ForwardBatch, metadata: Metadata, accepted: Tensor) -> None:
+        """Take in a verified pass's drafts up to the last accepted one [B], -1 = none; once."""
+        self._linear().commit(batch, metadata.linear, accepted)
+
+    def _linear(self) -> LinearRoutes:
+        if self.linear is None:
+            raise UsageError("no linear layers: the dispatcher was created without their states")
+        return self.linear
+
     @property
     def captured(self) -> tuple[AttentionBackend, ...]:
         """The backends whose passes are captured in CUDA graphs.
@@ -248,11 +253,11 @@ class HybridDispatcher:
         able = [self.routes[r] for r in roles if r in self.routes]
         if self.routes["decode"].config.row.cuda_graph == "never":
             return ()
-        return _distinct(b for b in able if b.config.row.cuda_graph != "never")
+        return distinct(b for b in able if b.config.row.cuda_graph != "never")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers of the captured backends; called once."""
-        for backend in self.captured:
+        for backend in (*self.captured, *(() if self.linear is None else self.linear.captured)):
             with backend_errors(backend.config, "init_cuda_graph_state"):
                 backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
@@ -273,7 +278,9 @@ class HybridDispatcher:
         refuse_capture(backend.config, batch)
         refuse_drafts(backend.config, batch)
         with backend_errors(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
-            return backend.init_forward_metadata_capture_cuda_graph(batch)
+            metadata = backend.init_forward_metadata_capture_cuda_graph(batch)
+        linear = self.linear
+        return metadata if linear is None else HybridMetadata(metadata, linear.capture(batch))
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
@@ -281,19 +288,12 @@ class HybridDispatcher:
         """Refill the static buffers before a replay."""
         if batch.forward_mode is not ForwardMode.IDLE:
             backend = self._of(batch)
+            if type(metadata) is HybridMetadata:
+                self._linear().replay(batch, metadata.linear)
+                metadata = metadata.softmax
             with backend_errors(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
                 backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded requests, as the decode backend defines it."""
         return self.routes["decode"].get_cuda_graph_seq_len_fill_value()
-
-
-def _distinct(items: Iterable[_T]) -> tuple[_T, ...]:
-    return tuple({id(x): x for x in items}.values())
-
-
-def _nothing(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
-    empty = q.new_empty(0, layer.num_q_heads, layer.v_head_dim) if out is None else out
-    lse = q.new_empty(0, layer.num_q_heads, dtype=torch.float32)
-    return (empty, lse) if return_lse else empty

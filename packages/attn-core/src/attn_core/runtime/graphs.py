@@ -26,8 +26,8 @@ class GraphRunner:
     a tuple, list or dict of tensors, with the same number of rows for each request. The runner owns
     the batch and the inputs that a step reads, and copies those of a pass into them: each page
     table, and all other tensors of one dtype together. A padded request has only page 0, writes to
-    slot 0, and has the backend's fill value as its length, or its number of queries if that is
-    larger.
+    slot 0, has no state, and has the backend's fill value as its length, or its number of queries
+    if that is larger.
 
     A replay never waits for the device. Its outputs are valid until the next replay, and only one
     stream at a time may use a runner. On a device without CUDA graphs, a replay reruns the step.
@@ -82,7 +82,10 @@ class GraphRunner:
         """
         if mode is ForwardMode.IDLE:
             raise UsageError("an idle pass has no tokens: there is nothing to capture")
-        config = self._dispatcher.backend(ROLE_OF_MODE[mode]).config
+        config, linear = (
+            self._dispatcher.backend(ROLE_OF_MODE[mode]).config,
+            self._dispatcher.linear,
+        )
         queries = self._queries(mode, config, query_len)
         static = StaticBatch(
             mode,
@@ -96,6 +99,7 @@ class GraphRunner:
             },
             create_table=self.create_table,
             fill_len=self._dispatcher.get_cuda_graph_seq_len_fill_value(),
+            state_slots=() if linear is None else linear.captured_slots(mode),
         )
         graphs = {}
         for size in reversed(self.batch_sizes):  # the largest first: the others fit its memory

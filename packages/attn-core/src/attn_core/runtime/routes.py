@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
 from attn_core.cache.pool import CachePool
+from attn_core.cache.state_pool import StatePool
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry
-from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
+from attn_core.runtime.backend import (
+    AttentionBackend,
+    BackendConfig,
+    LinearAttentionBackend,
+    create_backend,
+)
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.selection.result import SOFTMAX_ROLES, Selection
+from attn_core.runtime.linear import LinearLayer
+from attn_core.selection.result import LINEAR_ROLES, SOFTMAX_ROLES, Selection
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import Role
+
+_T = TypeVar("_T")
+
+MISSING: Mapping[Role, str] = {
+    "verify": "without speculation; select again with --speculative-eagle-topk",
+    "draft": "without speculation; select again with --speculative-eagle-topk",
+    "encode": "without a vision tower; select again with the model's vision config",
+}
 
 
 def create_routes(
@@ -60,3 +78,53 @@ def create_routes(
             created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
         routes[role] = created[key]
     return routes
+
+
+def create_linear_routes(
+    selection: Selection,
+    registry: Registry,
+    states: StatePool,
+    layers: tuple[LinearLayer, ...],
+    *,
+    max_bs: int,
+    max_num_tokens: int,
+    max_seq_len: int,
+) -> dict[Role, LinearAttentionBackend]:
+    """Return role → linear backend, one instance where roles name the same row of the same backend.
+
+    The arguments and errors are those of HybridDispatcher.from_selection.
+    """
+    needs, speculation = selection.requirements, selection.requirements.speculation
+    created: dict[tuple[str, Capabilities], LinearAttentionBackend] = {}
+    routes: dict[Role, LinearAttentionBackend] = {}
+    for role in LINEAR_ROLES:
+        if role not in selection.roles:
+            continue
+        choice = selection.roles[role]
+        key = (choice.backend, choice.row)
+        if key not in created:
+            config = BackendConfig(
+                name=choice.backend,
+                row=choice.row,
+                layers=(),
+                linear_layers=layers,
+                page_size=selection.page_size or 1,
+                dtype=needs.dtype,
+                kv_cache_dtype=states.dtype,
+                device=states.device,
+                arch=selection.device.arch,
+                max_bs=max_bs,
+                max_num_tokens=max_num_tokens,
+                max_seq_len=max_seq_len,
+                topk=speculation.topk if speculation else 0,
+                num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
+                deterministic=needs.deterministic,
+            )
+            created[key] = create_backend(registry.get(choice.backend, "linear"), config, "linear")
+        routes[role] = created[key]
+    return routes
+
+
+def distinct(items: Iterable[_T]) -> tuple[_T, ...]:
+    """Return the items without those that come again."""
+    return tuple({id(x): x for x in items}.values())

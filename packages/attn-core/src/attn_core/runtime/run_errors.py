@@ -8,11 +8,13 @@ from attn_core.errors import AttnError, BackendRunError
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
 
 # A pass may be run again after a failure, for nothing is left half done: new K and V lie in the
 # slots that the batch names for them, where the same or another pass overwrites them; the pages
 # of other tokens are only read; what was planned belongs to the pass, and a backend's buffers are
-# filled anew by every plan.
+# filled anew by every plan. The states of linear layers are the exception: those of the layers that
+# ran have taken in the tokens, unless the pass writes into other slots than it reads.
 
 # What CUDA and ROCm call the errors after which every call of the process fails.
 _STICKY = (
@@ -35,7 +37,7 @@ def run_error(
     doing: str,
     error: Exception,
     batch: ForwardBatch | None = None,
-    layer: AttentionLayer | None = None,
+    layer: AttentionLayer | LinearLayer | None = None,
 ) -> BackendRunError:
     """Return the error for what a backend raised while `doing` (a method's name).
 

@@ -37,7 +37,8 @@ class StaticBatch:
 
     inputs: of each only the dtype and the dims after the first count. columns: view → columns of
     its page table, which create_table(requests, columns) makes. fill_len: the length that the
-    backend gives padded requests; one with more queries is as long as these.
+    backend gives padded requests; one with more queries is as long as these. state_slots: the
+    fields of a batch with the slots of linear layers; padding has none, -1.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StaticBatch:
         columns: Mapping[str, int],
         create_table: Callable[[int, int], Tensor],
         fill_len: int,
+        state_slots: Sequence[str] = (),
     ) -> None:
         device = config.device
         self.query_len, self.padded_len = query_len, max(fill_len, query_len)
@@ -80,6 +82,12 @@ class StaticBatch:
             chain = static(torch.ones(1, query_len, query_len, dtype=torch.bool).tril())
             self._rest.append(chain)
             spec = replace(spec, tree_mask=chain.tensor)
+        of_states: dict[str, Static] = {}
+        for name in state_slots:
+            none, no = torch.tensor([-1], dtype=torch.int32), torch.tensor([False])
+            of_states[name] = static(no if name == "state_fresh" else none)
+        self._rest += of_states.values()
+        found = {name: x.tensor for name, x in of_states.items()}
         self.batch = ForwardBatch(
             forward_mode=mode,
             cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32, device=device) * query_len,
@@ -87,7 +95,11 @@ class StaticBatch:
             max_q_len=query_len,
             views=views,
             spec=spec,
+            state_slots=found.get("state_slots"),
+            state_slots_out=found.get("state_slots_out"),
+            state_fresh=found.get("state_fresh"),
         )
+        self._not_fresh = torch.zeros(requests, dtype=torch.bool, device=device)
         self._inputs = [static(x.new_zeros(query_len, *x.shape[1:], device=device)) for x in inputs]
         self._used: tuple[int, ...] = ()  # requests, and columns of tables, that are no padding
 
@@ -102,12 +114,19 @@ class StaticBatch:
         spec = batch.spec
         if spec is not None and spec.tree_mask is not None:
             spec = replace(spec, tree_mask=spec.tree_mask[:requests])
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[:requests]
+
         few = replace(
             batch,
             cu_seqlens_q=batch.cu_seqlens_q[: requests + 1],
             positions=batch.positions[:tokens],
             views=views,
             spec=spec,
+            state_slots=cut(batch.state_slots),
+            state_slots_out=cut(batch.state_slots_out),
+            state_fresh=cut(batch.state_fresh),
         )
         return few, [x.first(requests) for x in self._inputs]
 
@@ -169,8 +188,11 @@ class StaticBatch:
         if has_tree(batch) != has_tree(self.batch):
             drafts = "trees" if has_tree(self.batch) else "chains, without a tree_mask,"
             return f"verification of {drafts} was captured, as it was selected"
-        if batch.state_slots is not None:
-            return "state_slots of linear layers are not captured"
+        if (batch.state_slots is None) != (self.batch.state_slots is None):
+            absent = batch.state_slots is None
+            return "the batch has no state_slots" if absent else "state_slots are not captured"
+        if batch.state_slots_out is not None and self.batch.state_slots_out is None:
+            return "state_slots_out are not captured: the backend writes where it has read"
         return None
 
     def _tensors(self, batch: ForwardBatch) -> Iterator[Tensor]:
@@ -187,6 +209,12 @@ class StaticBatch:
         yield batch.positions
         if batch.spec is not None and batch.spec.tree_mask is not None:
             yield batch.spec.tree_mask
+        slots, fresh = batch.state_slots, batch.state_fresh
+        if slots is not None:
+            yield slots
+            if self.batch.state_slots_out is not None:
+                yield slots if batch.state_slots_out is None else batch.state_slots_out
+            yield self._not_fresh[: batch.batch_size] if fresh is None else fresh
 
 
 def cached_views(config: BackendConfig, query_len: int) -> dict[str, int]:

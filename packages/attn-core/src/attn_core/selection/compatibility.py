@@ -138,11 +138,7 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
         other = _model(target, f"with {row.kind} layers", kind=row.kind, **unknown)
         yield _no("kind", layer.kind, row.kind, [other])
         return
-    if row.family == "softmax":
-        yield from _head_dim_gaps(row, layer, target)
-    elif layer.head_dim is not None and row.head_dims and layer.head_dim not in row.head_dims:
-        options = [_model(target, f"with head_dim {d}", head_dim=d) for d in sorted(row.head_dims)]
-        yield _no("head_dim", layer.head_dim, listing(row.head_dims), options)
+    yield from _head_dim_gaps(row, layer, target)
     hq, hkv = layer.num_q_heads, layer.num_kv_heads
     if hq is not None and row.q_heads and hq not in row.q_heads:
         options = [

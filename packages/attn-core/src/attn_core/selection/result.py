@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -214,7 +214,8 @@ def explain(selection: Selection) -> str:
     for role in LINEAR_ROLES:
         if role in selection.roles:
             name = selection.roles[role].backend
-            lines.append(f"  {label(role):<15}{name:<12}{_why(selection, role)}")
+            lines.append(f"  {label(role):<15}{name:<11} {_why(selection, role)}")
+    lines += [f"  {'state':<11}{text}" for text in _states(selection)]
     if selection.page_size is not None:
         lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.page_size_reason}")
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")
@@ -238,6 +239,18 @@ def _place(verdict: Verdict) -> str:
     if verdict.measured is None:
         return f"fits, priority {verdict.row.priority}"
     return f"fits, measured {verdict.measured:.2f} times as long as the fastest"
+
+
+def _states(selection: Selection) -> Iterator[str]:
+    """Say what a request takes in each kind of linear layer that a selected backend runs."""
+    speculation = selection.requirements.speculation
+    drafts = speculation.num_draft_tokens if speculation else 0
+    for layer in selection.requirements.linear_layers if selection.backend("linear_decode") else ():
+        sizes = layer.state_bytes(drafts)
+        if sizes is not None:
+            added = f"; {drafts} drafts add {sizes[1] / 1e6:.2f} MB" if drafts else ""
+            size = f"{sizes[0] / 1e6:.2f} MB in fp32, {sizes[0] / 2e6:.2f} MB in bf16{added}"
+            yield f"per request and {layer.kind} layer: {size}"
 
 
 def _why(selection: Selection, role: Role) -> str:

@@ -80,6 +80,8 @@ class Capabilities:
         False  # with an FP8 store, queries and probabilities are rounded to it too
     )
     tensor_scales: bool = False  # k_scale and v_scale of the cache may be tensors on the device
+    separate_write_slots: bool = False  # linear: reads a state in one slot, writes it into another
+    checkpoints: bool = False  # linear: extend also stores the state after chunks of 64 tokens
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
     note: str = ""
     create: str | None = None  # "module:Class" that runs this row, None: the spec's

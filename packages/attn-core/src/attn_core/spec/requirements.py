@@ -76,6 +76,18 @@ class LayerRequirements:
     def family(self) -> Family:
         return "linear" if self.kind in LINEAR_KINDS else "softmax"
 
+    def state_bytes(self, num_drafts: int = 0) -> tuple[int, int] | None:
+        """Return the bytes of a request's state in a linear layer, float32, and of its drafts.
+
+        None for a softmax layer, and where a dim or a head count is unknown.
+        """
+        k, v = self.head_dim, self.v_head_dim or self.head_dim
+        hk, hv = self.num_q_heads, self.num_kv_heads
+        if self.family == "softmax" or not (k and v and hk and hv):
+            return None
+        g = hv * k if self.kind == "kda" else hv
+        return 4 * hv * v * k, 4 * num_drafts * (hv * v + hk * k + g)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:

@@ -1,0 +1,67 @@
+"""Checks of a batch's tensors, which read no value on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.state_pool import CHUNK_SIZE
+from attn_core.errors import BatchError
+
+
+def check(ok: bool, message: str) -> None:
+    """Raise BatchError unless `ok`."""
+    if not ok:
+        raise BatchError(message)
+
+
+def check_tensor(
+    name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], *, rows: bool = False
+) -> None:
+    """Raise BatchError for another dtype or shape, None being any, or for strided columns.
+
+    rows: the rows may lie apart.
+    """
+    check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
+    fits = t.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(t.shape, shape, strict=True)
+    )
+    check(fits, f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
+    # Refused, not copied: graphs overwrite these tensors in place.
+    dense = t.stride(-1) == 1 if rows else t.is_contiguous()
+    wanted = "stride(-1) 1" if rows else "contiguous"
+    check(dense, f"{name} has strides {t.stride()} (expected {wanted}); call .contiguous()")
+
+
+def num_chunks(query_lens: Sequence[int]) -> int:
+    """Return how many chunks of 64 tokens these requests have, each its own last, partial one."""
+    return sum(-(-n // CHUNK_SIZE) for n in query_lens)
+
+
+def check_states(
+    b: int,
+    slots: Tensor | None,
+    slots_out: Tensor | None,
+    fresh: Tensor | None,
+    checkpoints: Tensor | None,
+    query_lens: Sequence[int] | None,
+) -> set[str]:
+    """Check the slots of linear layers; return the devices that they are on."""
+    given = {"state_slots_out": slots_out, "state_fresh": fresh, "checkpoint_slots": checkpoints}
+    present = {name: x for name, x in given.items() if x is not None}
+    if slots is None:
+        check(not present, f"{' and '.join(present)} without state_slots")
+        return set()
+    check_tensor("state_slots", slots, torch.int32, (b,))
+    for name, x in present.items():
+        dtype = torch.bool if name == "state_fresh" else torch.int32
+        check_tensor(name, x, dtype, (None if name == "checkpoint_slots" else b,))
+    if checkpoints is not None and query_lens is not None:
+        chunks, count = num_chunks(query_lens), checkpoints.shape[0]
+        check(
+            count == chunks,
+            f"checkpoint_slots has {count} slots for {chunks} chunks of {CHUNK_SIZE} tokens",
+        )
+    return {str(x.device) for x in (slots, *present.values())}
