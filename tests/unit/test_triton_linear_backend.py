@@ -7,7 +7,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core import BatchError, GraphRunner, HybridDispatcher, UnsupportedError, UsageError
+from attn_core import (
+    BatchError,
+    GraphRunner,
+    HybridDispatcher,
+    LayerRequirements,
+    Requirements,
+    UnsupportedError,
+    UsageError,
+    create_backend,
+    load_plugins,
+    parse_device,
+    select,
+)
 from attn_core.backends.triton.linear.backend import TritonLinear
 from linear_passes import (
     GDN,
@@ -67,6 +79,18 @@ def check(found, states, tensors, lens, layer, starts, slots):
             close(found[begin : begin + n], out, EXACT)
             close(states[slot], after[-1], EXACT)
         begin += n
+
+
+@KINDS
+@pytest.mark.parametrize("device", ["cuda:sm80", "cuda:sm90", "rocm:gfx942"])
+def test_the_rows_of_gpus_name_the_class(kind, device):
+    layer, device, registry = make_layer(kind), parse_device(device), load_plugins()
+    needs = Requirements(layers=(LayerRequirements(), layer.requirements))
+    role = select(needs, device, registry, {"triton": None}).roles["linear_decode"]
+    assert role.backend == "triton"
+    settings = config(layer, row=role.row, arch=device.arch)
+    backend = create_backend(registry.get("triton", "linear"), settings, "linear")
+    assert isinstance(backend, TritonLinear)
 
 
 @KINDS

@@ -269,10 +269,17 @@ def _triton_linear() -> BackendSpec:
     # torch runs it.
     cpu = _torch_linear()
     cpu = replace(cpu, device="cpu", priority=10, max_verify_topk=0, create=TORCH_LINEAR)
-    gdn = (cuda, rocm, npu, cpu)
+    # KDA's prefill at K 256 takes 123 KiB of shared memory, and these have 99.
+    small, dims = frozenset({"sm86", "sm89", "sm120"}), LINEAR_DIMS - {256}
+    pairs = frozenset((k, v) for k, v in LINEAR_PAIRS if k in dims)
+    kda = (
+        replace(cuda, archs=cuda.archs - small),
+        replace(cuda, archs=small, head_dims=dims, head_dim_pairs=pairs),
+        *(rocm, npu, cpu),
+    )
     return BackendSpec(
         name="triton",
-        capabilities=[*gdn, *(replace(row, kind="kda") for row in gdn)],
+        capabilities=[cuda, rocm, npu, cpu, *(replace(row, kind="kda") for row in kda)],
     )
 
 
