@@ -67,11 +67,14 @@ def inputs(layer, tokens, *, decay=1.0, hard=False, dtype=torch.float32):
 
     hard: nearly equal keys and beta near 1, for which the triangular system is ill conditioned.
     """
-    q, k = unit(tokens, HK, K), unit(tokens, HK, K)
+    keys = (layer.num_k_heads, layer.head_k_dim)
+    values = (layer.num_v_heads, layer.head_v_dim)
+    q, k = unit(tokens, *keys), unit(tokens, *keys)
     if hard:
-        k = torch.nn.functional.normalize(unit(1, HK, K) + 0.05 * k, dim=-1)
-    v, g = torch.randn(tokens, HV, V), -decay * torch.rand(tokens, *layer.g_dims)
-    beta = torch.rand(tokens, HV) * 0.05 + 0.95 if hard else torch.rand(tokens, HV)
+        k = torch.nn.functional.normalize(unit(1, *keys) + 0.05 * k, dim=-1)
+    v, g = torch.randn(tokens, *values), -decay * torch.rand(tokens, *layer.g_dims)
+    beta = torch.rand(tokens, values[0])
+    beta = beta * 0.05 + 0.95 if hard else beta
     if layer.gate is not None:
         g, beta = torch.randn(g.shape) * 8, torch.randn(beta.shape) * 3
         return tuple(x.to(dtype) for x in (q, k, v, g, beta))

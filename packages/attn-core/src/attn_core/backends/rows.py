@@ -224,29 +224,62 @@ def _torch_native_linear() -> BackendSpec:
     )
 
 
+# K has a power of two, V whole tiles of 16 rows.
+LINEAR_DIMS: Final = frozenset({16, 32, 64, 128, 256})
+LINEAR_PAIRS: Final = frozenset((k, v) for k in LINEAR_DIMS for v in range(16, 513, 16) if k != v)
+
+
 def _triton_linear() -> BackendSpec:
     cuda = Capabilities(
         kind="gdn",
         device="cuda",
+        archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
         requires=["triton>=3.4"],
         dtypes=PLAIN_DTYPES,
         kv_dtypes={"fp32", "bf16"},
         priority=10,
-        head_dim_pairs="any",
+        head_dims=LINEAR_DIMS,
+        head_dim_pairs=LINEAR_PAIRS,
         max_verify_topk=ANY_TOPK,
+        deterministic=True,
+        cuda_graph="uniform",
+        separate_write_slots=True,
+        checkpoints=True,
+        create="attn_core.backends.triton.linear.backend:TritonLinear",
+    )
+    rocm = replace(
+        cuda,
+        device="rocm",
+        archs=frozenset(),
+        requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",),
+    )
+    # Documented without target verification. triton-ascend owns the module name triton on an NPU,
+    # where nothing of this was run.
+    npu = Capabilities(
+        kind="gdn",
+        device="npu",
+        requires=["triton-ascend>=3.2"],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes={"fp32", "bf16"},
+        priority=10,
+        head_dim_pairs="any",
         cuda_graph="uniform",
     )
-    rocm = replace(cuda, device="rocm", requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",))
-    # Documented without target verification. triton-ascend owns the module name triton on an NPU.
-    npu = replace(cuda, device="npu", requires=("triton-ascend>=3.2",), max_verify_topk=0)
     # The documented CPU path of this name is compiled code, not Triton, and does not verify: here
     # torch runs it.
     cpu = _torch_linear()
     cpu = replace(cpu, device="cpu", priority=10, max_verify_topk=0, create=TORCH_LINEAR)
-    gdn = (cuda, rocm, npu, cpu)
+    # KDA's prefill at K 256 takes 123 KiB of shared memory, and these have 99.
+    small, dims = frozenset({"sm86", "sm89", "sm120"}), LINEAR_DIMS - {256}
+    pairs = frozenset((k, v) for k, v in LINEAR_PAIRS if k in dims)
+    kda = (
+        replace(cuda, archs=cuda.archs - small),
+        replace(cuda, archs=small, head_dims=dims, head_dim_pairs=pairs),
+        *(rocm, npu, cpu),
+    )
     return BackendSpec(
         name="triton",
-        capabilities=[*gdn, *(replace(row, kind="kda") for row in gdn)],
+        capabilities=[cuda, rocm, npu, cpu, *(replace(row, kind="kda") for row in kda)],
     )
 
 
