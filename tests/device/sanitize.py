@@ -2,7 +2,7 @@
 
 `python tests/device/sanitize.py [BACKEND ...] [-- PYTEST OPTIONS]`: reads and writes out of bounds
 end the run with exit code 1, each with the kernel that made it. `kernels`, beside the backends, is
-every kernel of the Triton backend once (test_kernels.py), in a few minutes.
+every kernel of the Triton backends once (test_kernels.py, test_linear_kernels.py), in a few minutes.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def command(sanitizer: str, backends: Sequence[str], more: Sequence[str]) -> lis
     asked = backends or known
     classes = " or ".join(CLASSES[name] for name in asked if name != KERNELS)
     parts = [f"({classes}) and ({FEATURES}) and not ({ONCE})"] * bool(classes)
-    parts += ["test_kernels"] * (KERNELS in asked)
+    parts += ["test_kernels", "test_linear_kernels and not graph"] * (KERNELS in asked)
     checker = ["--tool", "memcheck", "--error-exitcode", str(FOUND), "--target-processes", "all"]
     names = ["test_nvidia.py", "test_triton.py"] * bool(classes)
-    names += ["test_kernels.py"] * (KERNELS in asked)
+    names += ["test_kernels.py", "test_linear_kernels.py"] * (KERNELS in asked)
     tests = [str(HERE / name) for name in names]
     chosen = " or ".join(parts)
     return [sanitizer, *checker, sys.executable, "-m", "pytest", "-x", *tests, "-k", chosen, *more]

@@ -13,6 +13,9 @@ if not torch.cuda.is_available():
 from attn_core.backends.triton.linear import launch
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 
+KERNELS = (  # each runs below
+    "prepare_gdn", "prepare_kda", "scan_chunks", "decode_states", "verify_drafts", "commit_drafts",
+)  # fmt: skip
 DEVICE = torch.device("cuda")
 MODEL = {"heads": (2, 4), "dims": (128, 128)}
 LAYERS = {

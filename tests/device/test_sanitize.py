@@ -37,14 +37,14 @@ def test_the_tests_run_under_the_checker(tmp_path):
 def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
     fake(tmp_path, 0)
     alone, all_of_them = (run(tmp_path, *names).stdout for names in (["kernels"], []))
-    assert "test_kernels.py -k test_kernels" in alone
+    assert "test_linear_kernels.py -k test_kernels or test_linear_kernels and not graph" in alone
     assert "test_triton.py" not in alone
     assert "test_triton.py" in all_of_them
     assert "or test_kernels" in all_of_them
 
 
 def test_every_kernel_is_run_under_the_checker():
-    """What a module launches, `name[grid](…)` or a launcher, a pass of test_kernels.py names."""
+    """What a module launches, `name[grid](…)` or a launcher, a test of kernels names."""
     pytest.importorskip("triton")
     sources = [
         path.read_text()
@@ -54,7 +54,9 @@ def test_every_kernel_is_run_under_the_checker():
     ways = (r"^    +(\w+)\[(?:\(.*\)|grid)\]\($", r"(?<!def )_?[Ll]auncher\(\s*(\w+),")
     launched = {n for s in sources for way in ways for n in re.findall(way, s, re.M)}
     launched -= {"kernel", "grid"}  # variables where launchers are made and called
-    named = {*re.findall(r'"(\w+)"', (SCRIPT.parent / "test_kernels.py").read_text())}
+    tests = ("test_kernels.py", "test_linear_kernels.py")
+    text = "".join((SCRIPT.parent / name).read_text() for name in tests)
+    named = {*re.findall(r'"(\w+)"', text)}
     assert {"extend_hopper", "order_requests", "_write", "merge_splits"} <= launched
     assert launched <= named
 
