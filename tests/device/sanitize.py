@@ -2,7 +2,7 @@
 
 `python tests/device/sanitize.py [BACKEND ...] [-- PYTEST OPTIONS]`: reads and writes out of bounds
 end the run with exit code 1, each with the kernel that made it. `kernels`, beside the backends, is
-every kernel of the Triton backends once (test_kernels.py, test_linear_kernels.py), in a few minutes.
+every kernel of the Triton backends once (test_kernels.py and test_linear_kernels.py), in minutes.
 """
 
 from __future__ import annotations
