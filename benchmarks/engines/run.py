@@ -2,8 +2,9 @@
 
 Run: `python -m benchmarks.engines.run CONFIGURATION … [--backends attn_core fa3] [--seconds 600]`.
 Ours and the best built-in backend run again in each further round, in alternating order. The name
-"attn_core:triton" is ours with triton for decode and verification instead of its own choice. A
-process that hangs is killed. What fails is recorded with its last error instead of a time.
+"attn_core:triton" is ours with triton for decode and verification instead of its own choice, and
+"attn_core/fa3" leaves the draft model to fa3. A process that hangs is killed. What fails is
+recorded with its last error instead of a time.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
 class Spare:
     """A process that has imported the engine already; it waits for its arguments.
 
-    Imports take a third of a short process. The next one does them while the last one runs.
+    SGLang takes long to import. The next process does so while the last one runs.
     """
 
     def __init__(self, command: Sequence[str]) -> None:

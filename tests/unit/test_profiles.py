@@ -96,7 +96,7 @@ def test_a_broken_profile_is_skipped_and_named(tmp_path, monkeypatch, text, faul
     (folder.parent / "__init__.py").write_text("")
     (folder / "x.json").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    profiles._files_of.cache_clear()
+    profiles._files.cache_clear()
     assert profiles.costs(["attn_broken", "attn_no_such:thing", "?"], "x") == {}
     (said,) = profiles.faults(["attn_broken"])
     assert fault in said

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import pathlib
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from attn_core.plugins.data_files import data_files
 
 LEVELS = ("declared", "emulated", "compiled", "device-tested")
 
@@ -51,20 +50,7 @@ def faults(modules: Iterable[str]) -> list[str]:
 
 
 def _files(module: str) -> Iterator[tuple[pathlib.Path, dict[str, Any] | str]]:
-    """Yield each file with its content, or with what is wrong with it."""
-    package = re.match(r"\w+", module)  # of "package", "package.module:attribute"
-    try:
-        root = importlib.util.find_spec(package[0]) if package else None
-    except (ImportError, ValueError):  # ValueError: an object without a spec stands for the module
-        root = None
-    for folder in (root.submodule_search_locations or ()) if root else ():
-        for path in sorted((pathlib.Path(folder) / "evidence").glob("*.json")):
-            try:
-                data = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError) as error:
-                yield path, f"{type(error).__name__}: {error}"
-                continue
-            yield path, _fault(data) or data
+    return data_files(module, "evidence", _fault)
 
 
 def _fault(data: Any) -> str | None:

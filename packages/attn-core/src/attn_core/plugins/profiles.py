@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 import math
 import pathlib
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from attn_core.plugins.data_files import data_files
 
 Costs = Mapping[str, Mapping[str, float]]  # what a pass does → backend → cost, in any one unit
 
@@ -40,28 +39,9 @@ def faults(modules: Iterable[str]) -> list[str]:
     ]
 
 
-def _files(module: str) -> Iterator[tuple[pathlib.Path, dict[str, Any] | str]]:
-    package = re.match(r"\w+", module)  # of "package", "package.module:attribute"
-    return iter(_files_of(package[0]) if package else ())
-
-
 @functools.cache
-def _files_of(package: str) -> tuple[tuple[pathlib.Path, dict[str, Any] | str], ...]:
-    """Return each profile of a package with its content, or with what is wrong with it."""
-    try:
-        root = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # ValueError: an object without a spec stands for the module
-        root = None
-    found = []
-    for folder in (root.submodule_search_locations or ()) if root else ():
-        for path in sorted((pathlib.Path(folder) / "profiles").glob("*.json")):
-            try:
-                data = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError) as error:
-                found.append((path, f"{type(error).__name__}: {error}"))
-            else:
-                found.append((path, _fault(data) or data))
-    return tuple(found)
+def _files(module: str) -> tuple[tuple[pathlib.Path, dict[str, Any] | str], ...]:
+    return tuple(data_files(module, "profiles", _fault))
 
 
 def _fault(data: Any) -> str | None:
