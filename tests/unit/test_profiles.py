@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from attn_core.cli import inputs
+from attn_core.cli.options import InputFlags
 from attn_core.errors import UsageError
 from attn_core.plugins import profiles
 from attn_core.plugins.registry import load_plugins
@@ -129,3 +131,23 @@ def test_the_probe_asks_the_driver_for_a_name(monkeypatch):
     monkeypatch.setattr("attn_core.spec.device.torch_build", lambda: {"cuda": "13.0"})
     monkeypatch.setattr("ctypes.CDLL", lambda name: Driver())
     assert probe_device().name == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("here", "named", "name", "simulated"),
+    [
+        ("NVIDIA H200", None, "NVIDIA H200", False),
+        ("NVIDIA H200", "h200", "NVIDIA H200", False),
+        ("NVIDIA H200", "cuda:sm90", None, False),
+        ("NVIDIA H100", None, "NVIDIA H100", False),
+        ("NVIDIA H100", "h200", "NVIDIA H200", True),
+    ],
+)
+def test_a_machine_takes_the_profile_of_the_gpu_that_is_meant(
+    monkeypatch, registry, here, named, name, simulated
+):
+    device = Device("cuda", "sm90", "13.0", here)
+    monkeypatch.setattr(inputs, "probe_device", lambda: device)
+    found = inputs.selection_inputs(InputFlags(device=named), registry)
+    assert (found.device.name, found.simulated) == (name, simulated)
+    assert found.device.runtime == (None if simulated else "13.0")

@@ -39,8 +39,9 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
     if flags.device is None:
         device = here
     same = (device.type, device.arch) == (here.type, here.arch)
-    if same:
-        device = replace(here, runtime=flags.runtime_version or here.runtime)
+    same = same and device.name in (None, here.name)  # "h200" is no other sm90
+    if same:  # an architecture that is named keeps the documented order, also on its own machine
+        device = replace(device, runtime=flags.runtime_version or here.runtime)
     libraries, assumed = _libraries(flags, registry, same)
     if device.runtime is None and device.type in RUNTIMES:
         assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
