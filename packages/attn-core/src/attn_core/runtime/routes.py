@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from attn_core.cache.pool import CachePool
 from attn_core.cache.state_pool import StatePool
@@ -17,7 +17,7 @@ from attn_core.runtime.backend import (
 )
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
-from attn_core.selection.result import LINEAR_ROLES, SOFTMAX_ROLES, Selection
+from attn_core.selection.result import LINEAR_ROLES, SOFTMAX_ROLES, Choice, Selection
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import Role
 
@@ -36,16 +36,12 @@ def create_routes(
     caches: CachePool,
     layers: tuple[AttentionLayer, ...],
     vision_layers: tuple[AttentionLayer, ...],
-    *,
-    max_bs: int,
-    max_num_tokens: int,
-    max_seq_len: int,
+    **limits: int,
 ) -> dict[Role, AttentionBackend]:
     """Return role → backend, one instance where roles name the same row of the same backend.
 
-    The arguments and errors are those of HybridDispatcher.from_selection.
+    The arguments and errors are those of HybridDispatcher.from_selection; limits: its max_*.
     """
-    needs, speculation = selection.requirements, selection.requirements.speculation
     pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
     chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
     if pool != chosen:
@@ -59,21 +55,14 @@ def create_routes(
         # a vision tower has layers of its own, so its backend is a second instance
         key = (choice.backend, choice.row, encodes)
         if key not in created:
-            config = BackendConfig(
-                name=choice.backend,
-                row=choice.row,
+            config = _config(
+                selection,
+                choice,
                 layers=vision_layers if encodes else layers,
                 page_size=caches.page_size,
-                dtype=needs.dtype,
                 kv_cache_dtype=caches.kv_cache_dtype,
                 device=caches.device,
-                arch=selection.device.arch,
-                max_bs=max_bs,
-                max_num_tokens=max_num_tokens,
-                max_seq_len=max_seq_len,
-                topk=speculation.topk if speculation else 0,
-                num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
-                deterministic=needs.deterministic,
+                **limits,
             )
             created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
         routes[role] = created[key]
@@ -85,16 +74,12 @@ def create_linear_routes(
     registry: Registry,
     states: StatePool,
     layers: tuple[LinearLayer, ...],
-    *,
-    max_bs: int,
-    max_num_tokens: int,
-    max_seq_len: int,
+    **limits: int,
 ) -> dict[Role, LinearAttentionBackend]:
     """Return role → linear backend, one instance where roles name the same row of the same backend.
 
-    The arguments and errors are those of HybridDispatcher.from_selection.
+    The arguments and errors are those of HybridDispatcher.from_selection; limits: its max_*.
     """
-    needs, speculation = selection.requirements, selection.requirements.speculation
     created: dict[tuple[str, Capabilities], LinearAttentionBackend] = {}
     routes: dict[Role, LinearAttentionBackend] = {}
     for role in LINEAR_ROLES:
@@ -103,26 +88,34 @@ def create_linear_routes(
         choice = selection.roles[role]
         key = (choice.backend, choice.row)
         if key not in created:
-            config = BackendConfig(
-                name=choice.backend,
-                row=choice.row,
+            config = _config(
+                selection,
+                choice,
                 layers=(),
                 linear_layers=layers,
                 page_size=selection.page_size or 1,
-                dtype=needs.dtype,
                 kv_cache_dtype=states.dtype,
                 device=states.device,
-                arch=selection.device.arch,
-                max_bs=max_bs,
-                max_num_tokens=max_num_tokens,
-                max_seq_len=max_seq_len,
-                topk=speculation.topk if speculation else 0,
-                num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
-                deterministic=needs.deterministic,
+                **limits,
             )
             created[key] = create_backend(registry.get(choice.backend, "linear"), config, "linear")
         routes[role] = created[key]
     return routes
+
+
+def _config(selection: Selection, choice: Choice, **own: Any) -> BackendConfig:
+    """Return the config of a choice. own: what the pool, the layers and the engine's limits say."""
+    needs, speculation = selection.requirements, selection.requirements.speculation
+    return BackendConfig(
+        name=choice.backend,
+        row=choice.row,
+        dtype=needs.dtype,
+        arch=selection.device.arch,
+        topk=speculation.topk if speculation else 0,
+        num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
+        deterministic=needs.deterministic,
+        **own,
+    )
 
 
 def distinct(items: Iterable[_T]) -> tuple[_T, ...]:
