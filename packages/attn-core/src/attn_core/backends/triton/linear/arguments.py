@@ -87,7 +87,7 @@ class Chunks(NamedTuple):
 class Workspace(NamedTuple):
     """What `prepare` computes of each chunk and value head, for `scan`.
 
-    T [chunks, Hv, 64, 64]: (I + L)^-1 diag(beta). P [chunks, Hv, 64, 64]: scale · q·k with decay.
+    T [chunks, Hv, 2, 64, 64]: T = (I + L)^-1 diag(beta), and P · T with P = scale · q·k with decay.
     factors float32 [chunks, Hv, 3, 64]: what each token's k·S, q·S and update are multiplied by.
     decay float32 [chunks, Hv] or [chunks, Hv, K]: by which the chunk multiplies the state.
     k_in, q_in, k_out [chunks, Hv, 64, K]: keys and queries with a decay per channel; these replace
@@ -95,7 +95,6 @@ class Workspace(NamedTuple):
     """
 
     T: Any
-    P: Any
     factors: Any
     decay: Any
     k_in: Any

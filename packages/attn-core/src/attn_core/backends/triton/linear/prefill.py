@@ -65,12 +65,12 @@ def plan_prefill(
     def empty(*dims: int, store: torch.dtype = dtype) -> Tensor:
         return torch.empty(*heads, *dims, dtype=store, device=device)
 
-    T = empty(CHUNK, CHUNK)
+    T = empty(2, CHUNK, CHUNK)
     wide = (common.K,) if common.PER_CHANNEL else ()
     decay = empty(*wide, store=torch.float32)
     spread = [empty(CHUNK, common.K) if common.PER_CHANNEL else T for _ in range(3)]
     factors = decay if common.PER_CHANNEL else empty(3, CHUNK, store=torch.float32)
-    work = Workspace(T, torch.empty_like(T), factors, decay, *spread)
+    work = Workspace(T, factors, decay, *spread)
     return PrefillPlan(Chunks(*pieces), work, total, len(query_lens))
 
 

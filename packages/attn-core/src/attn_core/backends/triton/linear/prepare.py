@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
-from attn_core.backends.triton.linear.solve import inverse
+from attn_core.backends.triton.linear.solve import inverse, multiplied
 
 CHUNK = tl.constexpr(64)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -38,10 +39,30 @@ def norms(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def store_square(x, at, value, i):
-    """Write a [64, 64] matrix of a chunk and head."""
-    at = x + at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
-    tl.store(at, value.to(x.dtype.element_ty))
+def store_solved(work, at, L, P, beta, i, tokens: tl.constexpr, C: tl.constexpr):
+    """Write T and P · T of a chunk and head: of L and P what stands above the diagonal is 0."""
+    P = P.to(tokens if tokens == tl.float32 else tl.float16)  # fewer registers meanwhile
+    T = inverse(L, tokens, C) * beta[None, :]
+    at = work.T + at * (2 * CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
+    tl.store(at, T.to(work.T.dtype.element_ty))
+    PT = multiplied(P, T, tokens, C)
+    tl.store(at + CHUNK * CHUNK, PT.to(work.T.dtype.element_ty))
+
+
+@triton.jit
+def products_and_norms(x, k, eps, C: tl.constexpr):
+    """Return x · kᵀ [64, 64], and what normalises the rows of x.
+
+    Squares are taken from the diagonal of x · xᵀ: that is cheaper than to widen all rows.
+    """
+    if C.NORM:
+        i = tl.arange(0, CHUNK)
+        squares = tl.dot(x, tl.trans(x), input_precision=C.PRECISION)
+        squares = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1)
+        norm = tl.rsqrt(squares + eps)
+    else:
+        norm = tl.full([CHUNK], 1.0, tl.float32)
+    return tl.dot(x, tl.trans(k), input_precision=C.PRECISION), norm
 
 
 @triton.jit
@@ -62,20 +83,19 @@ def prepare_gdn(inputs, weights, numbers, chunks, work, C: tl.constexpr):
     total = tl.sum(g, 0)
     b_at = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
-    beta = tl.where(inside, beta, 0.0)
+    beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
     k = load_rows(inputs.k, first, i, hv // C.GROUP, d, inside)
     q = load_rows(inputs.q, first, i, hv // C.GROUP, d, inside)
-    k_norm = norms(k, numbers.eps, C.NORM)
-    q_norm = norms(q, numbers.eps, C.NORM) * numbers.scale
+    kk, k_norm = products_and_norms(k, k, numbers.eps, C)
+    qk, q_norm = products_and_norms(q, k, numbers.eps, C)
+    q_norm *= numbers.scale
     f_at = work.factors + at * (3 * CHUNK) + i
     tl.store(f_at, tl.exp(G) * k_norm)
     tl.store(f_at + CHUNK, tl.exp(G) * q_norm)
     tl.store(f_at + 2 * CHUNK, tl.exp(total - G) * k_norm)
     tl.store(work.decay + at, tl.exp(total))
-    decay = G[:, None] - G[None, :]
-    decay = tl.exp(tl.where(i[:, None] >= i[None, :], decay, -float("inf"))) * k_norm[None, :]
-    qk = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
-    store_square(work.P, at, qk * decay * q_norm[:, None], i)
-    L = tl.dot(k, tl.trans(k), input_precision=C.PRECISION) * decay * (k_norm * beta)[:, None]
-    L = tl.where(i[:, None] > i[None, :], L, 0.0)
-    store_square(work.T, at, inverse(L, C) * beta[None, :], i)
+    decay = tl.where(i[:, None] >= i[None, :], G[:, None] - G[None, :], -float("inf"))
+    decay = tl.exp2(decay * LOG2_E) * k_norm[None, :]  # tl.exp takes care of denormals
+    P = qk * decay * q_norm[:, None]
+    L = tl.where(i[:, None] > i[None, :], kk * decay * (k_norm * beta)[:, None], 0.0)
+    store_solved(work, at, L, P, beta, i, k.dtype, C)

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.linear.gates import BOUNDED, head_weights, log_decay, update_rate
-from attn_core.backends.triton.linear.prepare import CHUNK, load_rows, norms, store_square
-from attn_core.backends.triton.linear.solve import inverse
+from attn_core.backends.triton.linear.prepare import CHUNK, load_rows, norms, store_solved
 
 FACTORED_DECAY = tl.constexpr(-80.0)  # exp(80) is far from the ends of float32 and bf16
 
@@ -125,9 +124,9 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
                 some_P = tl.where(same, exact_blocks(q, k, c), some_P)
         L += some_L
         P += some_P
-    store_square(work.P, at, tl.where(i[:, None] >= i[None, :], P, 0.0), i)
+    P = tl.where(i[:, None] >= i[None, :], P, 0.0)
     b_at = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
-    beta = tl.where(inside, beta, 0.0)
+    beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
     L = tl.where(i[:, None] > i[None, :], L * beta[:, None], 0.0)
-    store_square(work.T, at, inverse(L, C) * beta[None, :], i)
+    store_solved(work, at, L, P, beta, i, raw, C)

@@ -12,6 +12,13 @@ from attn_core.backends.triton.linear.prepare import CHUNK, load_rows
 
 
 @triton.jit
+def _halves(x):
+    """Return the first 64 columns of x [rows, 128] and the others."""
+    x = tl.reshape(x, (x.shape[0], 2, CHUNK))
+    return tl.split(tl.permute(x, (0, 2, 1)))
+
+
+@triton.jit
 def scan_chunks(
     inputs,
     out,
@@ -28,7 +35,7 @@ def scan_chunks(
 
     Grid: (B · HV · V / BV). checkpoints: int32, a slot for the state after each chunk, -1 is none.
     Of a chunk, with S [BV, K] before it and everything else transposed likewise:
-    U = (Vᵀ - S K_inᵀ) Tᵀ, O = S Q_inᵀ + U Pᵀ, and S ← S · decay + U K_out.
+    X = Vᵀ - S K_inᵀ, U = X Tᵀ, O = S Q_inᵀ + X (P T)ᵀ, and S ← S · decay + U K_out.
     With one decay per head, K_in, Q_in and K_out are k, q and k, and factors of the tokens stand at
     their products; with one per channel, `prepare` wrote all three.
     """
@@ -40,6 +47,7 @@ def scan_chunks(
     if slot < 0:
         return
     i = tl.arange(0, CHUNK)
+    both = tl.arange(0, 2 * CHUNK)
     d = tl.arange(0, C.K)
     row = tile * BV + tl.arange(0, BV)
     at = (hv * C.V + row)[:, None] * C.K + d[None, :]
@@ -57,35 +65,33 @@ def scan_chunks(
         inside = j * CHUNK + i < tokens
         v = load_rows(inputs.v, start, i, hv, row, inside)
         chunk = ((first + j) * C.HV + hv).to(tl.int64)
-        square = chunk * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
-        T = tl.load(work.T + square)
-        P = tl.load(work.P + square)
+        square = chunk * (2 * CHUNK * CHUNK) + both[:, None] * CHUNK + i[None, :]
+        T = tl.load(work.T + square)  # [128, 64], P · T below T: they are multiplied at once
         operand = S.to(v.dtype)
         if C.PER_CHANNEL:
             prepared = chunk * (CHUNK * C.K) + i[:, None] * C.K + d[None, :]
             k = tl.load(work.k_in + prepared)
             q = tl.load(work.q_in + prepared)
-            decay = tl.load(work.decay + chunk * C.K + d)[None, :]
-            X = tl.trans(v).to(tl.float32)
-            X -= tl.dot(operand, tl.trans(k), input_precision=C.PRECISION)
-            U = tl.dot(X.to(v.dtype), tl.trans(T), input_precision=C.PRECISION)
-            o = tl.dot(operand, tl.trans(q), input_precision=C.PRECISION)
             k_out = tl.load(work.k_out + prepared)
-            added = U
+            decay = tl.load(work.decay + chunk * C.K + d)[None, :]
+            X = tl.dot(operand, tl.trans(k), input_precision=C.PRECISION)
+            X = tl.trans(v).to(tl.float32) - X
         else:
             k = load_rows(inputs.k, start, i, hv // C.GROUP, d, inside)
             q = load_rows(inputs.q, start, i, hv // C.GROUP, d, inside)
+            k_out = k
             factors = work.factors + chunk * (3 * CHUNK) + i
             decay = tl.load(work.decay + chunk)
             X = tl.dot(operand, tl.trans(k), input_precision=C.PRECISION)
             X = tl.trans(v).to(tl.float32) - X * tl.load(factors)[None, :]
-            U = tl.dot(X.to(v.dtype), tl.trans(T), input_precision=C.PRECISION)
-            o = tl.dot(operand, tl.trans(q), input_precision=C.PRECISION)
+        U, own = _halves(tl.dot(X.to(v.dtype), tl.trans(T), input_precision=C.PRECISION))
+        if not C.PER_CHANNEL:
+            U *= tl.load(factors + 2 * CHUNK)[None, :]
+        S = tl.dot(U.to(v.dtype), k_out, S * decay, input_precision=C.PRECISION)
+        o = tl.dot(operand, tl.trans(q), input_precision=C.PRECISION)
+        if not C.PER_CHANNEL:
             o *= tl.load(factors + CHUNK)[None, :]
-            k_out = k
-            added = U * tl.load(factors + 2 * CHUNK)[None, :]
-        o = tl.dot(U.to(v.dtype), tl.trans(P), o, input_precision=C.PRECISION)
-        S = tl.dot(added.to(v.dtype), k_out, S * decay, input_precision=C.PRECISION)
+        o += own
         o_at = out.ptr + start * out.token_stride + hv * out.head_stride
         o_at += i[:, None] * out.token_stride + row[None, :]
         tl.store(o_at, tl.trans(o).to(out.ptr.dtype.element_ty), mask=inside[:, None])
