@@ -122,20 +122,20 @@ def flush(engine: Any) -> bool:
 def regret(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[float]:
     """Return how much worse, in logprob, each new token is than the engine's own choice.
 
-    The engine computes prompt and answer as one prompt: 0 is what it would have chosen.
+    The engine computes prompt and answer as one prompt: 0 is what it would have chosen. It is asked
+    for one at a time: of prompts that it cuts into chunks, SGLang may mix up the logprobs.
     """
-    out = engine.generate(
-        input_ids=[prompt + new for prompt, new in answers],
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_logprob=[True] * len(answers),
-        logprob_start_len=[0] * len(answers),
-        top_logprobs_num=[1] * len(answers),
-    )
     found = []
-    for (prompt, new), each in zip(answers, out, strict=True):
-        meta = each["meta_info"]
-        chosen = meta["input_token_logprobs"][len(prompt) :]
-        best = meta["input_top_logprobs"][len(prompt) :]
+    for prompt, new in answers:
+        out = engine.generate(
+            input_ids=prompt + new,
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=1,
+        )
+        chosen = out["meta_info"]["input_token_logprobs"][len(prompt) :]
+        best = out["meta_info"]["input_top_logprobs"][len(prompt) :]
         assert [token for _, token, *_ in chosen] == new
         found += [top[0][0] - own[0] for own, top in zip(chosen, best, strict=True)]
     return found

@@ -111,27 +111,30 @@ class Planner:
         causal: bool = False,
         window: tuple[int, int] = NO_WINDOW,
     ) -> dict[str, Any]:
-        """Return arguments of a call, with the schedule that each layer would make anew."""
-        group = kind.layer
-        rope = self.config.row.kind == "mla"  # K is the rope part, all of it V's complement
-        head_dim = group.head_dim - group.v_head_dim if rope else group.head_dim
-        schedule = self._library.schedule(
-            lengths.shape[0],
-            max_q,
-            page_table.shape[1] * page_size,  # what the call itself takes as the longest
-            group.num_q_heads,
-            group.num_kv_heads,
-            head_dim,
-            lengths,
-            qkv_dtype=TORCH_DTYPES[self.config.kv_cache_dtype],
-            headdim_v=group.v_head_dim,
-            cu_seqlens_q=cu_seqlens_q,
-            page_size=page_size,
-            causal=causal,
-            window_size=window,
-            has_softcap=kind.capped,
-            num_splits=self._splits,
-        )
+        """Return arguments of a call, with the schedule that each layer would make anew.
+
+        Only of one query per request: sglang-kernel 0.4.5 writes out of bounds where layers share a
+        schedule of several queries whose keys are split. Nor does SGLang share one for MLA.
+        """
+        group, schedule = kind.layer, None
+        if max_q == 1 and self.config.row.kind == "mha":
+            schedule = self._library.schedule(
+                lengths.shape[0],
+                max_q,
+                page_table.shape[1] * page_size,  # what the call itself takes as the longest
+                group.num_q_heads,
+                group.num_kv_heads,
+                group.head_dim,
+                lengths,
+                qkv_dtype=TORCH_DTYPES[self.config.kv_cache_dtype],
+                headdim_v=group.v_head_dim,
+                cu_seqlens_q=cu_seqlens_q,
+                page_size=page_size,
+                causal=causal,
+                window_size=window,
+                has_softcap=kind.capped,
+                num_splits=self._splits,
+            )
         return {
             "cache_seqlens": lengths,
             "page_table": page_table,
