@@ -63,18 +63,11 @@ class Scorer:
     """An engine that would choose token 9 everywhere, by 0.5."""
 
     def generate(self, *, input_ids, **_):
-        return [
-            {
-                "meta_info": {
-                    "input_token_logprobs": [
-                        (None if i == 0 else -1.0 - 0.5 * (t != 9), t, None)
-                        for i, t in enumerate(ids)
-                    ],
-                    "input_top_logprobs": [None] + [[(-1.0, 9, None)]] * (len(ids) - 1),
-                }
-            }
-            for ids in input_ids
+        logprobs = [
+            (None if i == 0 else -1.0 - 0.5 * (t != 9), t, None) for i, t in enumerate(input_ids)
         ]
+        top = [None] + [[(-1.0, 9, None)]] * (len(input_ids) - 1)
+        return {"meta_info": {"input_token_logprobs": logprobs, "input_top_logprobs": top}}
 
 
 def test_regret_is_what_a_token_lacks_to_the_first_choice():
