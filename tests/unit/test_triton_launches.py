@@ -134,7 +134,8 @@ def test_writes_into_one_cache(name):
 def test_a_writer_is_made_again_for_a_pool_that_moved(monkeypatch):
     """In the interpreter, which is given tensors, only this tells."""
     requests, made = requests_of("bf16"), []
-    cache, layer = requests.cache, requests.layer
+    # its own writers: on a GPU the requests' keys were written by one of this cache already
+    cache, layer = replace(requests.cache), requests.layer
     launcher = kv.Launcher
     monkeypatch.setattr(kv, "Launcher", lambda *a, **k: made.append(a) or launcher(*a, **k))
     k = torch.randn(1, layer.num_kv_heads, layer.head_dim, device=DEVICE).bfloat16()
