@@ -138,7 +138,12 @@ def fill_split(
 ) -> None:
     """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
     batch, work_indptr, cuts = seq_lens.shape[0], split.work_indptr, split.cuts
-    key = (alike(cu_seqlens_q), alike(seq_lens), alike(work_indptr), window is None, causal)
+    addresses = (cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), work_indptr.data_ptr())
+    at_cu, at_lens, at_indptr = addresses
+    key = (
+        alike(cu_seqlens_q, at_cu), alike(seq_lens, at_lens), alike(work_indptr, at_indptr),
+        window is None, causal,
+    )  # fmt: skip
     launcher = cuts.planners.get(key)
     if launcher is None:
         launcher = cuts.planners[key] = Launcher(
@@ -147,7 +152,8 @@ def fill_split(
             *(window is not None, causal, min(1024, power_of_two(batch))),
             num_warps=4,
         )
-    launcher.launch((1, 1, 1), (cu_seqlens_q, seq_lens, work_indptr, batch, window or 0))
+    numbers = (batch, window or 0)
+    launcher.launch((1, 1, 1), addresses + numbers, (cu_seqlens_q, seq_lens, work_indptr), numbers)
 
 
 def fill_order(
