@@ -32,26 +32,26 @@ def run(call: Call, part: Part) -> None:
     another layer of this number and when one of their tensors lies at another address. They go when
     the cache goes.
     """
-    layer, launched = call.layer, call.cache.launchers
+    layer, kept = call.layer, call.cache.launchers
     if part.inputs is not call.inputs:
         part.read(call.inputs)
     key = (part.pass_key, layer.layer_id, call.key)
-    bound = launched.get(key)
+    bound = kept.get(key)
     if bound is None or bound[0] is not layer or moved(bound[1]):
-        bound = launched[key] = _bind(call, part)
+        bound = kept[key] = _bind(call, part)
     _, _, choice, (attend, merge, change) = bound
     of_pass = part.launches.get(choice.kernel)
     if of_pass is None:
         of_pass = choice.kernel.pass_launch(call, choice.launch, part)
         part.launches[choice.kernel] = of_pass
-    grid, read, merged = of_pass
+    grid, shared, of_merge = of_pass
     if change is not None:
         call = change(call)
     outputs = call.outputs
-    attend.launch(grid, (call.queries, outputs, *read.addresses), call.tensors, read.values)
-    if merge is not None and merged is not None:
-        grid, read = merged
-        merge.launch(grid, (outputs, *read.addresses), call.output_tensors, read.values)
+    attend.launch(grid, (call.queries, outputs, *shared.addresses), call.tensors, shared.values)
+    if merge is not None and of_merge is not None:
+        grid, shared = of_merge
+        merge.launch(grid, (outputs, *shared.addresses), call.output_tensors, shared.values)
 
 
 def _bind(call: Call, part: Part) -> _Bound:
