@@ -27,7 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "flashinfer.mla": ("BatchMLAPagedAttentionWrapper.run",),
     "sgl_kernel.flash_mla": ("flash_mla_with_kvcache",),
     "flash_mla": ("flash_mla_with_kvcache",),
-    "attn_core.ops.triton.launcher": ("Launcher.__call__",),
+    "attn_core.ops.triton.launcher": ("Launcher.launch",),
 }
 PLANS: dict[str, tuple[str, ...]] = {
     "sgl_kernel.flash_attn": ("get_scheduler_metadata",),
@@ -40,7 +40,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "flashinfer.mla": ("BatchMLAPagedAttentionWrapper.plan",),
     "sgl_kernel.flash_mla": ("get_mla_metadata",),
     "flash_mla": ("get_mla_decoding_metadata",),
-    "attn_core.ops.triton.launcher": ("Launcher.__call__",),
+    "attn_core.ops.triton.launcher": ("Launcher.launch",),
 }
 
 

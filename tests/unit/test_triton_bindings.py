@@ -10,7 +10,7 @@ from attn_core.testing.inputs import mapped
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.bindings import first_binding
+from attn_core.backends.triton.bindings import first_fit
 from attn_core.backends.triton.kernel import Choice
 from attn_core.backends.triton.portable.launch import PortableDecode
 from triton_server import M, Server, make_backend, make_layer, same
@@ -99,9 +99,9 @@ def test_another_layer_of_the_same_number_is_noticed():
 
 def test_a_cache_that_is_dropped_is_not_kept_alive():
     server, layer = Server((40, 1)), make_layer()
-    cache = mapped(server.cache(layer), torch.Tensor.clone)
-    store, choice = weakref.ref(cache.k), Choice(PortableDecode(), None)
-    first_binding([choice], layer, cache, cache.k.dtype)
+    cache, backend = mapped(server.cache(layer), torch.Tensor.clone), make_backend(layer)
+    store = weakref.ref(cache.k)
+    attend(backend, server, layer, cache)
     del cache
     gc.collect()
     assert store() is None
@@ -114,6 +114,6 @@ def test_a_kernel_that_cannot_read_a_cache_is_passed_over():
 
     server, layer = Server((40, 1)), make_layer()
     choices = [Choice(Picky(), None), Choice(PortableDecode(), None)]
-    choice, kept = first_binding(choices, layer, server.cache(layer), torch.float32)
+    choice, kept = first_fit(choices, layer, server.cache(layer), torch.float32)
     assert choice is choices[1]
     assert kept is not None

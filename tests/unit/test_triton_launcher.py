@@ -1,10 +1,7 @@
 """Launching again: with the arguments, the stream and the hooks that Triton's own launch has."""
 
 import gc
-import sys
-import threading
 import weakref
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.ops.triton import launcher as module
-from attn_core.ops.triton.launcher import Arguments, Launcher, alike, moved, numbered, pointers
+from attn_core.ops.triton.launcher import (
+    Arguments,
+    Launcher,
+    MapOf,
+)
 from triton.compiler import CompiledKernel
 
 
@@ -60,11 +61,11 @@ def stream(monkeypatch):
 def test_the_second_launch_has_the_new_arguments_and_the_constants():
     compiled = Compiled()
     kernel = Kernel(compiled)
-    launch = Launcher(kernel, "C", 64, num_warps=4)
-    launch((2, 1, 1), "a")
+    launcher = Launcher(kernel, "C", 64, num_warps=4)
+    launcher.launch((2, 1, 1), ("a",))
     assert kernel.launches == [((2, 1, 1), ("a", "C", 64), {"num_warps": 4})]
-    launch((5, 6, 7), "b")
-    launch((1, 1, 1), "c")
+    launcher.launch((5, 6, 7), ("b",))
+    launcher.launch((1, 1, 1), ("c",))
     assert len(kernel.launches) == 1, "it is compiled once"
     first, second = compiled.calls
     assert first == (5, 6, 7, 1003, 17, "packed", None, None, None, "b", "C", 64)
@@ -75,20 +76,20 @@ def test_the_second_launch_has_the_new_arguments_and_the_constants():
 def test_what_was_not_compiled_is_launched_as_before():
     """The interpreter returns nothing."""
     kernel = Kernel(None)
-    launch = Launcher(kernel, 8)
+    launcher = Launcher(kernel, 8)
     for x in "ab":
-        launch((1, 1, 1), x)
+        launcher.launch((1, 1, 1), (x,))
     assert [args for _, args, _ in kernel.launches] == [("a", 8), ("b", 8)]
 
 
 def test_hooks_of_a_profiler_are_called(monkeypatch):
     compiled = Compiled()
-    launch = Launcher(Kernel(compiled))
-    launch((1, 1, 1), "a")
+    launcher = Launcher(Kernel(compiled))
+    launcher.launch((1, 1, 1), ("a",))
     before, after = (lambda *_: None), (lambda *_: None)
     monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", before)
     monkeypatch.setattr(module.knobs.runtime, "launch_exit_hook", after)
-    launch((4, 1, 1), "b")
+    launcher.launch((4, 1, 1), ("b",))
     metadata = ("metadata", (4, 1, 1), 1003, ("b",))
     assert compiled.calls == [(4, 1, 1, 1003, 17, "packed", metadata, before, after, "b")]
 
@@ -152,71 +153,78 @@ HEAD = (2, 1, 1, 1003, 17, False, True, None, None, "packed", None, None, None)
 GRID = (2, 1, 1)
 
 
-def launched_once(*last, first, descriptors=()):
+def launched_once(*last, first, tensors=None, descriptors=()):
     """Return a launcher after its first launch, its kernel, and the calls of its C function."""
     compiled = Compiled()
     compiled._run, calls = c_launcher(descriptors)
-    launch = Launcher(Kernel(compiled), *last)
-    launch(GRID, *first)
+    launcher = Launcher(Kernel(compiled), *last)
+    launcher.launch(GRID, first, tensors)
     assert calls == []
-    return launch, compiled, calls
+    return launcher, compiled, calls
 
 
 def test_later_launches_are_given_addresses(maps):
     q, k, out, table = (torch.zeros(8) for _ in range(4))
-    call, shared = Arguments(Pair(q, 2), out), Arguments((table, table), 5)
-    launch, _, calls = launched_once(Pair(k, 16), k, 0.5, "C", first=(call, shared))
-    assert launch._kernel.launches == [
+    shared = Arguments((table, table), 5)
+
+    def tensors():
+        return Pair(q, 2), out, *shared.values
+
+    where = [x.data_ptr() for x in (q, out, table, k)]
+    first = ((where[0], 2), where[1], *shared.addresses)
+    launcher, _, calls = launched_once(Pair(k, 16), k, 0.5, "C", first=first, tensors=tensors)
+    assert launcher._kernel.launches == [
         (GRID, (Pair(q, 2), out, (table, table), 5, Pair(k, 16), k, 0.5, "C"), {})
     ], "the first one is given tensors, in the tuples that the kernel names"
-    launch(GRID, call, shared)
-    where = [x.data_ptr() for x in (q, out, table, k)]
+    launcher.launch(GRID, first, tensors)
     pairs = (where[0], 2), where[1], (where[2], where[2]), 5, (where[3], 16), where[3]
     assert calls == [(*HEAD, *pairs, 0.5, "C")]
-    other = torch.zeros(8)
-    launch(GRID, Arguments(Pair(other, 3), out), shared)
-    assert calls[1][len(HEAD) :][:2] == ((other.data_ptr(), 3), where[1])
+    launcher.launch(GRID, ((1600, 3), 3200, *shared.addresses), tensors)
+    assert calls[1][len(HEAD) :][:2] == ((1600, 3), 3200)
 
 
 def test_plain_arguments_stay_tensors(maps):
     """Triton's C function asks them for their addresses, and refuses those of the host."""
     q, k = torch.zeros(8), torch.zeros(8)
-    launch, _, calls = launched_once(k, first=(q, 3))
-    launch(GRID, q, 4)
+    launcher, _, calls = launched_once(k, first=(q, 3))
+    launcher.launch(GRID, (q, 4))
     assert calls[0][len(HEAD)] is q
     assert calls[0][len(HEAD) + 1 :] == (4, k.data_ptr())
 
 
 def test_a_tensor_map_is_encoded_once_where_its_descriptor_stays(maps):
     k, v = Descriptor(torch.zeros(8)), Descriptor(torch.zeros(8))
-    queries = [Descriptor(torch.zeros(8)) for _ in range(3)]
-    launch, _, calls = launched_once("C", k, v, first=(queries[0], "out"), descriptors=(0, 3, 4))
-    assert maps == [(k, "form 3"), (v, "form 4")]
-    for q in queries[1:]:
-        launch(GRID, q, "out")
-    bound = ("C", "map 1", 1, 2, "map 2", 1, 2)
-    assert calls == [(*HEAD, f"map {n}", 1, 2, "out", *bound) for n in (3, 4)]
-    assert maps[2:] == [(q, "form 0") for q in queries[1:]]
+    rows = MapOf(1600, (4, 2), (2, 1))
+    launcher, _, calls = launched_once("C", k, v, first=(rows, "out"), descriptors=(0, 3, 4))
+    assert {form: x for x, form in maps} == {"form 3": k, "form 4": v}
+    bound = [f"map {1 + [form for _, form in maps].index(f'form {i}')}" for i in (3, 4)]
+    last = ("C", bound[0], 1, 2, bound[1], 1, 2)
+    elsewhere, longer = rows._replace(address=3200), rows._replace(shape=(6, 2))
+    for given in (rows, elsewhere, longer, rows, elsewhere, longer):
+        launcher.launch(GRID, (given, "out"))
+    assert calls == [(*HEAD, f"map {n}", 1, 2, "out", *last) for n in (3, 4, 5, 3, 4, 5)]
+    encoded = [(x.base.data_ptr(), x.shape, x.strides, form) for x, form in maps[2:]]
+    assert encoded == [(*given, "form 0") for given in (rows, elsewhere, longer)]
 
 
 def test_hooks_are_given_tensors(maps, monkeypatch):
     q, k = torch.zeros(8), torch.zeros(8)
-    arguments = (Arguments(q), Arguments(7))
-    launch, compiled, calls = launched_once(k, first=arguments)
+    arguments = ((q.data_ptr(), 7), lambda: (q, 7))
+    launcher, compiled, calls = launched_once(k, first=arguments[0], tensors=arguments[1])
     chain = type("HookChain", (), {"calls": []})()
     monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", chain)
     monkeypatch.setattr(module.knobs.runtime, "launch_exit_hook", None)
-    launch(GRID, *arguments)
+    launcher.launch(GRID, *arguments)
     assert len(calls) == 1, "nobody is in the chain"
     chain.calls.append(print)
-    launch(GRID, *arguments)
+    launcher.launch(GRID, *arguments)
     assert len(calls) == 1
     [given] = compiled._run.public
     assert given[6:9] == (("metadata", GRID, 1003, (q, 7, k)), chain, None)
     assert given[9] is q
     assert given[11] is k
     chain.calls.clear()
-    launch(GRID, *arguments)
+    launcher.launch(GRID, *arguments)
     assert calls[1] == calls[0]
 
 
@@ -225,23 +233,13 @@ def test_arguments_hold_their_tensors(maps):
     k, table = torch.zeros(8), torch.zeros(8)
     gone = [weakref.ref(x) for x in (k, table)]
     shared = Arguments((table,), 3)
-    launch, _, _ = launched_once((k, 1), first=(Arguments("q"), shared))
+    launcher, _, _ = launched_once((k, 1), first=("q", *shared.addresses))
     del k, table
     gc.collect()
     assert [x() is None for x in gone] == [False, False]
-    del launch, shared
+    del launcher, shared
     gc.collect()
     assert [x() is None for x in gone] == [True, True]
-
-
-def test_a_tensor_that_moved_is_noticed():
-    k, v = torch.zeros(8), torch.zeros(8)
-    where = pointers(k, None, v)
-    assert not moved(where)
-    v.fill_(1)
-    assert not moved(where)
-    v.set_(torch.zeros(8))
-    assert moved(where)
 
 
 def test_the_device_and_the_stream_are_those_of_each_launch(maps, monkeypatch):
@@ -251,9 +249,9 @@ def test_the_device_and_the_stream_are_those_of_each_launch(maps, monkeypatch):
     cuda.get_current_stream = lambda device: asked.append(device) or 1000 + device
     monkeypatch.setattr(module.driver, "_active", cuda, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    launch, _, calls = launched_once(first=("q",))
+    launcher, _, calls = launched_once(first=("q",))
     for current[0] in (0, 3):
-        launch(GRID, "q")
+        launcher.launch(GRID, ("q",))
     assert [args[3] for args in calls] == [1000, 1003]
     assert asked == [0, 3]
 
@@ -267,44 +265,7 @@ def test_scratch_and_other_tritons_take_the_public_way(maps, monkeypatch):
     compiled._run.global_scratch_size = 0
     monkeypatch.setattr(module.triton, "__version__", "3.7.1")
     assert module._direct(compiled, 0, ()) is None
-    launch, compiled, calls = launched_once("C", first=(Arguments("q"), Arguments(7)))
-    launch(GRID, Arguments("r"), Arguments(8))
+    launcher, compiled, calls = launched_once("C", first=(1600, 7), tensors=lambda: ("q", 7))
+    launcher.launch(GRID, (3200, 8), lambda: ("r", 8))
     assert [args[9:] for args in compiled._run.public] == [("r", 8, "C")]
     assert calls == []
-
-
-def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
-    flat = torch.zeros(64, dtype=torch.bfloat16)
-    assert alike(flat) == alike(flat[8:]) == alike(flat[16:])
-    assert alike(flat) != alike(flat[1:])
-    assert alike(flat) != alike(flat.view(torch.float16))
-    assert alike(flat[1:], flat.data_ptr()) == alike(flat), "the address that is given counts"
-    host, device = (
-        SimpleNamespace(dtype=flat.dtype, data_ptr=flat.data_ptr, is_cuda=x) for x in (False, True)
-    )
-    assert alike(host) != alike(device), "Triton refuses tensors of the host when it compiles"
-    # AMD's compiler takes offsets of 32 bits where a whole storage is that small
-    large = torch.empty(1 << 30, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(module, "_ON_AMD", True)
-    assert alike(large[:64]) != alike(torch.empty(64, dtype=torch.bfloat16, device="meta"))
-    one = numbered(("test", 1))
-    assert one == numbered(("test", 1)) != numbered(("test", 2))
-
-
-def test_threads_draw_different_numbers(monkeypatch):
-    monkeypatch.setattr(module, "_NUMBERS", {})
-    interval, drawn = sys.getswitchinterval(), []
-
-    def draw(thread):
-        drawn.extend(numbered((thread, i)) for i in range(20000))
-
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=draw, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert len({*drawn}) == 80000

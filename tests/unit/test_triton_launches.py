@@ -4,18 +4,22 @@ Each pass differs from the one before in what a launch is compiled for, or in an
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from attn_core.errors import UsageError
 from attn_core.ops.kv import read_kv, write_kv
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 
 pytest.importorskip("triton")
 
 from attn_core.backends.triton import backend as module
-from attn_core.backends.triton.kernel import Call
+from attn_core.backends.triton.kernel import Call, Pass
+from attn_core.backends.triton.linear import launch as linear
 from attn_core.ops.triton import kv
 from attn_core.ops.triton.launcher import Arguments
+from linear_reference import draw, make_linear_layer
 from triton_passes import DEVICE, Requests, make_layer
 
 CUDA = DEVICE.type == "cuda"
@@ -134,7 +138,8 @@ def test_writes_into_one_cache(name):
 def test_a_writer_is_made_again_for_a_pool_that_moved(monkeypatch):
     """In the interpreter, which is given tensors, only this tells."""
     requests, made = requests_of("bf16"), []
-    cache, layer = requests.cache, requests.layer
+    # its own writers: on a GPU the requests' keys were written by one of this cache already
+    cache, layer = replace(requests.cache), requests.layer
     launcher = kv.Launcher
     monkeypatch.setattr(kv, "Launcher", lambda *a, **k: made.append(a) or launcher(*a, **k))
     k = torch.randn(1, layer.num_kv_heads, layer.head_dim, device=DEVICE).bfloat16()
@@ -149,40 +154,115 @@ def test_a_writer_is_made_again_for_a_pool_that_moved(monkeypatch):
     torch.testing.assert_close(read_kv(cache, slots, k.dtype), (k, k), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", ["as it is", "rows"])
-def test_the_addresses_of_a_call_are_those_of_its_tensors(form):
+def noted(monkeypatch, owner):
+    """Collect the launches of a module's launchers, which do not run."""
+    launches = []
+    launcher = SimpleNamespace(launch=lambda *args: launches.append(args))
+    monkeypatch.setattr(owner, "Launcher", lambda *args, **options: launcher)
+    return launches
+
+
+@pytest.mark.parametrize("name", ["bf16", "latent"])
+def test_a_write_is_given_addresses_and_fits_the_cache(name, monkeypatch):
+    requests, launches = requests_of(name), noted(monkeypatch, kv)
+    cache, layer = replace(requests.cache), requests.layer
+    heads = layer.num_kv_heads
+
+    def drawn(count, heads, dim):
+        return torch.zeros(count, heads, dim, dtype=torch.bfloat16, device=DEVICE)
+
+    def write(count, *, heads=heads, dim=layer.head_dim, values=None):
+        v = None if cache.v is None else drawn(values or count, heads, layer.v_head_dim)
+        slots = torch.arange(count, device=DEVICE)
+        kv.write_kv(cache, drawn(count, heads, dim), v, slots)
+
+    for count in (3, 3, 700, 3):
+        write(count)
+        grid, given, tensors = launches.pop()
+        assert given == addresses(tensors)
+        assert given[-1] == count * heads
+        assert grid[0] == -(-given[-1] // (2048 // 128))
+    for wrong in ({"heads": heads + 1}, {"dim": layer.head_dim + 16}, {"values": 4}):
+        if cache.v is not None or "values" not in wrong:
+            with pytest.raises(UsageError, match="3 slots of a cache"):
+                write(3, **wrong)
+    assert not launches
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_a_linear_decode_is_given_addresses(name, monkeypatch):
+    launches = noted(monkeypatch, linear)
+    layer = make_linear_layer(kind=name, gate="softplus" if name == "kda" else None)
+    kept, state = linear.LinearArguments.of(layer, "sm90"), torch.zeros(5, 2, 32, 32)
+    read, write = (torch.tensor(x, dtype=torch.int32) for x in ((2, 1, 0), (3, 4, -1)))
+    for places in ({}, {"slots_out": write, "fresh": torch.tensor([False, True, False])}):
+        for _ in range(2):
+            linear.decode(kept, *draw(layer, 3).raw, state, read, **places)
+            grid, given, tensors = launches.pop()
+            assert given == addresses(tensors())
+            assert grid == (3 * layer.num_v_heads * layer.head_v_dim // 16, 1, 1)
+    assert len(kept.launchers) == 2, "one for passes with fresh requests, one for others"
+
+
+def addresses(values):
+    return Arguments(*values).addresses
+
+
+def test_the_addresses_of_a_call_are_those_of_its_tensors():
     requests = requests_of("bf16")
-    q = spread(requests.draw(len(LENGTHS)))
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=DEVICE)
-    call = Call(q, requests.layer, requests.cache, None, out, lse)
-    if form == "rows":
-        hopper = pytest.importorskip("attn_core.backends.triton.hopper.launch")
-        call = hopper._RowsCall(call)
-        rows, _ = call.addresses
-        assert rows.base.is_contiguous()
-        assert torch.equal(rows.base.view(q.shape), q)
-    assert call.addresses == Arguments(*call.values).addresses
-    assert call.outputs.addresses == call.addresses[1:]
-    outputs = Arguments(*call.outputs.values).addresses
-    assert outputs == ((out.data_ptr(), lse.data_ptr(), *out.stride()[:2]),)
+    layer, q = requests.layer, spread(requests.draw(len(LENGTHS)))
+    inputs = Pass.of(layer.group, requests.batch([1] * len(LENGTHS), LENGTHS, ForwardMode.DECODE))
+    lse = torch.zeros(q.shape[:2], device=DEVICE)
+    for out in (torch.zeros_like(q), spread(torch.zeros_like(q)), None):
+        call = Call(q, layer, requests.cache, inputs, out, lse)
+        assert (call.queries, call.outputs) == addresses(call.tensors())
+        assert (call.outputs,) == addresses(call.output_tensors())
+        assert call.out is out or call.out.is_contiguous()
+        assert call.out.shape == q.shape
     dense = call.dense()
-    assert dense.addresses[0][1:] == (q.shape[1] * q.shape[2], q.shape[2])
+    assert dense.queries[1:] == (q.shape[1] * q.shape[2], q.shape[2])
     assert torch.equal(dense.q, q)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    whole = Call(strided, layer, requests.cache, inputs, None, lse)
+    assert whole.q.stride(-1) == 1
+    assert torch.equal(whole.q, q)
 
 
-def test_a_graph_has_an_lse_of_its_own(monkeypatch):
-    """One that was made before the capture may be freed while the graph still fills it."""
+@pytest.mark.parametrize("change", [lambda q: q, spread, lambda q: shifted(q, 1)])
+def test_the_rows_of_a_call_are_those_of_its_queries(change):
+    """TMA reads them from 16 bytes on, one after another."""
+    hopper = pytest.importorskip("attn_core.backends.triton.hopper.launch")
     requests = requests_of("bf16")
-    backend, layer, filled = requests.backend(), requests.layer, []
-    one, outputs = [1] * len(LENGTHS), backend._outputs
-    monkeypatch.setattr(
-        backend, "_outputs", lambda *a, **k: filled.append(outputs(*a, **k)) or filled[-1]
-    )
-    batch = requests.batch(one, LENGTHS, ForwardMode.DECODE)
-    plan, q = backend.init_forward_metadata(batch), requests.draw(len(one))
-    for capturing in (False, False, True, True, False):
-        monkeypatch.setattr(module, "_is_captured", lambda _q, now=capturing: now)
-        backend.forward(q, None, None, layer, requests.cache, batch, plan)
-    warm, again, first, second, after = [lse for _, _, lse in filled]
-    assert warm is again is after, "kept from pass to pass"
-    assert len({id(x) for x in (warm, first, second)}) == 3
+    layer, q = requests.layer, change(requests.draw(len(LENGTHS)))
+    inputs = Pass.of(layer.group, requests.batch([1] * len(LENGTHS), LENGTHS, ForwardMode.DECODE))
+    lse = torch.zeros(q.shape[:2], device=DEVICE)
+    rows = hopper._RowsCall(Call(q, layer, requests.cache, inputs, None, lse))
+    descriptor = rows.query_tensors()
+    where = (descriptor.base.data_ptr(), (*descriptor.shape,), (*descriptor.strides,))
+    assert tuple(rows.queries) == where
+    assert descriptor.base.is_contiguous()
+    assert torch.equal(descriptor.base.view(q.shape), q)
+    assert (rows.outputs,) == addresses(rows.output_tensors())
+
+
+def test_an_lse_that_nobody_reads_is_the_plans(monkeypatch):
+    """A graph keeps its plan, and so what its layers fill; eager passes of a size share one."""
+    requests = requests_of("bf16")
+    backend, layer, filled, make = requests.backend(), requests.layer, [], module.Call
+    monkeypatch.setattr(module, "Call", lambda *a: filled.append(a[-1]) or make(*a))
+
+    def attend(plan, batch, **more):
+        q = requests.draw(batch.num_tokens)
+        backend.forward(q, None, None, layer, requests.cache, batch, plan, **more)
+        return filled[-1]
+
+    one = requests.batch([1] * len(LENGTHS), LENGTHS, ForwardMode.DECODE)
+    two = requests.batch([2] * len(LENGTHS), LENGTHS, ForwardMode.EXTEND)
+    again = requests.batch([1] * len(LENGTHS), LENGTHS, ForwardMode.DECODE)
+    plans = [backend.init_forward_metadata(batch) for batch in (one, one, two)]
+    lses = [attend(plan, batch) for plan, batch in zip(plans, (one, one, two), strict=True)]
+    assert lses[0] is lses[1]
+    assert lses[2].shape == (two.num_tokens, layer.num_q_heads)
+    assert attend(plans[0], one) is lses[0], "whatever was planned since"
+    assert attend(plans[0], one, return_lse=True) is not lses[0]
+    assert attend(plans[0], again) is not lses[0], "it may have other tokens"

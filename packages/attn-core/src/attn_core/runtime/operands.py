@@ -108,7 +108,7 @@ def _misfit(name: str, x: Tensor, layer: AttentionLayer, expected: tuple[int, ..
 
 def readable(x: Tensor) -> Tensor:
     """Return `x`, or a contiguous copy if its last dimension is strided."""
-    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+    return x if x.is_contiguous() or x.stride()[-1] == 1 else x.contiguous()
 
 
 def fillable(out: Tensor | None) -> Tensor | None:

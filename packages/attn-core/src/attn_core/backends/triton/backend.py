@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.bindings import first_binding
+from attn_core.backends.triton.bindings import run
 from attn_core.backends.triton.kernel import Call, Pass
 from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
@@ -22,6 +22,7 @@ from attn_core.runtime.contract_checks import (
     refuse_window,
 )
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.operands import nothing
 
 Schedules = Mapping[LayerGroup, Schedule]
 
@@ -31,7 +32,7 @@ class Triton(AttentionBackend):
 
     Lengths stay on the device: a plan is one small launch per group of layers and kind of requests.
     An instance is not safe for concurrent streams: the split-KV scratch, the tile counter and the
-    LSE that nobody asked for are shared.
+    LSE that nobody reads are shared.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -42,8 +43,6 @@ class Triton(AttentionBackend):
         self._groups = {layer.group for layer in config.layers}
         self._scheduler = Scheduler(config)
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
-        empty = torch.empty(0, 0, dtype=torch.float32, device=config.device)
-        self._unread_lse = (0, 0), empty
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Schedules:
         """Plan every group of layers of the model, without asking the device for a length."""
@@ -97,23 +96,25 @@ class Triton(AttentionBackend):
         """Attend to the cache, in which k and v lie already."""
         if return_lse or topk_indices is not None:
             refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        q, out, lse = self._outputs(q, layer, out, return_lse=return_lse)
-        if batch.num_tokens:
-            schedule = metadata.get(layer.group)
-            if schedule is None:
-                refuse_unplanned(layer, metadata)
-            inputs = schedule.inputs
-            if inputs.batch is not batch:  # planned for another with the same lengths
-                inputs = Pass.of(layer.group, batch)
-            call = Call(q, layer, cache, inputs, out, lse)
-            split, tiles = schedule.split, schedule.tiles
-            if split is not None:
-                decode, kept = first_binding(split.cuts.choices, layer, cache, q.dtype)
-                decode.kernel.launch(call, kept, decode.launch, split)
-            if tiles is not None:
-                prefill, kept = first_binding(tiles.choices, layer, cache, q.dtype)
-                prefill.kernel.launch(call, kept, prefill.launch, tiles)
-        return (out, lse) if return_lse else out
+        if out is not None:
+            _refuse_spread(out)
+        if not batch.num_tokens:
+            return nothing(q, layer, out, return_lse)
+        schedule = metadata.get(layer.group)
+        if schedule is None:
+            refuse_unplanned(layer, metadata)
+        inputs, lse = schedule.inputs, schedule.unread_lse
+        if inputs.batch is not batch:  # planned for another with the same lengths
+            inputs = Pass.of(layer.group, batch)
+        if return_lse or inputs is not schedule.inputs:
+            lse = _lse(inputs, layer)
+        call = Call(q, layer, cache, inputs, out, lse)
+        split, tiles = schedule.split, schedule.tiles
+        if split is not None:
+            run(call, split)
+        if tiles is not None:
+            run(call, tiles)
+        return (call.out, lse) if return_lse else call.out
 
     def forward_ragged(
         self,
@@ -133,39 +134,27 @@ class Triton(AttentionBackend):
         """Attend without a cache; no length is read on the host."""
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
-        q, out, lse = self._outputs(q, layer, out, return_lse=return_lse)
-        if q.shape[0]:
-            k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-            tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
-            starts = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-            group = LayerGroup.of(layer, causal=causal)
-            inputs, tiles = self._scheduler.plan_ragged(group, q, *starts, max_k)
-            call = Call(q, layer, tokens, inputs, out, lse)
-            choice, kept = first_binding(tiles.choices, layer, tokens, q.dtype)
-            choice.kernel.launch(call, kept, choice.launch, tiles)
-        return (out, lse) if return_lse else out
-
-    def _outputs(
-        self, q: Tensor, layer: AttentionLayer, out: Tensor | None, *, return_lse: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q with adjacent columns, and what is to be filled."""
-        q = q if q.stride()[-1] == 1 else q.contiguous()
-        tokens, heads = q.shape[0], layer.num_q_heads
-        if out is None:
-            out = q.new_empty(tokens, heads, layer.v_head_dim)
-        elif out.stride(-1) != 1:
-            raise UsageError(
-                f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
-                "contiguous tensor"
-            )
-        keeps = not return_lse and not _is_captured(q)  # a graph has memory of its own
-        if keeps and self._unread_lse[0] == (tokens, heads):
-            return q, out, self._unread_lse[1]
-        lse = q.new_empty(tokens, heads, dtype=torch.float32)
-        if keeps:
-            self._unread_lse = (tokens, heads), lse
-        return q, out, lse
+        if out is not None:
+            _refuse_spread(out)
+        if not q.shape[0]:
+            return nothing(q, layer, out, return_lse)
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
+        starts = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+        group = LayerGroup.of(layer, causal=causal)
+        inputs, tiles = self._scheduler.plan_ragged(group, q, *starts, max_k)
+        call = Call(q, layer, tokens, inputs, out, _lse(inputs, layer))
+        run(call, tiles)
+        return (call.out, call.lse) if return_lse else call.out
 
 
-def _is_captured(q: Tensor) -> bool:
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+def _refuse_spread(out: Tensor) -> None:
+    if out.stride(-1) != 1:
+        raise UsageError(
+            f"out with stride {out.stride(-1)} in its last dimension (supports 1); give a "
+            "contiguous tensor"
+        )
+
+
+def _lse(inputs: Pass, layer: AttentionLayer) -> Tensor:
+    return inputs.positions.new_empty(inputs.tokens, layer.num_q_heads, dtype=torch.float32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,10 +45,12 @@ class Pass:
     requests: cu_seqlens_q int32 [size + 1], seq_lens int32 [size], page_table int32 [size,
     columns]. In a ragged call there is no table, the cache is one page of all tokens, and seq_lens
     is its cu_seqlens. tree: its mask uint8 [size, n, n] if there is one. mask: see masks.py.
-    batch: where they come from. key: of what Triton specialises of these.
+    tokens: of all requests. batch: where they come from. key: of what Triton specialises of these.
     """
 
-    __slots__ = ("batch", "drafts", "key", "mask", "positions", "requests", "size", "tree")
+    __slots__ = (
+        "batch", "drafts", "key", "mask", "positions", "requests", "size", "tokens", "tree",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Pass:
         self.requests = requests
         self.size = requests.cu_seqlens_q.shape[0] - 1
         self.positions = positions
+        self.tokens = positions.shape[0]
         self.tree = None if tree is None else tree.contiguous().view(torch.uint8)
         self.drafts = 0 if drafts is None else drafts.num_draft_tokens
         self.mask = mask_mode(drafts, causal=causal)
@@ -89,14 +92,15 @@ class Pass:
         return 0 if self.batch is None else int(self.requests.page_table.stride(0))
 
 
-class Call(Arguments):
+class Call:
     """One layer's attention: q [T, Hq, D] over a cache into out [T, Hq, Dv], lse float32 [T, Hq].
 
-    As arguments they are Queries and Outputs.
+    out: a new tensor if it is None.
     key: of what Triton specialises of these.
+    queries, outputs: what kernels are given of them, by their addresses.
     """
 
-    __slots__ = ("cache", "inputs", "key", "layer", "lse", "out", "q")
+    __slots__ = ("cache", "inputs", "key", "layer", "lse", "out", "outputs", "q", "queries")
 
     def __init__(
         self,
@@ -104,34 +108,45 @@ class Call(Arguments):
         layer: AttentionLayer,
         cache: LayerCache,
         inputs: Pass,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor,
     ) -> None:
+        of_q = q.stride()
+        if of_q[2] != 1:
+            q = q.contiguous()
+            of_q = q.stride()
+        at_q = q.data_ptr()
+        if out is None:
+            heads, dim = layer.num_q_heads, layer.v_head_dim
+            out = q.new_empty(inputs.tokens, heads, dim)
+            at_out, token, head = out.data_ptr(), heads * dim, dim
+            self.key: Hashable = (of_q, alike(q, at_q), alike(out, at_out))
+        else:
+            at_out, of_out = out.data_ptr(), out.stride()
+            token, head, _ = of_out
+            self.key = (of_q, alike(q, at_q), of_out, alike(out, at_out))
         self.q = q
         self.layer = layer
         self.cache = cache
         self.inputs = inputs
         self.out = out
         self.lse = lse
-        of_q, of_out = q.stride(), out.stride()
-        at_q, at_out = q.data_ptr(), out.data_ptr()
-        self.key = (of_q, of_out, alike(q, at_q), alike(out, at_out))
-        self.addresses = (
-            (at_q, of_q[0], of_q[1]),
-            (at_out, lse.data_ptr(), of_out[0], of_out[1]),
-        )
+        self.queries: Any = (at_q, of_q[0], of_q[1])
+        self.outputs = (at_out, lse.data_ptr(), token, head)
 
-    @property
-    def values(self) -> tuple[Any, Any]:
-        """The arguments with tensors: only the first launch takes them."""
-        of_q, of_out = self.q.stride(), self.out.stride()
-        outputs = Outputs(self.out, self.lse, of_out[0], of_out[1])
-        return Queries(self.q, of_q[0], of_q[1]), outputs
+    def query_tensors(self) -> Any:
+        """Return `queries` with a tensor: only a first launch takes it."""
+        of_q = self.q.stride()
+        return Queries(self.q, of_q[0], of_q[1])
 
-    @property
-    def outputs(self) -> Arguments:
-        """Its outputs alone."""
-        return _OutputsOf(self)
+    def output_tensors(self) -> tuple[Outputs]:
+        """Return `outputs` with tensors, as the only argument."""
+        of_out = self.out.stride()
+        return (Outputs(self.out, self.lse, of_out[0], of_out[1]),)
+
+    def tensors(self) -> tuple[Any, Outputs]:
+        """Return both with tensors."""
+        return self.query_tensors(), *self.output_tensors()
 
     def dense(self) -> Call:
         """Return the same call with a contiguous copy of its queries."""
@@ -139,27 +154,13 @@ class Call(Arguments):
         return Call(q, self.layer, self.cache, self.inputs, self.out, self.lse)
 
 
-class _OutputsOf(Arguments):
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self.addresses = call.addresses[1:]
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        return self._call.values[1:]
-
-
 class PassLaunch(NamedTuple):
     """How all layers of a group launch one kernel in a pass.
 
     arguments: what follows those of a call. merge: the grid and arguments of merge_splits, None if
-    it is not launched. key: of what Triton specialises of all these, and of constants.
+    it is not launched.
     """
 
-    inputs: Pass
-    key: int
     grid: Grid
     arguments: Arguments
     merge: tuple[Grid, Arguments] | None = None
@@ -177,24 +178,30 @@ class Launchers(NamedTuple):
     change: Callable[[Call], Call] | None = None
 
 
-class Part(Protocol):
+@dataclass(kw_only=True, eq=False)  # not frozen: one is made in each pass, and that is faster
+class Part(ABC):
     """A part of a schedule: what its kernels share in a pass.
 
-    key: equal for parts whose launches have equal constants and arguments that are alike.
-    launches: what was computed already of its kernels.
+    choices: its kernels, the best one first; the last one takes every cache.
+    inputs: what its launches read. pass_key: of what Triton specialises of these and of the part,
+    and of constants. launches: what was computed already of its kernels.
     """
 
-    @property
-    def key(self) -> int: ...
-    @property
-    def launches(self) -> dict[Any, PassLaunch]: ...
-
-
-class Kept(Protocol):
-    """What a kernel keeps of a layer and its cache: its launchers by the keys of calls."""
+    choices: tuple[Choice[Any], ...]
+    inputs: Pass | None = field(default=None, init=False)
+    pass_key: int = field(default=-1, init=False)
+    launches: dict[Any, PassLaunch] = field(default_factory=dict, init=False)
 
     @property
-    def launchers(self) -> dict[Hashable, Launchers]: ...
+    @abstractmethod
+    def key(self) -> int:
+        """Equal for parts whose launches have equal constants and arguments that are alike."""
+
+    def read(self, inputs: Pass) -> None:
+        """Launch over these inputs from now on."""
+        self.inputs = inputs
+        self.pass_key = numbered((self.key, inputs.key))
+        self.launches.clear()
 
 
 class Kernel(ABC, Generic[PartT]):
@@ -226,23 +233,6 @@ class Kernel(ABC, Generic[PartT]):
     @abstractmethod
     def make_launchers(self, call: Call, kept: Any, launch: Launch, part: PartT) -> Launchers:
         """Return launchers for calls with this key."""
-
-    def launch(self, call: Call, kept: Kept, launch: Launch, part: PartT) -> None:
-        """Run it for one layer."""
-        of_pass = part.launches.get(self)
-        if of_pass is None or of_pass.inputs is not call.inputs:
-            of_pass = part.launches[self] = self.pass_launch(call, launch, part)
-        key = (of_pass.key, call.key)
-        launchers = kept.launchers.get(key)
-        if launchers is None:
-            launchers = kept.launchers[key] = self.make_launchers(call, kept, launch, part)
-        attend, merge, change = launchers
-        if change is not None:
-            call = change(call)
-        attend(of_pass.grid, call, of_pass.arguments)
-        if merge is not None and of_pass.merge is not None:
-            grid, arguments = of_pass.merge
-            merge(grid, call.outputs, arguments)
 
 
 @dataclass(frozen=True, eq=False)

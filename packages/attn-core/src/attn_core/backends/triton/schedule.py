@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.backends.triton.kernel import Choice, Pass, PassLaunch
+from attn_core.backends.triton.kernel import Choice, Part, Pass
 from attn_core.backends.triton.portable.arguments import Partials
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
@@ -49,6 +48,7 @@ class Cuts:
             (
                 *(self.launch, self.row_blocks, self.tile_rows, self.programs, self.overlap),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
+                *(choice.kernel for choice in self.choices),
             )
         )
 
@@ -58,8 +58,8 @@ class Cuts:
         return max(1, self.launch.min_blocks // self.blocks_per_unit)
 
 
-@dataclass(kw_only=True, eq=False)  # not frozen: one is made in each pass, and that is faster
-class SplitKV:
+@dataclass(kw_only=True, eq=False)
+class SplitKV(Part):
     """How the keys of requests with few queries are split among programs (stream-K).
 
     work_indptr: int32 [batch + 1], see plan_splits.
@@ -72,13 +72,11 @@ class SplitKV:
     work_indptr: Tensor
     partial_out: Tensor
     partial_lse: Tensor
-    launches: dict[Any, PassLaunch] = field(default_factory=dict, init=False)
 
-    @cached_property
+    @property
     def key(self) -> int:
-        """Equal for parts whose launches have equal constants and arguments that are alike."""
         tensors = (self.work_indptr, self.partial_out, self.partial_lse)
-        return numbered((self.cuts.key, *map(alike, tensors)))
+        return numbered((self.cuts.key, self.unsplit, *map(alike, tensors)))
 
     @property
     def partials(self) -> Partials:
@@ -86,8 +84,8 @@ class SplitKV:
         return Partials(self.partial_out, self.partial_lse)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Tiles:
+@dataclass(kw_only=True, eq=False)
+class Tiles(Part):
     """How the rows of prompts are cut into tiles, and the order in which programs take them.
 
     min_queries: requests with fewer have no tiles; 0 for no such limit.
@@ -97,7 +95,6 @@ class Tiles:
     longest: an upper bound of the keys of a request. tiles: of the tiles of all requests and heads.
     """
 
-    choices: tuple[Choice[Tiles], ...]
     min_queries: int
     request_order: Tensor
     tile_offsets: Tensor
@@ -105,13 +102,12 @@ class Tiles:
     longest: int
     tiles: int
     processors: int
-    launches: dict[Any, PassLaunch] = field(default_factory=dict, init=False)
 
-    @cached_property
+    @property
     def key(self) -> int:
-        """Equal for parts whose launches have equal constants and arguments that are alike."""
         tensors = (self.tile_offsets, self.request_order, self.counter)
-        return numbered((self.min_queries, *(x.launch for x in self.choices), *map(alike, tensors)))
+        kernels = ((x.kernel, x.launch) for x in self.choices)
+        return numbered((self.min_queries, *kernels, *map(alike, tensors)))
 
     @property
     def ordered(self) -> bool:
@@ -124,7 +120,7 @@ class Schedule:
     """The work of a pass, equal for all layers of a group.
 
     inputs: what every layer of the group reads. longest: an upper bound of the keys of a request,
-    of all replays in a graph.
+    of all replays in a graph. unread_lse: float32 [T, Hq], filled where nobody asks for the LSE.
     A batch with long prompts and requests of one query has both parts, over disjoint requests. They
     are two launches: in one, the tile of a prompt would set the registers and the shared memory of
     programs that wait for memory most of their time, and fewer of these would run at once.
@@ -132,6 +128,7 @@ class Schedule:
 
     inputs: Pass
     longest: int
+    unread_lse: Tensor
     split: SplitKV | None = None
     tiles: Tiles | None = None
 
@@ -141,7 +138,12 @@ def fill_split(
 ) -> None:
     """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
     batch, work_indptr, cuts = seq_lens.shape[0], split.work_indptr, split.cuts
-    key = (alike(cu_seqlens_q), alike(seq_lens), alike(work_indptr), window is None, causal)
+    addresses = (cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), work_indptr.data_ptr())
+    at_cu, at_lens, at_indptr = addresses
+    key = (
+        alike(cu_seqlens_q, at_cu), alike(seq_lens, at_lens), alike(work_indptr, at_indptr),
+        window is None, causal,
+    )  # fmt: skip
     launcher = cuts.planners.get(key)
     if launcher is None:
         launcher = cuts.planners[key] = Launcher(
@@ -150,7 +152,8 @@ def fill_split(
             *(window is not None, causal, min(1024, power_of_two(batch))),
             num_warps=4,
         )
-    launcher((1, 1, 1), cu_seqlens_q, seq_lens, work_indptr, batch, window or 0)
+    numbers = (batch, window or 0)
+    launcher.launch((1, 1, 1), addresses + numbers, (cu_seqlens_q, seq_lens, work_indptr), numbers)
 
 
 def fill_order(
@@ -167,7 +170,7 @@ def fill_order(
     launcher = _ORDERS.get(key)
     if launcher is None:
         launcher = _ORDERS[key] = Launcher(order_requests, *constants, num_warps=4)
-    launcher((-(-batch // block), 1, 1), *tensors, batch)
+    launcher.launch((-(-batch // block), 1, 1), (*tensors, batch))
 
 
 _ORDERS: dict[Hashable, Launcher] = {}

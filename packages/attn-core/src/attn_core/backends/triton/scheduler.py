@@ -57,6 +57,7 @@ class Scheduler:
         self._unsplit_keys = unsplit_keys_on(config.device)
         self._cuts: dict[Hashable, Cuts] = {}
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lse: dict[int, Tensor] = {}
         self._no_order = torch.empty(0, dtype=torch.int32, device=config.device)
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
 
@@ -81,7 +82,8 @@ class Scheduler:
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
         else:
             tiles = self._tiles(group, inputs, longest, static)
-        schedule = Schedule(inputs=inputs, longest=longest, split=one, tiles=tiles)
+        lse = self._unread_lse(inputs.tokens, group.num_q_heads)
+        schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles)
         self.fill(schedule, group, batch)
         return schedule
 
@@ -157,6 +159,7 @@ class Scheduler:
         else:
             indptr = static[0, : size + 1]
         return SplitKV(
+            choices=cuts.choices,
             cuts=cuts,
             unsplit=longest <= cuts.blocks_per_unit * cuts.launch.block_n,
             work_indptr=indptr,
@@ -226,6 +229,17 @@ class Scheduler:
             tiles=shape.tiles,
             processors=self._processors,
         )
+
+    def _unread_lse(self, tokens: int, heads: int) -> Tensor:
+        """Return what layers fill and nobody reads [tokens, heads]; a graph's plan keeps its own.
+
+        It is that of the last pass with as many tokens.
+        """
+        lse = self._lse.get(heads)
+        if lse is None or lse.shape[0] != tokens:
+            lse = torch.empty(tokens, heads, dtype=torch.float32, device=self.config.device)
+            self._lse[heads] = lse
+        return lse
 
     def _partials(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Return scratch for partials [rows, width] and their LSE [rows], shared by all layers."""

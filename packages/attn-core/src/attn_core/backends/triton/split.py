@@ -10,7 +10,7 @@ from attn_core.backends.triton.portable.arguments import MergeConstants, Scales,
 from attn_core.backends.triton.portable.decode import merge_splits
 from attn_core.backends.triton.schedule import Cuts, SplitKV
 from attn_core.backends.triton.tuning import Launch, power_of_two
-from attn_core.ops.triton.launcher import Arguments, Grid, Launcher, numbered
+from attn_core.ops.triton.launcher import Arguments, Grid, Launcher
 from attn_core.runtime.layer import AttentionLayer
 
 
@@ -36,8 +36,6 @@ class SplitKernel(Kernel[SplitKV]):
         """Return how the layers of this call's group launch it in this pass."""
         inputs = call.inputs
         return PassLaunch(
-            inputs,
-            numbered((part.key, inputs.key, part.unsplit)),
             (part.cuts.programs, 1, 1),
             self.arguments(inputs, part),
             None if part.unsplit else _merge(inputs, part),

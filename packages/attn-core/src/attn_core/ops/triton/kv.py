@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
-from attn_core.ops.triton.launcher import Launcher, alike, moved, pointers
+from attn_core.ops.triton.launcher import Grid, Launcher, alike, moved, pointers
 
 _TILE = 2048  # numbers that a program writes
 _COLUMNS = 128  # of a head, at most: 576 are five times as many
@@ -64,14 +66,28 @@ def _fp4_codes(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return low | (high << 4), block
 
 
+class _Side(NamedTuple):
+    """What the kernel is compiled for of K or V: the columns and where the pool has them.
+
+    dim: columns, 0 without V. page, token, head: strides of the pool. blocks_page, blocks_token,
+    blocks_head: those of the scales of FP4.
+    """
+
+    dim: int
+    scale_is_tensor: bool
+    page: int
+    token: int
+    head: int
+    blocks_page: int
+    blocks_token: int
+    blocks_head: int
+
+
 @triton.jit
 def _write_side(
-    values, pool, blocks, slots, scale, rows, slots_token,
-    values_token, values_head, values_dim,
-    pool_page, pool_token, pool_head,
-    blocks_page, blocks_token, blocks_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE_IS_TENSOR: tl.constexpr,
+    values, pool, blocks, slots, scale, rows, slots_token, values_token, values_head, values_dim,
+    SIDE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < rows
@@ -80,16 +96,16 @@ def _write_side(
     slot = tl.load(slots + token * slots_token, mask=here, other=0)
     page = slot // PAGE
     inner = slot % PAGE
-    pool += (page * pool_page + inner * pool_token + head * pool_head)[:, None]
+    pool += (page * SIDE.page + inner * SIDE.token + head * SIDE.head)[:, None]
     first = tl.program_id(1) * COLUMNS
     d = first + tl.arange(0, COLUMNS)
-    tile = here[:, None] & (d < DIM)[None, :]
+    tile = here[:, None] & (d < SIDE.dim)[None, :]
     values += (token * values_token + head * values_head)[:, None] + d[None, :] * values_dim
     x = tl.load(values, mask=tile, other=0.0)
     if FORMAT == PLAIN:
         tl.store(pool + d[None, :], x.to(pool.dtype.element_ty), mask=tile)
     else:
-        if SCALE_IS_TENSOR:
+        if SIDE.scale_is_tensor:
             scale = tl.load(scale)
         y = tl.div_rn(x.to(tl.float32), scale)
         if FORMAT == E4M3:
@@ -99,35 +115,30 @@ def _write_side(
         if FORMAT == E2M1:
             codes, block = _fp4_codes(y, ROWS, COLUMNS)
             d = first // 2 + tl.arange(0, COLUMNS // 2)
-            tile = here[:, None] & (d < DIM // 2)[None, :]
+            tile = here[:, None] & (d < SIDE.dim // 2)[None, :]
             tl.store(pool + d[None, :], codes.to(tl.uint8), mask=tile)
             d = first // 16 + tl.arange(0, COLUMNS // 16)
-            tile = here[:, None] & (d < DIM // 16)[None, :]
-            blocks += (page * blocks_page + inner * blocks_token + head * blocks_head)[:, None]
-            tl.store(blocks + d[None, :], block.to(tl.uint8), mask=tile)
+            tile = here[:, None] & (d < SIDE.dim // 16)[None, :]
+            at = page * SIDE.blocks_page + inner * SIDE.blocks_token + head * SIDE.blocks_head
+            tl.store(blocks + at[:, None] + d[None, :], block.to(tl.uint8), mask=tile)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _write(
     k, v, slots, rows, k_pool, v_pool, k_blocks, v_blocks, k_scale, v_scale, slots_token,
     k_token, k_head, k_dim, v_token, v_head, v_dim,
-    k_page, k_inner, k_pool_head, v_page, v_inner, v_pool_head,
-    kb_page, kb_inner, kb_head, vb_page, vb_inner, vb_head,
-    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    K_SCALE_IS_TENSOR: tl.constexpr, V_SCALE_IS_TENSOR: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _write_side(
             k, k_pool, k_blocks, slots, k_scale, rows, slots_token, k_token, k_head, k_dim,
-            k_page, k_inner, k_pool_head, kb_page, kb_inner, kb_head,
-            HEADS, D, PAGE, FORMAT, ROWS, COLUMNS, K_SCALE_IS_TENSOR,
+            K, HEADS, PAGE, FORMAT, ROWS, COLUMNS,
         )  # fmt: skip
-    elif DV > 0:
+    elif V.dim > 0:
         _write_side(
             v, v_pool, v_blocks, slots, v_scale, rows, slots_token, v_token, v_head, v_dim,
-            v_page, v_inner, v_pool_head, vb_page, vb_inner, vb_head,
-            HEADS, DV, PAGE, FORMAT, ROWS, COLUMNS, V_SCALE_IS_TENSOR,
+            V, HEADS, PAGE, FORMAT, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -139,26 +150,26 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     Raises UsageError for shapes that do not fit.
     """
     other = k if v is None else v
+    at_k, at_v, at_slots = k.data_ptr(), other.data_ptr(), slots.data_ptr()
     key = (
-        *(v is None, alike(k), alike(other), alike(slots)),
-        *(slots.stride(), k.stride(), other.stride()),
-    )
+        v is None, alike(k, at_k), alike(other, at_v), alike(slots, at_slots),
+        slots.stride(), k.stride(), other.stride(),
+    )  # fmt: skip
     writer = cache.launchers.get(key)
     if writer is None or moved(writer.pointers):
         writer = cache.launchers[key] = _Writer(cache, k, v, slots)
-    count = slots.shape[0]
-    # the kernel reads and writes by these numbers alone
-    if k.shape != (count, *writer.k_heads) or (
-        v is not None and v.shape != (count, *writer.v_heads)
-    ):
-        raise _misfit(cache, k, v, slots)
-    writer.write(k, other, slots, count)
+    shapes = (slots.shape, k.shape, other.shape)
+    last, grid, rows = writer.work
+    if shapes != last:
+        grid, rows = writer.plan(cache, k, v, slots)
+    writer.launcher.launch(grid, (at_k, at_v, at_slots, rows), (k, other, slots, rows))
 
 
 class _Writer:
     """Writes new K and V of one dtype, with these strides, into one cache.
 
-    pointers: where its tensors lie. k_heads, v_heads: heads and the head dim.
+    pointers: where its tensors lie.
+    work: the shapes of slots, K and V that were found to fit last, their grid and their rows.
     """
 
     def __init__(self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
@@ -170,28 +181,40 @@ class _Writer:
         scales = (cache.k_scale, cache.v_scale)
         held = (cache.k, cache.v, k_blocks, v_blocks, *scales)
         self.pointers = pointers(*(x for x in held if isinstance(x, Tensor)))
+        self.work: tuple[tuple[Any, ...], Grid, int] = ((), (0, 0, 0), 0)
         pools = [_bytes(x) for x in (*tensors, *blocks)]
-        token, head = (2, 1) if cache.layout == "HND" else (1, 2)
-        heads, dim, v_dim = _heads(cache)
-        self.k_heads, self.v_heads = (heads, dim), (heads, v_dim)
-        widest, other = max(dim, v_dim), k if v is None else v
+        axes = (0, 2, 1) if cache.layout == "HND" else (0, 1, 2)  # page, token, head
+        strides = [[x.stride(axis) for axis in axes] for x in pools]
+        heads, *dims = _heads(cache)
+        widest, other = max(dims), k if v is None else v
         columns = min(_COLUMNS, triton.next_power_of_2(max(widest, 16)))
-        self._rows = _TILE // columns
+        self._heads, self._rows = heads, _TILE // columns
         self._columns, self._sides = -(-widest // columns), 1 if v is None else 2
-        self._launcher = Launcher(
+        self.launcher = Launcher(
             _write,
             *(*pools, *scales, slots.stride(0), *k.stride(), *other.stride()),
-            *(x.stride(axis) for x in pools for axis in (0, token, head)),
-            *(heads, dim, v_dim, cache.page_size),
-            *(_FORMATS.get(cache.k.dtype, 0), self._rows, columns),
-            *(isinstance(scale, Tensor) for scale in scales),
+            *(
+                _Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
+                for i, (dim, scale) in enumerate(zip(dims, scales, strict=True))
+            ),
+            *(heads, cache.page_size, _FORMATS.get(cache.k.dtype, 0), self._rows, columns),
         )
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor, count: int) -> None:
-        """Write `count` tokens; v: k again where the cache stores no values."""
-        rows = count * self.k_heads[0]
+    def plan(
+        self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor
+    ) -> tuple[Grid, int]:
+        """Return the grid and the rows of these; the kernel reads and writes by them alone.
+
+        Raises UsageError for shapes that do not fit.
+        """
+        heads, dim, v_dim = _heads(cache)
+        count, other = slots.shape[0], k if v is None else v
+        if k.shape != (count, heads, dim) or (v is not None and v.shape != (count, heads, v_dim)):
+            raise _misfit(cache, k, v, slots)
+        rows = count * heads
         grid = (-(-rows // self._rows), self._columns, self._sides)
-        self._launcher(grid, k, v, slots, rows)
+        self.work = ((slots.shape, k.shape, other.shape), grid, rows)
+        return grid, rows
 
 
 def _heads(cache: LayerCache) -> tuple[int, int, int]:

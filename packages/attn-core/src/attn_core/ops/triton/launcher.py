@@ -9,6 +9,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,25 +20,21 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 Grid = tuple[int, int, int]
+Tensors = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
 
 
 class Arguments:
-    """Arguments of launches: as Triton takes them, and with the addresses of their tensors.
+    """Arguments that many launches share: as Triton takes them, and with addresses of tensors.
 
-    What launches share is turned into addresses once. It holds the tensors, so that no address
-    outlives its tensor.
+    They are turned into addresses once. It holds the tensors, so that no address outlives its
+    tensor.
     """
 
-    __slots__ = ("_values", "addresses")
+    __slots__ = ("addresses", "values")
 
     def __init__(self, *values: Any) -> None:
-        self._values = values
+        self.values = values
         self.addresses: tuple[Any, ...] = _addresses(values)
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """The arguments with tensors."""
-        return self._values
 
 
 class Launcher:
@@ -64,39 +61,51 @@ class Launcher:
         self._compiled: CompiledKernel | None = None
         self._direct: _Direct | None = None
 
-    def __call__(self, grid: Grid, *args: Any) -> None:
+    def launch(
+        self,
+        grid: Grid,
+        args: tuple[Any, ...],
+        tensors: Tensors | None = None,
+        shared: tuple[Any, ...] = (),
+    ) -> None:
         """Launch it on the current device and stream.
 
-        args: the first ones, or two `Arguments`: those of a call, and those of its pass.
+        args: the first ones. With `tensors`, addresses are in place of tensors, and MapOf in place
+        of descriptors.
+        tensors: the same with tensors and descriptors, or what returns them.
+        shared: further ones, after those in `tensors`.
         """
         direct = self._direct
         if direct is None or _hooked():
-            self._launch(grid, args)
+            self._launch(grid, _first(args, tensors, shared))
             return
         run, head, last, maps, device, stream = direct
-        if isinstance(args[0], Arguments):
-            args = (*args[0].addresses, *args[1].addresses)
         if maps:
             args = _encoded(args, maps)
         run(*grid, stream(device()), *head, *args, *last)
 
-    def by_triton(self, grid: Grid, *args: Any) -> Any:
+    def by_triton(
+        self,
+        grid: Grid,
+        args: tuple[Any, ...],
+        tensors: Tensors | None = None,
+        shared: tuple[Any, ...] = (),
+    ) -> Any:
         """Launch it as plain Triton does, and return what that returns."""
-        return self._kernel[grid](*_values(args), *self._last, **self._options)
+        return self._kernel[grid](*_first(args, tensors, shared), *self._last, **self._options)
 
-    def _launch(self, grid: Grid, args: tuple[Any, ...]) -> None:
+    def _launch(self, grid: Grid, first: tuple[Any, ...]) -> None:
         """Launch it with tensors: for the first time, under a hook, or on another Triton."""
         compiled = self._compiled
         if compiled is None:
-            first = _values(args)
-            compiled = self.by_triton(grid, *first)
+            compiled = self.by_triton(grid, first)
             if isinstance(compiled, CompiledKernel):  # None in Triton's interpreter
                 self._compiled = compiled
                 self._direct = _direct(compiled, len(first), self._last)
             return
         active, runtime = driver.active, knobs.runtime
         stream = active.get_current_stream(active.get_current_device())
-        values = (*_values(args), *self._last)
+        values = (*first, *self._last)
         enter, leave = _hook(runtime.launch_enter_hook), _hook(runtime.launch_exit_hook)
         metadata = None if enter is None else compiled.launch_metadata(grid, stream, *values)
         function, packed = compiled.function, compiled.packed_metadata
@@ -142,6 +151,15 @@ _NUMBERS: dict[Hashable, int] = {}
 _COUNT = itertools.count()  # threads never draw the same number
 
 
+def _first(
+    args: tuple[Any, ...], tensors: Tensors | None, shared: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the first arguments with tensors."""
+    if tensors is None:
+        return args
+    return (*(tensors() if callable(tensors) else tensors), *shared)
+
+
 def _hooked() -> bool:
     """Say whether a profiler hooked in. Triton's chains of hooks may be empty."""
     runtime = knobs.runtime
@@ -157,10 +175,6 @@ def _hook(hook: Any) -> Any:
     return hook if getattr(hook, "calls", True) else None
 
 
-def _values(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*args[0].values, *args[1].values) if isinstance(args[0], Arguments) else args
-
-
 def _addresses(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return arguments with addresses in place of tensors, also within tuples."""
     return tuple(
@@ -169,27 +183,58 @@ def _addresses(values: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
+Maps = Sequence[tuple[int, Callable[[Any], list[Any]]]]
+_MAPS = 256  # of one launcher: its queries lie at few addresses
+
+
 class _Direct(NamedTuple):
     """The C function below an NVIDIA launcher of Triton 3.6, with what all its calls are given.
 
     run: takes grid, stream, head, first and last arguments.
-    maps: what encodes the descriptors among the first arguments, by their positions.
+    maps: positions of descriptors among the first arguments, from the last one on, and what encodes
+    each.
     device: returns the current device. stream: returns the current stream of a device.
     """
 
     run: Callable[..., object]
     head: tuple[Any, ...]
     last: tuple[Any, ...]
-    maps: dict[int, Callable[[Any], list[Any]]]
+    maps: Maps
     device: Callable[[], int]
     stream: Callable[[int], int]
 
 
-def _encoded(args: Sequence[Any], maps: dict[int, Callable[[Any], list[Any]]]) -> tuple[Any, ...]:
+class MapOf(NamedTuple):
+    """A TMA descriptor's tensor: its address, the shape and the strides in elements.
+
+    Its block, dtype and swizzle are those of the descriptor that the launcher was compiled for.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _encoder(make_map: Callable[..., list[Any]], form: Any) -> Callable[[MapOf], list[Any]]:
+    """Return what encodes tensor maps, which are nothing but numbers: it keeps the last ones.
+
+    make_map: Triton's own. form: the descriptor that a kernel was compiled for.
+    """
+
+    @functools.lru_cache(_MAPS)
+    def encode(of: MapOf) -> list[Any]:
+        base = SimpleNamespace(data_ptr=lambda: of.address)
+        descriptor = SimpleNamespace(base=base, shape=of.shape, strides=of.strides, padding="zero")
+        return make_map(descriptor, form)
+
+    return encode
+
+
+def _encoded(args: Sequence[Any], maps: Maps) -> tuple[Any, ...]:
     """Return arguments with tensor maps in place of their descriptors."""
-    encoded: list[Any] = []
-    for i, arg in enumerate(args):
-        encoded += maps[i](arg) if i in maps else (arg,)
+    encoded = list(args)
+    for i, encode in maps:
+        encoded[i : i + 1] = encode(encoded[i])
     return tuple(encoded)
 
 
@@ -210,7 +255,7 @@ def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direc
     sizes = (getattr(launcher, f"{x}_scratch_size", None) for x in ("global", "profile"))
     if triton.__version__[:4] != "3.6." or any(size != 0 for size in sizes):
         return None
-    run, maps = launcher.launch, {}
+    run, call_maps, last_maps = launcher.launch, [], []
     cells = getattr(run, "__closure__", None) or ()
     inside = dict(zip(run.__code__.co_freevars, cells, strict=True)) if cells else {}
     if "tensordesc_indices" in inside:  # of the closure that encodes maps
@@ -218,16 +263,17 @@ def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direc
         make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
         indices = sorted(inside["tensordesc_indices"].cell_contents)
         forms = inside["tensordesc_meta"].cell_contents
-        maps = {
-            i: functools.partial(make_map, metadata=form)
-            for i, form in zip(indices, forms, strict=True)
-        }
+        for i, form in reversed([*zip(indices, forms, strict=True)]):
+            if i < count:
+                call_maps.append((i, _encoder(make_map, form)))
+            else:
+                last_maps.append((i - count, functools.partial(make_map, metadata=form)))
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
     return _Direct(
         run,
         (compiled.function, *flags, compiled.packed_metadata, None, None, None),
-        _encoded(_addresses(last), {i - count: x for i, x in maps.items() if i >= count}),
-        {i: x for i, x in maps.items() if i < count},
+        _encoded(_addresses(last), last_maps),
+        call_maps,
         _current_device(),
         driver.active.get_current_stream,
     )

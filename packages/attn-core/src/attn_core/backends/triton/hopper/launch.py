@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from attn_core.backends.triton.schedule import TILE_ROWS, SplitKV, Tiles
 from attn_core.backends.triton.split import SplitKernel, constants_of
 from attn_core.backends.triton.tuning import Launch, heads_at_once, hopper_block, hopper_launch
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.triton.launcher import Arguments, Launcher, numbered
+from attn_core.ops.triton.launcher import Arguments, Launcher, MapOf
 from attn_core.runtime.layer import AttentionLayer
 
 _DTYPES = ("bf16", "fp16")
@@ -68,8 +68,6 @@ class HopperPrefill(Kernel[Tiles]):
         inputs, layer = call.inputs, call.layer
         key_bytes = 2 * layer.head_dim * call.q.element_size()
         return PassLaunch(
-            inputs,
-            numbered((part.key, inputs.key)),
             (min(part.tiles, part.processors), 1, 1),
             Arguments(
                 inputs.requests,
@@ -195,18 +193,22 @@ class HopperMlaDecode(SplitKernel):
 class _RowsCall(Call):
     """A call whose contiguous queries are given as rows for TMA, 64 by PANEL at a time."""
 
-    __slots__ = ("rows",)
+    __slots__ = ()
 
     def __init__(self, call: Call) -> None:
-        q, dim = call.q.contiguous(), call.layer.head_dim
-        super().__init__(q, call.layer, call.cache, call.inputs, call.out, call.lse)
-        shape = [q.shape[0] * q.shape[1], dim]
-        self.rows = TensorDescriptor(q.view(shape), shape, [dim, 1], [64, PANEL], SWIZZLED)
-        self.addresses = (self.rows, self.addresses[1])
+        q = call.q
+        if not q.is_contiguous() or q.data_ptr() % 16:
+            q = q.clone(memory_format=torch.contiguous_format)
+        self.q, self.layer, self.out, self.lse = q, call.layer, call.out, call.lse
+        tokens, heads, dim = q.shape
+        self.queries = MapOf(q.data_ptr(), (tokens * heads, dim), (dim, 1))
+        self.outputs = call.outputs
 
-    @property
-    def values(self) -> tuple[Any, Any]:
-        return self.rows, super().values[1]
+    def query_tensors(self) -> TensorDescriptor:
+        """Return `queries` as the descriptor that Triton takes."""
+        _, shape, strides = self.queries
+        rows = self.q.view(shape)
+        return TensorDescriptor(rows, [*shape], [*strides], [64, PANEL], SWIZZLED)
 
 
 DECODE = (HopperMlaDecode(), HopperDecode())

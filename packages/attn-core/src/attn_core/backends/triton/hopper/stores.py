@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_core.backends.triton.kernel import Launchers
 from attn_core.backends.triton.portable.arguments import Scales, Store
 from attn_core.backends.triton.portable.launch import needs_int64_offsets
 from attn_core.cache.layer_cache import LayerCache
@@ -24,7 +21,7 @@ class LayerArguments:
     """What the kernels are given of a layer and its cache, in every pass.
 
     rows(n): the stores as rows of tokens for TMA, n at a time. sinks: any tensor for a layer
-    without. launchers: of a layer.
+    without.
     """
 
     def __init__(self, layer: AttentionLayer, cache: LayerCache) -> None:
@@ -36,7 +33,6 @@ class LayerArguments:
         self.int64_offsets = needs_int64_offsets(cache, layer.num_kv_heads, strides)
         self.sinks = k if layer.sinks is None else layer.sinks
         self.layout = layout
-        self.launchers: dict[Hashable, Launchers] = {}
         self._rows: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
 
     def rows(self, count: int) -> tuple[TensorDescriptor, TensorDescriptor]:

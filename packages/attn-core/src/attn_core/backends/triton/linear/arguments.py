@@ -33,6 +33,10 @@ class Weights(NamedTuple):
     A_log: Any
     dt_bias: Any
 
+    def addresses(self) -> tuple[int, int]:
+        """Return where they lie."""
+        return self.A_log.data_ptr(), self.dt_bias.data_ptr()
+
 
 class Numbers(NamedTuple):
     """Floats: the scale of the output, the eps of the norm of q and k, and the gate's bound."""
@@ -56,6 +60,10 @@ class Slots(NamedTuple):
     read: Any
     write: Any
     fresh: Any
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Return where they lie."""
+        return self.read.data_ptr(), self.write.data_ptr(), self.fresh.data_ptr()
 
 
 class Records(NamedTuple):

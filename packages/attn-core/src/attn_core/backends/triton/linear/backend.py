@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attn_core.backends.triton.linear import launch
@@ -87,7 +86,7 @@ class TritonLinear(LinearAttentionBackend):
         assert batch.state_slots is not None
         return launch.decode(
             self._arguments(layer), q, k, v, g, beta, state.state, batch.state_slots,
-            slots_out=batch.state_slots_out, fresh=batch.state_fresh, out=_output(q, v, out),
+            slots_out=batch.state_slots_out, fresh=batch.state_fresh, out=_output(q, layer, out),
         )  # fmt: skip
 
     def verify(
@@ -99,7 +98,7 @@ class TritonLinear(LinearAttentionBackend):
         return launch.verify(
             self._arguments(layer), q, k, v, g, beta, state.state, state.records,
             batch.state_slots, tree_mask=_tree_mask(batch), slots_out=batch.state_slots_out,
-            fresh=batch.state_fresh, out=_output(q, v, out),
+            fresh=batch.state_fresh, out=_output(q, layer, out),
         )  # fmt: skip
 
     def commit(
@@ -114,9 +113,9 @@ class TritonLinear(LinearAttentionBackend):
         )  # fmt: skip
 
 
-def _output(q: Tensor, v: Tensor, out: Tensor | None) -> Tensor:
+def _output(q: Tensor, layer: LinearLayer, out: Tensor | None) -> Tensor:
     """Return `out` or a new tensor [T, Hv, V] in the dtype of q."""
-    return torch.empty(v.shape, dtype=q.dtype, device=q.device) if out is None else out
+    return q.new_empty(q.shape[0], layer.num_v_heads, layer.head_v_dim) if out is None else out
 
 
 def _tree_mask(batch: ForwardBatch) -> Tensor | None:

@@ -6,8 +6,9 @@ the elements of a head are adjacent. A slot of a state is contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,16 +16,20 @@ from torch import Tensor
 
 from attn_core.backends.triton.linear.arguments import (
     Constants,
-    Inputs,
     Numbers,
     Records,
-    Rows,
-    Slots,
-    States,
     Weights,
 )
 from attn_core.backends.triton.linear.decode import commit_drafts, decode_states, verify_drafts
 from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
+from attn_core.backends.triton.linear.operands import (
+    inputs_of,
+    like,
+    placed,
+    rows_of,
+    slots_of,
+    states_of,
+)
 from attn_core.backends.triton.linear.tuning import (
     Launch,
     commit_launch,
@@ -80,6 +85,16 @@ class LinearArguments:
             return "ieee"  # AMD's matrix units multiply float32
         return "tf32x3" if dtype == torch.float32 else "tf32"
 
+    @cached_property
+    def decode_tiles(self) -> int:
+        """How many programs of decode_states one request has."""
+        common = self.common
+        return common.HV * common.V // decode_launch(self.arch, common.V, common.K).rows
+
+    def weights_or(self, unread: Tensor) -> Weights:
+        """Return the weights of the gate; without one `unread`, any tensor."""
+        return self.weights or Weights(unread, unread)
+
     def programs(self, slots: Tensor, chosen: Launch) -> int:
         """Return how many tiles the states of a batch have."""
         return slots.shape[0] * self.common.HV * self.common.V // chosen.rows
@@ -107,28 +122,62 @@ def decode(
     fresh: bool [B], requests that start from zeros: their slot is not read.
     Returns out [B, Hv, V] in the dtype of v.
     """
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
-    places = slots_of(slots, slots_out, fresh)
-    key = ("decode", fresh is None, *like((*inputs, rows, stored)), *map(alike, places))
-    chosen = decode_launch(layer.arch, layer.common.V, layer.common.K)
+    count, common = slots.shape[0], layer.common
+    if out is None:
+        out = v.new_empty(v.shape[0], common.HV, common.V)
+    if not count:
+        return out
+    at_q, like_q = placed(q)
+    at_k, like_k = placed(k)
+    at_v, like_v = placed(v)
+    at_g, like_g = placed(g)
+    at_beta, like_beta = placed(beta)
+    at_out, like_out = placed(out)
+    (at_state, slot_stride, _), like_state = placed(state)
+    at_slots = slots.data_ptr()
+    at_places, like_places = (at_slots, at_slots, at_slots), alike(slots, at_slots)
+    if slots_out is not None or fresh is not None:
+        places = slots_of(slots, slots_out, fresh)
+        at_places, like_places = places.addresses(), tuple(map(alike, places))
+    key = (
+        "decode", fresh is None, like_q, like_k, like_v, like_g, like_beta, like_out, like_state,
+        like_places,
+    )  # fmt: skip
     launcher = layer.launchers.get(key)
     if launcher is None:
-        constants = layer.common._replace(FRESH=fresh is not None)
+        chosen = decode_launch(layer.arch, common.V, common.K)
+        constants = common._replace(FRESH=fresh is not None)
         launcher = layer.launchers[key] = Launcher(
             decode_states, chosen.rows, constants, num_warps=chosen.warps
         )
-    if slots.shape[0]:
-        launcher(
-            (layer.programs(slots, chosen), 1, 1),
-            inputs,
-            layer.weights or Weights(q, q),
+    weights = layer.weights
+    launcher.launch(
+        (count * layer.decode_tiles, 1, 1),
+        (
+            (at_q, at_k, at_v, at_g, at_beta),
+            (at_q[0], at_q[0]) if weights is None else weights.addresses(),
             layer.numbers,
-            rows,
-            stored,
-            places,
-        )
+            at_out,
+            (at_state, 0, slot_stride),
+            at_places,
+        ),
+        partial(_decode_tensors, layer, (q, k, v, g, beta), out, state, slots, slots_out, fresh),
+    )
     return out
+
+
+def _decode_tensors(
+    layer: LinearArguments,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    slots_out: Tensor | None,
+    fresh: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return the arguments of decode_states with tensors."""
+    weights, places = layer.weights_or(tokens[0]), slots_of(slots, slots_out, fresh)
+    return inputs_of(*tokens), weights, layer.numbers, rows_of(out), states_of(state), places
 
 
 def verify(
@@ -181,17 +230,10 @@ def verify(
             *(chosen.rows, width, common._replace(FRESH=starts, TREE=tree)),
             num_warps=chosen.warps,
         )
-    launcher(
+    weights = layer.weights_or(q)
+    launcher.launch(
         (layer.programs(slots, chosen), 1, 1),
-        inputs,
-        layer.weights or Weights(q, q),
-        layer.numbers,
-        rows,
-        stored,
-        places,
-        kept,
-        mask,
-        drafts,
+        (inputs, weights, layer.numbers, rows, stored, places, kept, mask, drafts),
     )
     return out
 
@@ -234,37 +276,7 @@ def commit(
             *(chosen.rows, layer.common._replace(FRESH=starts, TREE=tree)),
             num_warps=chosen.warps,
         )
-    launcher(
+    launcher.launch(
         (layer.programs(slots, chosen), state.shape[0], 1),
-        stored,
-        places,
-        kept,
-        accepted,
-        mask,
-        drafts,
+        (stored, places, kept, accepted, mask, drafts),
     )
-
-
-def rows_of(x: Tensor) -> Rows:
-    strides = x.stride()
-    return Rows(x, strides[0], strides[1])
-
-
-def inputs_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Inputs:
-    return Inputs(rows_of(q), rows_of(k), rows_of(v), rows_of(g), rows_of(beta))
-
-
-def slots_of(slots: Tensor, slots_out: Tensor | None, fresh: Tensor | None) -> Slots:
-    out = slots if slots_out is None else slots_out
-    return Slots(slots, out, slots if fresh is None else fresh)
-
-
-def states_of(x: Tensor, *, layers: bool = False) -> States:
-    """Return one layer's slots [slots, …], or those of all layers [layers, slots, …]."""
-    strides = x.stride()
-    return States(x, strides[0], strides[1]) if layers else States(x, 0, strides[0])
-
-
-def like(parts: Iterable[Rows | States]) -> list[Hashable]:
-    """Return what Triton specialises of tensors with strides: dtypes, alignment, the strides."""
-    return [(alike(x), first, second) for x, first, second in parts]

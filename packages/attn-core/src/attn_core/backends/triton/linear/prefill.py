@@ -9,9 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.linear.arguments import Chunks, Weights, Workspace
-from attn_core.backends.triton.linear.launch import (
-    LinearArguments,
+from attn_core.backends.triton.linear.arguments import Chunks, Workspace
+from attn_core.backends.triton.linear.launch import LinearArguments
+from attn_core.backends.triton.linear.operands import (
     inputs_of,
     like,
     rows_of,
@@ -103,7 +103,7 @@ def prefill(
     if not plan.batch:
         return out
     common, places = layer.common, slots_of(slots, slots_out, fresh)
-    inputs, weights = inputs_of(q, k, v, g, beta), layer.weights or Weights(q, q)
+    inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
     rows, stored = rows_of(out), states_of(state)
     tensors, wide = like((*inputs, rows, stored)), v.dtype == torch.float32
     if plan.num_chunks:
@@ -121,7 +121,7 @@ def prefill(
                 num_stages=prepared.stages,
             )
         programs = plan.num_chunks * common.HV
-        launcher((programs, 1, 1), inputs, weights, layer.numbers, plan.chunks, plan.work)
+        launcher.launch((programs, 1, 1), (inputs, weights, layer.numbers, plan.chunks, plan.work))
     spots = slots if checkpoints is None else checkpoints
     key = (
         *("scan", fresh is None, checkpoints is None, *tensors),
@@ -141,14 +141,8 @@ def prefill(
             num_warps=chosen.warps,
             num_stages=chosen.stages,
         )
-    launcher(
+    launcher.launch(
         (layer.programs(slots, chosen), 1, 1),
-        inputs,
-        rows,
-        stored,
-        places,
-        spots,
-        plan.chunks,
-        plan.work,
+        (inputs, rows, stored, places, spots, plan.chunks, plan.work),
     )
     return out

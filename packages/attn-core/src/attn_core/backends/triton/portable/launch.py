@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.errors import UsageError
-from attn_core.ops.triton.launcher import Arguments, Launcher, numbered
+from attn_core.ops.triton.launcher import Arguments, Launcher
 from attn_core.runtime.layer import AttentionLayer
 
 
@@ -106,8 +106,6 @@ class PortablePrefill(Kernel[Tiles]):
         layer, inputs = call.layer, call.inputs
         rows = call.q.shape[0] * (layer.num_q_heads // layer.num_kv_heads)
         return PassLaunch(
-            inputs,
-            numbered((part.key, inputs.key)),
             (rows // launch.block_m + inputs.size, layer.num_kv_heads, 1),
             Arguments(
                 *(inputs.requests, _tree(inputs)),
@@ -141,7 +139,7 @@ class LayerArguments:
     """What the portable kernels are given of a layer and its cache, in every pass.
 
     sinks: any tensor for a layer without. common: the constants of all its launches, without those
-    that `constants` adds. launchers: of a layer.
+    that `constants` adds.
     even_fp8: whether two neighbouring FP8 values can be read as one number.
     """
 
@@ -150,7 +148,6 @@ class LayerArguments:
     scales: Scales
     common: Constants
     even_fp8: bool
-    launchers: dict[Hashable, Launchers] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
