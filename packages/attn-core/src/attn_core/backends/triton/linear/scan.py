@@ -47,8 +47,10 @@ def scan_chunks(
     if slot < 0:
         return
     i = tl.arange(0, CHUNK)
-    both = tl.arange(0, 2 * CHUNK)
     d = tl.arange(0, C.K)
+    rows = i[:, None] * C.K + d[None, :]
+    # P · T lies below T: both are multiplied at once
+    square = tl.arange(0, 2 * CHUNK)[:, None] * CHUNK + i[None, :]
     row = tile * BV + tl.arange(0, BV)
     at = (hv * C.V + row)[:, None] * C.K + d[None, :]
     source = states.ptr + slot * states.slot_stride + at
@@ -65,15 +67,14 @@ def scan_chunks(
         inside = j * CHUNK + i < tokens
         v = load_rows(inputs.v, start, i, hv, row, inside)
         chunk = ((first + j) * C.HV + hv).to(tl.int64)
-        square = chunk * (2 * CHUNK * CHUNK) + both[:, None] * CHUNK + i[None, :]
-        T = tl.load(work.T + square)  # [128, 64], P · T below T: they are multiplied at once
+        T = tl.load(work.T + chunk * (2 * CHUNK * CHUNK) + square)
         operand = S.to(v.dtype)
         if C.PER_CHANNEL:
-            prepared = chunk * (CHUNK * C.K) + i[:, None] * C.K + d[None, :]
-            k = tl.load(work.k_in + prepared)
-            q = tl.load(work.q_in + prepared)
-            k_out = tl.load(work.k_out + prepared)
-            decay = tl.load(work.decay + chunk * C.K + d)[None, :]
+            prepared = chunk * (CHUNK * C.K)
+            k = tl.load(work.k_in + prepared + rows)
+            q = tl.load(work.q_in + prepared + rows)
+            k_out = tl.load(work.k_out + prepared + rows)
+            decay = tl.load(work.decay + chunk * C.K + d[None, :])
             X = tl.dot(operand, tl.trans(k), input_precision=C.PRECISION)
             X = tl.trans(v).to(tl.float32) - X
         else:
@@ -88,17 +89,19 @@ def scan_chunks(
         if not C.PER_CHANNEL:
             U *= tl.load(factors + 2 * CHUNK)[None, :]
         S = tl.dot(U.to(v.dtype), k_out, S * decay, input_precision=C.PRECISION)
-        o = tl.dot(operand, tl.trans(q), input_precision=C.PRECISION)
-        if not C.PER_CHANNEL:
-            o *= tl.load(factors + CHUNK)[None, :]
-        o += own
+        if C.PER_CHANNEL:
+            o = tl.dot(operand, tl.trans(q), own, input_precision=C.PRECISION)
+        else:
+            o = tl.dot(operand, tl.trans(q), input_precision=C.PRECISION)
+            o = o * tl.load(factors + CHUNK)[None, :] + own
         o_at = out.ptr + start * out.token_stride + hv * out.head_stride
         o_at += i[:, None] * out.token_stride + row[None, :]
         tl.store(o_at, tl.trans(o).to(out.ptr.dtype.element_ty), mask=inside[:, None])
         if C.CHECKPOINTS:
             kept = tl.load(checkpoints + first + j).to(tl.int64)
-            target = states.ptr + kept * states.slot_stride + at
-            tl.store(target, S.to(states.ptr.dtype.element_ty), mask=kept >= 0)
+            if kept >= 0:
+                target = states.ptr + kept * states.slot_stride + at
+                tl.store(target, S.to(states.ptr.dtype.element_ty))
     slot = tl.load(slots.write + b).to(tl.int64)
     if slot >= 0:
         target = states.ptr + slot * states.slot_stride + at
