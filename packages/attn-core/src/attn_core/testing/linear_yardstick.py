@@ -27,8 +27,8 @@ def yardstick(
     tensors: q, k, v, g, beta. start: [Hv, V, K]. mask: bool [T, T] of drafts, None is a sequence.
     truth: the right answer, with the states that are wanted.
     In float32 the error of one run is luck, above all how the sums of log decays are rounded, which
-    go into exponents. Three runs are made, in two of which each sum is off by its last bit, and of
-    each number the one farthest from the truth is taken.
+    go into exponents: a sum of 64 numbers may be off by some of its last bits. Three runs are made,
+    in two of which each sum is, and of each number the one farthest from the truth is taken.
     """
     out, states = truth
     if not len(out):
@@ -96,6 +96,6 @@ def _run(
 
 
 def _last_bits(x: Tensor, order: int) -> Tensor:
-    """Return the relative size of a last bit, with another sign for every other token [n, 1]."""
+    """Return the relative size of two last bits, with another sign for every other token [n, 1]."""
     signs = torch.ones(x.shape[1]).index_fill(0, torch.arange(order - 1, x.shape[1], 2), -1.0)
-    return signs[:, None] * torch.finfo(torch.float32).eps
+    return signs[:, None] * 2 * torch.finfo(torch.float32).eps
