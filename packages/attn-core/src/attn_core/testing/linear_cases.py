@@ -25,7 +25,7 @@ class LinearPass:
     slots_out: where it writes it; None is where it has read it.
     fresh: the requests that start from zeros.
     checkpoint_slots: a slot per chunk of 64 tokens, -1 is nowhere; None saves nothing.
-    parents: the tree of every request's drafts; in a verify pass None is a chain.
+    trees: the parents of each request's drafts; in a verify pass None is a chain.
     accepted: the last accepted draft of each request, -1 is none; None commits nothing.
     device_lengths: no lengths on the host.
     """
@@ -36,7 +36,7 @@ class LinearPass:
     slots_out: tuple[int, ...] | None = None
     fresh: tuple[int, ...] = ()
     checkpoint_slots: tuple[int, ...] | None = None
-    parents: Parents | None = None
+    trees: tuple[Parents, ...] | None = None
     accepted: tuple[int, ...] | None = None
     device_lengths: bool = False
 
@@ -53,9 +53,13 @@ class LinearPass:
     @property
     def topk(self) -> int:
         """The speculation that this pass needs: 0 none, 1 a chain, more a tree of drafts."""
-        if self.parents is None:
+        if self.trees is None:
             return min(self.drafts, 1)
-        return max(2, *Counter(self.parents).values())
+        return max(2, *(max(Counter(t).values()) for t in self.trees))
+
+    def parents(self, request: int) -> Parents | None:
+        """Return the tree of a request; None is a chain."""
+        return None if self.trees is None else self.trees[request]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,14 @@ from attn_core.testing.linear_cases import LinearCase, LinearPass, LinearPoint
 EXTEND, DECODE, MIXED, VERIFY = (
     ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY
 )  # fmt: skip
-TREE = (-1, 0, 0, 1, 1, 2, 3)  # parents
-FOREST = (-1, -1, 1, 0, 2)
+# Of each request, the parents of its drafts.
+TREES = (
+    (-1, 0, 0, 1, 1, 2, 3),
+    (-1, 0, 1, 1, 0, 4, 4),
+    (-1, 0, 1, 2, 3, 4, 5),
+    (-1, -1, 1, 0, 0, 2, 1),
+)
+FORESTS = ((-1, -1, 1, 0, 2), (-1, 0, -1, 2, 1), (-1, -1, -1, -1, -1), (-1, 0, 0, 0, 0))
 
 _PREFILL = LinearPass(mode=EXTEND, query_lens=(150, 1, 0, 64, 17), slots=(3, 1, 7, 5, 2))
 _DECODE = LinearPass(mode=DECODE, query_lens=(1,) * 5, slots=(3, 1, 7, 5, 2))
@@ -23,7 +29,7 @@ _CHAIN = LinearPass(
     mode=VERIFY, query_lens=(4,) * 5, slots=(3, 1, 7, 5, 2), accepted=(3, -1, 0, 2, 1)
 )
 _TREE = LinearPass(
-    mode=VERIFY, query_lens=(7,) * 4, slots=(3, 1, 5, 2), parents=TREE, accepted=(6, -1, 4, 2)
+    mode=VERIFY, query_lens=(7,) * 4, slots=(3, 1, 5, 2), trees=TREES, accepted=(6, -1, 4, 2)
 )
 _MIXED = LinearPass(mode=MIXED, query_lens=(1, 1, 70, 0, 5), slots=(3, 1, 7, 5, 2))
 _SHORT = LinearPass(mode=EXTEND, query_lens=(70, 2), slots=(3, 1))
@@ -96,11 +102,11 @@ CASES: tuple[LinearCase, ...] = (
     _case("verify-then-prefill", _CHAIN, _SHORT),
     _case("verify-again", _CHAIN, replace(_CHAIN, query_lens=(3,) * 5, accepted=(2, 0, 1, -1, 2))),
     _case("verify-tree", _TREE, num_layers=2, all_states=True),
-    _case("verify-chain-as-tree", replace(_TREE, parents=(-1, 0, 1, 2, 3, 4, 5))),
+    _case("verify-chain-as-tree", replace(_TREE, trees=((-1, 0, 1, 2, 3, 4, 5),) * 4)),
     _case("verify-tree-fresh-padding", replace(_TREE, slots=(3, -1, 5, 2), fresh=(0, 2))),
     _case(
         "verify-forest",
-        replace(_TREE, query_lens=(5,) * 4, parents=FOREST, accepted=(4, 3, 1, 0)),
+        replace(_TREE, query_lens=(5,) * 4, trees=FORESTS, accepted=(4, 3, 1, 0)),
         replace(_DECODE, query_lens=(1,) * 4, slots=(5, 2, 3, 1)),
     ),
     *_in_modes("gate-softplus", gate="softplus", qk_norm=True, num_layers=2),

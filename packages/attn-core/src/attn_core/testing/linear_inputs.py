@@ -108,8 +108,8 @@ def make_batch(one: LinearPass, device: torch.device) -> ForwardBatch:
     lens, spec = one.query_lens, None
     if one.drafts:
         mask = None
-        if one.parents is not None:
-            mask = tree_mask(one.parents).repeat(len(lens), 1, 1).to(device)
+        if one.trees is not None:
+            mask = torch.stack([tree_mask(t) for t in one.trees]).to(device)
         spec = SpecInfo(topk=one.topk, num_draft_tokens=one.drafts, tree_mask=mask)
     fresh = torch.tensor([i in one.fresh for i in range(len(lens))], device=device)
     batch = ForwardBatch(

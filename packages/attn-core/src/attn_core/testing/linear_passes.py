@@ -120,9 +120,9 @@ class LinearWorld:
     def _reject(self, one: LinearPass) -> None:
         """Write NaN into the records of the drafts that are not accepted."""
         assert one.accepted is not None
-        parents = tuple(range(-1, one.drafts - 1)) if one.parents is None else one.parents
-        seen = tree_mask(parents)
-        for slot, draft in zip(one.writes, one.accepted, strict=True):
+        chain = tuple(range(-1, one.drafts - 1))
+        for r, (slot, draft) in enumerate(zip(one.writes, one.accepted, strict=True)):
+            seen = tree_mask(one.parents(r) or chain)
             path = seen[draft].tolist() if draft >= 0 else [False] * one.drafts
             if slot >= 0:
                 rejected = [i for i, on_path in enumerate(path) if not on_path]
@@ -132,7 +132,6 @@ class LinearWorld:
         self, one: LinearPass, tensors: Sequence[Sequence[Tensor]], before: PoolMemory
     ) -> list[list[Right | None]]:
         """Return what is right per layer and request, None for padding."""
-        mask = None if one.parents is None else tree_mask(one.parents)
         dtype, answers = TORCH_DTYPES[self.point.dtype], []
         for i, layer in enumerate(self.layers):
             states, first = before.pool.states.state[i], 0
@@ -145,9 +144,10 @@ class LinearWorld:
                     continue
                 start = states[one.slots[r]].cpu()
                 start = torch.zeros_like(start) if r in one.fresh else start
-                out, after = delta_rule(*own, layer, start, one.parents)
+                parents = one.parents(r)
+                out, after = delta_rule(*own, layer, start, parents)
                 truth = out, {t: after[t] if n else start.double() for t in _tokens(one, r)}
-                per_request.append((truth, yardstick(own, layer, start, dtype, mask, truth)))
+                per_request.append((truth, yardstick(own, layer, start, dtype, parents, truth)))
             answers.append(per_request)
         return answers
 

@@ -50,13 +50,14 @@ def _drawn(row: Capabilities, rng: random.Random, mode: ForwardMode, live: set[i
         padded = rng.randrange(len(slots))
         slots[padded] = out[padded] = -1
     lens = tuple(rng.choice((0, 1, 3, CHUNK_SIZE, rng.randint(2, MOST_TOKENS))) for _ in slots)
-    parents, accepted, checkpoints = None, None, None
+    trees, accepted, checkpoints = None, None, None
     if mode is ForwardMode.DECODE:
         lens = (1,) * len(slots)
     elif mode is ForwardMode.TARGET_VERIFY:
         n = rng.randint(1, 5)
         lens = (n,) * len(slots)
-        parents = _tree(rng, n) if row.max_verify_topk >= n and rng.random() < 0.5 else None
+        if row.max_verify_topk >= n and rng.random() < 0.5:
+            trees = tuple(_tree(rng, n) for _ in slots)
         accepted = tuple(rng.randrange(-1, n) for _ in slots) if rng.random() < 0.8 else None
     elif mode is ForwardMode.MIXED:
         ones = rng.randint(1, len(slots))
@@ -69,7 +70,7 @@ def _drawn(row: Capabilities, rng: random.Random, mode: ForwardMode, live: set[i
     return LinearPass(
         mode=mode, query_lens=lens, slots=tuple(slots),
         slots_out=tuple(out) if out != slots else None, fresh=fresh, checkpoint_slots=checkpoints,
-        parents=parents, accepted=accepted,
+        trees=trees, accepted=accepted,
     )  # fmt: skip
 
 

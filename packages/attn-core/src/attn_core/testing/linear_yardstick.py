@@ -9,6 +9,8 @@ from torch import Tensor
 
 from attn_core.cache.state_pool import CHUNK_SIZE
 from attn_core.runtime.linear import LinearLayer, gated, normalised
+from attn_core.testing.linear_oracle import delta_rule
+from attn_core.testing.oracle import tree_mask
 
 Answer = tuple[Tensor, dict[int, Tensor]]  # out [T, Hv, V]; token → the state after it
 LOG2E = 1.4426950408889634
@@ -19,24 +21,34 @@ def yardstick(
     layer: LinearLayer,
     start: Tensor,
     dtype: torch.dtype,
-    mask: Tensor | None,
+    parents: Sequence[int] | None,
     truth: Answer,
 ) -> Answer:
     """Return the run in `dtype` that errors of one request are measured by.
 
-    tensors: q, k, v, g, beta. start: [Hv, V, K]. mask: bool [T, T] of drafts, None is a sequence.
+    tensors: q, k, v, g, beta. start: [Hv, V, K].
+    parents: of drafts, None is a sequence.
     truth: the right answer, with the states that are wanted.
     In float32 the error of one run is luck, above all how the sums of log decays are rounded, which
-    go into exponents: a sum of 64 numbers may be off by some of its last bits. Three runs are made,
-    in two of which each sum is, and of each number the one farthest from the truth is taken.
+    go into exponents: a sum of 64 numbers may be off by some of its last bits. So chunks are run
+    three times, in two of them with such sums, and tokens one by one; of each number the one
+    farthest from the truth is taken.
     """
     out, states = truth
     if not len(out):
         return truth
-    for order in range(3 if dtype == torch.float32 else 1):
-        new_out, new_states = _run(tensors, layer, start, dtype, mask, tuple(states), order)
-        out = _farther(out, new_out, truth[0])
-        states = {t: _farther(states[t], new_states[t], truth[1][t]) for t in states}
+    exact, mask = dtype == torch.float32, None if parents is None else tree_mask(parents)
+    runs = [
+        _run(tensors, layer, start, dtype, mask, tuple(states), order)
+        for order in range(3 if exact else 1)
+    ]
+    if exact:
+        q, k, v, g, beta = tensors
+        one_by_one, after = delta_rule(q, k, v, g, beta, layer, start, parents, dtype=dtype)
+        runs.append((one_by_one, {t: after[t] for t in states}))
+    for new_out, new_states in runs:
+        out = _farther(out, new_out.double(), truth[0])
+        states = {t: _farther(states[t], new_states[t].double(), truth[1][t]) for t in states}
     return out, states
 
 
@@ -76,8 +88,10 @@ def _run(
         n = qs.shape[1]
         seen = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
         total = seen.float() @ (gs * unit) if mask is not None else (gs * unit).cumsum(1)
+        ends = total  # added up on their own by whoever carries the state
         if order:
-            total *= 1 + _last_bits(total, order)
+            bits = _last_bits(total, order)
+            total, ends = total * (1 + bits), total * (1 - bits)
         apart = total[:, :, None] - total[:, None]  # [Hv, n, n, K or 1]
         decay = exp(apart.masked_fill(~seen[..., None], -torch.inf))
         own, read = (((x[:, :, None] * ks[:, None]) * decay).sum(-1) for x in (ks, qs))
@@ -88,11 +102,12 @@ def _run(
         out = rounded(qs * since) @ stored + rounded(read) @ u
         outs.append(layer.scale * out)
         for t in {*(t for t in tokens if first <= t < first + n), first + n - 1}:
-            new = u.mT @ rounded(ks * decay[:, t - first])
-            states[t] = state * since[:, t - first, None] + new
+            end, path = ends[:, t - first, None], seen[t - first, :, None]
+            faded = exp((end - total).masked_fill(~path, -torch.inf))
+            states[t] = state * exp(end) + u.mT @ rounded(ks * faded)
         state = states[first + n - 1]
-    ends = {t: states[t].flip(-1) if order == 2 else states[t] for t in tokens}
-    return torch.cat(outs, 1).transpose(0, 1).double(), {t: x.double() for t, x in ends.items()}
+    found = {t: states[t].flip(-1) if order == 2 else states[t] for t in tokens}
+    return torch.cat(outs, 1).transpose(0, 1), found
 
 
 def _last_bits(x: Tensor, order: int) -> Tensor:
