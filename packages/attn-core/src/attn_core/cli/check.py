@@ -122,8 +122,8 @@ def _suites(
                 suites.append(options)
     if not suites:
         raise errors[0]
-    for error in errors:
-        print(f"attn: not checked: {error}", file=sys.stderr)
+    for why in errors:
+        print(f"attn: not checked: {why}", file=sys.stderr)
     return suites
 
 

@@ -48,8 +48,8 @@ def _case(feature: str, *passes: LinearPass, **changes: object) -> LinearCase:
 
 def _in_modes(feature: str, **changes: object) -> Iterator[LinearCase]:
     """Yield a case per mode, so that a row without one of them is asked for the others."""
-    for name, one in (("prefill", _SHORT), ("decode", _DECODE), ("verify", _CHAIN)):
-        yield _case(f"{feature}-{name}", one, **changes)
+    for name, pass_ in (("prefill", _SHORT), ("decode", _DECODE), ("verify", _CHAIN)):
+        yield _case(f"{feature}-{name}", pass_, **changes)
 
 
 CASES: tuple[LinearCase, ...] = (

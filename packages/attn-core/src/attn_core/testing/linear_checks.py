@@ -28,20 +28,20 @@ def linear_templates(
     for case in (*(replace(c, kind=kind) for c in CASES), *shape_cases(kind, rows)):
         options = points(case, rows)
         for point in options[:1] if reduced else options:
-            yield partial(_asked, case, point, run_linear_case)
+            yield partial(_check, case, point, run_linear_case)
     plain = LinearCase(feature="", kind=kind, passes=())
     finest, coarsest = (points(plain, rows)[i] for i in (0, -1))
     for ask, prefix, named in (
         (twice, "twice", TWICE), (replayed, "graph", GRAPHS), (far_slots, "far-slots", FAR)
     ):  # fmt: skip
-        for name, one in named.items():
-            case = replace(plain, feature=f"{prefix}-{name}", passes=(one,), num_layers=2)
-            yield partial(_asked, case, coarsest, ask)
+        for name, pass_ in named.items():
+            case = replace(plain, feature=f"{prefix}-{name}", passes=(pass_,), num_layers=2)
+            yield partial(_check, case, coarsest, ask)
     for point in dict.fromkeys((finest, coarsest)):
         yield partial(_session, plain, point, passes // 4)
 
 
-def _asked(case: LinearCase, point: LinearPoint, ask: Relation, row: Capabilities) -> Check:
+def _check(case: LinearCase, point: LinearPoint, ask: Relation, row: Capabilities) -> Check:
     case = adapted(case, row)
     flaws = [_states(point.state_dtype)]
     if any(p.slots_out is not None for p in case.passes):
@@ -72,7 +72,7 @@ def _session(case: LinearCase, point: LinearPoint, passes: int, row: Capabilitie
     drawn = random_passes(row, passes=passes)
     session = replace(case, feature="session", passes=drawn, num_layers=2, num_slots=12)
     session = replace(session, gate="softplus", qk_norm=True)
-    return _asked(session, point, run_linear_case, row)
+    return _check(session, point, run_linear_case, row)
 
 
 def _states(dtype: str) -> Flaw:

@@ -51,13 +51,13 @@ def make_layers(case: LinearCase, rng: torch.Generator) -> tuple[LinearLayer, ..
 
 
 def draw(
-    case: LinearCase, one: LinearPass, layer: LinearLayer, dtype: str, rng: torch.Generator
+    case: LinearCase, pass_: LinearPass, layer: LinearLayer, dtype: str, rng: torch.Generator
 ) -> list[Tensor]:
     """Return q, k, v, g and beta of a pass, on the host; those of padding are NaN.
 
     Between what is strided lies NaN.
     """
-    tokens = sum(one.query_lens)
+    tokens = sum(pass_.query_lens)
 
     def randn(*dims: int) -> Tensor:
         return torch.randn(tokens, *dims, generator=rng)
@@ -85,7 +85,7 @@ def draw(
     if case.strides != "packed":
         g, beta = _among_others(g), _among_others(beta)
     first = 0
-    for n, slot in zip(one.query_lens, one.slots, strict=True):
+    for n, slot in zip(pass_.query_lens, pass_.slots, strict=True):
         for x in (q, k, v, g, beta):
             if slot < 0:
                 x[first : first + n] = torch.nan
@@ -99,29 +99,29 @@ def _among_others(x: Tensor) -> Tensor:
     return wide[:, 1].copy_(x)
 
 
-def make_batch(one: LinearPass, device: torch.device) -> ForwardBatch:
+def make_batch(pass_: LinearPass, device: torch.device) -> ForwardBatch:
     """Return the batch of a pass."""
 
     def int32(values: tuple[int, ...] | None) -> Tensor | None:
         return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
 
-    lens, spec = one.query_lens, None
-    if one.drafts:
+    lens, spec = pass_.query_lens, None
+    if pass_.drafts:
         mask = None
-        if one.trees is not None:
-            mask = torch.stack([tree_mask(t) for t in one.trees]).to(device)
-        spec = SpecInfo(topk=one.topk, num_draft_tokens=one.drafts, tree_mask=mask)
-    fresh = torch.tensor([i in one.fresh for i in range(len(lens))], device=device)
+        if pass_.trees is not None:
+            mask = torch.stack([tree_mask(t) for t in pass_.trees]).to(device)
+        spec = SpecInfo(topk=pass_.topk, num_draft_tokens=pass_.drafts, tree_mask=mask)
+    fresh = torch.tensor([i in pass_.fresh for i in range(len(lens))], device=device)
     batch = ForwardBatch(
-        forward_mode=one.mode,
+        forward_mode=pass_.mode,
         cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).int().to(device),
         positions=torch.arange(sum(lens), device=device),
         max_q_len=max(lens, default=0),
         spec=spec,
-        state_slots=int32(one.slots),
+        state_slots=int32(pass_.slots),
         query_lens_host=lens,
-        state_slots_out=int32(one.slots_out),
-        state_fresh=fresh if one.fresh else None,
-        checkpoint_slots=int32(one.checkpoint_slots),
+        state_slots_out=int32(pass_.slots_out),
+        state_fresh=fresh if pass_.fresh else None,
+        checkpoint_slots=int32(pass_.checkpoint_slots),
     )
-    return without_host_lengths(batch) if one.device_lengths else batch
+    return without_host_lengths(batch) if pass_.device_lengths else batch

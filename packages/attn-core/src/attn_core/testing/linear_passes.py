@@ -27,13 +27,14 @@ Right = tuple[Answer, Answer]  # truth, yardstick
 
 def run_linear_case(bench: Bench, case: LinearCase, point: LinearPoint) -> Measure:
     """Run the passes of a case, each from the states that the one before has left."""
-    world = LinearWorld(bench, case, point)
-    return worst([world.step(one) for one in case.passes])
+    engine = LinearEngine(bench, case, point)
+    return worst([engine.step(pass_) for pass_ in case.passes])
 
 
-class LinearWorld:
+class LinearEngine:
     """A backend's layers over a pool whose memory is NaN, but for states that a pass reads.
 
+    outputs: of each layer in the last pass.
     Raises what creating the backend raises.
     """
 
@@ -52,24 +53,23 @@ class LinearWorld:
             topk=max(p.topk for p in case.passes),
             num_draft_tokens=case.drafts,
         )
-        roles: list[Role] = [
-            "linear_prefill",
-            "linear_decode",
-            *["linear_verify"] * bool(case.drafts),
-        ]
+        roles: list[Role] = ["linear_prefill", "linear_decode"]
+        if case.drafts:
+            roles.append("linear_verify")
         self.routes = LinearRoutes(dict.fromkeys(roles, backend), self.memory.pool)
+        self.outputs: list[Tensor] = []
 
-    def step(self, one: LinearPass) -> Measure:
+    def step(self, pass_: LinearPass) -> Measure:
         """Run a pass on new inputs, commit what it says, and compare."""
-        tensors, before = self.draw(one), self.memory.copy()
-        batch = make_batch(one, self.device)
+        tensors, before = self.draw(pass_), self.memory.copy()
+        batch = make_batch(pass_, self.device)
         parts = self.routes.plan(batch)
-        outs = [self.attend(i, x, batch, parts) for i, x in enumerate(tensors)]
-        return self.check(one, tensors, outs, before, batch, parts)
+        self.outputs = [self.attend(i, x, batch, parts) for i, x in enumerate(tensors)]
+        return self.check(pass_, tensors, self.outputs, before, batch, parts)
 
-    def draw(self, one: LinearPass) -> list[list[Tensor]]:
+    def draw(self, pass_: LinearPass) -> list[list[Tensor]]:
         """Draw the inputs of every layer, on the host."""
-        return [draw(self.case, one, x, self.point.dtype, self.rng) for x in self.layers]
+        return [draw(self.case, pass_, x, self.point.dtype, self.rng) for x in self.layers]
 
     def attend(
         self, i: int, tensors: list[Tensor], batch: ForwardBatch, parts: tuple[LinearPart, ...]
@@ -84,7 +84,7 @@ class LinearWorld:
 
     def check(
         self,
-        one: LinearPass,
+        pass_: LinearPass,
         tensors: Sequence[Sequence[Tensor]],
         outs: Sequence[Tensor],
         before: PoolMemory,
@@ -96,101 +96,101 @@ class LinearWorld:
         A verify pass must leave the states alone; then it is committed, with NaN in whatever was
         not accepted.
         """
-        name, right = one.mode.value, self.answers(one, tensors, before)
-        measures = [Measure(), *self._outputs(one, outs, right)]
-        slots = [s for s in one.writes if s >= 0]
-        if not one.drafts:
-            saved = [s for s in one.checkpoint_slots or () if s >= 0]
+        name, right = pass_.mode.value, self.answers(pass_, tensors, before)
+        measures = [Measure(), *self._outputs(pass_, outs, right)]
+        slots = [s for s in pass_.writes if s >= 0]
+        if not pass_.drafts:
+            saved = [s for s in pass_.checkpoint_slots or () if s >= 0]
             self.memory.require_kept(before, name, states=[*slots, *saved])
-            return worst([*measures, *self._states(one, right)])
+            return worst([*measures, *self._states(pass_, right)])
         self.memory.require_kept(before, name, states=(), records=slots)
-        if one.accepted is not None:
-            self._reject(one)
+        if pass_.accepted is not None:
+            self._reject(pass_)
             before = self.memory.copy()
-            accepted = torch.tensor(one.accepted, dtype=torch.int32, device=self.device)
+            accepted = torch.tensor(pass_.accepted, dtype=torch.int32, device=self.device)
             self.routes.commit(batch, parts, accepted)
-            pairs = zip(one.writes, one.accepted, strict=True)
+            pairs = zip(pass_.writes, pass_.accepted, strict=True)
             taken = [s for s, draft in pairs if s >= 0 and draft >= 0]
             self.memory.require_kept(before, "commit", states=taken, records=slots)
-            measures += self._states(one, right)
+            measures += self._states(pass_, right)
         for slot in slots:  # no later pass has anything to do with these drafts
             poison_records(self.memory.pool, slot, range(self.memory.pool.num_drafts))
         return worst(measures)
 
-    def _reject(self, one: LinearPass) -> None:
+    def _reject(self, pass_: LinearPass) -> None:
         """Write NaN into the records of the drafts that are not accepted."""
-        assert one.accepted is not None
-        chain = tuple(range(-1, one.drafts - 1))
-        for r, (slot, draft) in enumerate(zip(one.writes, one.accepted, strict=True)):
-            seen = tree_mask(one.parents(r) or chain)
-            path = seen[draft].tolist() if draft >= 0 else [False] * one.drafts
+        assert pass_.accepted is not None
+        chain = tuple(range(-1, pass_.drafts - 1))
+        for r, (slot, draft) in enumerate(zip(pass_.writes, pass_.accepted, strict=True)):
+            seen = tree_mask(pass_.parents(r) or chain)
+            path = seen[draft].tolist() if draft >= 0 else [False] * pass_.drafts
             if slot >= 0:
                 rejected = [i for i, on_path in enumerate(path) if not on_path]
                 poison_records(self.memory.pool, slot, rejected)
 
     def answers(
-        self, one: LinearPass, tensors: Sequence[Sequence[Tensor]], before: PoolMemory
+        self, pass_: LinearPass, tensors: Sequence[Sequence[Tensor]], before: PoolMemory
     ) -> list[list[Right | None]]:
         """Return what is right per layer and request, None for padding."""
         dtype, answers = TORCH_DTYPES[self.point.dtype], []
         for i, layer in enumerate(self.layers):
             states, first = before.pool.states.state[i], 0
             per_request: list[Right | None] = []
-            for r, n in enumerate(one.query_lens):
-                own = [x[first : first + n] for x in tensors[i]]
+            for r, n in enumerate(pass_.query_lens):
+                q, k, v, g, beta = own = [x[first : first + n] for x in tensors[i]]
                 first += n
-                if one.slots[r] < 0:
+                if pass_.slots[r] < 0:
                     per_request.append(None)
                     continue
-                start = states[one.slots[r]].cpu()
-                start = torch.zeros_like(start) if r in one.fresh else start
-                parents = one.parents(r)
-                out, after = delta_rule(*own, layer, start, parents)
-                truth = out, {t: after[t] if n else start.double() for t in _tokens(one, r)}
+                start = states[pass_.slots[r]].cpu()
+                start = torch.zeros_like(start) if r in pass_.fresh else start
+                parents = pass_.parents(r)
+                out, after = delta_rule(q, k, v, g, beta, layer, start, parents)
+                truth = out, {t: after[t] if n else start.double() for t in _tokens(pass_, r)}
                 per_request.append((truth, yardstick(own, layer, start, dtype, parents, truth)))
             answers.append(per_request)
         return answers
 
     def _outputs(
-        self, one: LinearPass, outs: Sequence[Tensor], right: Sequence[Sequence[Right | None]]
+        self, pass_: LinearPass, outs: Sequence[Tensor], right: Sequence[Sequence[Right | None]]
     ) -> list[Measure]:
         """Compare the outputs of each layer, but for those of padding."""
         dtype, measures = TORCH_DTYPES[self.point.dtype], []
         for layer, out, answers in zip(self.layers, outs, right, strict=True):
-            pairs = zip(out.split(one.query_lens), answers, strict=True)
+            pairs = zip(torch.split(out, [*pass_.query_lens]), answers, strict=True)
             found = [(x, *answer) for x, answer in pairs if answer is not None]
             if found:
                 got = torch.cat([x for x, _, _ in found])
                 truth, near = (torch.cat([x[i][0] for x in found]) for i in (1, 2))
-                name = f"{one.mode.value}, layer {layer.layer_id}: output"
+                name = f"{pass_.mode.value}, layer {layer.layer_id}: output"
                 measures.append(within_budget(name, got, truth, near, dtype))
         return measures
 
-    def _states(self, one: LinearPass, right: Sequence[Sequence[Right | None]]) -> list[Measure]:
+    def _states(self, pass_: LinearPass, right: Sequence[Sequence[Right | None]]) -> list[Measure]:
         """Compare the states that requests have written, and the checkpoints."""
         store, measures = TORCH_DTYPES[self.point.state_dtype], []
         for i, layer in enumerate(self.layers):
             states, chunk = self.memory.pool.states.state[i], 0
             for r, answer in enumerate(right[i]):
-                chunks = -(-one.query_lens[r] // CHUNK_SIZE)
-                saved = (one.checkpoint_slots or ())[chunk : chunk + chunks]
+                chunks = -(-pass_.query_lens[r] // CHUNK_SIZE)
+                saved = (pass_.checkpoint_slots or ())[chunk : chunk + chunks]
                 chunk += chunks
                 if answer is None:
                     continue
                 (_, truths), (_, nears) = answer
                 places = [(t, s) for t, s in zip(truths, saved, strict=False) if s >= 0]
-                places += [(max(truths), one.writes[r])] if truths else []
+                places += [(max(truths), pass_.writes[r])] if truths else []
                 for t, slot in places:
                     name = f"layer {layer.layer_id}, request {r}: state after token {t}"
                     measures.append(within_budget(name, states[slot], truths[t], nears[t], store))
         return measures
 
 
-def _tokens(one: LinearPass, request: int) -> list[int]:
+def _tokens(pass_: LinearPass, request: int) -> list[int]:
     """List the tokens of a request after which a state is stored; -1 is before the first one."""
-    n = one.query_lens[request]
-    if one.drafts:
-        accepted = -1 if one.accepted is None else one.accepted[request]
+    n = pass_.query_lens[request]
+    if pass_.drafts:
+        accepted = -1 if pass_.accepted is None else pass_.accepted[request]
         return [accepted] if accepted >= 0 else []
-    ends = range(CHUNK_SIZE - 1, n - 1, CHUNK_SIZE) if one.checkpoint_slots is not None else ()
+    ends = range(CHUNK_SIZE - 1, n - 1, CHUNK_SIZE) if pass_.checkpoint_slots is not None else ()
     return [*ends, n - 1]

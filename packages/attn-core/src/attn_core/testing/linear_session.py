@@ -23,13 +23,13 @@ def random_passes(row: Capabilities, *, passes: int, seed: int = 1) -> tuple[Lin
     modes = [x for x in modes if x is not ForwardMode.MIXED or Phase.DECODE in row.phases]
     modes += [ForwardMode.TARGET_VERIFY] * (2 if row.max_verify_topk else 0)
     for _ in range(passes):
-        one = _drawn(row, rng, rng.choice(modes), live)
-        drawn.append(one)
-        written = {s for s in (*one.writes, *(one.checkpoint_slots or ())) if s >= 0}
-        if one.drafts and one.accepted is not None:
-            pairs = zip(one.writes, one.accepted, strict=True)
+        pass_ = _drawn(row, rng, rng.choice(modes), live)
+        drawn.append(pass_)
+        written = {s for s in (*pass_.writes, *(pass_.checkpoint_slots or ())) if s >= 0}
+        if pass_.drafts and pass_.accepted is not None:
+            pairs = zip(pass_.writes, pass_.accepted, strict=True)
             written = {s for s, draft in pairs if s >= 0 and draft >= 0}
-        elif one.drafts:
+        elif pass_.drafts:
             written = set()
         live |= written
         if rng.random() < 0.2:  # a request ends, and its slot is another's

@@ -65,7 +65,7 @@ def make_memory(
     device: torch.device,
 ) -> PoolMemory:
     """Return a pool whose live slots hold random states, and NaN in the rest of its memory."""
-    drafts = case.drafts + 1 if case.drafts else 0  # room for one more than a pass has
+    drafts = case.drafts + 1 if case.drafts else 0  # one more than a pass has
     plain = StatePool(
         layers, num_slots=case.num_slots, dtype=point.state_dtype, num_drafts=drafts, device="meta"
     )
@@ -79,7 +79,7 @@ def make_memory(
         step = size + 3 if case.pages else size  # an engine's page holds other numbers too
         shape = (slots, num_layers, step) if case.pages else (num_layers, slots, step)
         memory = torch.full(shape, torch.nan, dtype=meta.dtype, device=device)
-        view = memory[..., :size].unflatten(-1, dims)
+        view = torch.unflatten(memory[..., :size], -1, dims)
         whole[field.name] = memory
         views[field.name] = view.transpose(0, 1) if case.pages else view
     pool = StatePool.of([x.layer_id for x in layers], StateCache(**views))
