@@ -15,6 +15,7 @@ from attn_core.spec.device import Device, parse_device
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import report, run_all, run_check
 from attn_core.testing.tolerance import CheckFailed
+from linear_backend import linear_spec
 from mutants.masks import BehindTheWindowReadAtPageOne
 from mutants.scores import ScoresInBfloat16
 from reference import spec_of
@@ -51,13 +52,18 @@ def checks(spec):
         planned = plan(spec, device, libraries, passes=12, reduced=True)
         # the interpreter bears no threads: all launches share its state
         return [p for p in planned if p.check.feature != "threads"]
-    return plan(spec, HERE, {}, passes=60, reduced=True)
+    planned = plan(spec, HERE, {}, passes=60, reduced=True)
+    if spec.family == "linear":  # shapes are no fault of any of these
+        planned = [p for p in planned if not p.check.feature.startswith(("dim-", "heads-"))]
+    return planned
 
 
 def spec_for(mutant, dtypes):
     """The declaration of the right backend that a fault is planted in."""
     if mutant in mutants.KERNELS:
         return load_plugins().get("triton")
+    if mutant in mutants.LINEAR:
+        return linear_spec()
     if mutant in mutants.WRAPPERS:
         return wrapper_spec(dtypes=dtypes)
     return spec_of(fused=mutant in mutants.WRITERS, dtypes=dtypes)
@@ -103,6 +109,7 @@ def killed(mutant, dtypes=("fp32", "bf16"), first=None):
 def test_there_are_enough_faults():
     assert len(mutants.MUTANTS) - len(mutants.WRAPPERS) >= 30
     assert len(mutants.WRAPPERS) >= 8
+    assert len(mutants.LINEAR) >= 25
     assert len({m.__name__ for m in mutants.MUTANTS}) == len(mutants.MUTANTS)
 
 
@@ -124,7 +131,9 @@ def test_pages_behind_a_window_are_poison_at_every_page_size():
 
 
 # Scores in bfloat16 are no fault there: the budget is measured by a run that has them.
-IN_BFLOAT16 = [m for m in mutants.MUTANTS if m not in (ScoresInBfloat16, *mutants.KERNELS)]
+IN_BFLOAT16 = [
+    m for m in mutants.MUTANTS if m not in (ScoresInBfloat16, *mutants.KERNELS, *mutants.LINEAR)
+]
 
 
 @pytest.mark.long
@@ -137,12 +146,17 @@ RIGHT = {
     "reference": spec_of(),
     "fused-and-in-parts": replace(spec_of(fused=True), create="in_parts:InParts"),
     "wrapper": wrapper_spec(),
+    "linear": linear_spec(),
 }
 
 
 @pytest.mark.parametrize("spec", RIGHT.values(), ids=RIGHT)
 def test_no_fault_passes(spec):
-    outcomes = run_all(checks(spec), spec, CPU)
+    chosen = checks(spec)
+    if spec.family == "linear":  # in both kinds what kills a fault in one; the rest takes a minute
+        kill = {p.check.feature for p in chosen if named(p) in killers().values()}
+        chosen = [p for p in chosen if p.check.feature in kill]
+    outcomes = run_all(chosen, spec, CPU)
     assert [o.detail for o in outcomes if o.status == "failed"] == []
     cells = report(outcomes, spec, HERE, {})
     assert [r.problem for found in cells.values() for r in found.values() if r.problem] == []

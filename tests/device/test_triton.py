@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_core.testing import BackendSuite
+from attn_core.testing import BackendSuite, LinearSuite
 from triton_passes import Requests, make_layer
 
 if not torch.cuda.is_available():
@@ -12,6 +12,10 @@ if not torch.cuda.is_available():
 
 
 class TestTriton(BackendSuite):
+    name = "triton"
+
+
+class TestTritonLinear(LinearSuite):
     name = "triton"
 
 

@@ -1,11 +1,25 @@
 """Faults: each class is a right backend with one mistake of a kind that is seen in kernels.
 
-The right ones are reference.py, in_parts.py, wrapped.py and, of our own kernels, edited.py.
+The right ones are reference.py, in_parts.py, wrapped.py, linear_backend.py and, of our own kernels,
+edited.py.
 """
 
 import os
 
-from mutants import batches, cache, lse, masks, ragged, scores, wrappers, writes
+from mutants import (
+    batches,
+    cache,
+    linear,
+    linear_drafts,
+    linear_gates,
+    linear_slots,
+    lse,
+    masks,
+    ragged,
+    scores,
+    wrappers,
+    writes,
+)
 
 
 def planted(*themes):
@@ -20,6 +34,7 @@ def planted(*themes):
 
 WRITERS = planted(writes)  # a kernel that writes new keys and values itself
 WRAPPERS = planted(wrappers)
+LINEAR = planted(linear, linear_gates, linear_slots, linear_drafts)
 KERNELS = ()
 if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel can be edited
     from mutants import kernels
@@ -29,5 +44,6 @@ MUTANTS = (
     *planted(masks, scores, lse, cache, batches, ragged),
     *WRITERS,
     *WRAPPERS,
+    *LINEAR,
     *KERNELS,
 )

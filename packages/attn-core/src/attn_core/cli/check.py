@@ -13,13 +13,14 @@ import typer
 
 from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag
-from attn_core.errors import UsageError
+from attn_core.errors import AttnError, UsageError
 from attn_core.formatting import printable
-from attn_core.plugins.registry import load_plugins
+from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.spec.device import Device, parse_device, probe_device
 
 if TYPE_CHECKING:
+    from attn_core.spec.kinds import Kind
     from attn_core.testing.parallel import SuiteOptions
     from attn_core.testing.plan import PlannedCheck
     from attn_core.testing.runner import CellReport, Outcome, Report
@@ -50,31 +51,38 @@ def check_command(
     """
     _check_jobs(jobs)
     registry = load_plugins()
-    spec, here, libraries = registry.get(backend), _here(device), registry.installed_libraries()
+    registry.find(backend)  # or says which names there are
+    here, libraries = _here(device), registry.installed_libraries()
     if evidence is not None:
         _check_folder(evidence)
     from attn_core.testing import runner  # torch, which other commands do without
     from attn_core.testing.evidence import write_evidence
-    from attn_core.testing.parallel import SuiteOptions
     from attn_core.testing.plan import KINDS
 
     if kind not in (None, *KINDS):
         raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
     kinds = tuple(k for k in KINDS if kind in (None, k))
+    outcomes: list[Outcome] = []
+    cells: Report = {}
+    written: list[Path] = []
+    lost = ""
     with stdout_to_stderr():  # compilers print
-        options = SuiteOptions(backend=spec.name, device=here, kinds=kinds, reduced=quick)
-        outcomes = _run(options, jobs)
-    cells = runner.report(outcomes, spec, here, libraries)
+        for options in _suites(registry, backend, here, kinds, reduced=quick):
+            ran, spec = _run(options, jobs), registry.get(options.backend, options.family)
+            own = runner.report(ran, spec, here, libraries)
+            outcomes, cells = [*outcomes, *ran], {**cells, **own}
+            try:
+                written += write_evidence(evidence, spec, here, own) if evidence is not None else []
+            except OSError as error:  # the disk is full: the report is still told
+                lost = (
+                    f"--evidence {evidence}: {error.strerror or error}; the evidence is not "
+                    "complete"
+                )
     failures = [o.detail for o in outcomes if o.status == "failed"]
     failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]
-    written, lost = [], ""
-    if evidence is not None:
-        try:
-            written = write_evidence(evidence, spec, here, cells)
-        except OSError as error:  # the disk is full: the report is still told
-            lost = f"--evidence {evidence}: {error.strerror or error}; the evidence is not complete"
     if json:
-        data = {"backend": spec.name, "device": str(here), **runner.summary(outcomes, cells)}
+        name = registry.find(backend).name
+        data = {"backend": name, "device": str(here), **runner.summary(outcomes, cells)}
         print_json({**data, "failures": failures, "evidence": [str(p) for p in written]})
     else:
         _print(outcomes, cells, f"on {here}")
@@ -86,6 +94,37 @@ def check_command(
         print(f"attn: {lost}", file=sys.stderr)
     if failures or lost:
         raise typer.Exit(1)
+
+
+def _suites(
+    registry: Registry, backend: str, here: Device, kinds: tuple[Kind, ...], *, reduced: bool
+) -> list[SuiteOptions]:
+    """Return what to run of a name: a softmax and a linear backend may share it.
+
+    Where one of the two cannot run here, a line on stderr says so; where none can, its error is
+    raised.
+    """
+    from attn_core.testing.parallel import SuiteOptions
+
+    called = [s for s in registry.backends.values() if backend in (s.name, *s.aliases)]
+    able = [s for s in called if any(row.kind in kinds for row in s.capabilities)] or called
+    suites, errors = [], []
+    for family in ("softmax", "linear"):
+        for spec in (s for s in able if s.family == family):
+            options = SuiteOptions(
+                backend=spec.name, device=here, family=spec.family, kinds=kinds, reduced=reduced
+            )
+            try:
+                options.plan()
+            except AttnError as error:
+                errors.append(error)
+            else:
+                suites.append(options)
+    if not suites:
+        raise errors[0]
+    for why in errors:
+        print(f"attn: not checked: {why}", file=sys.stderr)
+    return suites
 
 
 def _check_jobs(jobs: int) -> None:

@@ -9,10 +9,16 @@ import torch
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.cache.pool import KVPool
-from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
+from attn_core.runtime.backend import (
+    AttentionBackend,
+    BackendConfig,
+    LinearAttentionBackend,
+    create_backend,
+)
 from attn_core.runtime.contract_checks import refuse_layer
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Role
 
@@ -70,6 +76,37 @@ class Bench:
         for layer in layers:
             refuse_layer(config, layer)
         return create_backend(self.spec, config)
+
+    def create_linear(
+        self,
+        layers: Sequence[LinearLayer],
+        *,
+        dtype: str,
+        state_dtype: str,
+        max_bs: int,
+        max_num_tokens: int,
+        topk: int,
+        num_draft_tokens: int,
+    ) -> LinearAttentionBackend:
+        """Create the linear backend for these layers, as the dispatcher would."""
+        config = BackendConfig(
+            name=self.spec.name,
+            row=self.row,
+            layers=(),
+            linear_layers=tuple(layers),
+            page_size=1,
+            dtype=dtype,
+            kv_cache_dtype=state_dtype,
+            device=self.torch_device,
+            arch=self.arch,
+            multiprocessors=self.multiprocessors,
+            max_bs=max_bs,
+            max_num_tokens=max_num_tokens,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            deterministic=self.deterministic,
+        )
+        return create_backend(self.spec, config, "linear")
 
     def dispatcher(
         self,

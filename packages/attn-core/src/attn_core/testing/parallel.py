@@ -19,7 +19,7 @@ import torch
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import Device
-from attn_core.spec.kinds import Kind
+from attn_core.spec.kinds import Family, Kind
 from attn_core.testing.plan import KINDS, PlannedCheck, plan
 from attn_core.testing.runner import Outcome, Status, run_all, torch_device
 from attn_core.testing.tolerance import Measure
@@ -31,13 +31,14 @@ class SuiteOptions:
 
     backend: str
     device: Device
+    family: Family = "softmax"
     kinds: tuple[Kind, ...] = KINDS
     reduced: bool = False
 
     def plan(self) -> tuple[BackendSpec, list[PlannedCheck]]:
         """Plan the checks of the installed backend of this name."""
         registry = load_plugins()
-        spec, libraries = registry.get(self.backend), registry.installed_libraries()
+        spec, libraries = registry.get(self.backend, self.family), registry.installed_libraries()
         return spec, plan(spec, self.device, libraries, kinds=self.kinds, reduced=self.reduced)
 
 

@@ -9,11 +9,12 @@ from attn_core.plugins.dependencies import Libraries
 from attn_core.selection.compatibility import mismatches
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
-from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.kinds import LINEAR_KINDS, Kind, Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements
 from attn_core.testing.checks import Check, templates
+from attn_core.testing.linear_checks import linear_templates
 
-KINDS: tuple[Kind, ...] = ("mha", "mla")  # what the suite has cases for
+KINDS: tuple[Kind, ...] = ("mha", "mla", "gdn", "kda")  # what the suite has cases for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ def plan(
         except UnsupportedError as error:  # of no matter where another kind runs
             absent.append(error)
             continue
-        for template in templates(kind, rows, passes=passes, reduced=reduced) if rows else ():
+        make = linear_templates if kind in LINEAR_KINDS else templates
+        for template in make(kind, rows, passes=passes, reduced=reduced) if rows else ():
             options = []
             for row in rows:
                 check = template(row)

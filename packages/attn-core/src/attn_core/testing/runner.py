@@ -13,7 +13,7 @@ from attn_core.errors import AttnError
 from attn_core.plugins.dependencies import Libraries
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
-from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.kinds import LINEAR_KINDS, Kind, Phase
 from attn_core.testing.harness import Bench
 from attn_core.testing.plan import PlannedCheck, usable_rows
 from attn_core.testing.tolerance import CheckFailed, Measure
@@ -142,7 +142,9 @@ def _cells(
         for name, has in CELLS[kind].items()
     }
     reports = {}
-    for cell, declared in {"page_sizes": bool(serving), **declares}.items():
+    if kind not in LINEAR_KINDS:
+        declares = {"page_sizes": bool(serving), **declares}
+    for cell, declared in declares.items():
         covering = [o for o in outcomes if cell in o.planned.check.cells]
         ran = [o for o in covering if o.status != "skipped"]
         failed = [o for o in ran if o.status == "failed"]

@@ -1,4 +1,4 @@
-"""The suite as a pytest class: `class TestAcme(BackendSuite): name = "acme"` is a whole test."""
+"""The suites as pytest classes: `class TestAcme(BackendSuite): name = "acme"` is a whole test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import parse_device, probe_device
-from attn_core.spec.kinds import Kind
+from attn_core.spec.kinds import Family, Kind
 from attn_core.testing.plan import KINDS, plan
 from attn_core.testing.runner import run_check, torch_device
 from attn_core.testing.tolerance import Measure
@@ -21,7 +21,7 @@ _registry = cache(load_plugins)  # every suite of a process asks the same plugin
 
 
 class BackendSuite:
-    """All checks of a declared backend; subclass it and set `name`.
+    """All checks of a declared softmax backend; subclass it and set `name`.
 
     kinds: the kinds of attention to check.
     device: "TYPE:ARCH"; None means this machine's.
@@ -32,6 +32,7 @@ class BackendSuite:
     """
 
     name: ClassVar[str]
+    family: ClassVar[Family] = "softmax"
     kinds: ClassVar[tuple[Kind, ...]] = KINDS
     device: ClassVar[str | None] = None
     on: ClassVar[str | None] = None
@@ -42,7 +43,7 @@ class BackendSuite:
     @classmethod
     def spec(cls) -> BackendSpec:
         """Return the declaration under test, which is that of the installed plugin `name`."""
-        return _registry().get(cls.name)
+        return _registry().get(cls.name, cls.family)
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -70,3 +71,9 @@ class BackendSuite:
     def test_declared(self, ask: Callable[[], Measure]) -> None:
         """Run one check on the row that declares it."""
         ask()
+
+
+class LinearSuite(BackendSuite):
+    """All checks of a declared linear backend (GDN, KDA); subclass it and set `name`."""
+
+    family = "linear"

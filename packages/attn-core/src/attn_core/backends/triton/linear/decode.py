@@ -221,6 +221,7 @@ def commit_drafts(
             g = tl.load(g_at + s * C.HV + hv)
         if C.TREE:
             on = tl.load(mask + (b * drafts + last) * drafts + s) != 0
+            k = tl.where(on, k, 0.0)  # a rejected draft may be NaN
             u = tl.where(on, u, 0.0)
             g = tl.where(on, g, 0.0)
         if C.PER_CHANNEL:
