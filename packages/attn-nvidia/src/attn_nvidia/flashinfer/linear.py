@@ -123,7 +123,8 @@ class FlashInferLinear(LinearAttentionBackend):
         none = [row for row, n in enumerate(lens) if not n]
         begins = [0, *accumulate(n for n in lens if n)]
         device = batch.cu_seqlens_q.device
-        host = torch.tensor([*some, *none, *begins], pin_memory=device.type == "cuda")
+        numbers, pinned = [*some, *none, *begins], device.type == "cuda"
+        host = torch.tensor(numbers, device="cpu", pin_memory=pinned)
         table = host.to(device, non_blocking=True)
         rows, others, cu_seqlens = torch.split(table, [len(some), len(none), len(begins)])
         return ExtendPlan(cu_seqlens, requests.of(rows), requests.of(others))
