@@ -205,6 +205,23 @@ class GdnCases:
         for plain, part in zip(*results, strict=True):
             assert torch.equal(plain, part)
 
+    def test_decode_of_a_pool_at_any_address(self):
+        """The kernel loads 16 bytes at a time: such states are gathered, and then written back."""
+        layer = make_layer("kernel's gate")
+        memory = torch.randn(8 * (4 * 128 * 128 + 1) + 2)
+        states = memory[2:].view(1, 8, -1)[:, :, :-1].view(1, 8, 4, 128, 128)
+        tensors, results = inputs(layer, 3, dtype=torch.bfloat16), []
+        fresh = torch.tensor([False, True, False])
+        slots = {"state_slots_out": int32(6, 4, -1), "state_fresh": fresh}
+        batch = make_batch(M.DECODE, [1] * 3, (2, 4, -1), **slots)
+        for own in (states.clone(), states):
+            own[:, 4] = torch.nan
+            pool = StatePool.of([0], StateCache(state=own))
+            found, _ = run(make(layer), batch, layer, pool, tensors)
+            results.append((found[:2], own))
+        for plain, other in zip(*results, strict=True):
+            assert torch.equal(plain, other)
+
     def test_a_replay_reads_the_slots_of_its_batch(self):
         layer = make_layer("kernel's gate")
         backend, pool = make(layer), make_pool(layer)

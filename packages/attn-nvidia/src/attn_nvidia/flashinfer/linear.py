@@ -166,17 +166,22 @@ class FlashInferLinear(LinearAttentionBackend):
         """Read and write each state once, in the pool."""
         self._refuse_dtypes(q, k, v, layer)
         weights, result = self._weights(layer), _output(q, v, out)
-        if batch.state_fresh is not None:
-            clear_states(state.state, _requests(batch).writes, batch.state_fresh)
+        pool, reads, writes = state.state, metadata, batch.state_slots_out
+        dense = pool.data_ptr() % 16 != 0 or pool.stride(0) % 4 != 0  # it loads 16 bytes at a time
+        if dense:
+            pool, reads, writes = _gathered(pool, _requests(batch))
+        elif batch.state_fresh is not None:
+            clear_states(pool, _requests(batch).writes, batch.state_fresh)
         if not weights.in_kernel:
             q, k, v, g, beta = _before_kernel(layer, weights.unit, q, k, v, g, beta)
         q, k, v, g, beta = (aligned(x).unsqueeze(1) for x in (q, k, v, g, beta))
         self._run(
             self._decode, q, k, v, None, weights.A_log, g, weights.dt_bias, beta,
             scale=layer.scale, output=result.unsqueeze(1), use_qk_l2norm=weights.in_kernel,
-            initial_state=state.state, initial_state_indices=metadata,
-            output_state_indices=batch.state_slots_out,
+            initial_state=pool, initial_state_indices=reads, output_state_indices=writes,
         )  # fmt: skip
+        if dense:
+            store_states(pool, state.state, _requests(batch).writes)
         return copy_to_out(result, out)
 
     def _run(self, kernel: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -204,6 +209,13 @@ def _requests(batch: ForwardBatch) -> Requests:
     reads, writes = batch.state_slots, batch.state_slots_out
     assert reads is not None
     return Requests(reads, reads if writes is None else writes, batch.state_fresh)
+
+
+def _gathered(pool: Tensor, requests: Requests) -> tuple[Tensor, Tensor, None]:
+    """Return the states of requests as a pool of their own, and their slots in it."""
+    states = load_states(pool, requests.reads, requests.fresh)
+    rows = torch.arange(len(states), dtype=torch.int32, device=pool.device)
+    return states, rows.where(requests.reads >= 0, -1), None
 
 
 def _before_kernel(

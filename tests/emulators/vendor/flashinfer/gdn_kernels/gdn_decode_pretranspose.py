@@ -34,6 +34,7 @@ def run_pretranspose_decode(
         assert x.dtype == torch.bfloat16, f"{x.dtype} is loaded into registers of bfloat16"
     tensors = (h0_source, A_log, a, dt_bias, q, k, v, b, output, initial_state_indices)
     assert not any(x.data_ptr() % 16 for x in tensors), "compiled for addresses of 16 bytes"
+    assert not h0_source.stride(0) % 4, "states are loaded 16 bytes at a time"
     key = (T, H, HV, K, V, q.dtype, scale, use_qk_l2norm, h0_source.shape[0], h0_source.stride())
     dtypes = (A_log.dtype, a.dtype, dt_bias.dtype, b.dtype)
     compiled = _compiled.setdefault(key, dtypes)
