@@ -222,6 +222,24 @@ class GdnCases:
         for plain, other in zip(*results, strict=True):
             assert torch.equal(plain, other)
 
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_slots_that_begin_anywhere(self, fresh):
+        """They too are taken by kernels that were compiled for addresses of 16 bytes."""
+        layer = make_layer("kernel's gate")
+        backend, pool = make(layer), make_pool(layer)
+        states, tensors = pool.states.state[0], inputs(layer, 2, dtype=torch.bfloat16)
+        before, none = states.clone(), torch.zeros(2, dtype=torch.bool)
+        batch = make_batch(M.DECODE, [1, 1], (0, 0), state_fresh=none if fresh else None)
+        wide = {"state_slots": int32(9, 2, 4)[1:], "state_slots_out": int32(9, 6, 5)[1:]}
+        batch = dataclasses.replace(batch, **wide)
+        metadata = backend.init_forward_metadata(batch)
+        for slots in ((2, 4), (7, 1)):
+            batch.state_slots.copy_(int32(*slots))
+            backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
+            found = backend.decode(*tensors, layer, pool.layer(0), batch, metadata)
+            starts = [before[slot] for slot in slots]
+            self.check(found, states, tensors, [1, 1], layer, starts, (6, 5), self.exact)
+
     def test_a_replay_reads_the_slots_of_its_batch(self):
         layer = make_layer("kernel's gate")
         backend, pool = make(layer), make_pool(layer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from attn_core import (
@@ -28,6 +28,7 @@ from attn_nvidia.common.tensors import aligned, copy_to_out, packed
 from attn_nvidia.flashinfer.states import clear_states, load_states, move_states, store_states
 
 _EPS: Final = 1e-6  # of the norm in the decode kernel
+_CUT_TOKENS: Final = 2048  # of a request, from which it may be cut into parts of 512 side by side
 
 
 class Requests(NamedTuple):
@@ -36,6 +37,20 @@ class Requests(NamedTuple):
     reads: Tensor
     writes: Tensor
     fresh: Tensor | None
+
+    @classmethod
+    def all(cls, batch: ForwardBatch) -> Requests:
+        """Return those of a batch."""
+        reads, writes = batch.state_slots, batch.state_slots_out
+        assert reads is not None
+        return cls(reads, reads if writes is None else writes, batch.state_fresh)
+
+    def for_decode(self) -> Requests:
+        """Return them so that fresh ones read the slots that they write, which are then cleared."""
+        reads, writes, fresh = self
+        if fresh is not None:
+            reads = torch.where(fresh, writes, reads)
+        return Requests(aligned(reads), aligned(writes), fresh)
 
     def of(self, rows: Tensor) -> Requests:
         """Return some of them; rows: int64."""
@@ -46,12 +61,14 @@ class ExtendPlan(NamedTuple):
     """The requests of an extend: those with new tokens, and those without.
 
     cu_seqlens: int64 [N + 1], where the tokens of the former begin.
+    use_cp: "auto" lets the library cut few long requests into parts, which takes four launches.
     The kernel writes no state of a sequence without tokens, or zeros.
     """
 
     cu_seqlens: Tensor
     requests: Requests
     without_tokens: Requests | None
+    use_cp: Literal["auto", False]
 
 
 class Weights(NamedTuple):
@@ -103,22 +120,19 @@ class FlashInferLinear(LinearAttentionBackend):
             bound = self._bound[layer.layer_id] = layer, self._bind(layer)
         return bound[1]
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> ExtendPlan | Tensor:
-        """Plan an extend, or return the slots that a decode reads; never syncs.
-
-        Lengths that the host lacks are waited for.
-        """
-        requests = _requests(batch)
+    def init_forward_metadata(self, batch: ForwardBatch) -> ExtendPlan | Requests:
+        """Plan a pass; never syncs, but for the lengths of an extend that the host lacks."""
+        requests = Requests.all(batch)
         if batch.forward_mode is ForwardMode.DECODE:
-            reads, writes, fresh = requests
-            return reads if fresh is None else torch.where(fresh, writes, reads)
+            return requests.for_decode()
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
             raise UnsupportedError(f"{self.config.name} does not verify drafts")
         lens = batch.query_lens_host
         if lens is None:
             lens = tuple(batch.cu_seqlens_q.diff().tolist())
+        use_cp: Literal["auto", False] = "auto" if batch.max_q_len >= _CUT_TOKENS else False
         if all(lens):
-            return ExtendPlan(batch.cu_seqlens_q.long(), requests, None)
+            return ExtendPlan(batch.cu_seqlens_q.long(), requests, None, use_cp)
         some = [row for row, n in enumerate(lens) if n]
         none = [row for row, n in enumerate(lens) if not n]
         begins = [0, *accumulate(n for n in lens if n)]
@@ -127,15 +141,15 @@ class FlashInferLinear(LinearAttentionBackend):
         host = torch.tensor(numbers, device="cpu", pin_memory=pinned)
         table = host.to(device, non_blocking=True)
         rows, others, cu_seqlens = torch.split(table, [len(some), len(none), len(begins)])
-        return ExtendPlan(cu_seqlens, requests.of(rows), requests.of(others))
+        return ExtendPlan(cu_seqlens, requests.of(rows), requests.of(others), use_cp)
 
     def init_forward_metadata_replay_cuda_graph(
-        self, batch: ForwardBatch, metadata: Tensor
+        self, batch: ForwardBatch, metadata: Requests
     ) -> None:
-        """Name the slots that the next decode reads: those of fresh requests are written first."""
-        reads, writes, fresh = _requests(batch)
-        if fresh is not None:
-            torch.where(fresh, writes, reads, out=metadata)
+        """Refill what the plan of a decode has made of the batch's tensors."""
+        for own, new in zip(metadata, Requests.all(batch).for_decode(), strict=True):
+            if own is not None and new is not None and own is not new:
+                own.copy_(new)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
@@ -144,7 +158,7 @@ class FlashInferLinear(LinearAttentionBackend):
         """Gather the states, run the chunks of all requests in one kernel, write the states."""
         self._refuse_dtypes(q, k, v, layer)
         pool, result = state.state, _output(q, v, out)
-        cu_seqlens, requests, without_tokens = metadata
+        cu_seqlens, requests, without_tokens, use_cp = metadata
         if without_tokens is not None:
             move_states(pool, *without_tokens)
         if len(requests.reads):
@@ -154,24 +168,25 @@ class FlashInferLinear(LinearAttentionBackend):
                 self._prefill, packed(q), packed(k), packed(v),
                 g=packed(log_decay.exp()), beta=packed(beta), scale=layer.scale,
                 initial_state=load_states(pool, requests.reads, requests.fresh),
-                output_final_state=True, cu_seqlens=cu_seqlens, output=result,
+                output_final_state=True, cu_seqlens=cu_seqlens, output=result, use_cp=use_cp,
             )  # fmt: skip
             store_states(last, pool, requests.writes)
         return copy_to_out(result, out)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
-        state: StateCache, batch: ForwardBatch, metadata: Tensor, *, out: Tensor | None = None,
+        state: StateCache, batch: ForwardBatch, metadata: Requests, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Read and write each state once, in the pool."""
         self._refuse_dtypes(q, k, v, layer)
         weights, result = self._weights(layer), _output(q, v, out)
-        pool, reads, writes = state.state, metadata, batch.state_slots_out
+        pool, (reads, writes, fresh) = state.state, metadata
         dense = pool.data_ptr() % 16 != 0 or pool.stride(0) % 4 != 0  # it loads 16 bytes at a time
         if dense:
-            pool, reads, writes = _gathered(pool, _requests(batch))
-        elif batch.state_fresh is not None:
-            clear_states(pool, _requests(batch).writes, batch.state_fresh)
+            pool, reads = _gathered(pool, metadata)
+            writes = reads
+        elif fresh is not None:
+            clear_states(pool, writes, fresh)
         if not weights.in_kernel:
             q, k, v, g, beta = _before_kernel(layer, weights.unit, q, k, v, g, beta)
         q, k, v, g, beta = (aligned(x).unsqueeze(1) for x in (q, k, v, g, beta))
@@ -181,7 +196,7 @@ class FlashInferLinear(LinearAttentionBackend):
             initial_state=pool, initial_state_indices=reads, output_state_indices=writes,
         )  # fmt: skip
         if dense:
-            store_states(pool, state.state, _requests(batch).writes)
+            store_states(pool, state.state, metadata.writes)
         return copy_to_out(result, out)
 
     def _run(self, kernel: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -205,17 +220,11 @@ def _function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"flashinfer.{module}"), name)
 
 
-def _requests(batch: ForwardBatch) -> Requests:
-    reads, writes = batch.state_slots, batch.state_slots_out
-    assert reads is not None
-    return Requests(reads, reads if writes is None else writes, batch.state_fresh)
-
-
-def _gathered(pool: Tensor, requests: Requests) -> tuple[Tensor, Tensor, None]:
+def _gathered(pool: Tensor, requests: Requests) -> tuple[Tensor, Tensor]:
     """Return the states of requests as a pool of their own, and their slots in it."""
     states = load_states(pool, requests.reads, requests.fresh)
     rows = torch.arange(len(states), dtype=torch.int32, device=pool.device)
-    return states, rows.where(requests.reads >= 0, -1), None
+    return states, rows.where(requests.reads >= 0, -1)
 
 
 def _before_kernel(
