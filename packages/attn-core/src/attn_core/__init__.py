@@ -39,7 +39,7 @@ _HOME = {
     "ops.merge": "merge_states",
     "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",
     "runtime.layer": "AttentionLayer LayerGroup",
-    "runtime.linear": "Gate LinearLayer",
+    "runtime.linear": "Gate LinearLayer gated",
     "runtime.linear_routes": "LinearRoutes",
     "runtime.backend": (
         "AttentionBackend BackendConfig LinearAttentionBackend Metadata Output create_backend"

@@ -1,33 +1,15 @@
-"""NVIDIA attention backends for attn-core: their specs; rows_mha and rows_mla have the rows."""
+"""NVIDIA attention backends for attn-core: their specs; the modules rows_… have the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attn_core import BackendSpec, Capabilities, Phase, hookimpl
+from attn_core import BackendSpec, Capabilities, hookimpl
 
-from attn_nvidia import rows_mha, rows_mla
+from attn_nvidia import rows_linear, rows_mha, rows_mla
 from attn_nvidia.versions import attn_register_pins
 
 __all__ = ["attn_register_backends", "attn_register_pins"]
-
-
-def _cutedsl() -> Sequence[Capabilities]:
-    """Return the CuTe DSL kernel of GDN layers: decode only, heads of 128."""
-    return [
-        Capabilities(
-            kind="gdn",
-            device="cuda",
-            archs=rows_mha.AMPERE | rows_mha.HOPPER | rows_mha.BLACKWELL | {"sm120"},
-            requires=["nvidia-cutlass-dsl"],
-            dtypes={"bf16"},
-            kv_dtypes={"fp32", "bf16"},
-            priority=5,
-            phases={Phase.DECODE},
-            head_dims={128},
-            cuda_graph="uniform",
-        )
-    ]
 
 
 def _spec(
@@ -106,5 +88,13 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         ),
         _spec("dual_chunk_flash_attn", rows_mha.dual_chunk_flash_attn()),
         _spec("nsa", rows_mla.nsa()),
-        _spec("cutedsl", _cutedsl()),
+        _spec(
+            "flashinfer",
+            rows_linear.flashinfer(),
+            matrix_deviations={
+                "gdn.backend": "the documented matrix has no row of FlashInfer's kernels for GDN, "
+                "while the documented system takes flashinfer as --linear-attn-backend",
+            },
+        ),
+        _spec("cutedsl", rows_linear.cutedsl()),
     ]

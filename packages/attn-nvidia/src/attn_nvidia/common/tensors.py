@@ -22,6 +22,13 @@ def align16(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return x itself, of any strides but the last, if it begins at 16 bytes, else a dense copy."""
+    if x.stride(-1) == 1 and not x.data_ptr() % 16:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def packed(x: Tensor) -> Tensor:
     """Return x itself where a kernel that takes no strides can load it, else a dense copy."""
     if x.is_contiguous() and not x.data_ptr() % 16:

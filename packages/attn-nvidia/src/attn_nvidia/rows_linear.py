@@ -1,0 +1,57 @@
+"""The rows of NVIDIA's backends for linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attn_core import Capabilities, Phase
+
+from attn_nvidia.rows_mha import BLACKWELL, FLASHINFER, HALF, HOPPER
+
+
+def flashinfer() -> Sequence[Capabilities]:
+    """Return FlashInfer's rows for GDN layers, by name: prefill and decode.
+
+    Its prefill for Blackwell waits without end on ragged tails and empty sequences (flashinfer
+    3536 and 3565). It verifies drafts into one whole state each, where a pool keeps records.
+    """
+    row = Capabilities(
+        kind="gdn",
+        create="attn_nvidia.flashinfer.linear:FlashInferLinear",
+        device="cuda",
+        archs=HOPPER,
+        requires=[FLASHINFER, "nvidia-cutlass-dsl>=4.5", "triton>=3.4"],  # Triton moves states
+        dtypes=HALF,
+        kv_dtypes={"fp32", "bf16"},
+        priority=5,
+        phases={Phase.PREFILL},
+        head_dims={128},
+        needs_host_lengths=True,
+        requires_finite_padding=True,  # a tile of the next request's tokens has the weight 0
+        separate_write_slots=True,
+    )
+    return [row, *cutedsl()]
+
+
+def cutedsl() -> Sequence[Capabilities]:
+    """Return the documented name of a decode kernel in CuTe DSL: here FlashInfer's.
+
+    Its kernel for states in bf16 takes padding, -1, for slot 0, and writes there.
+    """
+    return [
+        Capabilities(
+            kind="gdn",
+            create="attn_nvidia.flashinfer.linear:FlashInferLinear",
+            device="cuda",
+            archs=HOPPER | BLACKWELL | {"sm120"},
+            requires=[FLASHINFER, "nvidia-cutlass-dsl>=4.5", "triton>=3.4"],
+            dtypes={"bf16"},
+            kv_dtypes={"fp32"},
+            priority=5,
+            phases={Phase.DECODE},
+            head_dims={128},
+            deterministic=True,  # one kernel for every batch
+            cuda_graph="decode",
+            separate_write_slots=True,
+        )
+    ]
