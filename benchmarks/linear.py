@@ -3,7 +3,8 @@
 Run: `python -m benchmarks.linear [--only REGEX] [--peers NAMES] [--rounds N] [--seconds N]`. Each
 result is compared with the recurrence in float64 first. Contestants take turns; a time is the
 median over the rounds of medians with a cold L2, of plain calls and of replayed CUDA graphs. What a
-contestant raises is recorded, and the rest goes on. The file is written after each case.
+contestant raises is recorded, and the rest goes on. The file is written after each case. With
+--only the other cases of an earlier file stay, if device and versions are the same.
 `--sweep NAME` times candidate launch parameters of our own kernels instead, and writes nothing.
 """
 
@@ -27,13 +28,13 @@ from torch import Tensor
 
 from benchmarks.attention import device_name, versions
 from benchmarks.linear_cases import CASES, LinearCase, LinearInputs, build
+from benchmarks.linear_record import Record, describe, in_order, kept, text
 from benchmarks.peers.linear import LINEAR_PEERS, OURS, Call, LinearContestant, States
 from benchmarks.results import FOLDER, slug
 from benchmarks.sweep import SWEEPS, candidates
 from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
 
 TOLERANCE = 1e-2  # of the root mean square, bf16 inputs
-Record = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -181,31 +182,6 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def text(error: BaseException) -> str:
-    """Keep the kind of an error and the beginning of what it says, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def describe(record: Record) -> str:
-    """Say an entry in one line."""
-    if "error" in record:
-        return f"  {record['name']:<20} {record['error']}"
-    shown = (
-        "us",
-        "graph_us",
-        "host_us",
-        "out_error",
-        "state_error",
-        "gbs",
-        "roofline",
-        "prepare_s",
-    )
-    parts = [f"{name} {record[name]:.4g}" for name in shown if name in record]
-    wrong = " WRONG" if record.get("wrong") else ""
-    graph = f" graph: {record['graph_error']}" if "graph_error" in record else ""
-    return f"  {record['name']:<20} " + "  ".join(parts) + wrong + graph
-
-
 def usable(device: torch.device) -> bool:
     """Say whether the device still computes: a contestant may have left it unusable."""
     try:
@@ -219,7 +195,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
     add = parser.add_argument
-    add("--only", default="", help="cases whose name matches this pattern; needs --out")
+    add("--only", default="", help="cases whose name matches this pattern")
     add("--peers", default="all", help="names with commas, or none; needs --out")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
@@ -227,8 +203,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
     add("--sweep", choices=SWEEPS, help="launch parameters of a kernel of ours")
     args = parser.parse_args(arguments)
-    if (args.only or args.peers != "all") and args.out is None and args.sweep is None:
-        parser.error("--only and --peers need --out: a record has all cases and all peers")
+    if args.peers != "all" and args.out is None and args.sweep is None:
+        parser.error("--peers needs --out: a record has all peers")
     known = [x.name for x in LINEAR_PEERS]
     if unknown := {*args.peers.split(",")} - {*known, "all", "none"}:
         parser.error(f"--peers {', '.join(sorted(unknown))} (there are {', '.join(known)})")
@@ -267,6 +243,7 @@ def main(
         "rounds": args.rounds,
         "cases": [],
     }
+    others = kept(out, report, cases) if args.only and not args.sweep else []
     for number, case in enumerate(cases, 1):
         if time.monotonic() > deadline:
             print(f"--seconds is over: {len(cases) - number + 1} cases are left out")
@@ -285,7 +262,8 @@ def main(
         if "ratio" in got:
             print(f"  ours / {got['best_peer']}: {got['ratio']:.3f}", flush=True)
         if not args.sweep:
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            found = report | {"cases": in_order(others + report["cases"])}
+            out.write_text(json.dumps(found, indent=1) + "\n")
         if not usable(device):
             print("the device is unusable: run the rest without the last contestant", flush=True)
             return 1

@@ -118,13 +118,22 @@ def test_seconds_end_a_run(tmp_path, capsys):
 
 def test_only_and_peers_choose(tmp_path):
     with pytest.raises(SystemExit):
-        linear.parse(["--only", "decode"])
+        linear.parse(["--peers", "none"])
     with pytest.raises(SystemExit):
         linear.parse(["--peers", "nobody", "--out", "x"])
     cases = [LinearCase(op=op, batch=1, tokens=1, **SMALL) for op in ("prefill", "decode")]
     _, record = run(tmp_path, cases, "--only", "decode", "--peers", "none")
     assert [x["op"] for x in record["cases"]] == ["decode"]
     assert [x["name"] for x in record["cases"][0]["entries"]] == ["ours"]
+
+
+def test_only_keeps_the_other_cases_of_a_record(tmp_path):
+    cases = [LinearCase(op=op, batch=1, tokens=1, **SMALL) for op in ("prefill", "decode")]
+    run(tmp_path, cases, "--peers", "none")
+    _, record = run(tmp_path, cases, "--only", "decode", "--peers", "none")
+    assert {x["op"] for x in record["cases"]} == {"prefill", "decode"}
+    with pytest.raises(SystemExit, match=r"rounds 2, here 1"):
+        run(tmp_path, cases, "--only", "decode", "--peers", "none", "--rounds", "1")
 
 
 def test_commit_has_a_peer_that_is_always_there(tmp_path):

@@ -35,6 +35,7 @@ class PrefillPlan:
     work: Workspace
     num_chunks: int
     batch: int
+    processors: int
 
 
 def plan_prefill(
@@ -71,7 +72,10 @@ def plan_prefill(
     spread = [empty(CHUNK, common.K) if common.PER_CHANNEL else T for _ in range(3)]
     factors = decay if common.PER_CHANNEL else empty(3, CHUNK, store=torch.float32)
     work = Workspace(T, factors, decay, *spread)
-    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens))
+    processors = 1
+    if pinned:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), processors)
 
 
 def prefill(
@@ -123,11 +127,13 @@ def prefill(
         programs = plan.num_chunks * common.HV
         launcher.launch((programs, 1, 1), (inputs, weights, layer.numbers, plan.chunks, plan.work))
     spots = slots if checkpoints is None else checkpoints
+    tiles = slots.shape[0] * common.HV
+    alone = tiles * -(-common.V // 64) <= plan.processors
+    chosen = scan_launch(layer.arch, common.V, common.K, wide=wide, alone=alone)
     key = (
-        *("scan", fresh is None, checkpoints is None, *tensors),
+        *("scan", fresh is None, checkpoints is None, chosen.stages, *tensors),
         *map(alike, (*places, spots)),
     )
-    chosen = scan_launch(layer.arch, common.V, common.K, wide=wide)
     launcher = layer.launchers.get(key)
     if launcher is None:
         constants = common._replace(

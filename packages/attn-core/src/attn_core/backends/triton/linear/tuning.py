@@ -1,6 +1,6 @@
 """Launch parameters of the kernels of linear attention: a pure function of head dims and device.
 
-None depends on the batch, so a request's result does not either. No kernel here is autotuned: a
+No tile depends on the batch, so a request's result does not either. No kernel here is autotuned: a
 trial run would update the states. The parameters are reasoned: compiled (tests/compiled), they
 spill nothing at head dims of 128.
 """
@@ -63,15 +63,16 @@ def prepare_launch(arch: str, k_dim: int, *, per_channel: bool, wide: bool) -> L
 
 
 @cache
-def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool) -> Launch:
+def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool, alone: bool) -> Launch:
     """Choose for scan_chunks. wide: tokens of float32, which take twice the memory.
 
     Tiles of 64 rows use wgmma on a Hopper, with the state as an operand in registers.
+    alone: no two programs share a multiprocessor, so that more chunks are loaded ahead.
     """
     if not arch.startswith("sm"):
         return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=4)
     if wide:
         return Launch(rows=_tile(16, v_dim, k_dim, 16), warps=8)
     if arch == "sm90" and k_dim <= 128:
-        return Launch(rows=_tile(64, v_dim, k_dim, 16), warps=4, stages=2)
+        return Launch(rows=_tile(64, v_dim, k_dim, 16), warps=4, stages=3 if alone else 2)
     return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=8, stages=2)

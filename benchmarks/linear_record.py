@@ -1,0 +1,60 @@
+"""The record of linear attention's benchmark: what stays of an earlier one, entries as text."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.linear_cases import CASES, LinearCase
+
+Record = dict[str, Any]
+_NAMES = [case.name for case in CASES]
+
+
+def in_order(cases: Sequence[Record]) -> list[Record]:
+    """Return cases in the order in which all are run."""
+    return sorted(cases, key=lambda x: _NAMES.index(x["name"]) if x["name"] in _NAMES else 0)
+
+
+def kept(out: pathlib.Path, report: Record, cases: Sequence[LinearCase]) -> list[Record]:
+    """Return the cases of an earlier file that are not run now.
+
+    Raises SystemExit where its device or its versions are others.
+    """
+    if not out.exists():
+        return []
+    earlier: Record = json.loads(out.read_text())
+    for name in ("device", "versions", "rounds"):
+        if earlier[name] != report[name]:
+            raise SystemExit(
+                f"{out}: {name} {earlier[name]}, here {report[name]}; run all cases, or name --out"
+            )
+    again = {case.name for case in cases}
+    return [case for case in earlier["cases"] if case["name"] not in again]
+
+
+def text(error: BaseException) -> str:
+    """Keep the kind of an error and the beginning of what it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def describe(record: Record) -> str:
+    """Say an entry in one line."""
+    if "error" in record:
+        return f"  {record['name']:<20} {record['error']}"
+    shown = (
+        "us",
+        "graph_us",
+        "host_us",
+        "out_error",
+        "state_error",
+        "gbs",
+        "roofline",
+        "prepare_s",
+    )
+    parts = [f"{name} {record[name]:.4g}" for name in shown if name in record]
+    wrong = " WRONG" if record.get("wrong") else ""
+    graph = f" graph: {record['graph_error']}" if "graph_error" in record else ""
+    return f"  {record['name']:<20} " + "  ".join(parts) + wrong + graph
