@@ -31,7 +31,7 @@ def test_heads_of_models(requests, heads):
     """Long requests beside short ones; few heads in all are cut along their tokens."""
     layer = make_layer("kernel's gate", heads)
     backend, pool = make(layer, "prefill"), make_pool(layer, slots=requests + 1)
-    lens = [2500, *range(requests - 1)]
+    lens = [2100, *range(requests - 1)]
     states, tensors = pool.states.state[0], inputs(layer, sum(lens), dtype=torch.bfloat16)
     before, batch = states.clone(), make_batch(M.EXTEND, lens, range(1, requests + 1))
     found, _ = run(backend, batch, layer, pool, tensors)

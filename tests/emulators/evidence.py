@@ -86,12 +86,12 @@ def main(arguments: Sequence[str] | None = None, tests: pathlib.Path = HERE) -> 
 
 
 def _write(recorder: Recorder, folder: pathlib.Path) -> int:
-    """Sum the suites up per backend and device; a backend may have one per library."""
-    together: dict[tuple[str, str], list[type]] = {}
+    """Sum the suites up per family, backend and device; a backend may have one per library."""
+    together: dict[tuple[str, str, str], list[type]] = {}
     for suite in recorder.outcomes:
-        together.setdefault((suite.name, suite.device), []).append(suite)
+        together.setdefault((suite.family, suite.name, suite.device), []).append(suite)
     code = 0 if together else 1
-    for (name, place), found in together.items():
+    for (_, name, place), found in together.items():
         spec, device = found[0].spec(), parse_device(place)
         libraries = {}
         for suite in found:

@@ -51,11 +51,16 @@ def make_layers(case: LinearCase, rng: torch.Generator) -> tuple[LinearLayer, ..
 
 
 def draw(
-    case: LinearCase, pass_: LinearPass, layer: LinearLayer, dtype: str, rng: torch.Generator
+    case: LinearCase,
+    pass_: LinearPass,
+    layer: LinearLayer,
+    dtype: str,
+    rng: torch.Generator,
+    padding: float = torch.nan,
 ) -> list[Tensor]:
-    """Return q, k, v, g and beta of a pass, on the host; those of padding are NaN.
+    """Return q, k, v, g and beta of a pass, on the host.
 
-    Between what is strided lies NaN.
+    padding: fills those of requests without a slot. Between what is strided lies NaN.
     """
     tokens = sum(pass_.query_lens)
 
@@ -88,7 +93,7 @@ def draw(
     for n, slot in zip(pass_.query_lens, pass_.slots, strict=True):
         for x in (q, k, v, g, beta):
             if slot < 0:
-                x[first : first + n] = torch.nan
+                x[first : first + n] = padding
         first += n
     return [q, k, v, g, beta]
 

@@ -58,6 +58,7 @@ class LinearEngine:
             roles.append("linear_verify")
         self.routes = LinearRoutes(dict.fromkeys(roles, backend), self.memory.pool)
         self.outputs: list[Tensor] = []
+        self.padding = 1e4 if bench.row.requires_finite_padding else torch.nan
 
     def step(self, pass_: LinearPass) -> Measure:
         """Run a pass on new inputs, commit what it says, and compare."""
@@ -69,7 +70,8 @@ class LinearEngine:
 
     def draw(self, pass_: LinearPass) -> list[list[Tensor]]:
         """Draw the inputs of every layer, on the host."""
-        return [draw(self.case, pass_, x, self.point.dtype, self.rng) for x in self.layers]
+        settings = (self.point.dtype, self.rng, self.padding)
+        return [draw(self.case, pass_, x, *settings) for x in self.layers]
 
     def attend(
         self, i: int, tensors: list[Tensor], batch: ForwardBatch, parts: tuple[LinearPart, ...]
