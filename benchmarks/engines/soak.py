@@ -136,7 +136,8 @@ def regret(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[floa
         )
         chosen = out["meta_info"]["input_token_logprobs"][len(prompt) :]
         best = out["meta_info"]["input_top_logprobs"][len(prompt) :]
-        assert [token for _, token, *_ in chosen] == new
+        named = [token for _, token, *_ in chosen]
+        assert named == new, f"logprobs of {named} for the answer {new} to {len(prompt)} tokens"
         found += [top[0][0] - own[0] for own, top in zip(chosen, best, strict=True)]
     return found
 
