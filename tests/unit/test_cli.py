@@ -202,7 +202,7 @@ def test_what_kernels_print_is_no_part_of_a_report(monkeypatch, capfd):
 
     monkeypatch.setattr("attn_core.cli.check._run", loud)
     monkeypatch.setattr(runner, "report", lambda *args: {})
-    monkeypatch.setattr(sys, "argv", ["attn", "check", "torch_native", "--json"])
+    monkeypatch.setattr(sys, "argv", ["attn", "check", "torch_native", "--json", "--kind", "mha"])
     with pytest.raises(SystemExit):
         cli.main()
     said = capfd.readouterr()

@@ -33,7 +33,6 @@ _TREE = LinearPass(
 )
 _MIXED = LinearPass(mode=MIXED, query_lens=(1, 1, 70, 0, 5), slots=(3, 1, 7, 5, 2))
 _SHORT = LinearPass(mode=EXTEND, query_lens=(70, 2), slots=(3, 1))
-_ALL = (_SHORT, _DECODE, _CHAIN)  # what changes the inputs is asked in every mode
 _OUT = (6, 1, 4, 8, 2)
 
 

@@ -148,7 +148,8 @@ class LinearEngine:
                 start = torch.zeros_like(start) if r in pass_.fresh else start
                 parents = pass_.parents(r)
                 out, after = delta_rule(q, k, v, g, beta, layer, start, parents)
-                truth = out, {t: after[t] if n else start.double() for t in _tokens(pass_, r)}
+                tokens = {t for t, _ in _stored(pass_, r)}
+                truth = out, {t: after[t] if n else start.double() for t in tokens}
                 per_request.append((truth, yardstick(own, layer, start, dtype, parents, truth)))
             answers.append(per_request)
         return answers
@@ -169,30 +170,34 @@ class LinearEngine:
         return measures
 
     def _states(self, pass_: LinearPass, right: Sequence[Sequence[Right | None]]) -> list[Measure]:
-        """Compare the states that requests have written, and the checkpoints."""
+        """Compare the states that the requests of a layer have written, and the checkpoints."""
         store, measures = TORCH_DTYPES[self.point.state_dtype], []
         for i, layer in enumerate(self.layers):
-            states, chunk = self.memory.pool.states.state[i], 0
+            places, truths, nears = list[int](), list[Tensor](), list[Tensor]()
             for r, answer in enumerate(right[i]):
-                chunks = -(-pass_.query_lens[r] // CHUNK_SIZE)
-                saved = (pass_.checkpoint_slots or ())[chunk : chunk + chunks]
-                chunk += chunks
-                if answer is None:
-                    continue
-                (_, truths), (_, nears) = answer
-                places = [(t, s) for t, s in zip(truths, saved, strict=False) if s >= 0]
-                places += [(max(truths), pass_.writes[r])] if truths else []
-                for t, slot in places:
-                    name = f"layer {layer.layer_id}, request {r}: state after token {t}"
-                    measures.append(within_budget(name, states[slot], truths[t], nears[t], store))
+                if answer is not None:
+                    (_, after), (_, near_after) = answer
+                    for token, slot in _stored(pass_, r):
+                        places.append(slot)
+                        truths.append(after[token])
+                        nears.append(near_after[token])
+            if places:
+                name = f"{pass_.mode.value}, layer {layer.layer_id}: states in slots {places}"
+                got = self.memory.pool.states.state[i, places]
+                truth, near = torch.stack(truths), torch.stack(nears)
+                measures.append(within_budget(name, got, truth, near, store))
         return measures
 
 
-def _tokens(pass_: LinearPass, request: int) -> list[int]:
-    """List the tokens of a request after which a state is stored; -1 is before the first one."""
-    n = pass_.query_lens[request]
+def _stored(pass_: LinearPass, request: int) -> list[tuple[int, int]]:
+    """List the (token, slot) after which a request's state is stored; -1 is before its tokens."""
+    n, slot = pass_.query_lens[request], pass_.writes[request]
     if pass_.drafts:
         accepted = -1 if pass_.accepted is None else pass_.accepted[request]
-        return [accepted] if accepted >= 0 else []
-    ends = range(CHUNK_SIZE - 1, n - 1, CHUNK_SIZE) if pass_.checkpoint_slots is not None else ()
-    return [*ends, n - 1]
+        return [(accepted, slot)] if accepted >= 0 else []
+    stored = [(n - 1, slot)]
+    if pass_.checkpoint_slots is not None:
+        chunks = [-(-m // CHUNK_SIZE) for m in pass_.query_lens[: request + 1]]
+        slots = pass_.checkpoint_slots[sum(chunks[:-1]) : sum(chunks)]
+        stored += [(min((c + 1) * CHUNK_SIZE, n) - 1, s) for c, s in enumerate(slots)]
+    return [(token, slot) for token, slot in stored if slot >= 0]

@@ -15,6 +15,9 @@ from attn_core.testing.linear_cases import LinearCase, LinearPoint
 from attn_core.testing.tolerance import require
 
 RECORDS = ("u", "k", "g")
+OTHERS = (
+    64  # other numbers behind each layer's part of an engine's page, as many as keep it aligned
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +79,7 @@ def make_memory(
             continue
         num_layers, slots, *dims = meta.shape
         size = meta[0, 0].numel()
-        step = size + 3 if case.pages else size  # an engine's page holds other numbers too
+        step = size + OTHERS if case.pages else size
         shape = (slots, num_layers, step) if case.pages else (num_layers, slots, step)
         memory = torch.full(shape, torch.nan, dtype=meta.dtype, device=device)
         view = torch.unflatten(memory[..., :size], -1, dims)
