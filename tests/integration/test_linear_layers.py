@@ -239,6 +239,26 @@ def test_recording_without_crops_holds_a_bounded_number_of_slots() -> None:
     del ids
 
 
+@pytest.mark.parametrize("name", TWO)
+def test_what_free_slots_hold_does_not_matter(name: str) -> None:
+    model, inputs = tiny(name), inputs_of(name)
+    one = {"input_ids": inputs["input_ids"][:1].repeat(1, 4)}
+    hows: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (inputs, {}),
+        (inputs, {"num_beams": 3}),
+        (one, {"prompt_lookup_num_tokens": 5}),
+    )
+    with enable(model) as engine:
+        for prompts, how in hows:
+            expected = generate(model, prompts, **how)
+            gc.collect()
+            assert engine.num_states == 0
+            for x in vars(engine.dispatcher.linear.states.states).values():  # type: ignore[union-attr]
+                if x is not None:
+                    x.fill_(float("nan"))
+            assert torch.equal(generate(model, prompts, **how), expected)
+
+
 def test_what_no_backend_takes_back_is_refused() -> None:
     model, one = tiny("qwen3_next"), {"input_ids": long_prompt(12)}
     chosen = enable(model)
@@ -402,6 +422,20 @@ def test_states_outside_of_their_model_are_refused() -> None:
         del engine, cache
         gc.collect()
         assert gone() is None, "a disabled model keeps no pool"
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_gate_that_changed_since_is_refused(name: str) -> None:
+    model, ids = tiny(name), long_prompt(4)
+    layer = model.model.layers[0]
+    gate = layer.linear_attn if name == "qwen3_next" else layer.self_attn.forget_gate
+    with torch.no_grad(), enable(model):
+        before = model(ids).logits
+        gate.dt_bias.add_(0.5)  # in place: it is read when it is used
+        assert not torch.equal(model(ids).logits, before)
+        gate.A_log = torch.nn.Parameter(gate.A_log.clone())
+        with pytest.raises(UnsupportedError, match="layer 0: A_log or dt_bias was replaced"):
+            model(ids)
 
 
 def test_another_activation_of_the_convolution_is_refused() -> None:

@@ -45,6 +45,11 @@ LATENT = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+QWEN3_5 = {
+    **HYBRID,
+    "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+}
 IMAGE, START, END = 120, 122, 123
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -76,28 +81,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "qwen2_vl": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 3, 3],
-        },
-    },
+    "qwen2_vl": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": {**QWEN3_5, **EXPERTS, "shared_expert_intermediate_size": 32},
+}
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_5_TOWER = {
+    **_TOWER,
+    "intermediate_size": 96,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**_TOWER, "embed_dim": 64, "mlp_ratio": 2},
+    "qwen3_5": _QWEN3_5_TOWER,
+    "qwen3_5_moe": _QWEN3_5_TOWER,
 }
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
+LINEAR_AND_VISION = ("qwen3_5", "qwen3_5_moe")
 WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def tiny(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     keys = {**TINY, **FAMILIES[name], **changes}
-    if name == "qwen2_vl":
-        del keys["head_dim"]
-        tower = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
-        tower |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-        config = transformers.Qwen2VLConfig(
+    if name in TOWERS:
+        if name == "qwen2_vl":
+            del keys["head_dim"]
+        config = transformers.AutoConfig.for_model(
+            name,
             text_config=keys,
-            vision_config=tower,
+            vision_config=TOWERS[name],
             image_token_id=IMAGE,
             video_token_id=121,
             vision_start_token_id=START,
@@ -114,9 +135,9 @@ def tiny(name: str, **changes: Any) -> Any:
 
 
 def inputs_of(name: str) -> dict[str, torch.Tensor]:
-    """Prompts of unlike lengths, padded on the left; for Qwen2-VL with an image each."""
+    """Prompts of unlike lengths, padded on the left; with an image each for a model that sees."""
     torch.manual_seed(1)
-    if name != "qwen2_vl":
+    if name not in TOWERS:
         mask = torch.ones(3, 12, dtype=torch.int64)
         mask[1, :4] = 0
         mask[2, :9] = 0

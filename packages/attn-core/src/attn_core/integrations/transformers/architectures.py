@@ -23,7 +23,8 @@ SUPPORTED: frozenset[str] = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"),
         *("deepseek_v3", "qwen2_vl"),
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "kimi_linear",
     }
 )
 

@@ -24,6 +24,7 @@ from attn_core.integrations.transformers.attention import (
 )
 from attn_core.integrations.transformers.compiled import between, eager
 from attn_core.integrations.transformers.inference import no_backward, refuse_arguments
+from attn_core.integrations.transformers.linear_modules import refuse_changes
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.select import DTYPES, select_for
 from attn_core.integrations.transformers.sequences import Sequences
@@ -221,6 +222,7 @@ class Engine:
         tokens = arguments.get("inputs_embeds") if ids is None else ids
         if tokens is None:
             return None
+        refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
         config, cache = self._decoder.config, arguments.get("past_key_values")
         use_cache = arguments.get("use_cache")
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class Projected(NamedTuple):
     """What a layer makes of its hidden states [B, T, hidden].
 
     qkv: [B, T, channels], before the short convolution. f: [B, T, Hv], or [B, T, Hv, K] of KDA, and
-    b: [B, T, Hv], the raw gates. z: [B, T, Hv · V], the gate of the output.
+    b: [B, T, Hv], the raw gates. z: [B, T, Hv · V] or [B, T, Hv, V], the gate of the output.
     """
 
     qkv: Tensor
@@ -82,9 +82,9 @@ def linear_layer(layer_id: int, module: Any) -> LinearLayer:
         raise UnsupportedError(
             f"layer {layer_id}: {module.activation} after the short convolution (supports silu)"
         )
-    if hasattr(module, "forget_gate"):
-        heads, dim, gate = module.num_heads, module.head_dim, module.forget_gate
-        a_log, dt_bias = gate.A_log.detach().view(heads), gate.dt_bias.detach().view(heads, dim)
+    gate = _gate(module)
+    if gate.dt_bias.dim() == 2:
+        heads, dim = gate.dt_bias.shape
         return LinearLayer(
             layer_id=layer_id,
             kind="kda",
@@ -93,7 +93,7 @@ def linear_layer(layer_id: int, module: Any) -> LinearLayer:
             head_k_dim=dim,
             head_v_dim=dim,
             qk_norm=_EPS,
-            gate=Gate(A_log=a_log, dt_bias=dt_bias),
+            gate=gate,
         )
     return LinearLayer(
         layer_id=layer_id,
@@ -102,5 +102,26 @@ def linear_layer(layer_id: int, module: Any) -> LinearLayer:
         head_k_dim=module.head_k_dim,
         head_v_dim=module.head_v_dim,
         qk_norm=_EPS,
-        gate=Gate(A_log=module.A_log.detach(), dt_bias=module.dt_bias.detach()),
+        gate=gate,
     )
+
+
+def refuse_changes(layers: Sequence[LinearLayer], modules: Sequence[Any]) -> None:
+    """Raise UnsupportedError where a module no longer has the parameters of its layer's gate."""
+    for layer, module in zip(layers, modules, strict=True):
+        own, gate = getattr(module, "forget_gate", module), layer.gate
+        assert gate is not None
+        now = (own.A_log.data_ptr(), own.dt_bias.data_ptr())
+        if now != (gate.A_log.data_ptr(), gate.dt_bias.data_ptr()):
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: A_log or dt_bias was replaced or moved after attn-core "
+                "was enabled; disable() it and enable() it again"
+            )
+
+
+def _gate(module: Any) -> Gate:
+    """Return a module's gate, whose tensors share the memory of its parameters."""
+    if not hasattr(module, "forget_gate"):
+        return Gate(A_log=module.A_log.detach(), dt_bias=module.dt_bias.detach())
+    own, heads = module.forget_gate, module.num_heads
+    return Gate(A_log=own.A_log.detach().view(heads), dt_bias=own.dt_bias.detach().view(heads, -1))
