@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -377,6 +378,28 @@ def test_rows_of_padding_have_no_slots() -> None:
             held.append(engine.num_states)
         assert held == [0, 1, 2]
         same(got[:, -1:], whole)
+
+
+def test_threads_share_a_pool_of_states() -> None:
+    model = tiny("qwen3_next")
+    prompts = [{"input_ids": long_prompt(n)} for n in (3, 40, 5, 12)]
+    hows: list[dict[str, Any]] = [{}, {"prompt_lookup_num_tokens": 4}, {"num_beams": 2}, {}]
+    cases = list(zip(prompts, hows, strict=True))
+    expected = [generate(model, x, **(h if "num_beams" in h else {})) for x, h in cases]
+    got: dict[int, torch.Tensor] = {}
+    with enable(model, page_size=4) as engine:
+
+        def work(i: int) -> None:
+            got[i] = generate(model, cases[i][0], **cases[i][1])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(got[i], expected[i]) for i in range(4))
+        gc.collect()
+        assert engine.num_states == engine.num_held == 0
 
 
 def test_the_pool_grows_under_a_live_cache(monkeypatch: pytest.MonkeyPatch) -> None:
