@@ -22,128 +22,21 @@ from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError  # no
 from attn_core.integrations.transformers import SUPPORTED, Engine, enable  # noqa: E402
 from attn_core.plugins.registry import Registry, load_plugins  # noqa: E402
 from attn_core.runtime.batch import DECODE_MODES  # noqa: E402
-from attn_core.selection.result import Choice, NoBackendError, Overrides  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    DynamicCache,
+from attn_core.selection.result import NoBackendError, Overrides  # noqa: E402
+from tiny_models import (  # noqa: E402
+    FAMILIES,
+    LINEAR,
+    LINEAR_AND_VISION,
+    NEW,
+    TINY,
+    WINDOWED,
+    W,
+    generate,
+    inputs_of,
+    tiny,
 )
+from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
-
-W = 8  # the window of every windowed layer
-NEW = 40
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,  # a tied Gemma repeats its last word
-    "initializer_range": 0.2,  # far from uniform, so that a wrong token shows at once
-}
-MIXED = {"sliding_window": W, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-}
-IMAGE, START, END = 120, 122, 123
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": W},
-    "qwen2": {},
-    "qwen3": {"use_sliding_window": True, **MIXED},
-    "gemma2": {**MIXED, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0},
-    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 20},
-    "gpt_oss": {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
-    "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32},
-    "qwen3_5_text": HYBRID,
-    "qwen2_vl": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [2, 3, 3],
-        },
-    },
-}
-WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
-
-
-def tiny(name: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    keys = {**TINY, **FAMILIES[name], **changes}
-    if name == "qwen2_vl":
-        del keys["head_dim"]
-        tower = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
-        tower |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-        config = transformers.Qwen2VLConfig(
-            text_config=keys,
-            vision_config=tower,
-            image_token_id=IMAGE,
-            video_token_id=121,
-            vision_start_token_id=START,
-            vision_end_token_id=END,
-        )
-        auto = AutoModelForImageTextToText
-    else:
-        config, auto = transformers.AutoConfig.for_model(name, **keys), AutoModelForCausalLM
-    model = auto.from_config(config, attn_implementation="eager").eval()
-    for module in model.modules():
-        if hasattr(module, "sinks"):
-            torch.nn.init.normal_(module.sinks, std=1.0)
-    return model
-
-
-def inputs_of(name: str) -> dict[str, torch.Tensor]:
-    """Prompts of unlike lengths, padded on the left; for Qwen2-VL with an image each."""
-    torch.manual_seed(1)
-    if name != "qwen2_vl":
-        mask = torch.ones(3, 12, dtype=torch.int64)
-        mask[1, :4] = 0
-        mask[2, :9] = 0
-        return {"input_ids": torch.randint(2, 110, (3, 12)) * mask, "attention_mask": mask}
-    text = torch.randint(2, 110, (15,)).tolist()
-    large = [START, *[IMAGE] * 4, END]  # 4 × 4 patches, merged by 2 × 2
-    small = [START, *[IMAGE] * 2, END]
-    rows = [[*large, *text[:8]], [0, 0, 0, *text[8:12], *small, *text[12:]]]
-    ids = torch.tensor(rows)
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids != 0).long(),
-        "mm_token_type_ids": (ids == IMAGE).int(),
-        "pixel_values": torch.randn(16 + 8, 96),
-        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]]),
-    }
-
-
-def generate(model: Any, inputs: dict[str, torch.Tensor], **more: Any) -> Any:
-    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **more})
 
 
 def test_every_supported_architecture_is_tested() -> None:
@@ -166,7 +59,7 @@ def test_tokens_equal_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bf16_is_as_near_to_the_truth_as_eager(name: str) -> None:
-    """Budget: twice the error of the model's own eager attention in bfloat16."""
+    """Budget: twice the error of the model's own eager attention in bfloat16, root mean square."""
     model, inputs = tiny(name).bfloat16(), inputs_of(name)
     real = inputs["attention_mask"].bool()
 
@@ -180,7 +73,8 @@ def test_bf16_is_as_near_to_the_truth_as_eager(name: str) -> None:
         got = logits(torch.bfloat16)
     model.float()
     truth = logits(torch.float32)
-    assert 0 < (got - truth).abs().max() <= 2 * (eager - truth).abs().max()
+    errors = [(x - truth).square().mean().sqrt() for x in (got, eager)]
+    assert 0 < errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize(
@@ -277,6 +171,7 @@ def test_fp8_is_the_rounding_and_nothing_else(
     """Bound: 5 % of what the rounding does to the logits of the prompt, in every later pass too.
 
     That leaves room for a number that lies on an edge of two FP8 numbers and falls the other way.
+    Behind a linear layer, whose sums come in another order, several do: 10 %.
     """
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[store]
     model, inputs = tiny(name), inputs_of(name)
@@ -285,7 +180,9 @@ def test_fp8_is_the_rounding_and_nothing_else(
     with monkeypatch.context() as patch:
         Rounding(patch, dtype)
         rounded = generate(model, inputs, **how)
-    bound = 0.05 * (plain.logits[0] - rounded.logits[0]).abs().max()
+    bound = (0.1 if name in (*LINEAR, *LINEAR_AND_VISION) else 0.05) * (
+        plain.logits[0] - rounded.logits[0]
+    ).abs().max()
     assert bound > 0
     with enable(model, page_size=16, kv_cache_dtype=store) as engine:
         got = generate(model, inputs, **how)
@@ -432,7 +329,7 @@ def test_a_small_view_serves_a_long_text() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", *LINEAR])
 def test_beam_search_equals_eager(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     how = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 24}
@@ -583,40 +480,8 @@ def test_positions_of_images_are_no_packing() -> None:
                 model(**inputs, position_ids=packed)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
-def test_linear_layers_stay_the_models_own(name: str) -> None:
-    model, inputs = tiny(name), inputs_of(name)
-    with enable(model, page_size=16) as engine:
-        chosen = engine.selection
-        assert chosen.backend("linear_prefill") is None
-        assert any("own" in sentence for sentence in chosen.assumptions)
-        assert [x.layer_id for x in engine.layers] == [1]
-    linear = {"linear_decode": Choice("triton", chosen.roles["decode"].row, "named")}
-    with pytest.raises(UnsupportedError, match="model's own code here"):
-        enable(model, replace(chosen, roles={**chosen.roles, **linear}))
-    with torch.no_grad(), enable(model, page_size=16) as engine:
-        cache = model(**inputs).past_key_values
-        forward = engine.dispatcher.forward
-
-        def fails(*args: Any) -> Any:
-            raise RuntimeError("a kernel fails")
-
-        one = torch.full((3, 1), 5)
-        engine.dispatcher.forward = fails
-        with pytest.raises(RuntimeError, match="a kernel fails"):
-            model(one, past_key_values=cache)
-        engine.dispatcher.forward = forward
-        # the linear layer has seen the token, the others have not
-        with pytest.raises(UnsupportedError, match="in the middle of it; start a new cache"):
-            model(one, past_key_values=cache)
-        del cache
-        gc.collect()
-        assert engine.num_held == 0
-        torch.testing.assert_close(model(**inputs, use_cache=False).logits, model(**inputs).logits)
-
-
 def test_a_prompt_in_chunks_is_the_prompt() -> None:
-    for name in ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"):
+    for name in ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "kimi_linear"):
         model, inputs = tiny(name), inputs_of(name)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.no_grad(), enable(model, page_size=4):
@@ -644,7 +509,7 @@ def test_unsupported_models_say_why(number: int) -> None:
     assert model.config._attn_implementation != "attn_core"
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_vl", "qwen3_5_text"])
 def test_attn_generate_runs_the_family(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -666,4 +531,7 @@ def test_attn_generate_runs_the_family(
         cli.main()
     captured = capsys.readouterr()
     assert not end.value.code, captured.err
-    assert captured.out.split("\n")[0] == " ".join(words[i] for i in expected)
+    assert captured.out.split("\n")[0] == " ".join(words[i] for i in expected if i)
+    report = captured.out + captured.err
+    assert ("linear     torch_native: " in report) == (name in LINEAR)
+    assert ("states     fp32, 0.0 MB on cpu" in report) == (name in LINEAR)

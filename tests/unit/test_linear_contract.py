@@ -188,6 +188,14 @@ def test_slots_that_fit():
 def test_requirements_know_the_size_of_a_slot(layer, drafts):
     one = StatePool([layer], num_slots=2, num_drafts=drafts)
     assert sum(layer.requirements.state_bytes(drafts)) == one.bytes_per_slot
+    channels = 2 * layer.num_k_heads * layer.head_k_dim + layer.num_v_heads * layer.head_v_dim
+    needs = dataclasses.replace(layer.requirements, conv_width=4)
+    for dtype in ("bf16", "fp32"):
+        conv = {"conv_channels": channels, "conv_width": 4, "conv_dtype": dtype}
+        one = StatePool([layer], num_slots=2, num_drafts=drafts, **conv)
+        sizes = needs.state_bytes(drafts, dtype=dtype)
+        assert sum(sizes) == one.bytes_per_slot
+        assert sizes.conv == one.states.conv.nbytes // 2
 
 
 def test_sizes_that_are_unknown():
@@ -201,8 +209,23 @@ def test_an_explanation_says_what_a_request_takes():
     )
     needs = Requirements(layers=(LayerRequirements(), layer), speculation=Speculation())
     chosen = select(needs, parse_device("cpu:avx2"), load_plugins(), {})
-    said = "per request and gdn layer: 2.10 MB in fp32, 1.05 MB in bf16; 4 drafts add 0.10 MB"
-    assert said in chosen.explain()
+    said = "per request and gdn layer: 2.10 MB in fp32, 1.05 MB in bf16"
+    assert f"{said}; 4 drafts add 0.10 MB\n" in chosen.explain()
+    wide = dataclasses.replace(layer, conv_width=4)
+    needs = dataclasses.replace(needs, layers=(LayerRequirements(), wide))
+    chosen = select(needs, parse_device("cpu:avx2"), load_plugins(), {})
+    assert f"{said}; convolution 0.05 MB; 4 drafts add 0.16 MB\n" in chosen.explain()
+    records = 4 * 4 * (32 * 128 + 16 * 128 + 32) + 4 * 8192 * 2
+    sizes = {"kind": "gdn", "state": 2097152, "conv": 3 * 8192 * 2, "records": records}
+    assert chosen.to_json()["states"] == [sizes]
+    softmax = select(Requirements(), parse_device("cpu:avx2"), load_plugins(), {})
+    assert softmax.to_json()["states"] == []
+
+
+@pytest.mark.parametrize("width", [0, -1])
+def test_a_convolution_without_taps_is_refused(width):
+    with pytest.raises(UsageError, match=f"conv_width {width} "):
+        LayerRequirements(kind="gdn", conv_width=width)
 
 
 def filled(**changes):

@@ -32,10 +32,11 @@ def mla(q, latent=512, rope=64, kind="mla"):
     )
 
 
-def linear(kind, k_heads, v_heads, k, v):
+def linear(kind, k_heads, v_heads, k, v, *, conv_width=4):
     return LayerRequirements(
-        kind=kind, head_dim=k, v_head_dim=v, num_q_heads=k_heads, num_kv_heads=v_heads
-    )
+        kind=kind, head_dim=k, v_head_dim=v, num_q_heads=k_heads, num_kv_heads=v_heads,
+        conv_width=conv_width,
+    )  # fmt: skip
 
 
 def tower(heads, d):
@@ -91,7 +92,7 @@ MODELS = {
     ),
     "jet-nemotron-2b": (
         [
-            linear("gdn", 12, 12, 96, 256),
+            linear("gdn", 12, 12, 96, 256, conv_width=None),
             mha(12, 2, 128),
             mha(12, 2, 128, sliding_window=1152),
         ],

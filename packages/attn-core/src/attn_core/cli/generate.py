@@ -164,6 +164,18 @@ def _chosen(choice: Choice) -> str:
     return f"{choice.backend}: {choice.reason}"
 
 
+def _linear_facts(engine: Engine) -> list[tuple[str, str]]:
+    """Say which backends ran the linear layers, and what their states take."""
+    roles = engine.selection.roles
+    if "linear_decode" not in roles:
+        return []
+    names = dict.fromkeys(roles[role].backend for role in ("linear_prefill", "linear_decode"))
+    return [
+        ("linear", f"{' and '.join(names)}: {roles['linear_decode'].reason}"),
+        ("states", f"fp32, {engine.state_bytes / 1e6:.1f} MB on {engine.selection.device}"),
+    ]
+
+
 def _print_report(engine: Engine, report: Report) -> None:
     chosen, out = engine.selection, console()
     steps = max(0, report.new_tokens - 1)  # the first new token is the prefill's
@@ -173,6 +185,7 @@ def _print_report(engine: Engine, report: Report) -> None:
         ("decode", _chosen(chosen.roles["decode"])),
         ("page size", f"{engine.page_size}: {chosen.page_size_reason}"),
         ("KV cache", f"{chosen.kv_cache_dtype}, {engine.kv_bytes / 1e6:.1f} MB on {chosen.device}"),
+        *_linear_facts(engine),
         ("prompt", f"{report.prompt_tokens} tokens in {report.prefill_seconds:.2f} s"),
         ("new tokens", f"{report.new_tokens}, {rate}"),
         *(("assumed", sentence) for sentence in chosen.assumptions),

@@ -51,6 +51,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
         "linear_head_dim",
         "efficient_attention_config.jet.head_dim",
     ),
+    "linear_conv_kernel_dim": (
+        "linear_conv_kernel_dim",
+        "linear_attn_config.short_conv_kernel_size",
+    ),
     "linear_value_expansion": ("efficient_attention_config.jet.expand_v",),
     "vision_heads": ("num_heads", "num_attention_heads", "attention_heads"),
     "vision_width": ("embed_dim", "hidden_size", "width"),  # embed_dim: Qwen2-VL's own width

@@ -265,6 +265,7 @@ def _linear(keys: Keys, tp: int) -> LayerRequirements | None:
         v_head_dim=keys.count("linear_value_head_dim") or round(key_dim * expansion),
         num_q_heads=_even(keys, key_heads, tp, "linear key heads"),
         num_kv_heads=_even(keys, value_heads, tp, "linear value heads"),
+        conv_width=keys.count("linear_conv_kernel_dim"),
     )
 
 

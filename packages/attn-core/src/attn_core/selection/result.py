@@ -11,7 +11,7 @@ from attn_core.selection.mismatch import Mismatch
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Family, Phase, Role
-from attn_core.spec.requirements import Requirements
+from attn_core.spec.requirements import Requirements, StateBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +152,7 @@ def to_json(selection: Selection, error: str | None = None) -> dict[str, Any]:
         "linear": dict(zip(("prefill", "decode", "verify"), linear, strict=True))
         if any(linear)
         else None,
+        "states": [{"kind": kind, **x._asdict()} for kind, x in _states(selection)],
         "page_size": selection.page_size,
         "kv_cache_dtype": selection.kv_cache_dtype,
         "layout": selection.layout,
@@ -215,7 +216,7 @@ def explain(selection: Selection) -> str:
         if role in selection.roles:
             name = selection.roles[role].backend
             lines.append(f"  {label(role):<15}{name:<11} {_why(selection, role)}")
-    lines += [f"  {'state':<11}{text}" for text in _states(selection)]
+    lines += [f"  {'state':<11}{_state_text(selection, *x)}" for x in _states(selection)]
     if selection.page_size is not None:
         lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.page_size_reason}")
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")
@@ -241,16 +242,24 @@ def _place(verdict: Verdict) -> str:
     return f"fits, measured {verdict.measured:.2f} times as long as the fastest"
 
 
-def _states(selection: Selection) -> Iterator[str]:
-    """Say what a request takes in each kind of linear layer that a selected backend runs."""
+def _states(selection: Selection) -> Iterator[tuple[str, StateBytes]]:
+    """Yield each kind of linear layer that a selected backend runs, and what a request takes."""
+    needs = selection.requirements
+    drafts = needs.speculation.num_draft_tokens if needs.speculation else 0
+    for layer in needs.linear_layers if selection.backend("linear_decode") else ():
+        sizes = layer.state_bytes(drafts, dtype=needs.dtype)
+        if sizes is not None:
+            yield layer.kind, sizes
+
+
+def _state_text(selection: Selection, kind: str, sizes: StateBytes) -> str:
+    """Say what a request takes in one linear layer."""
+    state, conv, records = (size / 1e6 for size in sizes)
+    text = f"per request and {kind} layer: {state:.2f} MB in fp32, {state / 2:.2f} MB in bf16"
+    text += f"; convolution {conv:.2f} MB" if conv else ""
     speculation = selection.requirements.speculation
     drafts = speculation.num_draft_tokens if speculation else 0
-    for layer in selection.requirements.linear_layers if selection.backend("linear_decode") else ():
-        sizes = layer.state_bytes(drafts)
-        if sizes is not None:
-            added = f"; {drafts} drafts add {sizes[1] / 1e6:.2f} MB" if drafts else ""
-            size = f"{sizes[0] / 1e6:.2f} MB in fp32, {sizes[0] / 2e6:.2f} MB in bf16{added}"
-            yield f"per request and {layer.kind} layer: {size}"
+    return text + (f"; {drafts} drafts add {records:.2f} MB" if drafts else "")
 
 
 def _why(selection: Selection, role: Role) -> str:

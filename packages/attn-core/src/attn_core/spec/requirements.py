@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from attn_core.errors import UsageError
 from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
@@ -27,16 +27,27 @@ def check_layer(layer: Any, name: str) -> None:
         raise UsageError(f"{name}: logit_cap {cap!r} (expected a number above 0; None is off)")
 
 
+class StateBytes(NamedTuple):
+    """What a request takes in one linear layer, in bytes.
+
+    state: in float32. conv: the last inputs of the short convolution. records: what drafts leave.
+    """
+
+    state: int
+    conv: int
+    records: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerRequirements:
     """The needs of one group of equal attention layers; None means unknown and constrains nothing.
 
     Head counts are those of one tensor-parallel rank. For "mla" and "dsa", `head_dim` is latent +
     rope (512 + 64) and `v_head_dim` the latent. For linear kinds, `head_dim` is K and `v_head_dim`
-    V. `sliding_window` W: a token sees itself and the W-1 tokens before it. None means no window
-    and no cap.
-    Raises UsageError for a window of 0 or -1, for head counts and dims below 1, and if the query
-    heads of a softmax kind are not a multiple of its KV heads.
+    V, and `conv_width` the taps of the short convolution in front. `sliding_window` W: a token sees
+    itself and the W-1 tokens before it. None means no window and no cap.
+    Raises UsageError for a window of 0 or -1, for head counts, dims and taps below 1, and if the
+    query heads of a softmax kind are not a multiple of its KV heads.
     """
 
     kind: Kind = "mha"
@@ -49,9 +60,14 @@ class LayerRequirements:
     sinks: bool = False
     cross: bool = False
     encoder: bool = False
+    conv_width: int | None = None
 
     def __post_init__(self) -> None:
         check_layer(self, f"layers of kind {self.kind}")
+        if self.conv_width is not None and not self.conv_width >= 1:
+            raise UsageError(
+                f"layers of kind {self.kind}: conv_width {self.conv_width!r} (expected 1 or more)"
+            )
         q, kv = self.num_q_heads, self.num_kv_heads
         if self.family == "softmax" and q and kv and q % kv:
             raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
@@ -76,8 +92,8 @@ class LayerRequirements:
     def family(self) -> Family:
         return "linear" if self.kind in LINEAR_KINDS else "softmax"
 
-    def state_bytes(self, num_drafts: int = 0) -> tuple[int, int] | None:
-        """Return the bytes of a request's state in a linear layer, float32, and of its drafts.
+    def state_bytes(self, num_drafts: int = 0, *, dtype: str = "bf16") -> StateBytes | None:
+        """Return what a request and its drafts take in a linear layer of a model in `dtype`.
 
         None for a softmax layer, and where a dim or a head count is unknown.
         """
@@ -86,7 +102,12 @@ class LayerRequirements:
         if self.family == "softmax" or not (k and v and hk and hv):
             return None
         g = hv * k if self.kind == "kda" else hv
-        return 4 * hv * v * k, 4 * num_drafts * (hv * v + hk * k + g)
+        inputs = (2 * hk * k + hv * v) * (4 if dtype == "fp32" else 2) if self.conv_width else 0
+        return StateBytes(
+            state=4 * hv * v * k,
+            conv=((self.conv_width or 1) - 1) * inputs,
+            records=num_drafts * (4 * (hv * v + hk * k + g) + inputs),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

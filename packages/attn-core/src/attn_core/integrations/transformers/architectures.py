@@ -11,7 +11,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.transformers.linear_modules import is_linear, linear_layer
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
 
 _N = TypeVar("_N", int, float)
 
@@ -20,7 +22,9 @@ _N = TypeVar("_N", int, float)
 SUPPORTED: frozenset[str] = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"),
-        *("deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen2_vl"),
+        *("deepseek_v3", "qwen2_vl"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "kimi_linear",
     }
 )
 
@@ -30,14 +34,15 @@ class ModelAttention:
     """The attention of a model: each layer as attn-core sees it, and the module that calls it.
 
     layers: those with keys and values in the cache; layer_id is the cache layer. Layers with a
-    window lie in the view "window", the others in "full". latent: they are MLA, absorbed. linear:
-    there are linear layers beside them, which the model runs itself. vision: its vision tower.
+    window lie in the view "window", the others in "full". latent: they are MLA, absorbed.
+    linear_layers: those with a state instead. vision_layers: those of the vision tower.
     """
 
     layers: tuple[AttentionLayer, ...]
     modules: tuple[nn.Module, ...]
     latent: bool
-    linear: bool
+    linear_layers: tuple[LinearLayer, ...] = ()
+    linear_modules: tuple[Any, ...] = ()
     vision_layers: tuple[AttentionLayer, ...] = ()
     vision_modules: tuple[nn.Module, ...] = ()
 
@@ -66,22 +71,23 @@ def read_attention(model: Any) -> ModelAttention:
         for i, x in caches.items()
         if i not in linear
     }
-    by_layer = {
-        m.layer_idx: m
-        for m in model.get_decoder().modules()
-        if hasattr(m, "layer_idx") and hasattr(m, "scaling")
-    }
-    if by_layer.keys() != windows.keys():
+    modules = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx")]
+    by_layer = {m.layer_idx: m for m in modules if hasattr(m, "scaling")}
+    linear_by_layer = {m.layer_idx: m for m in modules if is_linear(m)}
+    if by_layer.keys() != windows.keys() or linear_by_layer.keys() != linear or not windows:
         raise UnsupportedError(
-            f"{type(model).__name__} has attention layers {sorted(by_layer)} for a cache with keys "
-            f"and values in layers {sorted(windows)}; attn-core needs one cache layer for each"
+            f"{type(model).__name__} has attention layers {sorted(by_layer)} and linear layers "
+            f"{sorted(linear_by_layer)}, for a cache with keys and values in layers "
+            f"{sorted(windows)} and states in {sorted(linear)}; attn-core needs one cache layer "
+            "for each, and one with keys and values"
         )
     tower = _vision_modules(model)
     return ModelAttention(
         layers=tuple(_layer(i, by_layer[i], text, window) for i, window in windows.items()),
         modules=tuple(by_layer[i] for i in windows),
         latent=any(_is_latent(m) for m in by_layer.values()),
-        linear=bool(linear),
+        linear_layers=tuple(linear_layer(i, linear_by_layer[i]) for i in sorted(linear)),
+        linear_modules=tuple(linear_by_layer[i] for i in sorted(linear)),
         vision_layers=tuple(_vision_layer(i, m) for i, m in enumerate(tower)),
         vision_modules=tower,
     )

@@ -35,13 +35,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
     values are the latent and the rotated key.
     """
 
-    is_croppable = True
     supports_early_init = False
 
     def __init__(self, requests: Sequences, layer: AttentionLayer, *, latent: bool) -> None:
         super().__init__()
         self.requests, self.layer, self.latent = requests, layer, latent
         self.is_sliding = layer.sliding_window is not None
+        self.is_croppable = requests.can_crop
         self._leads = layer.layer_id == requests.first_layer_id
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -51,11 +51,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Hand new keys and values on, tagged with this layer; the attention writes them."""
-        if not self.requests.in_pass:
-            raise UnsupportedError(
-                "a paged cache outside the model that it was made for, or after disable(); start a "
-                "new cache (past_key_values=None)"
-            )
+        _ = self.requests.current  # refused outside of a pass
         keys = key_states.view_as(key_states)
         setattr(keys, _TAG, self)
         return keys, value_states
@@ -163,7 +159,7 @@ def attention(
     if torch.compiler.is_compiling():
         out = compiled.attend(query, key, new_values, x, paged.requests.pool)
     else:
-        out = paged.requests.attend(query, key, new_values, x)
+        out = paged.requests.current.attend(query, key, new_values, x)
     return mla.project(module, out) if paged.latent else out, None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -28,8 +29,15 @@ def eager(function: _F) -> _F:
 def attend(
     query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer, pool: int
 ) -> Tensor:
-    """Attend as Sequences.attend, in one operator; pool: the number of the model's PagedCache."""
+    """Attend as Pass.attend, in one operator; pool: the number of the model's PagedCache."""
     b, hq, t, _ = query.shape
     out = query.new_empty(b, t, hq, layer.v_head_dim)
     torch.ops.attn_core.attention(out, query, key, value, pool, layer.layer_id)
+    return out
+
+
+def attend_linear(qkv: Tensor, f: Tensor, b: Tensor, layer: LinearLayer, pool: int) -> Tensor:
+    """Run a linear layer as Pass.attend_linear, convolution included, in one operator."""
+    out = qkv.new_empty(*qkv.shape[:2], layer.num_v_heads, layer.head_v_dim)
+    torch.ops.attn_core.attention(out, qkv, f, b, pool, layer.layer_id)
     return out

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import UnsupportedError, UsageError
-from attn_core.integrations.transformers import mla, vision
+from attn_core.integrations.transformers import linear, mla, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import (
     NAME,
@@ -23,7 +23,8 @@ from attn_core.integrations.transformers.attention import (
     register,
 )
 from attn_core.integrations.transformers.compiled import between, eager
-from attn_core.integrations.transformers.inference import no_backward
+from attn_core.integrations.transformers.inference import no_backward, refuse_arguments
+from attn_core.integrations.transformers.linear_modules import refuse_changes
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.select import DTYPES, select_for
 from attn_core.integrations.transformers.sequences import Sequences
@@ -49,10 +50,11 @@ def enable(
     selection: None selects for the model's config, dtype and device, with the other arguments.
     num_pages: pages of each view ("full", "window") or of all alike, including the dummy page 0;
     None grows on demand.
-    After each pass, layers with a window free the pages before it. A vision tower runs through the
-    selected encoder backend, linear attention layers in the model's own code. A backward pass
-    raises. Threads may share the model, each with its own cache; their passes take turns.
-    torch.compile compiles the whole decoder, with each attention as one operator.
+    After each pass, layers with a window free the pages before it. Linear layers have a slot with a
+    state per request; slots grow on demand. A vision tower runs through the selected encoder
+    backend. A backward pass raises. Threads may share the model, each with its own cache; their
+    passes take turns. torch.compile compiles the whole decoder, with each attention as one
+    operator.
 
     Returns the handle, also a context manager: disable() restores the model. Raises
     UnsupportedError for an unsupported model, UsageError, and what select() raises.
@@ -77,12 +79,6 @@ def enable(
     elif page_size is not None or kv_cache_dtype != "auto" or overrides is not None:
         raise UsageError(
             "page_size, kv_cache_dtype and overrides belong to the selection; give those or one"
-        )
-    linear = [c.backend for role, c in selection.roles.items() if role.startswith("linear")]
-    if linear:
-        raise UnsupportedError(
-            f"the selection names backends for linear layers ({linear[0]}), which run in the "
-            "model's own code here; use select_for()"
         )
     dtype = DTYPES[model.dtype]
     memory = PagedCache(
@@ -124,6 +120,9 @@ class Engine:
         )
         if attention.latent:
             mla.keep_latent(attention.modules)
+        linear.attach(attention.linear_modules)
+        if memory.states is not None and memory.states.can_verify:
+            vars(model)["_is_stateful"] = False  # assisted generation is refused where it is set
 
         @functools.wraps(self._forward)  # its signature is read by others
         @between
@@ -171,8 +170,19 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Size of the pool in bytes now."""
+        """Size of the pool of keys and values in bytes now."""
         return self._memory.pool.nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the states of linear layers in bytes now, 0 without such layers."""
+        return 0 if self._memory.states is None else self._memory.states.nbytes
+
+    @property
+    def num_states(self) -> int:
+        """Slots of states that requests hold."""
+        with self._memory.lock:
+            return 0 if self._memory.states is None else self._memory.states.num_held
 
     def disable(self) -> None:
         """Restore the model; caches made in the meantime become unusable."""
@@ -183,6 +193,8 @@ class Engine:
             self._model.set_attn_implementation(self._before)
             vision.detach(self._attention)
             mla.expand_again(self._attention.modules)
+            linear.detach(self._attention.linear_modules)
+            vars(self._model).pop("_is_stateful", None)
             del self._decoder.forward
             if self._replaced is not None:
                 self._decoder.forward = self._replaced
@@ -205,11 +217,12 @@ class Engine:
     @eager
     def _begin(self, arguments: dict[str, Any]) -> _Call | None:
         """Plan the pass that a call of the decoder is; None where it has no tokens."""
-        self._refuse(arguments)
+        refuse_arguments(self._decoder, arguments)
         ids = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if ids is None else ids
         if tokens is None:
             return None
+        refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
         config, cache = self._decoder.config, arguments.get("past_key_values")
         use_cache = arguments.get("use_cache")
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
@@ -235,23 +248,6 @@ class Engine:
         if call.is_new:
             call.requests.release()
 
-    def _refuse(self, arguments: dict[str, Any]) -> None:
-        config, embeds = self._decoder.config, arguments.get("inputs_embeds")
-        if self._decoder.training:
-            raise UnsupportedError("a model in training mode; attn-core is for inference: eval()")
-        trains = embeds is not None and embeds.is_leaf and embeds.requires_grad
-        if trains and torch.is_grad_enabled():
-            raise UnsupportedError(
-                "inputs_embeds that require gradients; attn-core does inference only: run under "
-                "torch.no_grad(), or disable() attn-core for this call"
-            )
-        output_attentions = arguments.get("output_attentions")
-        if config.output_attentions if output_attentions is None else output_attentions:
-            raise UnsupportedError(
-                "output_attentions: paged backends do not keep attention weights; "
-                "disable() attn-core for this call"
-            )
-
     def _adopt(self, cache: Any) -> Sequences:
         """Return the requests of a cache, after giving an empty one paged layers."""
         layers = getattr(cache, "layers", ())
@@ -276,8 +272,10 @@ class Engine:
         if any(getattr(x, "record_past", False) for x in layers):
             requests.keep_past()
         layers = list(layers or DynamicCache(config=self._decoder.config).layers)
-        for x in self._memory.layers:  # linear layers stay as they are
+        for x in self._memory.layers:
             layers[x.layer_id] = PagedLayer(requests, x, latent=self._memory.latent)
+        for y in self._memory.linear_layers:
+            layers[y.layer_id] = linear.StateLayer(requests, y)
         cache.layers, cache.layer_class_to_replicate = layers, None
         return requests
 

@@ -1,4 +1,4 @@
-"""Refuse a backward pass through attn-core, which would otherwise give no gradients."""
+"""Refuse what is not inference: training, gradients and attention weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ from torch import Tensor
 from attn_core.errors import UnsupportedError
 
 _T = TypeVar("_T")
+
+
+def refuse_arguments(decoder: Any, arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a call of the decoder that asks for more than inference."""
+    config, embeds = decoder.config, arguments.get("inputs_embeds")
+    if decoder.training:
+        raise UnsupportedError("a model in training mode; attn-core is for inference: eval()")
+    trains = embeds is not None and embeds.is_leaf and embeds.requires_grad
+    if trains and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "inputs_embeds that require gradients; attn-core does inference only: run under "
+            "torch.no_grad(), or disable() attn-core for this call"
+        )
+    output_attentions = arguments.get("output_attentions")
+    if config.output_attentions if output_attentions is None else output_attentions:
+        raise UnsupportedError(
+            "output_attentions: paged backends do not keep attention weights; "
+            "disable() attn-core for this call"
+        )
 
 
 def no_backward(output: _T, *sources: Tensor) -> _T:

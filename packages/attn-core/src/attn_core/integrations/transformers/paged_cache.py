@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from attn_core.cache.page_table import num_pages_for
 from attn_core.cache.pool import KVPool
 from attn_core.errors import OutOfPagesError, UsageError
 from attn_core.integrations.transformers.architectures import ModelAttention
+from attn_core.integrations.transformers.passes import Pass
+from attn_core.integrations.transformers.states import States
 from attn_core.ops.kv import copy_slots
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.dispatcher import HybridDispatcher
-from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.torch_ops import numbered
 from attn_core.selection.result import Selection
 
@@ -60,11 +61,8 @@ class PagedCache:
                 f"the selection is for {', '.join(sorted(chosen))}, the model is {kind}"
             )
         self.selection, self.device, self.page_size = selection, device, selection.page_size
-        self.layers, self.latent, self.linear = (
-            attention.layers,
-            attention.latent,
-            attention.linear,
-        )
+        self.layers, self.linear_layers = attention.layers, attention.linear_layers
+        self.latent = attention.latent
         self.windows: dict[str, int | None] = {}
         for x in self.layers:
             known = self.windows.get(x.view)
@@ -76,8 +74,11 @@ class PagedCache:
         self._grows = num_pages is None
         self.number = numbered(self)  # by which a compiled model finds this
         self._by_id = {x.layer_id: x for x in self.layers}
-        self.attends: Callable[[Tensor, Tensor, Tensor | None, AttentionLayer], Tensor] | None
-        self.attends = None  # the requests whose pass it is
+        self._linear_by_id = {
+            x.layer_id: (x, m.conv1d)
+            for x, m in zip(self.linear_layers, attention.linear_modules, strict=True)
+        }
+        self.running: Pass | None = None
         sizes = _sizes(self.windows, num_pages)
         self.pool = self._pool(sizes)  # first: a number that is too large for the memory ends here
         self.pages = {view: PageAllocator(n, self.page_size) for view, n in sizes.items()}
@@ -88,14 +89,26 @@ class PagedCache:
             self.pool,
             vision_layers=attention.vision_layers,
         )
+        self.states: States | None = None
+        if self.linear_layers:
+            self.states = States(attention, selection, registry, dtype=dtype, device=device)
+            self.dispatcher.linear = self.states.routes
 
     def attend_into(
         self, out: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int
     ) -> None:
-        """Run a layer of the current pass for a compiled model."""
-        assert self.attends is not None  # update() of the layer's cache
+        """Run a layer of the current pass for a compiled model.
+
+        q, k, v: those of Pass.attend, or qkv, f and b of Pass.attend_linear.
+        """
+        assert self.running is not None  # `current` of the requests
         assert k is not None
-        out.copy_(self.attends(q, k, v, self._by_id[layer_id]))
+        if layer_id in self._by_id:
+            out.copy_(self.running.attend(q, k, v, self._by_id[layer_id]))
+        else:
+            assert v is not None
+            layer, conv = self._linear_by_id[layer_id]
+            out.copy_(self.running.attend_linear(q, k, v, layer, conv))
 
     @property
     def num_held(self) -> int:

@@ -13,12 +13,13 @@ from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.architectures import check_supported
 from attn_core.model_config import requirements_from_config
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.selection.result import Overrides, Selection
+from attn_core.selection.result import Choice, NoBackendError, Overrides, Selection
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, probe_device
+from attn_core.spec.kinds import Role
+from attn_core.spec.requirements import Speculation
 
 DTYPES: Mapping[torch.dtype, str] = {TORCH_DTYPES[name]: name for name in PLAIN_DTYPES}
-_OWN_LINEAR = "the linear attention layers run in the model's own code, not on a selected backend"
 
 
 def select_for(
@@ -34,9 +35,9 @@ def select_for(
     """Select backends for the keys of a model's config.json on this machine.
 
     dtype, device: those of the model's weights.
-    Linear attention layers stay the model's own: linear is None, and the assumptions say so. Raises
-    UnsupportedError for an unsupported architecture or device or a linear backend requested by
-    name, and what select() raises.
+    With linear layers, linear_verify takes tokens back in assisted generation; it is absent if no
+    backend can. Raises UnsupportedError for an unsupported architecture or device, and what
+    select() raises.
     """
     check_supported(config)
     if dtype not in DTYPES:
@@ -49,16 +50,27 @@ def select_for(
         page_size=page_size,
     )
     registry = registry or load_plugins()
-    here = _device(device)
-    chosen = select(needs, here, registry, registry.installed_libraries(), overrides)
-    o = overrides or Overrides()
-    named = o.linear_attn_backend or o.linear_attn_prefill_backend or o.linear_attn_decode_backend
-    if named is not None:
-        raise UnsupportedError(f"--linear-attn-backend {named}: {_OWN_LINEAR}; leave it out")
-    softmax = {role: c for role, c in chosen.roles.items() if not role.startswith("linear")}
-    if len(softmax) == len(chosen.roles):
+    here, libraries = _device(device), registry.installed_libraries()
+    chosen = select(needs, here, registry, libraries, overrides)
+    if "linear_decode" not in chosen.roles:
         return chosen
-    return replace(chosen, roles=softmax, assumptions=(*chosen.assumptions, _OWN_LINEAR))
+    # Softmax layers run drafts as an extend, so that only the linear ones need a verifier.
+    linear = replace(needs, layers=needs.linear_layers, vision=None, speculation=Speculation())
+    o = overrides or Overrides()
+    own = Overrides(
+        linear_attn_backend=o.linear_attn_backend,
+        linear_attn_prefill_backend=o.linear_attn_prefill_backend,
+        linear_attn_decode_backend=o.linear_attn_decode_backend,
+        prefer=o.prefer,
+        allow=o.allow,
+        deny=o.deny,
+    )
+    try:
+        verifier = select(linear, here, registry, libraries, own, advise=False)
+    except NoBackendError:
+        return chosen
+    roles: dict[Role, Choice] = {**chosen.roles, "linear_verify": verifier.roles["linear_verify"]}
+    return replace(chosen, roles=roles)
 
 
 def _device(device: torch.device) -> Device:

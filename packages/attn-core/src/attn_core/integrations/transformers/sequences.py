@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,28 +12,17 @@ from torch import Tensor
 from attn_core.cache.page_table import num_pages_for, pad_page_table
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.integrations.transformers.paged_cache import PagedCache
-from attn_core.runtime.backend import Metadata
+from attn_core.integrations.transformers.passes import Pass
+from attn_core.integrations.transformers.request_states import RequestStates
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
-from attn_core.runtime.layer import AttentionLayer
 
 _NUMBERS = itertools.count(1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """One forward pass: planned once, used by every layer."""
-
-    batch: ForwardBatch | None  # None: nothing but padding
-    metadata: Metadata
-    real: Tensor | None  # int64 [N]: the real ones among the B · T tokens, None where all are
-    lens: list[int]
-    seen: Tensor
 
 
 class Sequences:
     """The rows of one cache, each a request; padding is no part of any.
 
-    Pages go back when the requests are released or garbage, whichever is first.
+    Pages and states go back when the requests are released or garbage, whichever is first.
     """
 
     def __init__(self, memory: PagedCache) -> None:
@@ -43,8 +31,11 @@ class Sequences:
         self._keys: list[str] = []  # the allocator's name of each row; changed in place only
         self._lens: list[int] = []
         self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns] on the host, True = real
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._keeps_past = False  # pages behind the window stay until the next crop
+        self._states = (
+            None if memory.states is None else RequestStates(memory.states, memory.dispatcher)
+        )
         self._broken = False
         weakref.finalize(self, memory.dropped.append, self._keys).atexit = False
 
@@ -58,9 +49,14 @@ class Sequences:
         return len(self._keys)
 
     @property
-    def in_pass(self) -> bool:
-        """Whether the enabled model is in the middle of a forward pass over these requests."""
-        return self._pass is not None
+    def current(self) -> Pass:
+        """The forward pass of the enabled model over these requests. Raises UnsupportedError."""
+        if self._pass is None:
+            raise UnsupportedError(
+                "a paged cache outside the model that it was made for, or after disable(); start a "
+                "new cache (past_key_values=None)"
+            )
+        return self._pass
 
     @property
     def pool(self) -> int:
@@ -81,13 +77,27 @@ class Sequences:
         return f"request {next(_NUMBERS)}"  # a text, because messages name it
 
     def release(self) -> None:
-        """Give all pages back and forget all tokens."""
-        self._memory.release(self._keys)
+        """Give all pages and states back and forget all tokens."""
+        with self._memory.lock:
+            self._memory.release(self._keys)
+            if self._states is not None:
+                self._states.release()
         self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool)
 
+    @property
+    def can_crop(self) -> bool:
+        """Whether a crop is possible after keep_past()."""
+        return self._states is None or self._states.can_go_back
+
     def keep_past(self) -> None:
-        """Keep the pages behind the window until the next crop, so that it may reach behind it."""
+        """Keep pages behind the window, and states, so that the next crop may go back to them.
+
+        Raises UnsupportedError where the backends of linear layers cannot go back.
+        """
         self._keeps_past = True
+        if self._states is not None:
+            with self._memory.lock:
+                self._states.record()
 
     def begin(self, batch_size: int, num_tokens: int, mask: Tensor | None) -> None:
         """Plan a pass of `num_tokens` new columns in each of `batch_size` rows.
@@ -99,9 +109,11 @@ class Sequences:
         memory = self._memory
         if self._broken:
             raise UnsupportedError(
-                "a pass over this cache failed and left the model's linear layers in the middle "
-                "of it; start a new cache"
+                "a pass over this cache failed in the middle of it, when linear layers had "
+                "overwritten their states; start a new cache"
             )
+        if self._states is not None:
+            self._states.abandon()  # a pass that was planned and has not run
         new = self._new_tokens(batch_size, num_tokens, mask)
         if not self._keys:
             self._keys += [self._new_key() for _ in range(batch_size)]
@@ -115,11 +127,11 @@ class Sequences:
         rows = [i for i, n in enumerate(counts) if n]
         tables = self._grow(lens)
         seen = torch.cat([self._seen, new], 1)
-        memory.attends = self.attend
         if not rows:
-            self._pass = _Pass(None, None, None, lens, seen)
+            empty = Pass(memory.dispatcher, None, None, None, (), lens, seen)
+            self._pass = memory.running = empty
             return
-        queries, keys = tuple(counts[i] for i in rows), [lens[i] for i in rows]
+        queries, keys = [counts[i] for i in rows], [lens[i] for i in rows]
         views = {
             view: CacheView.build(
                 page_table=pad_page_table([table[i] for i in rows], device=memory.device),
@@ -131,19 +143,22 @@ class Sequences:
         }
         decodes = num_tokens == 1 and all(self._lens[i] for i in rows)
         positions = [torch.arange(s - n, s) for s, n in zip(keys, queries, strict=True)]
+        starts = [0, *itertools.accumulate(queries)]
+        states = {} if self._states is None else self._states.begin(rows, queries, self._lens)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
-            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32).to(
-                memory.device
-            ),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=memory.device),
             positions=torch.cat(positions).to(memory.device),
             max_q_len=max(queries),
             views=views,
-            query_lens_host=queries,
+            query_lens_host=tuple(queries),
+            **states,
         )
-        metadata = self._memory.dispatcher.init_forward_metadata(batch)
-        real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(self._memory.device)
-        self._pass = _Pass(batch, metadata, real, lens, seen)
+        metadata = memory.dispatcher.init_forward_metadata(batch)
+        real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(memory.device)
+        parts = () if self._states is None else self._states.parts(batch, metadata, real)
+        current = Pass(memory.dispatcher, batch, metadata, real, parts, lens, seen)
+        self._pass = memory.running = current
 
     def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:
         """Give every row room for lens[i] tokens; return the page tables of each view."""
@@ -181,8 +196,10 @@ class Sequences:
     def commit(self) -> None:
         """Count the tokens of the pass as seen."""
         assert self._pass is not None
-        self._lens, self._seen, self._pass = self._pass.lens, self._pass.seen, None
-        self._memory.attends = None
+        self._lens, self._seen = self._pass.lens, self._pass.seen
+        self._pass = self._memory.running = None
+        if self._states is not None:
+            self._states.commit()
         if not self._keeps_past:
             self._trim()
 
@@ -193,41 +210,17 @@ class Sequences:
     def abandon(self) -> None:
         """Forget a pass that failed: what it wrote lies behind every length.
 
-        Linear layers of the model cannot forget: with them these requests end here.
+        States that it has overwritten are lost, and with them these requests end here.
         """
-        self._pass, self._broken = None, self._memory.linear
-        self._memory.attends = None
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer
-    ) -> Tensor:
-        """Write and attend for one layer: [B, H, T, D] each → [B, T, Hq, Dv], padding 0.
-
-        value None: MLA, whose values are part of the keys.
-        """
-        current = self._pass
-        assert current is not None  # update() of the same layer looked
-        b, hq, t, _ = query.shape
-        shape = (b * t, hq, layer.v_head_dim)
-        if current.batch is None:
-            return query.new_zeros(shape).view(b, t, hq, layer.v_head_dim)
-
-        def ragged(x: Tensor) -> Tensor:
-            x = x.transpose(1, 2).flatten(0, 1)
-            return x if current.real is None else x[current.real]
-
-        q, k, v = ragged(query), ragged(key), None if value is None else ragged(value)
-        out = self._memory.dispatcher.forward(q, k, v, layer, current.batch, current.metadata)
-        assert isinstance(out, Tensor)  # no LSE was asked for
-        if current.real is not None:
-            out = out.new_zeros(shape).index_copy_(0, current.real, out)
-        return out.view(b, t, hq, layer.v_head_dim)
+        self._pass = self._memory.running = None
+        if self._states is not None and not self._states.abandon():
+            self._broken = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove columns.
 
-        Raises UnsupportedError for a positive number, and where pages behind a window are needed
-        again that were given back; keep_past() keeps them.
+        Raises UnsupportedError for a positive number, and where pages behind a window or states are
+        needed again that are gone; keep_past() keeps them.
         """
         if tokens_to_remove > 0:
             raise UnsupportedError(
@@ -237,15 +230,25 @@ class Sequences:
         with self._memory.lock:
             if tokens_to_remove and self._keys:
                 seen = self._seen[:, : max(0, self.columns + tokens_to_remove)]
-                self._rebuild(list(range(self.batch_size)), seen.sum(1).tolist())
+                lens: list[int] = seen.sum(1).tolist()
+                if self._states is not None:
+                    self._states.check_crop(self._lens, lens)
+                self._rebuild(list(range(self.batch_size)), lens)
                 self._seen = seen
+            if self._states is not None:
+                self._states.crop(self._lens)
             self._trim()
 
     def choose(self, sources: Sequence[int]) -> None:
         """Let row i go on from what row sources[i] holds; rows may repeat or vanish."""
         with self._memory.lock:
             if self._keys:
-                self._rebuild(sources, [self._lens[i] for i in sources])
+                lens = self._lens
+                if self._states is not None:
+                    self._states.reserve(sources)
+                self._rebuild(sources, [lens[i] for i in sources])
+                if self._states is not None:
+                    self._states.choose(sources, lens)
                 self._seen = self._seen[list(sources)]
 
     def _rebuild(self, sources: Sequence[int], lens: Sequence[int]) -> None:

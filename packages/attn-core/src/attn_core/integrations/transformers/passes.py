@@ -1,0 +1,113 @@
+"""One forward pass over the requests of a cache: how the tokens of a layer go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attn_core.ops.conv import conv_decode, conv_extend, conv_verify
+from attn_core.runtime.backend import Metadata
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.linear import LinearLayer
+
+_CONVOLUTIONS: Mapping[ForwardMode, Callable[..., Tensor]] = {
+    ForwardMode.EXTEND: conv_extend,
+    ForwardMode.DECODE: conv_decode,
+    ForwardMode.TARGET_VERIFY: conv_verify,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Tokens of a pass that linear layers run as one batch.
+
+    index: int64 [N], which of the B · T tokens they are; None means all of them.
+    """
+
+    batch: ForwardBatch
+    metadata: Metadata
+    index: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One forward pass: planned once, used by every layer.
+
+    batch: what softmax layers run; None if there is nothing but padding.
+    real: int64 [N], which of the B · T tokens are no padding; None means all of them.
+    parts: what linear layers run, one part after another.
+    lens, seen: what the requests hold after the pass, as in Sequences.
+    """
+
+    dispatcher: HybridDispatcher
+    batch: ForwardBatch | None
+    metadata: Metadata
+    real: Tensor | None
+    parts: tuple[Part, ...]
+    lens: list[int]
+    seen: Tensor
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer
+    ) -> Tensor:
+        """Write and attend for one layer: [B, H, T, D] each → [B, T, Hq, Dv], padding 0.
+
+        value None: MLA, whose values are part of the keys.
+        """
+        b, hq, t, _ = query.shape
+        shape = (b * t, hq, layer.v_head_dim)
+        if self.batch is None:
+            return query.new_zeros(shape).view(b, t, hq, layer.v_head_dim)
+
+        def ragged(x: Tensor) -> Tensor:
+            x = x.transpose(1, 2).flatten(0, 1)
+            return x if self.real is None else x[self.real]
+
+        q, k, v = ragged(query), ragged(key), None if value is None else ragged(value)
+        out = self.dispatcher.forward(q, k, v, layer, self.batch, self.metadata)
+        assert isinstance(out, Tensor)  # no LSE was asked for
+        if self.real is not None:
+            out = out.new_zeros(shape).index_copy_(0, self.real, out)
+        return out.view(b, t, hq, layer.v_head_dim)
+
+    def attend_linear(
+        self, qkv: Tensor, f: Tensor, b: Tensor, layer: LinearLayer, conv: nn.Conv1d
+    ) -> Tensor:
+        """Convolve qkv [B, T, channels] and run one linear layer → [B, T, Hv, V], padding 0.
+
+        f [B, T, Hv] or [B, T, Hv, K] and b [B, T, Hv] are the raw gates.
+        """
+        shape = (*qkv.shape[:2], layer.num_v_heads, layer.head_v_dim)
+        out: Tensor | None = None
+        for part in self.parts:
+            x, raw_g, raw_beta = (
+                y.flatten(0, 1) if part.index is None else y.flatten(0, 1)[part.index]
+                for y in (qkv, f, b)
+            )
+            q, k, v = self._convolved(x, layer, conv, part.batch)
+            result = self.dispatcher.forward_linear(
+                q, k, v, raw_g, raw_beta, layer, part.batch, part.metadata
+            )
+            if part.index is None:  # it is the only part
+                return result.view(shape)
+            out = result.new_zeros(shape) if out is None else out
+            out.flatten(0, 1).index_copy_(0, part.index, result)
+        return qkv.new_zeros(shape) if out is None else out
+
+    def _convolved(
+        self, x: Tensor, layer: LinearLayer, conv: nn.Conv1d, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and k [N, Hk, K] and v [N, Hv, V] of x [N, channels]."""
+        assert self.dispatcher.linear is not None
+        states, weight = self.dispatcher.linear.states, conv.weight.squeeze(1)
+        convolve = _CONVOLUTIONS[batch.forward_mode]
+        x = convolve(x, weight, conv.bias, states.layer(layer.layer_id), batch)
+        heads, dim = layer.num_k_heads, layer.head_k_dim
+        keys, values = 2 * heads * dim, (layer.num_v_heads, layer.head_v_dim)
+        q, k = torch.unflatten(x[:, :keys], 1, (2, heads, dim)).unbind(1)
+        return q, k, torch.unflatten(x[:, keys:], 1, values)
