@@ -82,7 +82,8 @@ def inputs(layer, tokens, *, decay=1.0, hard=False, dtype=torch.float32):
 
 
 def make_pool(*layers, slots=8, **changes):
-    """Return a pool of random states."""
+    """Return a pool of random states on the default device."""
+    changes.setdefault("device", torch.get_default_device())
     pool = StatePool(layers, num_slots=slots, **changes)
     pool.states.state.normal_()
     return pool

@@ -1,8 +1,8 @@
 """Decode and verify: few tokens of each request, which read every state once.
 
 A state is [V, K] per head, and its rows do not depend on each other: a program has a tile of rows.
-Time is spent on reading and writing states. They are read once a pass, so they are marked to leave
-the L2 cache first.
+Time is spent on reading and writing states. They bear no hints of eviction: marked to leave the L2
+cache first, they took 3 to 5 % longer on an H200.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -39,9 +39,9 @@ def load_state(states, slots, b, slot, at, C: tl.constexpr):
     source = states.ptr + slot * states.slot_stride + at
     if C.FRESH:
         known = tl.load(slots.fresh + b) == 0
-        S = tl.load(source, mask=known, other=0.0, eviction_policy="evict_first")
+        S = tl.load(source, mask=known, other=0.0)
     else:
-        S = tl.load(source, eviction_policy="evict_first")
+        S = tl.load(source)
     return S.to(tl.float32)
 
 
@@ -50,7 +50,7 @@ def store_state(states, slot, at, S):
     """Write a tile of a state, unless the slot is -1."""
     if slot >= 0:
         target = states.ptr + slot * states.slot_stride + at
-        tl.store(target, S.to(states.ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(target, S.to(states.ptr.dtype.element_ty))
 
 
 @triton.jit

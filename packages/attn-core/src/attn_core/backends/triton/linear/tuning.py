@@ -31,8 +31,7 @@ def _tile(rows: int, v_dim: int, k_dim: int, least: int = 8) -> int:
 @cache
 def decode_launch(arch: str, v_dim: int, k_dim: int) -> Launch:
     """Choose for decode_states. A tile of one warp needs no barrier."""
-    rows = 8 if arch in ("sm100", "sm103") else 16  # there 16 spill
-    return Launch(rows=_tile(rows, v_dim, k_dim), warps=1)
+    return Launch(rows=_tile(8, v_dim, k_dim), warps=1)
 
 
 @cache
