@@ -260,6 +260,21 @@ def test_a_captured_pass_reads_the_slots_of_its_replay(mode, separate):
             runner.replay(out, *some)
 
 
+def test_a_replay_with_checkpoints_is_refused():
+    """Else the slots would keep what they held, as the state after a prefix."""
+    settings = dataclasses.replace(CONFIG, layers=LAYERS[:1])
+    softmax = dict.fromkeys(("prefill", "decode"), Recorder(settings))
+    dispatcher = HybridDispatcher(softmax, caches(), linear(cuda_graph="uniform"))
+    runner = GraphRunner(dispatcher, batch_sizes=[1], max_seq_len=16, max_query_len=2)
+    runner.capture(M.EXTEND, lambda batch, metadata: None, query_len=2)
+    batch = make_batch(M.EXTEND, [2], (3,))
+    assert runner.fits(batch)
+    saved = dataclasses.replace(batch, checkpoint_slots=int32(6))
+    assert not runner.fits(saved)
+    with pytest.raises(UnsupportedError, match="checkpoint_slots are not captured: a captured pa"):
+        runner.replay(saved)
+
+
 def test_a_linear_row_without_graphs_is_not_captured():
     dispatcher, _ = serving()
     runner = GraphRunner(dispatcher, batch_sizes=[1], max_seq_len=16)

@@ -155,6 +155,7 @@ def test_a_named_model_needs_exactly_these_layers(name):
         ("deepseek-v3", ["auto_map"]),
         ("phi-3.5-mini", ["sliding_window 262144 is not below the context of 131072", "auto_map"]),
         ("llama-4-scout", ["chunk of 8192"]),
+        ("jet-nemotron-2b", ["auto_map", "jet layers are gated delta rule layers (gdn)"]),
         ("t5-base", ["no dtype: bf16", "relative position bias"]),
         ("llava-1.5-7b", ["defaults of llama: num_attention_heads 32, hidden_size 4096"]),
     ],

@@ -66,7 +66,9 @@ def warmup_command(
         on = torch_device(inputs.device)
         start = time.perf_counter()
         dispatcher = create(selection, inputs.requirements, registry, on, max_bs=max_bs)
-        names = dict.fromkeys(b.config.name for b in dispatcher.routes.values())
+        linear = dispatcher.linear.routes if dispatcher.linear else {}
+        routes = (*dispatcher.routes.values(), *linear.values())
+        names = dict.fromkeys(b.config.name for b in routes)
         created = Warmed(", ".join(names), "create", time.perf_counter() - start)
         warmed = [created, *warmup(dispatcher, max_bs=max_bs, step=step)]
     if json:
@@ -76,8 +78,6 @@ def warmup_command(
     print_table(["backend", "pass", "seconds"], rows, title=f"warmed up on {inputs.device}")
     total = sum(w.seconds for w in warmed)
     console().print(f"\n{len(warmed) - 1} passes in {total:.1f} s, creation included")
-    if inputs.requirements.linear_layers:
-        console().print("linear attention layers are not warmed up")
 
 
 def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
@@ -88,12 +88,22 @@ def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
         tokens = max(TOKENS, max_bs) * heads * width
         pages = 2 * page_size * (x.num_kv_heads or heads) * width
         size = 4 * (tokens + pages + heads * TOKENS * KEYS)  # fp32, scores included
-        if size > MAX_BYTES:
-            raise UsageError(
-                f"a warm-up of {heads} query heads, head_dim {d}, page size {page_size} and "
-                f"--max-bs {max_bs} takes about {size / 1e9:.0f} GB (at most "
-                f"{MAX_BYTES / 1e9:.0f}); give smaller ones, or --tp for one rank's share"
-            )
+        what = f"{heads} query heads, head_dim {d}, page size {page_size}"
+        _refuse_size(size, f"{what} and --max-bs {max_bs}")
+    drafts = needs.speculation.num_draft_tokens if needs.speculation else 0
+    for x in needs.linear_layers:
+        state, records = x.state_bytes(drafts) or (0, 0)
+        tokens = max(TOKENS, max_bs) * (x.state_bytes(1) or (0, 0))[1]
+        what = f"{x.num_kv_heads} value heads, head_dim {x.head_dim}, {drafts} drafts"
+        _refuse_size(2 * (state + records + tokens), f"{what} and --max-bs {max_bs}")
+
+
+def _refuse_size(size: int, what: str) -> None:
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"a warm-up of {what} takes about {size / 1e9:.0f} GB (at most "
+            f"{MAX_BYTES / 1e9:.0f}); give smaller ones, or --tp for one rank's share"
+        )
 
 
 def _must_be_here(inputs: SelectionInputs, here: Device) -> None:

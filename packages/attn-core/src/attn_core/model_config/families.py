@@ -164,6 +164,10 @@ NOT_APPLIED: Mapping[str, str] = {
     ),
     "audio_config": "the audio tower is left to the model",
     "hybrid_override_pattern": "Mamba layers carry no attention: they are left to the model",
+    "efficient_attention_config.jet": (
+        "jet layers are gated delta rule layers (gdn); their convolution, whose weights depend on "
+        "the tokens, is left to the model"
+    ),
     "local_attention": "local_attention is not applied: local encoder layers are taken as global",
 }
 

@@ -191,6 +191,8 @@ class StaticBatch:
         if (batch.state_slots is None) != (self.batch.state_slots is None):
             absent = batch.state_slots is None
             return "the batch has no state_slots" if absent else "state_slots are not captured"
+        if batch.checkpoint_slots is not None:
+            return "checkpoint_slots are not captured: a captured pass writes no checkpoints"
         if batch.state_slots_out is not None and self.batch.state_slots_out is None:
             return "state_slots_out are not captured: the backend writes where it has read"
         return None

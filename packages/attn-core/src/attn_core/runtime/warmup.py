@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.warmup_linear import create_states, linear_passes, no_slots
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
 from attn_core.spec.requirements import LayerRequirements, Requirements
@@ -37,8 +39,8 @@ class Warmed:
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
+    backend: str
     what: str
-    role: Role
     run: Callable[[], None]
 
 
@@ -53,8 +55,9 @@ def warmup(
     These are prefill with and without a prefix, a mixed batch, and decode of one and of max_bs
     requests; verify and drafts if the dispatcher has backends for them; and attention without a
     cache for encoders, MLA and the vision tower. All except causal passes without a cache run at
-    three lengths, because backends choose kernels by length. Layers that share a plan and its
-    options run once. Only page 0 of the pool is written.
+    three lengths, because backends choose kernels by length. Linear layers run their prefill,
+    decode, verify and commit. Layers that share a plan and its options run once. Only page 0 of the
+    pool is written, and no state.
     step(backend, pass, number of passes) is called before each pass.
     Raises what the dispatcher raises; BackendRunError names the backend and the pass.
     """
@@ -62,12 +65,11 @@ def warmup(
     passes = list(_passes(dispatcher, max_bs))
     with torch.no_grad():
         for one in passes:
-            name = dispatcher.backend(one.role).config.name
-            step(name, one.what, len(passes))
+            step(one.backend, one.what, len(passes))
             start = time.perf_counter()
             one.run()
             _wait(dispatcher.caches.device)
-            warmed.append(Warmed(name, one.what, time.perf_counter() - start))
+            warmed.append(Warmed(one.backend, one.what, time.perf_counter() - start))
     return warmed
 
 
@@ -79,7 +81,7 @@ def create(
     *,
     max_bs: int = 1,
 ) -> HybridDispatcher:
-    """Create the selected backends over a pool of a few pages, only for a warm-up.
+    """Create the selected backends over pools of a few pages and slots, only for a warm-up.
 
     Raises UsageError if head dims or head counts are unknown, and what
     HybridDispatcher.from_selection raises.
@@ -98,12 +100,15 @@ def create(
         kind=kind,
         layout=selection.layout,
     )
+    linear, states = create_states(requirements, device)
     return HybridDispatcher.from_selection(
         selection,
         registry,
         layers,
         pool,
         vision_layers=vision,
+        linear_layers=linear,
+        states=states,
         max_bs=max_bs,
     )
 
@@ -138,6 +143,8 @@ def _passes(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
     yield from _ragged(dispatcher, "prefill")
     if "encode" in dispatcher.routes:
         yield from _ragged(dispatcher, "encode")
+    if dispatcher.linear is not None:
+        yield from starmap(_Pass, linear_passes(dispatcher.linear, max_bs))
 
 
 def _over_the_cache(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
@@ -172,14 +179,15 @@ def _paged(
     spec: SpecInfo | None = None,
 ) -> _Pass:
     """Return a pass over the cache, of every class of layers that has one, at several lengths."""
-    role, pool = ROLE_OF_MODE[mode], dispatcher.caches
+    backend, pool = dispatcher.backend(ROLE_OF_MODE[mode]), dispatcher.caches
+    slots = None if dispatcher.linear is None else no_slots(len(query_lens), pool.device)
 
     def run() -> None:
         for extra in _MORE:
             run_at([n + extra for n in seq_lens])
 
     def run_at(seq_lens: Sequence[int]) -> None:
-        config = dispatcher.backend(role).config
+        config = backend.config
         layers = _cached(config.layers)
         columns = -(-max(*seq_lens, _ROOM) // pool.page_size)
         table = torch.zeros(len(seq_lens), columns, dtype=torch.int32, device=pool.device)
@@ -201,6 +209,7 @@ def _paged(
             page_size=pool.page_size,
             spec=spec,
             views=views,
+            state_slots=slots,
         )
         metadata = dispatcher.init_forward_metadata(batch)
         for layer in layers:
@@ -213,7 +222,7 @@ def _paged(
                 v = _zeros(*tokens, layer.num_kv_heads, layer.v_head_dim)
             dispatcher.forward(q, k, v, layer, batch, metadata)
 
-    return _Pass(what, role, run)
+    return _Pass(backend.config.name, what, run)
 
 
 def _ragged(dispatcher: HybridDispatcher, role: Role) -> Iterator[_Pass]:
@@ -222,15 +231,15 @@ def _ragged(dispatcher: HybridDispatcher, role: Role) -> Iterator[_Pass]:
     for layer in _distinct(config.layers):
         if not (layer.is_causal or layer.is_cross):
             what = "vision" if role == "encode" else "encoder"
-            yield _Pass(what, role, _without_cache(dispatcher, role, layer, causal=False))
+            yield _Pass(config.name, what, _without_cache(dispatcher, role, layer, causal=False))
         elif config.row.chunked_prefix:
             d, dv = _MLA_RAGGED
             heads = layer.num_q_heads
             wide = replace(layer, num_kv_heads=heads, head_dim=d, v_head_dim=dv)
             run = _without_cache(dispatcher, role, wide, causal=True, lse=True)
-            yield _Pass("ragged prefill", role, run)
+            yield _Pass(config.name, "ragged prefill", run)
             run = _without_cache(dispatcher, role, wide, causal=False, lse=True)
-            yield _Pass("chunk of a prefix", role, run)
+            yield _Pass(config.name, "chunk of a prefix", run)
 
 
 def _without_cache(
