@@ -92,10 +92,13 @@ def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
         _refuse_size(size, f"{what} and --max-bs {max_bs}")
     drafts = needs.speculation.num_draft_tokens if needs.speculation else 0
     for x in needs.linear_layers:
-        state, records = x.state_bytes(drafts) or (0, 0)
-        tokens = max(TOKENS, max_bs) * (x.state_bytes(1) or (0, 0))[1]
+        request, token = x.state_bytes(drafts), x.state_bytes(1)
+        if request is None or token is None:
+            continue
+        tokens = max(TOKENS, max_bs) * token.records
         what = f"{x.num_kv_heads} value heads, head_dim {x.head_dim}, {drafts} drafts"
-        _refuse_size(2 * (state + records + tokens), f"{what} and --max-bs {max_bs}")
+        size = 2 * (request.state + request.records + tokens)
+        _refuse_size(size, f"{what} and --max-bs {max_bs}")
 
 
 def _refuse_size(size: int, what: str) -> None:
