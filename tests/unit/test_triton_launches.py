@@ -200,7 +200,7 @@ def test_a_linear_decode_is_given_addresses(name, monkeypatch):
             linear.decode(kept, *draw(layer, 3).raw, state, read, **places)
             grid, given, tensors = launches.pop()
             assert given == addresses(tensors())
-            assert grid == (3 * layer.num_v_heads * layer.head_v_dim // 16, 1, 1)
+            assert grid == (3 * layer.num_v_heads * layer.head_v_dim // 8, 1, 1)
     assert len(kept.launchers) == 2, "one for passes with fresh requests, one for others"
 
 

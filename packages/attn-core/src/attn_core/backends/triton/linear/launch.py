@@ -86,10 +86,11 @@ class LinearArguments:
         return "tf32x3" if dtype == torch.float32 else "tf32"
 
     @cached_property
-    def decode_tiles(self) -> int:
-        """How many programs of decode_states one request has."""
-        common = self.common
-        return common.HV * common.V // decode_launch(self.arch, common.V, common.K).rows
+    def decode_tiles(self) -> dict[torch.dtype, int]:
+        """How many programs decode has for a request, by the dtype of its state."""
+        common, stores = self.common, (torch.float32, torch.bfloat16)
+        rows = {x: decode_launch(self.arch, common.V, common.K, x.itemsize).rows for x in stores}
+        return {store: common.HV * common.V // n for store, n in rows.items()}
 
     def weights_or(self, unread: Tensor) -> Weights:
         """Return the weights of the gate; without one `unread`, any tensor."""
@@ -145,14 +146,14 @@ def decode(
     )  # fmt: skip
     launcher = layer.launchers.get(key)
     if launcher is None:
-        chosen = decode_launch(layer.arch, common.V, common.K)
+        chosen = decode_launch(layer.arch, common.V, common.K, state.dtype.itemsize)
         constants = common._replace(FRESH=fresh is not None)
         launcher = layer.launchers[key] = Launcher(
             decode_states, chosen.rows, constants, num_warps=chosen.warps
         )
     weights = layer.weights
     launcher.launch(
-        (count * layer.decode_tiles, 1, 1),
+        (count * layer.decode_tiles[state.dtype], 1, 1),
         (
             (at_q, at_k, at_v, at_g, at_beta),
             (at_q[0], at_q[0]) if weights is None else weights.addresses(),

@@ -1,10 +1,9 @@
 """Prefill, first kernel, with a decay per key channel: products are Σ_d k_id k_jd exp(G_id - G_jd).
 
 exp(G_i) · exp(-G_j) would overflow. A product is factored at a token r between j and i instead:
-exp(G_i - G_r) · exp(G_r - G_j), neither above 1. r is the end of the first half of the chunk for
-tokens of different halves, and the end of a block of 16 for neighbouring blocks of a half. Within
-a block no such token serves all pairs: there r is its start and the second factor grows, to
-exp(80) at most; where a block decays further, each pair is computed by itself.
+exp(G_i - G_r) · exp(G_r - G_j), neither above 1. The chunk is halved until j and i are apart: r is
+the last token of the half that j is in. Halves of 32 and of 16 tokens are multiplied as [64, 64],
+those of 8, 4, 2 and 1 in blocks of 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,10 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.linear.gates import BOUNDED, head_weights, log_decay, update_rate
-from attn_core.backends.triton.linear.prepare import CHUNK, load_rows, norms, store_solved
+from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.prepare import CHUNK, LOG2_E, load_rows, norms, store_solved
 
-FACTORED_DECAY = tl.constexpr(-80.0)  # exp(80) is far from the ends of float32 and bf16
+
+@triton.jit
+def power(x):
+    """Return exp(x), without the care that tl.exp takes of denormals."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -34,29 +37,58 @@ def flat(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def pairs(row, after, left, ahead, inner, i, dtype: tl.constexpr, C: tl.constexpr):
-    """Return the products [64, 64] of rows with tokens of their block, their half and the first."""
-    x = flat(row, dtype)
-    found = tl.dot(x, tl.trans(left), input_precision=C.PRECISION)
-    own = tl.dot(x, tl.trans(inner), input_precision=C.PRECISION)
-    found = tl.where((i[:, None] // 16) == (i[None, :] // 16), own, found)
+def apart(row, after, left, ahead, i, dtype: tl.constexpr, C: tl.constexpr):
+    """Return the products [64, 64] of rows with tokens of other blocks of 16."""
+    found = tl.dot(flat(row, dtype), tl.trans(left), input_precision=C.PRECISION)
     far = tl.dot(flat(row * after, dtype), tl.trans(ahead), input_precision=C.PRECISION)
     return tl.where((i[:, None] // 32) == (i[None, :] // 32), found, far)
 
 
 @triton.jit
-def exact_blocks(a, k, c):
-    """Return Σ_d a_id k_jd exp(c_id - c_jd) of the pairs i >= j of each block, in [64, 64]."""
+def halved(q, k, c, SIZE: tl.constexpr):
+    """Return q and k of second halves of SIZE tokens, k of first ones, each with its decay.
+
+    q, k, c: [4, 16, D]; c is the sum of log decays since a block's start. The rest is 0.
+    """
+    pairs: tl.constexpr = 32 // SIZE
+    at = tl.arange(0, 2 * SIZE)[None, :, None]
+    dims: tl.constexpr = (pairs, 2 * SIZE, c.shape[2])
+    own = tl.reshape(c, dims)
+    last = tl.sum(tl.where(at == SIZE - 1, own, 0.0), 1)[:, None, :]
+    decay = power(tl.where(at < SIZE, last - own, own - last))
+    second = tl.where(at < SIZE, 0.0, decay)
+    first = tl.reshape(tl.reshape(k, dims) * (decay - second), c.shape)
+    second = tl.reshape(second, c.shape)
+    return q * second, k * second, first
+
+
+@triton.jit
+def within(q, k, c, dtype: tl.constexpr, C: tl.constexpr):
+    """Return the products [4, 16, 16] of k with k and of q with k, of the pairs of each block.
+
+    Those of k with itself have no diagonal.
+    """
     r = tl.arange(0, 16)
-    found = tl.zeros([4, 16, 16], tl.float32)
-    for s in range(16):
-        at = (r == s)[None, :, None]
-        k_s = tl.sum(tl.where(at, k, 0.0), 1)
-        c_s = tl.sum(tl.where(at, c, 0.0), 1)
-        decay = tl.where((r >= s)[None, :, None], c - c_s[:, None, :], -float("inf"))
-        column = tl.sum(a * k_s[:, None, :] * tl.exp(decay), 2)
-        found = tl.where((r == s)[None, None, :], column[:, :, None], found)
-    return tl.reshape(tl.broadcast_to(found[:, :, None, :], (4, 16, 4, 16)), (CHUNK, CHUNK))
+    L = tl.zeros([4, 16, 16], tl.float32)
+    columns = tl.permute(k.to(dtype), (0, 2, 1))
+    P = tl.dot(q.to(dtype), columns, input_precision=C.PRECISION)
+    P = tl.where((r[:, None] == r[None, :])[None, :, :], P, 0.0)
+    for level in tl.static_range(4):
+        q_row, k_row, column = halved(q, k, c, 2**level)
+        column = tl.permute(column.to(dtype), (0, 2, 1))
+        same = (r[:, None] // 2 ** (level + 1)) == (r[None, :] // 2 ** (level + 1))
+        found = tl.dot(k_row.to(dtype), column, input_precision=C.PRECISION)
+        L += tl.where(same[None, :, :], found, 0.0)
+        found = tl.dot(q_row.to(dtype), column, input_precision=C.PRECISION)
+        P += tl.where(same[None, :, :], found, 0.0)
+    return L, P
+
+
+@triton.jit
+def on_diagonal(found, other, i):
+    """Return [64, 64]: blocks [4, 16, 16] on the diagonal, what another matrix has elsewhere."""
+    wide = tl.reshape(tl.broadcast_to(found[:, :, None, :], (4, 16, 4, 16)), (CHUNK, CHUNK))
+    return tl.where((i[:, None] // 16) == (i[None, :] // 16), wide, other)
 
 
 @triton.jit
@@ -69,10 +101,8 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
     first = tl.load(chunks.start + chunk).to(tl.int64)
     i = tl.arange(0, CHUNK)
     inside = i < tl.load(chunks.count + chunk)
-    raw: tl.constexpr = inputs.k.ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float32 if raw == tl.float16 else raw  # float16 ends below exp(80)
+    dtype: tl.constexpr = inputs.k.ptr.dtype.element_ty
     stored: tl.constexpr = work.k_in.dtype.element_ty
-    same = (i[:, None] // 16) == (i[None, :] // 16)
     second = (tl.arange(0, 4) >= 2)[:, None]  # blocks of the second half
     k_norm = tl.full([CHUNK], 1.0, tl.float32)
     q_norm = k_norm * numbers.scale
@@ -82,6 +112,8 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
         q_norm *= norms(load_rows(inputs.q, first, i, h, every, inside), numbers.eps, True)
     L = tl.zeros([CHUNK, CHUNK], tl.float32)
     P = tl.zeros([CHUNK, CHUNK], tl.float32)
+    near_L = tl.zeros([4, 16, 16], tl.float32)
+    near_P = tl.zeros([4, 16, 16], tl.float32)
     for part in range(C.K // COLUMNS):
         d = part * COLUMNS + tl.arange(0, COLUMNS)
         rows = at * (CHUNK * C.K) + i[:, None] * C.K + d[None, :]
@@ -94,39 +126,37 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
         half = tl.sum(tl.where(second, 0.0, block), 0)
         total = tl.sum(block, 0)
         before = tl.cumsum(block, 0) - block  # from the chunk's start to a block's
-        tl.store(work.decay + at * C.K + d, tl.exp(total))
+        tl.store(work.decay + at * C.K + d, power(total))
 
         k = load_rows(inputs.k, first, i, h, d, inside).to(tl.float32)
         k = in_blocks(k * k_norm[:, None])
-        inner = flat(k * tl.exp(-c), dtype)  # inf or NaN where it is not used
-        left = k * tl.exp(block[:, None, :] - c)
-        until = tl.exp(tl.minimum(total[None, :] - before - block, 0.0))[:, None, :]
+        left = k * power(block[:, None, :] - c)
+        until = power(tl.minimum(total[None, :] - before - block, 0.0))[:, None, :]
         tl.store(work.k_out + rows, flat(left * until, stored))
         ahead = tl.minimum(half[None, :] - before - block, 0.0)
-        ahead = tl.exp(tl.where(second, -float("inf"), ahead))[:, None, :]
+        ahead = power(tl.where(second, -float("inf"), ahead))[:, None, :]
         ahead = flat(left * ahead, dtype)
         left = flat(left, dtype)
-        since = tl.exp(before)[:, None, :]
+        since = power(before)[:, None, :]
         after = tl.where(second, tl.minimum(before - half[None, :], 0.0), -float("inf"))
-        after = tl.exp(after)[:, None, :]
+        after = power(after)[:, None, :]
 
         q = load_rows(inputs.q, first, i, h, d, inside).to(tl.float32)
         q = in_blocks(q * q_norm[:, None])
-        k_row = k * tl.exp(c)
+        k_row = k * power(c)
         tl.store(work.k_in + rows, flat(k_row * since, stored))
-        some_L = pairs(k_row, after, left, ahead, inner, i, dtype, C)
-        q_row = q * tl.exp(c)
+        L += apart(k_row, after, left, ahead, i, dtype, C)
+        q_row = q * power(c)
         tl.store(work.q_in + rows, flat(q_row * since, stored))
-        some_P = pairs(q_row, after, left, ahead, inner, i, dtype, C)
-        if C.GATE != BOUNDED:
-            if tl.min(tl.min(block, 1), 0) < FACTORED_DECAY:
-                some_L = tl.where(same, exact_blocks(k, k, c), some_L)
-                some_P = tl.where(same, exact_blocks(q, k, c), some_P)
-        L += some_L
-        P += some_P
+        P += apart(q_row, after, left, ahead, i, dtype, C)
+        near = within(q, k, c, dtype, C)
+        near_L += near[0]
+        near_P += near[1]
+    L = on_diagonal(near_L, L, i)
+    P = on_diagonal(near_P, P, i)
     P = tl.where(i[:, None] >= i[None, :], P, 0.0)
     b_at = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
     beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
     L = tl.where(i[:, None] > i[None, :], L * beta[:, None], 0.0)
-    store_solved(work, at, L, P, beta, i, raw, C)
+    store_solved(work, at, L, P, beta, i, dtype, C)

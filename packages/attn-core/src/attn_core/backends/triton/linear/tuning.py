@@ -29,9 +29,12 @@ def _tile(rows: int, v_dim: int, k_dim: int, least: int = 8) -> int:
 
 
 @cache
-def decode_launch(arch: str, v_dim: int, k_dim: int) -> Launch:
-    """Choose for decode_states. A tile of one warp needs no barrier."""
-    return Launch(rows=_tile(8, v_dim, k_dim), warps=1)
+def decode_launch(arch: str, v_dim: int, k_dim: int, itemsize: int) -> Launch:
+    """Choose for decode_states: one warp, which needs no barrier, with a tile of 4 KiB.
+
+    itemsize: bytes of a number of the state.
+    """
+    return Launch(rows=_tile(32 // itemsize, v_dim, k_dim), warps=1)
 
 
 @cache
