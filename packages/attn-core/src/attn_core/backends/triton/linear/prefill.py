@@ -118,8 +118,13 @@ def prefill(
                 layer.arch, common.K, per_channel=common.PER_CHANNEL, wide=wide
             )
             constants = common._replace(PRECISION=layer.precision(v.dtype))
+            by_product = layer.arch in ("sm90", "sm100", "sm103")
             launcher = layer.launchers[key] = Launcher(
-                *((prepare_kda, prepared.rows) if common.PER_CHANNEL else (prepare_gdn,)),
+                *(
+                    (prepare_kda, prepared.rows)
+                    if common.PER_CHANNEL
+                    else (prepare_gdn, by_product)
+                ),
                 constants,
                 num_warps=prepared.warps,
                 num_stages=prepared.stages,

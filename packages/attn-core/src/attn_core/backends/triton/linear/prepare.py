@@ -50,23 +50,26 @@ def store_solved(work, at, L, P, beta, i, tokens: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
-def products_and_norms(x, k, eps, C: tl.constexpr):
+def products_and_norms(x, k, eps, BY_PRODUCT: tl.constexpr, C: tl.constexpr):
     """Return x · kᵀ [64, 64], and what normalises the rows of x.
 
-    Squares are taken from the diagonal of x · xᵀ: that is cheaper than to widen all rows.
+    BY_PRODUCT: squares are taken from the diagonal of x · xᵀ. With wgmma that is cheaper than to
+    widen all rows; without it takes registers.
     """
-    if C.NORM:
+    if C.NORM and BY_PRODUCT:
         i = tl.arange(0, CHUNK)
         squares = tl.dot(x, tl.trans(x), input_precision=C.PRECISION)
         squares = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1)
         norm = tl.rsqrt(squares + eps)
     else:
-        norm = tl.full([CHUNK], 1.0, tl.float32)
+        norm = norms(x, eps, C.NORM)
     return tl.dot(x, tl.trans(k), input_precision=C.PRECISION), norm
 
 
 @triton.jit
-def prepare_gdn(inputs, weights, numbers, chunks, work, C: tl.constexpr):
+def prepare_gdn(
+    inputs, weights, numbers, chunks, work, BY_PRODUCT: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
     """Prepare a chunk for one value head. Grid: (chunks · HV)."""
     c = tl.program_id(0) // C.HV
     hv = tl.program_id(0) % C.HV
@@ -86,8 +89,8 @@ def prepare_gdn(inputs, weights, numbers, chunks, work, C: tl.constexpr):
     beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
     k = load_rows(inputs.k, first, i, hv // C.GROUP, d, inside)
     q = load_rows(inputs.q, first, i, hv // C.GROUP, d, inside)
-    kk, k_norm = products_and_norms(k, k, numbers.eps, C)
-    qk, q_norm = products_and_norms(q, k, numbers.eps, C)
+    kk, k_norm = products_and_norms(k, k, numbers.eps, BY_PRODUCT, C)
+    qk, q_norm = products_and_norms(q, k, numbers.eps, BY_PRODUCT, C)
     q_norm *= numbers.scale
     f_at = work.factors + at * (3 * CHUNK) + i
     tl.store(f_at, tl.exp(G) * k_norm)
