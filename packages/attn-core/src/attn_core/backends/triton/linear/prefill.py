@@ -21,7 +21,7 @@ from attn_core.backends.triton.linear.operands import (
 from attn_core.backends.triton.linear.prepare import prepare_gdn
 from attn_core.backends.triton.linear.prepare_kda import prepare_kda
 from attn_core.backends.triton.linear.scan import scan_chunks
-from attn_core.backends.triton.linear.tuning import prepare_launch, scan_launch
+from attn_core.backends.triton.linear.tuning import FROM_SHARED, prepare_launch, scan_launch
 from attn_core.ops.triton.launcher import Launcher, alike
 
 CHUNK = 64
@@ -118,14 +118,11 @@ def prefill(
                 layer.arch, common.K, per_channel=common.PER_CHANNEL, wide=wide
             )
             constants = common._replace(PRECISION=layer.precision(v.dtype))
-            by_product = layer.arch in ("sm90", "sm100", "sm103")
+            kernel = prepare_kda if common.PER_CHANNEL else prepare_gdn
+            last = prepared.rows if common.PER_CHANNEL else layer.arch in FROM_SHARED
             launcher = layer.launchers[key] = Launcher(
-                *(
-                    (prepare_kda, prepared.rows)
-                    if common.PER_CHANNEL
-                    else (prepare_gdn, by_product)
-                ),
-                constants,
+                kernel,
+                *(last, constants),
                 num_warps=prepared.warps,
                 num_stages=prepared.stages,
             )

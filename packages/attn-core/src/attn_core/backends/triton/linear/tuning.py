@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+FROM_SHARED = ("sm90", "sm100", "sm103")  # their matrix units read operands from shared memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -58,7 +60,7 @@ def prepare_launch(arch: str, k_dim: int, *, per_channel: bool, wide: bool) -> L
     """
     if not arch.startswith("sm"):
         return Launch(rows=min(32, k_dim), warps=4)
-    new = arch in ("sm90", "sm100", "sm103")
+    new = arch in FROM_SHARED
     if not per_channel:
         return Launch(rows=k_dim, warps=4 if new and not wide else 8)
     return Launch(rows=min(32 if new and not wide else 16, k_dim), warps=8)
