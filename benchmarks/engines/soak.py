@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import OURS
-from benchmarks.engines.soak_requests import Request, Served, Workload, note
+from benchmarks.engines.soak_requests import VOCABULARY, Request, Served, Workload, named, note
 
 ROUNDS = 6  # memory is read after each
 CONCURRENT = 48  # requests at a time
@@ -123,7 +123,7 @@ def regret(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[floa
     """Return how much worse, in logprob, each new token is than the engine's own choice.
 
     The engine computes prompt and answer as one prompt: 0 is what it would have chosen. It is asked
-    for one at a time: of prompts that it cuts into chunks, SGLang may mix up the logprobs.
+    for one at a time, so that no other request changes how its sums are rounded.
     """
     found = []
     for prompt, new in answers:
@@ -136,15 +136,15 @@ def regret(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[floa
         )
         chosen = out["meta_info"]["input_token_logprobs"][len(prompt) :]
         best = out["meta_info"]["input_top_logprobs"][len(prompt) :]
-        named = [token for _, token, *_ in chosen]
-        assert named == new, f"logprobs of {named} for the answer {new} to {len(prompt)} tokens"
+        names = [token for _, token, *_ in chosen]
+        assert names == named(new), f"logprobs of {names} for {new} after {len(prompt)} tokens"
         found += [top[0][0] - own[0] for own, top in zip(chosen, best, strict=True)]
     return found
 
 
 def soak(engine: Any, seed: int, seconds: float, device: str) -> tuple[Served, dict[str, Any]]:
     """Serve for some seconds in rounds: what was served, and memory and flushes after each."""
-    served, workload = Served(), Workload(seed, 16384)
+    served, workload = Served(), Workload(seed, VOCABULARY)
     after: dict[str, Any] = {"memory_mib": [], "flushed": []}
     for _ in range(ROUNDS):
         engine.loop.run_until_complete(serve(engine, workload, seconds / ROUNDS, served))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.engines.soak_requests import VOCABULARY
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -23,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-05,
     "max_position_embeddings": 8192,
-    "vocab_size": 16384,
+    "vocab_size": VOCABULARY,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",

@@ -8,6 +8,7 @@ from typing import Any
 
 ENDS = ("length", "stop", "abort", "cached_tokens", "prompt_tokens", "new_tokens")
 EOS = 2
+VOCABULARY = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,16 @@ class Workload:
 
     def _length(self) -> int:
         return int(self.longest ** self.generator.random())  # as many short as long
+
+
+def named(ids: list[int], vocabulary: int = VOCABULARY) -> list[int]:
+    """Return the names of tokens in SGLang's input_token_logprobs.
+
+    SGLang names the vocabulary's last token 0. It clips what is no token, the hashes of images, one
+    token too early (_process_input_token_logprobs, 0.5.14 to 0.5.17). The logprob is that of the
+    last token itself.
+    """
+    return [token if token < vocabulary - 1 else 0 for token in ids]
 
 
 def note(request: Request, out: dict[str, Any], served: Served) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.engines import soak
 from benchmarks.engines.soak_model import CONFIG, shapes, write_model
-from benchmarks.engines.soak_requests import Request, Served, Workload, note
+from benchmarks.engines.soak_requests import VOCABULARY, Request, Served, Workload, note
 
 
 def answered(reason, ids, **meta):
@@ -60,11 +60,15 @@ def test_an_answer_must_end_as_its_request_asked(request_, out, unexpected):
 
 
 class Scorer:
-    """An engine that would choose token 9 everywhere, by 0.5."""
+    """An engine that would choose token 9 everywhere, by 0.5, and names the last token 0."""
+
+    def name(self, token):
+        return token if token != VOCABULARY - 1 else 0
 
     def generate(self, *, input_ids, **_):
         logprobs = [
-            (None if i == 0 else -1.0 - 0.5 * (t != 9), t, None) for i, t in enumerate(input_ids)
+            (None if i == 0 else -1.0 - 0.5 * (t != 9), self.name(t), None)
+            for i, t in enumerate(input_ids)
         ]
         top = [None] + [[(-1.0, 9, None)]] * (len(input_ids) - 1)
         return {"meta_info": {"input_token_logprobs": logprobs, "input_top_logprobs": top}}
@@ -78,6 +82,15 @@ def test_regret_is_what_a_token_lacks_to_the_first_choice():
         "first_choice": 0.3333,
     }
     assert soak.summary([]) != soak.summary([])  # NaN: no answer is no proof
+
+
+def test_regret_takes_the_name_0_for_the_last_token_alone():
+    assert soak.regret(Scorer(), [([1], [9, VOCABULARY - 1, 0])]) == [0.0, 0.5, 0.5]
+    mixed = Scorer()
+    mixed.name = lambda token: token + 1
+    for token in (7, VOCABULARY - 2, VOCABULARY - 1):
+        with pytest.raises(AssertionError, match="logprobs of"):
+            soak.regret(mixed, [([1], [token])])
 
 
 def test_a_soak_passes_or_says_what_is_wrong():
