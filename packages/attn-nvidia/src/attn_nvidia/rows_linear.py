@@ -37,6 +37,8 @@ def cutedsl() -> Sequence[Capabilities]:
     """Return the documented name of a decode kernel in CuTe DSL: here FlashInfer's.
 
     Its kernel for states in bf16 takes padding, -1, for slot 0, and writes there.
+    The softplus of its gate has the GPU's fast logarithm, which is off by 2^-22 near 1 (lg2.approx
+    of the PTX ISA): the log decay of a token is off by up to exp(A_log) · ln 2 · 2^-22.
     """
     return [
         Capabilities(

@@ -1,6 +1,7 @@
 """The decode kernel of flashinfer 0.6.14 over states in float32, emulated in float64 on a CPU."""
 
 import torch
+from ptx import fast_log
 
 _THRESHOLD = 20.0
 _compiled = {}  # the library's key of a compiled kernel → the dtypes that it was compiled for
@@ -48,7 +49,7 @@ def run_pretranspose_decode(
     others = [read for write, read in live.items() if live.get(read, read) != read]
     assert not others, f"slots {others} are read by one request and written by another"
     x = a[:, 0].double() + dt_bias.double()
-    softplus = torch.where(x <= _THRESHOLD, (1 + x.exp()).log(), x)
+    softplus = torch.where(x <= _THRESHOLD, fast_log((1 + x.exp()).float()), x)
     decay, beta = (-A_log.double().exp() * softplus).exp(), 1 / (1 + (-b[:, 0].double()).exp())
     for i, (read, write) in enumerate(zip(reads, writes, strict=True)):
         if read < 0:

@@ -1,6 +1,7 @@
 """The prefill kernel of flashinfer 0.6.14 for Hopper, emulated in float64 on a CPU."""
 
 import torch
+from ptx import fast_log
 
 _TILE = 64
 
@@ -43,7 +44,7 @@ def delta_rule_prefill_dsl_sm90(
     assert not checkpoint_every_n_tokens, "checkpoints are not emulated"
     assert len(q), "a tensor map of no tokens"
 
-    log_decay = (alpha.double() + 1e-10).log()
+    log_decay = fast_log(alpha + 1e-10)
     for i, (first, last) in enumerate(cu_seqlens.unfold(0, 2, 1).tolist()):
         if first == last:
             continue  # nothing is written
