@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from attn_core import StatePool, UsageError
-from attn_core.ops.conv import conv_commit, conv_decode, conv_extend, conv_verify
+from attn_core.ops.conv import ConvPlan, conv_commit, conv_decode, conv_extend, conv_verify
 from linear_passes import GDN, M, int32, make_batch, speculation
 
 CHANNELS, WIDTH = 6, 4
@@ -66,7 +66,7 @@ def test_an_extend_is_a_causal_convolution(width, biased):
     )  # fmt: skip
     for known in (batch, dataclasses.replace(batch, query_lens_host=None)):
         pool.states.conv[0] = before
-        out = conv_extend(x, weight, bias, pool.layer(0), known)
+        out = conv_extend(x, weight, bias, pool.layer(0), ConvPlan(known, pool))
         for i, (part, own) in enumerate(zip(x.split(lens), out.split(lens), strict=True)):
             if reads[i] < 0:
                 assert not own.any()
@@ -89,7 +89,7 @@ def test_a_decode_is_a_causal_convolution():
         M.DECODE, [1] * 4, reads,
         state_slots_out=int32(*writes), state_fresh=torch.tensor([False, True, False, False]),
     )  # fmt: skip
-    out = conv_decode(x, weight, bias, pool.layer(0), batch)
+    out = conv_decode(x, weight, bias, pool.layer(0), ConvPlan(batch, pool))
     for i in (0, 1, 3):
         y, inputs = reference(x[i : i + 1], weight, bias, None if i == 1 else before[reads[i]])
         close(out[i : i + 1], y)
@@ -109,21 +109,21 @@ def test_verified_and_committed_drafts_are_their_inputs_one_by_one(parents):
         M.TARGET_VERIFY, [n] * 4, reads,
         spec=speculation(parents or n, 4), state_slots_out=int32(*writes),
     )  # fmt: skip
-    xs = [torch.randn(4 * n, CHANNELS) for _ in layers]
+    plan, xs = ConvPlan(batch, pool), [torch.randn(4 * n, CHANNELS) for _ in layers]
     above = list(range(-1, n - 1)) if parents is None else parents
 
     def path(draft):
         return [] if draft < 0 else [*path(above[draft]), draft]
 
     for i, (layer, x) in enumerate(zip(layers, xs, strict=True)):
-        out = conv_verify(x, weight, bias, pool.layer(layer.layer_id), batch)
+        out = conv_verify(x, weight, bias, pool.layer(layer.layer_id), plan)
         for request in (0, 1, 3):
             for draft in range(n):
                 line = x[request * n :][path(draft)]
                 y, _ = reference(line, weight, bias, before[i, reads[request]])
                 close(out[request * n + draft], y[-1])
     assert torch.equal(pool.states.conv, before)
-    conv_commit(pool, batch, torch.tensor(accepted, dtype=torch.int32))
+    conv_commit(pool, plan, torch.tensor(accepted, dtype=torch.int32))
     for i, x in enumerate(xs):
         for request in (0, 1):
             line = x[request * n :][path(accepted[request])]
@@ -137,22 +137,46 @@ def test_16_bits_are_summed_in_32():
     pool, (weight, bias) = make_pool(dtype="bf16"), weights()
     x = torch.randn(70, CHANNELS).bfloat16()
     start = pool.states.conv[0, 1].clone()
-    out = conv_extend(x, weight, bias, pool.layer(0), make_batch(M.EXTEND, [70], (1,)))
+    plan = ConvPlan(make_batch(M.EXTEND, [70], (1,)), pool)
+    out = conv_extend(x, weight, bias, pool.layer(0), plan)
     y, inputs = reference(x, weight, bias, start)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), y, rtol=2**-8, atol=1e-5)
     assert torch.equal(pool.states.conv[0, 1].double(), inputs[:, 70:])
 
 
+@pytest.mark.parametrize("mode", [M.EXTEND, M.DECODE, M.TARGET_VERIFY])
+def test_a_layer_does_not_wait(mode):
+    """Tensors on "meta" have no values to wait for; the plan was made of some that have."""
+    lens = [1] * 3 if mode is M.DECODE else [5] * 3
+    batch = make_batch(
+        mode, lens, (3, -1, 6),
+        state_slots_out=int32(3, -1, 2), state_fresh=torch.tensor([True, False, False]),
+        checkpoint_slots=int32(4, -1, -1) if mode is M.EXTEND else None,
+        spec=speculation(5) if mode is M.TARGET_VERIFY else None,
+    )  # fmt: skip
+    pool, (weight, bias) = make_pool(), weights()
+    convolve = {M.EXTEND: conv_extend, M.DECODE: conv_decode, M.TARGET_VERIFY: conv_verify}[mode]
+    plan, x = ConvPlan(batch, pool), torch.randn(sum(lens), CHANNELS)
+    out = convolve(x, weight, bias, pool.layer(0), plan)
+    for name, value in vars(plan).items():
+        if isinstance(value, torch.Tensor):
+            setattr(plan, name, value.to("meta"))
+    plan._batch = None  # read once
+    no_values = [y.to("meta") for y in (x, weight, bias)]
+    pool = StatePool([GDN], num_slots=9, num_drafts=8, conv_channels=CHANNELS, device="meta")
+    assert convolve(*no_values, pool.layer(0), plan).shape == out.shape
+    if mode is M.TARGET_VERIFY:
+        conv_commit(pool, plan, torch.zeros(3, dtype=torch.int32, device="meta"))
+
+
 def test_a_pool_without_a_convolution_says_what_to_do():
-    pool, (weight, bias) = StatePool([GDN], num_slots=2), weights()
     batch = make_batch(M.DECODE, [1], (0,))
     with pytest.raises(UsageError, match="with conv_channels"):
-        conv_decode(torch.zeros(1, CHANNELS), weight, bias, pool.layer(0), batch)
-    pool = StatePool([GDN], num_slots=2, conv_channels=CHANNELS)
-    verify = make_batch(M.TARGET_VERIFY, [1], (0,), spec=speculation(1))
+        ConvPlan(batch, StatePool([GDN], num_slots=2))
+    pool, (weight, bias) = StatePool([GDN], num_slots=2, conv_channels=CHANNELS), weights()
+    plan = ConvPlan(make_batch(M.TARGET_VERIFY, [1], (0,), spec=speculation(1)), pool)
     with pytest.raises(UsageError, match="with num_drafts"):
-        conv_verify(torch.zeros(1, CHANNELS), weight, bias, pool.layer(0), verify)
-    slotless = dataclasses.replace(batch, state_slots=None)
+        conv_verify(torch.zeros(1, CHANNELS), weight, bias, pool.layer(0), plan)
     with pytest.raises(UsageError, match="without state_slots"):
-        conv_decode(torch.zeros(1, CHANNELS), weight, bias, pool.layer(0), slotless)
+        ConvPlan(dataclasses.replace(batch, state_slots=None), pool)

@@ -34,7 +34,7 @@ _HOME = {
         "split_cache split_pages to_csr"
     ),
     "cache.allocator": "PageAllocator",
-    "ops.conv": "conv_commit conv_decode conv_extend conv_verify",
+    "ops.conv": "ConvPlan conv_commit conv_decode conv_extend conv_verify",
     "ops.kv": "copy_slots read_kv read_pages write_kv",
     "ops.merge": "merge_states",
     "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",

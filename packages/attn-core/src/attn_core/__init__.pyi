@@ -33,6 +33,7 @@ from attn_core.errors import UsageError as UsageError
 from attn_core.model_config import context_length as context_length
 from attn_core.model_config import read_config as read_config
 from attn_core.model_config import requirements_from_config as requirements_from_config
+from attn_core.ops.conv import ConvPlan as ConvPlan
 from attn_core.ops.conv import conv_commit as conv_commit
 from attn_core.ops.conv import conv_decode as conv_decode
 from attn_core.ops.conv import conv_extend as conv_extend

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attn_core.ops.conv import conv_decode, conv_extend, conv_verify
+from attn_core.ops.conv import ConvPlan, conv_decode, conv_extend, conv_verify
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -26,11 +26,13 @@ _CONVOLUTIONS: Mapping[ForwardMode, Callable[..., Tensor]] = {
 class Part:
     """Tokens of a pass that linear layers run as one batch.
 
+    conv: of the convolutions in front of them.
     index: int64 [N], which of the B · T tokens they are; None means all of them.
     """
 
     batch: ForwardBatch
     metadata: Metadata
+    conv: ConvPlan
     index: Tensor | None
 
 
@@ -89,7 +91,7 @@ class Pass:
                 y.flatten(0, 1) if part.index is None else y.flatten(0, 1)[part.index]
                 for y in (qkv, f, b)
             )
-            q, k, v = self._convolved(x, layer, conv, part.batch)
+            q, k, v = self._convolved(x, layer, conv, part)
             result = self.dispatcher.forward_linear(
                 q, k, v, raw_g, raw_beta, layer, part.batch, part.metadata
             )
@@ -100,13 +102,13 @@ class Pass:
         return qkv.new_zeros(shape) if out is None else out
 
     def _convolved(
-        self, x: Tensor, layer: LinearLayer, conv: nn.Conv1d, batch: ForwardBatch
+        self, x: Tensor, layer: LinearLayer, conv: nn.Conv1d, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q and k [N, Hk, K] and v [N, Hv, V] of x [N, channels]."""
         assert self.dispatcher.linear is not None
         states, weight = self.dispatcher.linear.states, conv.weight.squeeze(1)
-        convolve = _CONVOLUTIONS[batch.forward_mode]
-        x = convolve(x, weight, conv.bias, states.layer(layer.layer_id), batch)
+        convolve = _CONVOLUTIONS[part.batch.forward_mode]
+        x = convolve(x, weight, conv.bias, states.layer(layer.layer_id), part.conv)
         heads, dim = layer.num_k_heads, layer.head_k_dim
         keys, values = 2 * heads * dim, (layer.num_v_heads, layer.head_v_dim)
         q, k = torch.unflatten(x[:, :keys], 1, (2, heads, dim)).unbind(1)

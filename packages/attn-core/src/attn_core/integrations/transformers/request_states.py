@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.passes import Part
 from attn_core.integrations.transformers.states import NUM_DRAFTS, States
-from attn_core.ops.conv import conv_commit
+from attn_core.ops.conv import ConvPlan, conv_commit
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -100,7 +100,7 @@ class RequestStates:
         """Return how linear layers run the pass of `batch`; real: as of Pass."""
         rows, before, counts = self._plan
         if not self._records or max(counts) == 1:
-            return (Part(batch, metadata, real),)
+            return (Part(batch, metadata, ConvPlan(batch, self._states.pool), real),)
         n = min(NUM_DRAFTS, *counts)
         ends = list(itertools.accumulate(counts))
         tokens = torch.arange(ends[-1]) if real is None else real.cpu()
@@ -134,7 +134,8 @@ class RequestStates:
             query_lens_host=tuple(counts),
             **self._push(step.rows),
         )
-        return Part(batch, HybridMetadata(None, self._states.routes.plan(batch)), index.to(device))
+        metadata = HybridMetadata(None, self._states.routes.plan(batch))
+        return Part(batch, metadata, ConvPlan(batch, self._states.pool), index.to(device))
 
     def commit(self) -> None:
         """Count the planned pass as run."""
@@ -212,7 +213,7 @@ class RequestStates:
             if step.drafts is not None and (kept != step.counts or not step.committed):
                 part, accepted = step.drafts, torch.tensor(kept, device=self._states.device) - 1
                 self._dispatcher.commit(part.batch, part.metadata, accepted)
-                conv_commit(self._states.pool, part.batch, accepted)
+                conv_commit(self._states.pool, part.conv, accepted)
                 step.committed = True
 
     def _forget(self) -> None:
