@@ -149,6 +149,21 @@ class GdnCases:
         kept = [1, 2, 7]
         assert torch.equal(states[kept], before[kept])
 
+    def test_a_norm_in_fp16_is_rounded_once(self):
+        """A state that was zeros holds k after a token of v = 1 and beta = 1."""
+        layer = make_layer("no gate, norm")
+        backend, pool = make(layer, "prefill", "fp16"), make_pool(layer)
+        q, k, v, g, beta = inputs(layer, 1, dtype=torch.float16)
+        k = 3 * k  # between the numbers of fp16 once it is normalised
+        tensors = (q, k, torch.ones_like(v), torch.zeros_like(g), torch.ones_like(beta))
+        batch = make_batch(M.EXTEND, [1], (2,), state_fresh=torch.tensor([True]))
+        run(backend, batch, layer, pool, tensors)
+        exact = k[0].double()
+        exact = exact / (exact.square().sum(-1, keepdim=True) + layer.qk_norm).sqrt()
+        found = pool.states.state[0, 2, ::2]  # two value heads have one key head
+        nearest = exact.half().float()[:, None].expand_as(found)
+        assert (found == nearest).float().mean() > 0.99
+
     @pytest.mark.parametrize("known", [True, False], ids=["host", "device"])
     def test_extend_in_its_own_slots(self, known):
         layer, lens = make_layer("kernel's gate"), [5, 66]

@@ -76,8 +76,8 @@ class Weights(NamedTuple):
 
     A_log, dt_bias: float32 [Hv], of the gate in the decode kernel.
     in_kernel: that kernel has the layer's gate and norm; else they are computed before it.
-    unit: [K] in the dtype of q, K ** -0.5, to which the norm of a vector is brought; None without
-    a norm.
+    unit: [K], K ** -0.5, to which the norm of a vector is brought; None without a norm. It has the
+    dtype of q, but float32 for fp16: rounded to 11 bits it is off by 2^-13, which is seen there.
     """
 
     A_log: Tensor
@@ -106,7 +106,8 @@ class FlashInferLinear(LinearAttentionBackend):
         gate, heads, dim = layer.gate, layer.num_v_heads, layer.head_k_dim
         unit = None
         if layer.qk_norm is not None:
-            unit = torch.full((dim,), dim**-0.5, dtype=self._dtype, device=self.config.device)
+            dtype = torch.float32 if self._dtype == torch.float16 else self._dtype
+            unit = torch.full((dim,), dim**-0.5, dtype=dtype, device=self.config.device)
         if gate is None or gate.lower_bound or gate.neg_eigval or layer.qk_norm != _EPS:
             zeros = torch.zeros(heads, device=self.config.device)
             return Weights(zeros, zeros, False, unit)
@@ -243,11 +244,14 @@ def _before_kernel(
 
 
 def _normalised(layer: LinearLayer, unit: Tensor | None, x: Tensor) -> Tensor:
-    """Return q or k [T, Hk, K] normalised, in its own dtype, if the layer says so; one launch."""
+    """Return q or k [T, Hk, K] normalised, in its own dtype, if the layer says so.
+
+    One launch in bf16, three in fp16.
+    """
     if unit is None or layer.qk_norm is None:
         return x
     # x / sqrt(Σx² + eps) = x / sqrt(mean(x²) + eps / K) · K ** -0.5
-    return rms_norm(x, unit.shape, unit, layer.qk_norm / len(unit))
+    return rms_norm(x.to(unit.dtype), unit.shape, unit, layer.qk_norm / len(unit)).to(x.dtype)
 
 
 def _output(q: Tensor, v: Tensor, out: Tensor | None) -> Tensor:

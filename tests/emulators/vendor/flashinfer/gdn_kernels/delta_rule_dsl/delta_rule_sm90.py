@@ -1,4 +1,7 @@
-"""The prefill kernel of flashinfer 0.6.14 for Hopper, emulated in float64 on a CPU."""
+"""The prefill kernel of flashinfer 0.6.14 for Hopper, emulated in float64 on a CPU.
+
+Updates are rounded to the dtype of q where the kernel does that.
+"""
 
 import torch
 from ptx import fast_log
@@ -44,6 +47,9 @@ def delta_rule_prefill_dsl_sm90(
     assert not checkpoint_every_n_tokens, "checkpoints are not emulated"
     assert len(q), "a tensor map of no tokens"
 
+    def rounded(x):
+        return x.to(q.dtype).double()
+
     log_decay = fast_log(alpha + 1e-10)
     for i, (first, last) in enumerate(cu_seqlens.unfold(0, 2, 1).tolist()):
         if first == last:
@@ -52,7 +58,8 @@ def delta_rule_prefill_dsl_sm90(
         for t in range(first, last):
             query, key = (x[t].double().repeat_interleave(heads // key_heads, 0) for x in (q, k))
             s = s * log_decay[t].exp()[:, None, None]
-            u = beta[t, :, None].double() * (v[t].double() - (s @ key[..., None])[..., 0])
+            apart = rounded(v[t].double() - (s @ key[..., None])[..., 0])
+            u = rounded(rounded(beta[t, :, None]) * apart)
             s = s + u[..., None] * key[:, None]
             o[t] = scale * (s @ query[..., None])[..., 0]
         state[i] = s
