@@ -15,6 +15,7 @@ from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 
 KERNELS = (  # each runs below
     "prepare_gdn", "prepare_kda", "scan_chunks", "decode_states", "verify_drafts", "commit_drafts",
+    "prepare_gdn_hopper", "prepare_kda_hopper", "scan_hopper",
 )  # fmt: skip
 DEVICE = torch.device("cuda")
 MODEL = {"heads": (2, 4), "dims": (128, 128)}
@@ -70,7 +71,10 @@ TOKENS = {
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [*((name, "bf16") for name in LAYERS), ("gdn", "fp16"), ("gdn", "fp32"), ("kda", "fp32")],
+    [
+        *((name, "bf16") for name in LAYERS),
+        *((name, x) for name in ("gdn", "kda") for x in ("fp16", "fp32")),
+    ],
 )
 def test_prefill(name, tokens):
     dtype, rms = TOKENS[tokens]
@@ -119,6 +123,38 @@ def test_a_pass_in_two_and_checkpoints_have_the_same_bits(kind):
     rest = run(drawn[128:], parts)
     assert torch.equal(torch.cat((first, rest)), whole)
     assert torch.equal(parts[1], state[1])
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_prompt_has_the_same_bits_alone_and_among_many(kind):
+    layer, batch = make_linear_layer(kind=kind, **MODEL), 80
+    kept = launch.LinearArguments.of(layer, arch())
+    drawn, state = draw(layer, 100 * batch, dtype=torch.bfloat16), states_of(layer, batch)
+    alone, own = state.clone(), drawn[700:800]
+    plan = plan_prefill(kept, (100,) * batch, dtype=torch.bfloat16, device=DEVICE)
+    many = prefill(kept, *drawn.raw, state, torch.arange(batch, dtype=torch.int32), plan)
+    plan = plan_prefill(kept, (100,), dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(prefill(kept, *own.raw, alone, int32(7), plan), many[700:800])
+    assert torch.equal(alone[7], state[7])
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_tokens_that_lie_anyhow(kind):
+    """Tokens 2 bytes off, with odd strides, have what those of one projection have."""
+    layer = make_linear_layer(kind=kind, **MODEL)
+    kept = launch.LinearArguments.of(layer, arch())
+    drawn, state = draw(layer, 150, dtype=torch.bfloat16), states_of(layer, 1)
+    other = state.clone()
+
+    def off(x):
+        wide = torch.empty(x.shape[0], x.numel() // x.shape[0] + 3, dtype=x.dtype)[:, 1:-2]
+        return wide.unflatten(1, x.shape[1:]).copy_(x)
+
+    plan = plan_prefill(kept, (150,), dtype=torch.bfloat16, device=DEVICE)
+    want = prefill(kept, *drawn.raw, state, int32(0), plan)
+    got = prefill(kept, *map(off, drawn.raw), other, int32(0), plan)
+    close(got, want, 5e-3)
+    close(other, state, 5e-3)
 
 
 @pytest.mark.parametrize("store", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

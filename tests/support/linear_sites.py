@@ -1,5 +1,6 @@
 """Where linear attention launches kernels: name → a call with tensors that have no memory."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -40,13 +41,14 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
     """Launch an operation for parts of one projection and the states of one layer of several."""
     if chip.arch == "sm75":
         raise NotDeclared("linear attention (needs sm80)")
-    checkpoints = more.pop("checkpoints", None)
+    checkpoints, alone = more.pop("checkpoints", None), more.pop("alone", False)
+    tokens_dtype = more.pop("tokens", torch.bfloat16)
     layer = make_layer(**model, **more)
     (hk, hv), (k, v) = model["heads"], model["dims"]
     per_head = (hv, k) if layer.kind == "kda" else (hv,)
     n = {"decode": 1, "prefill": 0}.get(operation, drafts)
     total = BATCH * n or sum(LENGTHS)
-    packed = meta(total, 2 * hk * k + hv * v)
+    packed = meta(total, 2 * hk * k + hv * v, dtype=tokens_dtype)
     parts = packed.split([hk * k, hk * k, hv * v], 1)
     tokens = [x.unflatten(1, (h, -1)) for x, h in zip(parts, (hk, hk, hv), strict=True)]
     tokens += [meta(total, *per_head), meta(total, hv)]
@@ -63,7 +65,8 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
     elif operation == "commit":
         commit(kept, states, records, slots, slots, tree_mask=mask)
     else:
-        plan = plan_prefill(kept, LENGTHS, dtype=torch.bfloat16, device=META)
+        plan = plan_prefill(kept, LENGTHS, dtype=tokens_dtype, device=META)
+        plan = dataclasses.replace(plan, processors=1000) if alone else plan
         spots = int32(plan.num_chunks) if checkpoints else None
         prefill(kept, *tokens, states[0], slots, plan, checkpoints=spots)
 
@@ -80,12 +83,16 @@ LINEAR = {
         ("gdn-commit", "commit", QWEN, {}),
         ("gdn-commit-tree", "commit", QWEN, {"drafts": 8, "tree": True}),
         ("gdn-prefill", "prefill", QWEN, {}),
+        ("gdn-prefill-alone", "prefill", QWEN, {"alone": True}),
+        ("gdn-prefill-64", "prefill", QWEN | {"dims": (64, 128)}, {}),
         ("gdn-prefill-bf16", "prefill", QWEN, {"checkpoints": True, **BF16}),
         ("kda-decode", "decode", KIMI, {}),
         ("kda-verify", "verify", KIMI, {}),
         ("kda-verify-tree", "verify", KIMI, {"drafts": 8, "tree": True}),
         ("kda-commit", "commit", KIMI, {}),
         ("kda-prefill", "prefill", KIMI, {}),
+        ("kda-prefill-alone", "prefill", KIMI, {"alone": True}),
+        ("kda-prefill-fp16", "prefill", KIMI, {"tokens": torch.float16}),
         ("kda-prefill-bounded", "prefill", KIMI, {"bound": -5.0}),
     )
 }

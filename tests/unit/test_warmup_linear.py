@@ -26,8 +26,10 @@ from typer.testing import CliRunner
 
 SOFTMAX = LayerRequirements(head_dim=32, num_q_heads=4, num_kv_heads=2)
 PASSES = [
-    "linear prefill",
-    "linear prefill with checkpoints",
+    "linear prefill, batch size 2",
+    "linear prefill with checkpoints, batch size 2",
+    "linear prefill, batch size 5",
+    "linear prefill with checkpoints, batch size 5",
     "linear decode, batch size 1",
     "linear decode, batch size 5",
     f"linear verify and commit, {DRAFTS} drafts",
@@ -91,7 +93,7 @@ def test_each_mode_runs_with_fresh_requests_and_without_them(layer):
 
     extends = [("extend", fresh, saved) for saved in (False, True) for fresh in (False, True)]
     drafts = [(name, fresh, False) for fresh in (False, True) for name in ("verify", "commit")]
-    assert seen(prefill) == extends + drafts
+    assert seen(prefill) == extends * 2 + drafts
     assert seen(decode) == [("decode", fresh, False) for fresh in (False, True)] * 2
     assert [x.batch_size for _, _, x in decode.calls] == [1, 1, 5, 5]
     assert all((x.state_slots == -1).all() for b in (prefill, decode) for _, _, x in b.calls)
@@ -102,7 +104,7 @@ def test_each_mode_runs_with_fresh_requests_and_without_them(layer):
 
 def test_a_row_without_checkpoints_or_drafts():
     dispatcher, _ = hybrid(checkpoints=False, verify=False)
-    assert linear_part(warmup(dispatcher, max_bs=5)) == [PASSES[0], *PASSES[2:4]]
+    assert linear_part(warmup(dispatcher, max_bs=5)) == [PASSES[0], PASSES[2], *PASSES[4:6]]
 
 
 def created(layer=GDN.requirements, **needs):
@@ -157,7 +159,8 @@ def test_no_kernel_is_compiled_after_a_warmup():
     backends = set(routes.routes.values())
 
     def kernels():
-        return {key for b in backends for key in b._arguments(layer).launchers}
+        kept = [b._arguments(layer) for b in backends]
+        return {key for x in kept for key in (*x.launchers, *x.scans)}
 
     warmup(dispatcher)
     before = kernels()
@@ -199,7 +202,7 @@ def test_the_command_warms_a_hybrid_model_up(tmp_path):
     done = attn(tmp_path, "--attention-backend", "torch_native", "--max-bs", "5", "--json")
     assert done.exit_code == 0, done.exception
     found = [x["what"] for x in json.loads(done.output)["passes"] if "linear" in x["what"]]
-    assert found == PASSES[:4]
+    assert found == PASSES[:6]
 
 
 def test_states_that_would_take_the_machine_down_are_refused(tmp_path):

@@ -19,7 +19,7 @@ from attn_core.runtime.linear_routes import LINEAR_ROLE_OF_MODE, LinearRoutes
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 _EPS = 1e-6  # of the norm of q and k, as all models have it
-_PROMPTS = (1, 100)  # new tokens of the requests of a prefill: a part of a chunk, and two chunks
+_PROMPTS = (1, 100)  # new tokens of two requests of a prefill: a part of a chunk, and two chunks
 
 
 def no_slots(requests: int, device: torch.device) -> Tensor:
@@ -75,14 +75,16 @@ def linear_passes(
 ) -> Iterator[tuple[str, str, Callable[[], None]]]:
     """Yield the backend, the name and the call of every pass over the states.
 
-    Requests that start from zeros and those that do not have kernels of their own, and so have
-    prompts with checkpoints, where the row writes any.
+    Requests that start from zeros and those that do not have kernels of their own. So have prompts
+    with checkpoints, where the row writes any, and prompts that are many.
     """
     modes = ForwardMode
-    yield _pass(linear, "linear prefill", modes.EXTEND, _PROMPTS)
-    if linear.backend(modes.EXTEND).config.row.checkpoints:
-        what = "linear prefill with checkpoints"
-        yield _pass(linear, what, modes.EXTEND, _PROMPTS, checkpoints=True)
+    for size in sorted({2, max(2, max_bs)}):
+        prompts, what = (*_PROMPTS, *(1,) * (size - 2)), f"linear prefill, batch size {size}"
+        yield _pass(linear, what, modes.EXTEND, prompts)
+        if linear.backend(modes.EXTEND).config.row.checkpoints:
+            what = f"linear prefill with checkpoints, batch size {size}"
+            yield _pass(linear, what, modes.EXTEND, prompts, checkpoints=True)
     for size in sorted({1, max_bs}):
         yield _pass(linear, f"linear decode, batch size {size}", modes.DECODE, (1,) * size)
     if "linear_verify" in linear.routes:

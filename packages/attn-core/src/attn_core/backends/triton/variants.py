@@ -18,13 +18,8 @@ class Kernels(NamedTuple):
     prefill: tuple[Kernel[Tiles], ...] = (PortablePrefill(),)
 
 
-# Modules with kernels of their own, DECODE and PREFILL, and what of Triton they need.
-_OWN = {
-    "sm90": (
-        "attn_core.backends.triton.hopper.launch",
-        "triton.experimental.gluon.language.nvidia.hopper",
-    )
-}
+# Modules with kernels of their own, DECODE and PREFILL.
+_OWN = {"sm90": "attn_core.backends.triton.hopper.launch"}
 
 
 def kernels_of(arch: str) -> Kernels:
@@ -32,15 +27,17 @@ def kernels_of(arch: str) -> Kernels:
     portable = Kernels()
     if arch not in _OWN:
         return portable
-    module, required = _OWN[arch]
-    if not _found(required):  # a Triton before 3.6
+    if not has_gluon():
         return portable
-    own = importlib.import_module(module)
+    own = importlib.import_module(_OWN[arch])
     return Kernels((*own.DECODE, *portable.decode), (*own.PREFILL, *portable.prefill))
 
 
-def _found(module: str) -> bool:
+def has_gluon() -> bool:
+    """Say whether this Triton has Gluon for Hopper; one before 3.6 has not."""
     try:
-        return importlib.util.find_spec(module) is not None
+        return (
+            importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+        )
     except ModuleNotFoundError:  # of the package that it is in
         return False

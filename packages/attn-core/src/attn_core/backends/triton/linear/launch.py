@@ -46,6 +46,7 @@ class LinearArguments:
 
     arch: "sm90", "gfx942" or another architecture.
     common: the constants of all launches, without those of a pass.
+    scans: launchers of prefill's second kernel, and how many rows of V a program of each has.
     """
 
     arch: str
@@ -53,6 +54,7 @@ class LinearArguments:
     weights: Weights | None
     common: Constants
     launchers: dict[Hashable, Launcher] = field(default_factory=dict)
+    scans: dict[Hashable, tuple[Launcher, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: Any, arch: str) -> LinearArguments:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from types import ModuleType
 
 import torch
 from torch import Tensor
+from triton import knobs
 
-from attn_core.backends.triton.linear.arguments import Chunks, Workspace
+from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs, Workspace
 from attn_core.backends.triton.linear.launch import LinearArguments
 from attn_core.backends.triton.linear.operands import (
     inputs_of,
@@ -22,6 +26,7 @@ from attn_core.backends.triton.linear.prepare import prepare_gdn
 from attn_core.backends.triton.linear.prepare_kda import prepare_kda
 from attn_core.backends.triton.linear.scan import scan_chunks
 from attn_core.backends.triton.linear.tuning import FROM_SHARED, prepare_launch, scan_launch
+from attn_core.backends.triton.variants import has_gluon
 from attn_core.ops.triton.launcher import Launcher, alike
 
 CHUNK = 64
@@ -109,48 +114,67 @@ def prefill(
     common, places = layer.common, slots_of(slots, slots_out, fresh)
     inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
     rows, stored = rows_of(out), states_of(state)
-    tensors, wide = like((*inputs, rows, stored)), v.dtype == torch.float32
+    tensors = like((*inputs, rows, stored))
     if plan.num_chunks:
         key = ("prepare", *tensors)
         launcher = layer.launchers.get(key)
         if launcher is None:
-            prepared = prepare_launch(
-                layer.arch, common.K, per_channel=common.PER_CHANNEL, wide=wide
-            )
-            constants = common._replace(PRECISION=layer.precision(v.dtype))
-            kernel = prepare_kda if common.PER_CHANNEL else prepare_gdn
-            last = prepared.rows if common.PER_CHANNEL else layer.arch in FROM_SHARED
-            launcher = layer.launchers[key] = Launcher(
-                kernel,
-                *(last, constants),
-                num_warps=prepared.warps,
-                num_stages=prepared.stages,
-            )
+            launcher = layer.launchers[key] = _prepare(layer, inputs)
         programs = plan.num_chunks * common.HV
         launcher.launch((programs, 1, 1), (inputs, weights, layer.numbers, plan.chunks, plan.work))
     spots = slots if checkpoints is None else checkpoints
-    tiles = slots.shape[0] * common.HV
-    alone = tiles * -(-common.V // 64) <= plan.processors
-    chosen = scan_launch(layer.arch, common.V, common.K, wide=wide, alone=alone)
+    alone = slots.shape[0] * common.HV * -(-common.V // 64) <= plan.processors
     key = (
-        *("scan", fresh is None, checkpoints is None, chosen.stages, *tensors),
+        *("scan", fresh is None, checkpoints is None, alone, *tensors),
         *map(alike, (*places, spots)),
     )
-    launcher = layer.launchers.get(key)
-    if launcher is None:
-        constants = common._replace(
-            FRESH=fresh is not None,
-            CHECKPOINTS=checkpoints is not None,
-            PRECISION=layer.precision(v.dtype),
-        )
-        launcher = layer.launchers[key] = Launcher(
-            scan_chunks,
-            *(chosen.rows, chosen.stages, constants),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-        )
+    scan = layer.scans.get(key)
+    if scan is None:
+        constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
+        scan = layer.scans[key] = _scan(layer, constants, inputs, alone=alone)
+    launcher, height = scan
     launcher.launch(
-        (layer.programs(slots, chosen), 1, 1),
+        (slots.shape[0] * common.HV * common.V // height, 1, 1),
         (inputs, rows, stored, places, spots, plan.chunks, plan.work),
     )
     return out
+
+
+def _prepare(layer: LinearArguments, inputs: Inputs) -> Launcher:
+    """Return what prepares the chunks."""
+    common, dtype, own = layer.common, inputs.k.ptr.dtype, _kernels_of(layer.arch)
+    launcher: Launcher | None = None if own is None else own.prepare(common, inputs)
+    if launcher is not None:
+        return launcher
+    wide, per_channel = dtype == torch.float32, common.PER_CHANNEL
+    chosen = prepare_launch(layer.arch, common.K, per_channel=per_channel, wide=wide)
+    constants = common._replace(PRECISION=layer.precision(dtype))
+    kernel = prepare_kda if per_channel else prepare_gdn
+    last = chosen.rows if per_channel else layer.arch in FROM_SHARED
+    return Launcher(kernel, last, constants, num_warps=chosen.warps, num_stages=chosen.stages)
+
+
+def _scan(
+    layer: LinearArguments, common: Constants, inputs: Inputs, *, alone: bool
+) -> tuple[Launcher, int]:
+    """Return what carries the states through the chunks, and the rows of V of a program."""
+    dtype, own = inputs.v.ptr.dtype, _kernels_of(layer.arch)
+    found: tuple[Launcher, int] | None = None
+    if own is not None:
+        found = own.scan(common, inputs, alone=alone)
+    if found is not None:
+        return found
+    wide = dtype == torch.float32
+    chosen = scan_launch(layer.arch, common.V, common.K, wide=wide, alone=alone)
+    constants = common._replace(PRECISION=layer.precision(dtype))
+    last = (chosen.rows, chosen.stages, constants)
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    return Launcher(scan_chunks, *last, **options), chosen.rows
+
+
+@cache
+def _kernels_of(arch: str) -> ModuleType | None:
+    """Return the launches of an architecture's own kernels; None in Triton's interpreter."""
+    if arch != "sm90" or knobs.runtime.interpret or not has_gluon():
+        return None
+    return importlib.import_module("attn_core.backends.triton.linear.hopper.launch")

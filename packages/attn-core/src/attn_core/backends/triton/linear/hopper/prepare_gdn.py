@@ -1,0 +1,110 @@
+"""Prefill, first kernel, for Hopper: what prepare_gdn does, with four programs a multiprocessor."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.hopper.solve import (
+    CHUNK,
+    LOG2_E,
+    A,
+    barrier,
+    diagonal_blocks,
+    norms_of,
+    store_solved,
+    sums,
+)  # fmt: skip
+
+
+@gluon.jit
+def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
+    """Begin to copy one head of a chunk's tokens; a row without a token is zero."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
+    d = gl.arange(0, C.K, gl.SliceLayout(0, L))
+    at = x.ptr + first * x.token_stride + head * x.head_stride
+    rows = at + i[:, None] * x.token_stride + d[None, :]
+    async_copy.async_copy_global_to_shared(
+        tile, rows, mask=(i < inside_count)[:, None] & (d >= 0)[None, :]
+    )
+
+
+@gluon.jit
+def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
+    c = gl.program_id(0) // C.HV
+    hv = gl.program_id(0) % C.HV
+    h = hv // C.GROUP
+    at = gl.program_id(0).to(gl.int64)
+    first = gl.load(chunks.start + c).to(gl.int64)
+    count = gl.load(chunks.count + c)
+    dtype: gl.constexpr = inputs.k.ptr.dtype.element_ty
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, C.K], dtype)
+    H: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
+    k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
+    q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
+    copy_rows(k_tile, inputs.k, first, h, count, C)
+    copy_rows(q_tile, inputs.q, first, h, count, C)
+    async_copy.commit_group()
+
+    # each warp has the numbers of all tokens
+    S: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    R: gl.constexpr = gl.SliceLayout(1, A)
+    N: gl.constexpr = gl.SliceLayout(0, A)
+    i = gl.arange(0, CHUNK, S)
+    inside = i < count
+    a_log, bias = head_weights(weights, hv, 0, C)
+    g = gl.load(
+        inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride,
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    beta = gl.load(
+        inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride,
+        mask=inside, other=0.0,
+    )  # fmt: skip
+    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
+    beta = gl.where(inside, update_rate(beta, C), 0.0)
+    G = gl.associative_scan(g, 0, sums)
+    total = gl.sum(g, 0)
+
+    async_copy.wait_group(0)
+    hopper.fence_async_shared()
+    barrier()
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    k_columns = k_tile.permute((1, 0))
+    kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
+    qq = hopper.warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    G_row = gl.convert_layout(G * LOG2_E, R)
+    G_column = gl.convert_layout(G * LOG2_E, N)
+    r = gl.arange(0, CHUNK, R)
+    n = gl.arange(0, CHUNK, N)
+    lower = r[:, None] >= n[None, :]
+    kk = hopper.warpgroup_mma_wait(1, deps=[kk])
+    k_norm = norms_of(kk, numbers.eps, C.NORM)
+    qq = hopper.warpgroup_mma_wait(0, deps=[qq])
+    q_norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
+    apart = G_row[:, None] - G_column[None, :]
+    decay = gl.exp2(gl.where(lower, apart, -apart)) * gl.convert_layout(k_norm, N)[None, :]
+    Z = kk * decay
+    qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
+    blocks = diagonal_blocks(Z)
+    tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
+    row = k_norm * gl.convert_layout(beta, R)
+    below = row[:, None] * gl.where((r // 16)[:, None] > (n // 16)[None, :], 1.0, 0.0)
+    tiles.index(0).store((Z * below).to(gl.float16))
+    f_at = work.factors + at * (3 * CHUNK) + r
+    into = gl.exp2(G_row)
+    gl.store(f_at, into * k_norm)
+    gl.store(f_at + CHUNK, into * q_norm)
+    gl.store(f_at + 2 * CHUNK, gl.exp2(total * LOG2_E - G_row) * k_norm)
+    gl.store(work.decay + at, gl.exp(total))
+    qk = hopper.warpgroup_mma_wait(0, deps=[qk])
+    P = (gl.where(lower, qk, 0.0) * decay * q_norm[:, None]).to(gl.float16)
+    store_solved(work, at, blocks, P, k_norm, beta, tiles)

@@ -1,0 +1,166 @@
+"""Invert the unit lower triangular matrix of a chunk, on Hopper.
+
+A warp keeps 16 rows of a matrix [64, 64], and inverts their diagonal block without a word to the
+others: a product takes its second factor transposed, which the warp has beside the factor itself.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
+CHUNK = gl.constexpr(64)
+LOG2_E = gl.constexpr(1.4426950408889634)
+# of [64, 64] as a product of four warps leaves it, and of four blocks [16, 16]
+A = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+B = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+
+
+@gluon.jit
+def sums(a, b):
+    """Add."""
+    return a + b
+
+
+@gluon.jit
+def halves(x):
+    """Return the left and the right half of the columns."""
+    return gl.split(gl.permute(gl.reshape(x, (CHUNK, 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def diagonal_blocks(x):
+    """Return the four blocks [16, 16] on the diagonal of [64, 64]: each lies in one warp."""
+    left, right = halves(x)
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, left.type.layout))[:, None]
+    x = gl.where(i < 32, left, right)
+    left, right = halves(x)
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, left.type.layout))[:, None]
+    x = gl.where(i % 32 < 16, left, right)
+    return gl.convert_layout(gl.reshape(x, (4, 16, 16)), B, assert_trivial=True)
+
+
+@gluon.jit
+def on_diagonal(x):
+    """Return [64, 64] with four blocks [16, 16] on its diagonal, and zeros elsewhere."""
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, A))[:, None]
+    j = gl.arange(0, CHUNK, gl.SliceLayout(0, A))[None, :]
+    same = gl.reshape((i // 16) == (j // 16), (4, 16, 4, 16))
+    x = gl.convert_layout(x, gl.SliceLayout(2, same.type.layout), assert_trivial=True)
+    x = gl.where(same, gl.expand_dims(x, 2), 0.0)
+    return gl.convert_layout(gl.reshape(x, (CHUNK, CHUNK)), A, assert_trivial=True)
+
+
+@gluon.jit
+def times(a, b_transposed, DTYPE: gl.constexpr):
+    """Return the products a · b of four blocks [16, 16], all in registers."""
+    b = gl.permute(b_transposed.to(DTYPE), (0, 2, 1))
+    a = gl.convert_layout(a.to(DTYPE), gl.DotOperandLayout(0, B, 2))
+    b = gl.convert_layout(b, gl.DotOperandLayout(1, B, 2))
+    return mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, B))
+
+
+@gluon.jit
+def between(row, column, SIZE: gl.constexpr):
+    """Say what lies left of the second block of SIZE of each pair and below the first."""
+    own = row // SIZE
+    return (own == column // SIZE + 1) & (own % 2 == 1)
+
+
+@gluon.jit
+def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
+    """Return the inverses [4, 16, 16] of I + beta · norm · N below the diagonal.
+
+    norm · N [4, 16, 16] is symmetric. norm, beta [64]: of the rows.
+    """
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
+    beta = gl.reshape(beta, (4, 16))
+    row = gl.convert_layout(beta, gl.SliceLayout(2, B))
+    column = gl.convert_layout(beta, gl.SliceLayout(1, B))
+    norm = gl.convert_layout(gl.reshape(norm, (4, 16)), gl.SliceLayout(2, B))
+    N = (
+        N
+        * gl.expand_dims(norm, 2)
+        * gl.where(r > c, gl.expand_dims(row, 2), gl.expand_dims(column, 1))
+    )
+    one = gl.where(r == c, 1.0, 0.0)
+    X = one - gl.where(between(r, c, 1), N, 0.0)
+    Y = one - gl.where(between(c, r, 1), N, 0.0)
+    for level in gl.static_range(1, 4):
+        U = times(X, gl.where(between(c, r, 2**level), N, 0.0), DTYPE)
+        X_next = X - times(U, Y, DTYPE)
+        if level < 3:
+            Y = Y - times(Y, U, DTYPE)
+        X = X_next
+    return X
+
+
+@gluon.jit
+def product(a, tile, acc):
+    """Return acc + a · tile: a in registers, [64, 64] of 16 bits in shared memory."""
+    a = gl.convert_layout(a.to(tile.dtype), gl.DotOperandLayout(0, A, 2))
+    acc = hopper.warpgroup_mma(a, tile, acc, is_async=True)
+    acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, a])
+    return acc
+
+
+@gluon.jit
+def share(tile, x):
+    """Store x where the products of all warps read it."""
+    tile.store(x.to(tile.dtype))
+    hopper.fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def store_square(ptr, x):
+    """Store [64, 64], 16 bytes a thread."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
+    j = gl.arange(0, CHUNK, gl.SliceLayout(0, L))
+    x = gl.convert_layout(x.to(ptr.dtype.element_ty), L)
+    gl.store(ptr + i[:, None] * CHUNK + j[None, :], x)
+
+
+@gluon.jit
+def store_solved(work, at, N, P, norm, beta, tiles):
+    """Write T and P · T of a chunk and head, L outside of its diagonal blocks in the first tile.
+
+    N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm, beta [64]: of the rows.
+    A mask is multiplied: it is one for whole blocks of 16.
+    """
+    H: gl.constexpr = tiles.dtype
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, A))[:, None] // 16
+    j = gl.arange(0, CHUNK, gl.SliceLayout(0, A))[None, :] // 16
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    D = on_diagonal(inverse_of_blocks(N, norm, beta, H))
+    share(tiles.index(1), D)
+    U = product(D, tiles.index(0), zero) * gl.where(between(i, j, 1), -1.0, 0.0)
+    D = product(U, tiles.index(1), D)
+    share(tiles.index(2), D)
+    U = product(D, tiles.index(0), zero) * gl.where(between(i, j, 2), -1.0, 0.0)
+    column = gl.convert_layout(beta, gl.SliceLayout(0, A))
+    T = product(U, tiles.index(2), D) * column[None, :]
+    share(tiles.index(3), T)
+    ptr = work.T + at * (2 * CHUNK * CHUNK)
+    store_square(ptr, T)
+    store_square(ptr + CHUNK * CHUNK, product(P, tiles.index(3), zero))
+
+
+@gluon.jit
+def norms_of(squares, eps, NORM: gl.constexpr):
+    """Return what normalises each row, of x · xᵀ."""
+    R: gl.constexpr = gl.SliceLayout(1, A)
+    if NORM:
+        r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
+        c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
+        found = gl.sum(gl.where(r == c, diagonal_blocks(squares), 0.0), 2)
+        return gl.convert_layout(gl.reshape(gl.rsqrt(found + eps), (CHUNK,)), R)
+    return gl.full([CHUNK], 1.0, gl.float32, R)
