@@ -18,12 +18,12 @@ SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int], ...]]] = {
     "decode": (
         f"{_LAUNCH}.decode_launch",
         "decode",
-        ((8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1)),
+        ((8, 1, 1), (16, 1, 1), (32, 1, 1), (16, 2, 1), (32, 2, 1)),
     ),
     "verify": (
         f"{_LAUNCH}.verify_launch",
         "verify",
-        ((8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1)),
+        ((32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1), (128, 8, 1)),
     ),
     "commit": (
         f"{_LAUNCH}.commit_launch",

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.linear import decode as kernels
 from attn_core.backends.triton.linear import gates, launch
+from attn_core.backends.triton.linear import verify as kernels
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 from attn_core.errors import UsageError
 from linear_reference import draw, make_linear_layer

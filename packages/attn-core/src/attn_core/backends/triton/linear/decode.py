@@ -1,4 +1,4 @@
-"""Decode and verify: few tokens of each request, which read every state once.
+"""Decode and commit: few tokens of each request, which read every state once.
 
 A state is [V, K] per head, and its rows do not depend on each other: a program has a tile of rows.
 Time is spent on reading and writing states. They bear no hints of eviction, which made an H200
@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.linear.gates import (
-    ROWS,
     channels,
-    head_norm,
     load_gates,
     load_head,
     over_channels,
@@ -73,7 +71,7 @@ def decode_states(
     slot = tl.load(slots.read + b).to(tl.int64)
     if slot < 0:
         return
-    d = channels(C.K)
+    d = channels(C.K, states.ptr.dtype.element_ty)
     row = first + tl.arange(0, BV)
     at = over_channels((hv * C.V + row) * C.K) + over_rows(d)
     S = load_state(states, slots, b, slot, at, C)
@@ -91,95 +89,6 @@ def decode_states(
     S += over_channels(u) * over_rows(k)
     store_output(out, b, hv, row, o, numbers)
     store_state(states, tl.load(slots.write + b).to(tl.int64), at, S)
-
-
-@triton.jit(do_not_specialize=["drafts"])
-def verify_drafts(
-    inputs,
-    weights,
-    numbers,
-    out,
-    states,
-    slots,
-    records,
-    mask,
-    drafts,
-    BV: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Write the outputs of a request's drafts and their records, and leave its state as it is.
-
-    Grid: (B · HV · V / BV). DRAFTS: a power of two, no less than `drafts`. mask: uint8
-    [B, drafts, drafts] of a TREE, where a draft sees its ancestors and itself; none comes before
-    its parent. A chain is the tree in which each draft sees those before it.
-
-    With G the sum of the log decays along a draft's path, draft s adds u_s to the state:
-    u_s = beta · (v - exp(G_s) S·k_s - Σ exp(G_s - G_i) (k_i·k_s) u_i) over its ancestors i.
-    """
-    b, hv, first = find_tile(BV, C)
-    slot = tl.load(slots.read + b).to(tl.int64)
-    if slot < 0:
-        return
-    record = tl.load(slots.write + b).to(tl.int64)
-    d = channels(C.K)
-    i = tl.arange(0, DRAFTS)
-    row = first + tl.arange(0, BV)
-    S = load_state(states, slots, b, slot, over_channels((hv * C.V + row) * C.K) + over_rows(d), C)
-    # of the drafts before: u times the norm of its key, the key as it came, and G
-    U = tl.zeros([BV, DRAFTS], tl.float32)
-    keys = tl.zeros_like(over_channels(i) + over_rows(d)).to(tl.float32)
-    sums = keys if C.PER_CHANNEL else tl.zeros([DRAFTS], tl.float32)
-    for s in tl.range(drafts, num_stages=2):  # loads the next draft ahead
-        token = b * drafts + s
-        k = load_head(inputs.k, token, hv // C.GROUP, d, numbers.eps, False)
-        q = load_head(inputs.q, token, hv // C.GROUP, d, numbers.eps, False)
-        k_norm = head_norm(k, numbers.eps, C.NORM)
-        v = tl.load(inputs.v.ptr + token * inputs.v.token_stride + hv * inputs.v.head_stride + row)
-        g, beta = load_gates(inputs, weights, numbers, token, hv, d, C)
-        sees = i < s
-        if C.TREE:
-            sees = tl.load(mask + token * drafts + i, mask=sees, other=0) != 0
-        parent = tl.max(tl.where(sees, i, -1), 0)
-        if C.PER_CHANNEL:
-            G = g + tl.sum(tl.where(over_channels(i == parent), sums, 0.0), ROWS)
-            decay = tl.exp(tl.where(over_channels(sees), over_rows(G) - sums, -float("inf")))
-            sums = tl.where(over_channels(i == s), over_rows(G), sums)
-            grown = tl.exp(G)
-            from_k = over_k(S * over_rows(k * grown))
-            from_q = over_k(S * over_rows(q * grown))
-            kk = over_k(keys * decay * over_rows(k))
-            kq = over_k(keys * decay * over_rows(q))
-        else:
-            G = g + tl.sum(tl.where(i == parent, sums, 0.0), 0)
-            decay = tl.exp(tl.where(sees, G - sums, -float("inf")))
-            sums = tl.where(i == s, G, sums)
-            grown = tl.exp(G)
-            from_k = over_k(S * over_rows(k)) * grown
-            from_q = over_k(S * over_rows(q)) * grown
-            kk = over_k(keys * over_rows(k)) * decay
-            kq = over_k(keys * over_rows(q)) * decay
-        from_k += tl.sum(U * kk[None, :], 1)
-        from_q += tl.sum(U * kq[None, :], 1)
-        u = beta * (v.to(tl.float32) - k_norm * from_k)
-        o = from_q + u * (k_norm * tl.sum(tl.sum(k * q, 1), 0))
-        o *= head_norm(q, numbers.eps, C.NORM)
-        U = tl.where((i == s)[None, :], (u * k_norm)[:, None], U)
-        keys = tl.where(over_channels(i == s), over_rows(k), keys)
-        store_output(out, token, hv, row, o, numbers)
-        if record >= 0:
-            u_at = records.u.ptr + record * records.u.slot_stride
-            tl.store(u_at + (s * C.HV + hv) * C.V + row, u.to(records.u.ptr.dtype.element_ty))
-            if first == 0:
-                g_at = records.g.ptr + record * records.g.slot_stride
-                if C.PER_CHANNEL:
-                    tl.store(g_at + (s * C.HV + hv) * C.K + d, g)
-                else:
-                    tl.store(g_at + s * C.HV + hv, g)
-                if hv % C.GROUP == 0:
-                    k_at = records.k.ptr + record * records.k.slot_stride
-                    k_at += (s * (C.HV // C.GROUP) + hv // C.GROUP) * C.K
-                    tl.store(k_at + d, (k * k_norm).to(records.k.ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["drafts"])
@@ -205,7 +114,7 @@ def commit_drafts(
     last = tl.load(accepted + b).to(tl.int32)
     if (slot < 0) | (record < 0) | (last < 0):
         return
-    d = channels(C.K)
+    d = channels(C.K, states.ptr.dtype.element_ty)
     row = first + tl.arange(0, BV)
     at = over_channels((hv * C.V + row) * C.K) + over_rows(d) + layer * states.layer_stride
     S = load_state(states, slots, b, slot, at, C)

@@ -101,13 +101,14 @@ def load_head(x, token, head, d, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def channels(K: tl.constexpr):
-    """Return the key channels 0..K as a matrix: [K / 32, 32], or [1, K] of fewer.
+def channels(K: tl.constexpr, store: tl.constexpr):
+    """Return the key channels 0..K as a matrix of 128 bytes of a state's dtype a row, or of one.
 
-    A tile of a state has three dimensions: its rows, K / 32 and 32. Those of K / 32 are to stay
-    within a thread: a sum over K then takes 3 steps between threads, not 5 as of a tile [rows, K].
+    A tile of a state has three dimensions: its rows, and these two, [K / 32, 32] of float32. Those
+    of K / 32 are to stay within a thread: a sum over K then takes 3 steps between threads, not 5 as
+    of a tile [rows, K], and a thread reads 16 bytes at a time.
     """
-    COLUMNS: tl.constexpr = min(K, 32)
+    COLUMNS: tl.constexpr = min(K, 1024 // store.primitive_bitwidth)
     return tl.arange(0, K // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 

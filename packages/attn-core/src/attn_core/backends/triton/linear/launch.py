@@ -20,7 +20,7 @@ from attn_core.backends.triton.linear.arguments import (
     Records,
     Weights,
 )
-from attn_core.backends.triton.linear.decode import commit_drafts, decode_states, verify_drafts
+from attn_core.backends.triton.linear.decode import commit_drafts, decode_states
 from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
 from attn_core.backends.triton.linear.operands import (
     inputs_of,
@@ -36,6 +36,7 @@ from attn_core.backends.triton.linear.tuning import (
     decode_launch,
     verify_launch,
 )
+from attn_core.backends.triton.linear.verify import verify_gdn, verify_kda
 from attn_core.errors import UsageError
 from attn_core.ops.triton.launcher import Launcher, alike
 
@@ -217,22 +218,22 @@ def verify(
     mask = slots if tree_mask is None else tree_mask.view(torch.uint8)
     inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
     kept = Records(*map(states_of, records))
-    width = max(2, 1 << (drafts - 1).bit_length())
+    per_channel = layer.common.PER_CHANNEL
+    width = max(2 if per_channel else 16, 1 << (drafts - 1).bit_length())
     key = (
         *("verify", width, fresh is None, tree_mask is None),
         *like((*inputs, rows, stored, *kept)),
         *map(alike, (*places, mask)),
     )
     common = layer.common
-    chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=common.PER_CHANNEL)
+    chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=per_channel)
     launcher = layer.launchers.get(key)
     if launcher is None:
         tree, starts = tree_mask is not None, fresh is not None
-        launcher = layer.launchers[key] = Launcher(
-            verify_drafts,
-            *(chosen.rows, width, common._replace(FRESH=starts, TREE=tree)),
-            num_warps=chosen.warps,
-        )
+        constants = common._replace(FRESH=starts, TREE=tree, PRECISION=layer.precision(v.dtype))
+        kernel = verify_kda if per_channel else verify_gdn
+        last = (chosen.rows, width, constants)
+        launcher = layer.launchers[key] = Launcher(kernel, *last, num_warps=chosen.warps)
     weights = layer.weights_or(q)
     launcher.launch(
         (layer.programs(slots, chosen), 1, 1),

@@ -1,11 +1,14 @@
 """Prefill, first kernel, with a decay per key channel: products are Σ_d k_id k_jd exp(G_id - G_jd).
 
-exp(G_i) · exp(-G_j) would overflow. Tokens i and j of different blocks of 16 are factored at a
-token r between them: exp(G_i - G_r) · exp(G_r - G_j), neither above 1. Within a block r is in its
-middle, and a factor can be above 1. There no token's log decay counts as more than REACH / 8, so
-that no factor is above exp(REACH). A pair that is farther apart gets at most exp(-REACH / 8), 5e-5,
-in place of less, which bfloat16 does not see. Tokens of float32 and float16 are factored in blocks
-of 8 as well, in float32: 2e-9.
+exp(G_i) · exp(-G_j) would overflow. A product is factored at a token r between j and i instead:
+exp(G_i - G_r) · exp(G_r - G_j), neither above 1. The chunk is halved until j and i are apart: r is
+the last token of the half that j is in. Halves of 32 and of 16 tokens are multiplied as [64, 64],
+those of 8, 4, 2 and 1 in blocks of 16.
+
+Tokens of bfloat16 are halved no more than that: in a block r is in the middle, and a factor can be
+above 1. No token's log decay counts there as more than REACH / 8, so that no factor is above
+exp(REACH). A pair that is farther apart gets at most exp(-REACH / 8), 5e-5, in place of less, which
+bfloat16 does not see.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -49,46 +52,55 @@ def apart(row, after, left, ahead, i, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def from_middle(g, SIZE: tl.constexpr):
-    """Return [4, 16, D]: the sum of log decays from the middle of each block of SIZE to a token."""
-    blocks = tl.reshape(tl.maximum(g, -2 * REACH / SIZE), (64 // SIZE, SIZE, g.shape[2]))
-    ahead = tl.arange(0, SIZE)[None, :, None] < SIZE // 2
-    middle = tl.sum(tl.where(ahead, blocks, 0.0), 1)
-    return tl.reshape(tl.cumsum(blocks, 1) - middle[:, None, :], g.shape)
+def halved(q, k, c, SIZE: tl.constexpr):
+    """Return q and k of second halves of SIZE tokens, k of first ones, each with its decay.
+
+    q, k, c: [4, 16, D]; c is the sum of log decays since a block's start. The rest is 0.
+    """
+    pairs: tl.constexpr = 32 // SIZE
+    at = tl.arange(0, 2 * SIZE)[None, :, None]
+    dims: tl.constexpr = (pairs, 2 * SIZE, c.shape[2])
+    own = tl.reshape(c, dims)
+    last = tl.sum(tl.where(at == SIZE - 1, own, 0.0), 1)[:, None, :]
+    decay = power(tl.where(at < SIZE, last - own, own - last))
+    second = tl.where(at < SIZE, 0.0, decay)
+    first = tl.reshape(tl.reshape(k, dims) * (decay - second), c.shape)
+    second = tl.reshape(second, c.shape)
+    return q * second, k * second, first
 
 
 @triton.jit
-def blockwise(row, column, dtype: tl.constexpr, C: tl.constexpr):
-    """Return the products [4, 16, 16] of the tokens of each block."""
-    column = tl.permute(column.to(dtype), (0, 2, 1))
-    return tl.dot(row.to(dtype), column, input_precision=C.PRECISION)
+def within_exactly(q, k, c, dtype: tl.constexpr, C: tl.constexpr):
+    """Do what `within` does for other tokens: no factor is above 1, so that none is rounded more."""
+    r = tl.arange(0, 16)
+    L = tl.zeros([4, 16, 16], tl.float32)
+    columns = tl.permute(k.to(dtype), (0, 2, 1))
+    P = tl.dot(q.to(dtype), columns, input_precision=C.PRECISION)
+    P = tl.where((r[:, None] == r[None, :])[None, :, :], P, 0.0)
+    for level in tl.static_range(4):
+        q_row, k_row, column = halved(q, k, c, 2**level)
+        column = tl.permute(column.to(dtype), (0, 2, 1))
+        same = (r[:, None] // 2 ** (level + 1)) == (r[None, :] // 2 ** (level + 1))
+        found = tl.dot(k_row.to(dtype), column, input_precision=C.PRECISION)
+        L += tl.where(same[None, :, :], found, 0.0)
+        found = tl.dot(q_row.to(dtype), column, input_precision=C.PRECISION)
+        P += tl.where(same[None, :, :], found, 0.0)
+    return L, P
 
 
 @triton.jit
-def within(q, k, g, c, tokens: tl.constexpr, C: tl.constexpr):
+def within(q, k, g, dtype: tl.constexpr, C: tl.constexpr):
     """Return the products [4, 16, 16] of k with k and of q with k, of the pairs of each block.
 
-    c [4, 16, D]: the sum of log decays g since a block's start. Above the diagonal there is no
-    pair, and any number.
+    g [4, 16, D]: log decays. For tokens of bfloat16. Above the diagonal there is any number.
     """
-    if tokens == tl.bfloat16:
-        near = from_middle(g, 16)
-        column = k * power(-near)
-        near = power(near)
-        return blockwise(k * near, column, tokens, C), blockwise(q * near, column, tokens, C)
-    t = tl.arange(0, 16)
-    first = (t < 8)[None, :, None]
-    middle = tl.sum(tl.where(first, g, 0.0), 1)[:, None, :]
-    after = power(tl.where(first, -float("inf"), c - middle))
-    column = k * power(tl.where(first, middle - c, -float("inf")))
-    far_L = blockwise(k * after, column, tl.float32, C)
-    far_P = blockwise(q * after, column, tl.float32, C)
-    near = from_middle(g, 8)
-    column = k * power(-near)
+    g = tl.maximum(g, -REACH / 8)
+    first = (tl.arange(0, 16) < 8)[None, :, None]
+    near = tl.cumsum(g, 1) - tl.sum(tl.where(first, g, 0.0), 1)[:, None, :]
+    column = tl.permute((k * power(-near)).to(dtype), (0, 2, 1))
     near = power(near)
-    same = ((t[:, None] // 8) == (t[None, :] // 8))[None, :, :]
-    L = tl.where(same, blockwise(k * near, column, tl.float32, C), far_L)
-    P = tl.where(same, blockwise(q * near, column, tl.float32, C), far_P)
+    L = tl.dot((k * near).to(dtype), column, input_precision=C.PRECISION)
+    P = tl.dot((q * near).to(dtype), column, input_precision=C.PRECISION)
     return L, P
 
 
@@ -157,7 +169,10 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
         q_row = q * power(c)
         tl.store(work.q_in + rows, flat(q_row * since, stored))
         P += apart(q_row, after, left, ahead, i, dtype, C)
-        near = within(q, k, g, c, dtype, C)
+        if dtype == tl.bfloat16:
+            near = within(q, k, g, dtype, C)
+        else:
+            near = within_exactly(q, k, c, dtype, C)
         near_L += near[0]
         near_P += near[1]
     L = on_diagonal(near_L, L, i)

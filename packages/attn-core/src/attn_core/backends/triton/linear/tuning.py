@@ -41,9 +41,12 @@ def decode_launch(arch: str, v_dim: int, k_dim: int, itemsize: int) -> Launch:
 
 @cache
 def verify_launch(arch: str, v_dim: int, k_dim: int, drafts: int, *, per_channel: bool) -> Launch:
-    """Choose for verify_drafts: the keys of drafts take registers too, and their decays."""
-    many = drafts > (4 if per_channel else 8)
-    return Launch(rows=_tile(8 if many else 16, v_dim, k_dim), warps=2 if k_dim > 128 else 1)
+    """Choose for verify_gdn, or verify_kda: there keys of drafts take registers, and decays."""
+    if per_channel:
+        return Launch(
+            rows=_tile(8 if drafts > 4 else 16, v_dim, k_dim), warps=2 if k_dim > 128 else 1
+        )
+    return Launch(rows=_tile(64 if drafts <= 16 else 32, v_dim, k_dim, 16), warps=4)
 
 
 @cache
