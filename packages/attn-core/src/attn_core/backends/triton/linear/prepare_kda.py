@@ -71,7 +71,7 @@ def halved(q, k, c, SIZE: tl.constexpr):
 
 @triton.jit
 def within_exactly(q, k, c, dtype: tl.constexpr, C: tl.constexpr):
-    """Do what `within` does for other tokens: no factor is above 1, so that none is rounded more."""
+    """Do what `within` does, for any tokens: no factor is above 1, so none is rounded more."""
     r = tl.arange(0, 16)
     L = tl.zeros([4, 16, 16], tl.float32)
     columns = tl.permute(k.to(dtype), (0, 2, 1))
