@@ -48,6 +48,19 @@ def test_windows_sinks_and_latents_are_a_dense_softmax(model, tmp_path, engine_e
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("model", "beside"), [("qwen3_next", "torch_native"), ("kimi_linear", "dense")]
+)
+def test_hybrid_models_are_sglangs_own_backend_over_a_recurrence(
+    model, beside, tmp_path, engine_environment
+):
+    expected, _printed = logits(model, beside, 1, tmp_path, engine_environment)
+    found, printed = logits(model, "attn_core", 1, tmp_path, engine_environment)
+    assert expected.abs().max() > 5
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert "'linear_prefill': 'torch_native', 'linear_decode': 'torch_native'" in printed
+
+
 @pytest.mark.parametrize("topk", [1, 4])
 def test_the_draft_worker_of_eagle_runs_on_attn_core(topk, engine_environment):
     done = run("engine_drafts.py", topk, environment=engine_environment)

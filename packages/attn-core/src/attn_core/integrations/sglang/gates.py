@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from attn_core.integrations.sglang.server import (
     BACKEND_ARGUMENTS,
     DRAFTS,
+    LINEAR,
     NAME,
     TESTED,
     TREES,
@@ -118,6 +119,18 @@ def _draft_extend(function: Callable[..., Any], factory: Any) -> Any:
     return create(factory.draft_model_runner)
 
 
+def _hybrid_model(function: Callable[..., Any], runner: Any, full: Any) -> Any:
+    """Serve the linear layers of a hybrid model, where attn_core is asked to."""
+    from attn_core.integrations.sglang.linear_layers import served_layers
+
+    layers = served_layers(runner)
+    if not layers:
+        return function(runner, full)
+    from attn_core.integrations.sglang.linear import hybrid_backend
+
+    return hybrid_backend(runner, full, layers)
+
+
 def _vision_choice(result: None, parser: Any) -> None:
     """Let --mm-attention-backend name attn_core."""
     choices = parser._option_string_actions["--mm-attention-backend"].choices
@@ -136,6 +149,13 @@ def _vision_backend(name: str, *args: Any) -> None:
 
 
 GATES = (
+    Gate(
+        target="sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        seen=LINEAR,
+        does="the linear layers of a hybrid model run on attn_core",
+        kind="AROUND",
+        hook=_hybrid_model,
+    ),
     Gate(
         target="sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
         seen=TESTED,
