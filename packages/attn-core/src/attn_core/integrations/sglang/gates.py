@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -131,6 +132,13 @@ def _hybrid_model(function: Callable[..., Any], runner: Any, full: Any) -> Any:
     return hybrid_backend(runner, full, layers)
 
 
+def _kept_states(function: Callable[..., Any], view: Any, architecture: str) -> Any:
+    """Let a prefix cache keep states inside prompts, where attn_core is named for linear layers."""
+    if view.linear_attn_backend == NAME:
+        view = SimpleNamespace(linear_attn_backend=STAND_IN)
+    return function(view, architecture)
+
+
 def _vision_choice(result: None, parser: Any) -> None:
     """Let --mm-attention-backend name attn_core."""
     choices = parser._option_string_actions["--mm-attention-backend"].choices
@@ -190,6 +198,13 @@ GATES = (
         does="a draft model takes in tokens on attn_core",
         kind="AROUND",
         hook=_draft_extend,
+    ),
+    Gate(
+        target="sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
+        seen=LINEAR,
+        does="a prefix cache with extra_buffer accepts attn_core for linear layers",
+        kind="AROUND",
+        hook=_kept_states,
     ),
     Gate(
         target="sglang.srt.server_args.ServerArgs.add_cli_args",
