@@ -279,7 +279,7 @@ def test_the_kernels_of_trees_and_records_are_their_torch():
     expected[:, 7] = records[:, 2]
     draft_kernels.move_records((records,), slots, targets, taken)
     assert records.equal(expected)
-    draft_kernels._move_kernel()[(3, 2, 2)](
+    draft_kernels._move_kernel()[(3, 2)](
         kernel, slots, targets, taken, 15, kernel.stride(0), kernel.stride(1), BLOCK=8
     )
     assert kernel.equal(expected)

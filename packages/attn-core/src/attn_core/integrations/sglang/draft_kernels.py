@@ -55,8 +55,7 @@ def move_records(
         block = 1024
         for x in records:
             size = x[0, 0].numel()
-            grid = (slots.shape[0], x.shape[0], -(-size // block))
-            _move_kernel()[grid](
+            _move_kernel()[(slots.shape[0], x.shape[0])](
                 x, slots, targets, taken, size, x.stride(0), x.stride(1), BLOCK=block
             )
         return
@@ -113,9 +112,10 @@ def _move_kernel() -> Any:
         if (tl.load(taken + b) < 0) | (slot < 0):
             return
         at = records + tl.program_id(1).to(tl.int64) * layer_stride
-        number = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         target = tl.load(targets + b).to(tl.int64)
-        x = tl.load(at + slot * slot_stride + number, mask=number < size)
-        tl.store(at + target * slot_stride + number, x, mask=number < size)
+        for first in range(0, size, BLOCK):
+            number = first + tl.arange(0, BLOCK)
+            x = tl.load(at + slot * slot_stride + number, mask=number < size)
+            tl.store(at + target * slot_stride + number, x, mask=number < size)
 
     return move

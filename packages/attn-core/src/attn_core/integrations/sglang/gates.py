@@ -7,7 +7,8 @@ name it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from attn_core.integrations.sglang.server import (
     BACKEND_ARGUMENTS,
     DRAFTS,
     LINEAR,
+    LINEAR_ARGUMENTS,
     NAME,
     TESTED,
     TREES,
@@ -59,16 +61,23 @@ def register_gates() -> None:
             HookRegistry.register(gate.target, gate.hook, HookType[gate.kind])
 
 
-def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
-    """Call a function that tests the backends' names, and put attn_core's name back."""
-    fields = [field for field in BACKEND_ARGUMENTS if getattr(args, field) == NAME]
+@contextmanager
+def _stand_in(args: Any, names: Iterable[str]) -> Iterator[None]:
+    """Let these arguments name STAND_IN instead of attn_core for a while."""
+    fields = [field for field in names if getattr(args, field) == NAME]
     for field in fields:
         setattr(args, field, STAND_IN)
     try:
-        return function(args, *rest, **named)
+        yield
     finally:
         for field in fields:
             setattr(args, field, NAME)
+
+
+def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
+    """Call a function that tests the backends' names, and put attn_core's name back."""
+    with _stand_in(args, BACKEND_ARGUMENTS):
+        return function(args, *rest, **named)
 
 
 def _windowed_models(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
@@ -125,8 +134,9 @@ def _hybrid_model(function: Callable[..., Any], runner: Any, full: Any) -> Any:
     from attn_core.integrations.sglang.linear_layers import served_layers
 
     layers = served_layers(runner)
-    if not layers:
-        return function(runner, full)
+    if not layers:  # beside a draft model SGLang creates kernels that are never run
+        with _stand_in(runner.server_args, LINEAR_ARGUMENTS):
+            return function(runner, full)
     from attn_core.integrations.sglang.linear import hybrid_backend
 
     return hybrid_backend(runner, full, layers)

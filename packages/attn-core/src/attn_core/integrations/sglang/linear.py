@@ -74,7 +74,9 @@ class HybridBackend(HybridLinearAttnBackend):  # type: ignore[misc]  # SGLang sh
     def update_verify_buffers_to_fill_after_draft(
         self, spec_info: Any, cuda_graph_bs: int | None
     ) -> None:
-        """Do nothing: no plan is derived from the mask."""
+        """Let the softmax backend plan again with the mask."""
+        full = self.full_attn_backend
+        full.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
 
 class LinearBackend(MambaAttnBackendBase):  # type: ignore[misc]  # SGLang ships no types
