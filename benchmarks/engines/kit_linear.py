@@ -82,6 +82,8 @@ def prepare() -> None:
     )
 
     class Backend(LinearBackend):
+        module: Any = None
+
         def _attend(self, x: Any, module: Any, a: Any, b: Any) -> Any:
             if module is not self.module:
                 self.module, self.layers[module.layer_id] = module, to_linear_layer(module)

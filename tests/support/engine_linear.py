@@ -281,7 +281,12 @@ def pool(kind, drafts=0, topk=1):
 
 def runner(modules, requests, **args):
     """Return what the adapter and SGLang's own backend read of a ModelRunner."""
-    values = {"enable_unified_memory": False, "linear_attn_backend": "attn_core", **args}
+    values = {
+        "enable_unified_memory": False,
+        "enable_mamba_extra_buffer": lambda: False,
+        "linear_attn_backend": "attn_core",
+        **args,
+    }
     return SimpleNamespace(
         server_args=server_args(**values),
         device="cpu",

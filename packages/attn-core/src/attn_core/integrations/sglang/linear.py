@@ -16,10 +16,7 @@ from torch import Tensor
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.sglang.backend import AttnCoreBackend
-from attn_core.integrations.sglang.linear_layers import (
-    ShortConvolution,
-    raw_gates,
-)
+from attn_core.integrations.sglang.linear_layers import ShortConvolution, raw_gates
 from attn_core.integrations.sglang.linear_passes import checkpoint_slots, query_lens
 from attn_core.integrations.sglang.linear_states import DraftTrees, commit, states_of
 from attn_core.integrations.sglang.passes import MODES
@@ -41,6 +38,7 @@ from attn_core.spec.requirements import Requirements
 from attn_core.tools.env_vars import variable
 
 logger = logging.getLogger(__name__)
+_Planned = tuple[ForwardBatch, tuple[LinearPart, ...]]
 
 
 def hybrid_backend(runner: Any, full: Any, layers: Mapping[int, LinearLayer]) -> HybridBackend:
@@ -109,14 +107,14 @@ class LinearBackend(MambaAttnBackendBase):  # type: ignore[misc]  # SGLang ships
             selection, registry, states, tuple(self.layers.values()), max_bs=self._max_bs
         )
         self.routes = LinearRoutes(routes, states)
-        if _extra_buffer(args):
+        if args.enable_mamba_extra_buffer():  # keeps states inside prompts
             self._check_checkpoints()
         self._rows = torch.arange(self._max_bs, dtype=torch.int32, device=self.device)
         self._trees = DraftTrees(self._max_bs, self.drafts, self.device)
         self._checkpoints: Tensor | None = None
         self._static_out: Tensor | None = None
-        self._captured: dict[tuple[ForwardMode, int], ForwardBatch] = {}
-        self._pass: tuple[ForwardBatch, tuple[LinearPart, ...]] | None = None
+        self._captured: dict[tuple[ForwardMode, int], _Planned] = {}
+        self._pass: _Planned | None = None
         self._out: Tensor | None = None  # of the pass, where it is captured
         self._is_padded = False  # of the pass: some requests are padding
 
@@ -198,15 +196,13 @@ class LinearBackend(MambaAttnBackendBase):  # type: ignore[misc]  # SGLang ships
         assert self._static_out is not None  # SGLang calls init_cuda_graph_state first
         if in_capture:
             batch = self._batch(forward_batch, mode, query_lens(forward_batch, mode, self.drafts))
-            self._captured[mode, size] = batch
-            self._pass = (batch, self.routes.capture(batch))
+            self._captured[mode, size] = (batch, self.routes.capture(batch))
         else:
-            batch = self._captured[mode, size]
+            batch, parts = self._captured[mode, size]
             if mode is ForwardMode.TARGET_VERIFY:
                 self._trees.fill(self.forward_metadata, size)
-            parts = self.routes.plan(batch)
             self.routes.replay(batch, parts)
-            self._pass = (batch, parts)
+        self._pass = self._captured[mode, size]
         self._out = self._static_out[: batch.num_tokens]
 
     def forward_decode(
@@ -267,19 +263,18 @@ class LinearBackend(MambaAttnBackendBase):  # type: ignore[misc]  # SGLang ships
         cache, and the last draft that it takes in; -1 takes none. None: no request does.
         """
         assert self._pass is not None
+        batch, parts = self._pass
+        if self._out is not None:  # a graph leaves no plan of this pass
+            parts = self.routes.plan(batch)
         commit(
             self.routes,
-            *self._pass,
+            batch,
+            parts,
             self.req_to_token_pool.get_speculative_mamba2_params_all_layers(),
             accepted,
             checkpoint_slots,
             checkpoints,
         )
-
-
-def _extra_buffer(args: Any) -> bool:
-    """Say whether SGLang's prefix cache keeps states at chunk boundaries inside a prompt."""
-    return bool(getattr(args, "enable_mamba_extra_buffer", lambda: False)())
 
 
 def _selection(runner: Any, layer: LinearLayer, full: Any) -> tuple[Selection, Registry]:
