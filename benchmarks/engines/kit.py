@@ -1,6 +1,7 @@
 """Run the attention tests that SGLang ships for its own backends with attn_core.
 
-Run: `python -m benchmarks.engines.kit [--backend attn_core] [--device cuda] [--out FILE.json]`.
+Run: `python -m benchmarks.engines.kit [--backend attn_core] [--device cuda] [--only gdn kda]
+[--out FILE.json]`.
 The cases, runners and expected outputs are those of sglang.test.kits.attention_unittest in SGLang
 0.5.16: dense, windowed and MLA attention, GDN and KDA layers, decode as a graph replays it, chains
 and trees of drafts.
@@ -184,12 +185,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default=OURS)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the groups' names")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     if args.backend == OURS:
         prepare()
     rows = []
     for group, name, test in cases(args.backend, args.device):
+        if not any(part in group for part in args.only):
+            continue
         said = outcome(test)
         rows.append({"group": group, "case": name, "outcome": said})
         print(f"{group:20} {name:42} {' '.join(said.split())[:200]}", flush=True)

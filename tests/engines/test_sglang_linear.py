@@ -15,10 +15,11 @@ from attn_core.integrations.sglang import (
     linear_states,
     server,
 )
+from attn_core.integrations.sglang.backend import AttnCoreBackend
 from attn_core.integrations.sglang.linear import HybridBackend, LinearBackend
-from attn_core.integrations.sglang.linear_layers import served_layers
+from attn_core.integrations.sglang.linear_layers import served_layers, to_linear_layer
 from attn_core.integrations.sglang.server import serves_linear
-from engine_passes import server_args
+from engine_passes import attention, mha_pool, server_args
 from sglang.srt import runtime_context
 from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
@@ -138,6 +139,34 @@ def test_padded_and_idle_passes(kind):
     batch = el.a_pass(ForwardMode.IDLE, (), (), ())
     pair.ours.init_forward_metadata(batch)
     assert pair.ours._pass is None
+
+
+def test_tokens_behind_the_real_ones_give_zeros():
+    pair = Pair("gdn")
+    batch = el.a_pass(EXTEND, (3, 1), (0, 9), (20, 6))
+    pair.ours.init_forward_metadata(batch)
+    inputs = [el.inputs("gdn", EXTEND, 33) for _ in pair.modules]
+    outs = el.run(pair.ours, batch, pair.modules, inputs)
+    assert outs[:, :26].abs().amax(-1).all()
+    assert not outs[:, 26:].any()
+
+
+def test_a_softmax_backend_of_ours_has_chosen_for_both():
+    softmax, modules = attention(1), [el.module("gdn", 0)]
+    more = {"speculative_num_draft_tokens": N, "get_attention_backends": lambda: ATTN}
+    run = el.runner([softmax, *modules], el.pool("gdn", N, 2), **TREE, **more)
+    run.token_to_kv_pool, run.page_size = mha_pool(layers=2), 1
+    full = AttnCoreBackend(run)
+    assert set(full.selection.roles) >= {"prefill", "verify", "linear_prefill", "linear_verify"}
+    ours = LinearBackend(
+        run, {0: to_linear_layer(modules[0]), 2: to_linear_layer(modules[0])}, full
+    )
+    assert ours.routes.routes["linear_verify"].config.num_draft_tokens == N
+    pair = HybridBackend(full, ours, [1])
+    assert pair.get_verify_buffers_to_fill_after_draft() == [None, None]
+    full.init_cuda_graph_state(4, 4 * N)
+    mask, _positions = pair.get_verify_buffers_to_fill_after_draft()
+    assert mask.data_ptr() == full._static.tree_mask.data_ptr()
 
 
 @KINDS
