@@ -82,12 +82,12 @@ class Pair:
         """Run a pass on both; return the outputs of the tokens that are no padding."""
         batch = el.a_pass(mode, *shape, **more)
         tokens = sum(shape[2])
-        given = [el.inputs(self.kind, mode, tokens) for _ in self.modules]
+        inputs = [el.inputs(self.kind, mode, tokens) for _ in self.modules]
         outs = []
         for backend in (self.theirs, self.ours):
             own = copy.deepcopy(batch)
             backend.init_forward_metadata(own)
-            outs.append(el.run(backend, own, self.modules, copy.deepcopy(given)))
+            outs.append(el.run(backend, own, self.modules, copy.deepcopy(inputs)))
         real = sum(shape[2][: len(shape[2]) - more.get("padding", 0)])
         assert torch.isfinite(outs[1]).all()
         return [x[:, :real] for x in outs]

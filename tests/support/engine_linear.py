@@ -266,17 +266,17 @@ def pool(kind, drafts=0, topk=1):
     ids = [2 * i for i in range(LAYERS)]  # every other layer is linear
     params = kinds[kind](shape=shape, layers=ids, dtype=dtype)
     with OnTheHost():
-        made = HybridReqToTokenPool(
+        requests = HybridReqToTokenPool(
             size=ROWS - 1, mamba_size=SLOTS, mamba_spec_state_size=ROWS - 1, max_context_len=512,
             device="cpu", enable_memory_saver=False, cache_params=params, mamba_layer_ids=ids,
             enable_mamba_extra_buffer=False, speculative_num_draft_tokens=drafts or None,
             speculative_eagle_topk=topk, enable_overlap_schedule=False,
         )  # fmt: skip
-    cache = made.mamba_pool.mamba_cache
+    cache = requests.mamba_pool.mamba_cache
     cache.temporal.normal_()
     cache.conv[0].normal_()
-    made.req_index_to_mamba_index_mapping[1:] = torch.randperm(SLOTS - 8)[: ROWS - 1].int() + 1
-    return made
+    requests.req_index_to_mamba_index_mapping[1:] = torch.randperm(SLOTS - 8)[: ROWS - 1].int() + 1
+    return requests
 
 
 def runner(modules, requests, **args):
@@ -345,11 +345,11 @@ def inputs(kind, mode, tokens):
     return x, f.unflatten(-1, (hv, DIM))[None], b.sigmoid()[None]
 
 
-def run(backend, batch, modules, given):
-    """Run all layers of a planned pass; given: the inputs of each. Returns the outputs, stacked."""
+def run(backend, batch, modules, inputs):
+    """Run all layers of a planned pass; inputs: of each. Returns the outputs, stacked."""
     call = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
     outs = []
-    for layer, (x, a, b) in zip(modules, given, strict=True):
+    for layer, (x, a, b) in zip(modules, inputs, strict=True):
         out = call(layer=layer, forward_batch=batch, mixed_qkv=x, a=a, b=b, q=None, k=None, v=None)
         outs.append(out.reshape(x.shape[0], layer.num_v_heads, DIM).clone())
     return torch.stack(outs)
