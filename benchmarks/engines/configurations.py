@@ -6,6 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.engines.models import (
+    DEEPSEEK_V2_LITE,
+    EAGLE_DRAFT,
+    GPT_OSS_20B,
+    LLAMA_8B,
+    QWEN3_NEXT,
+)
+
 OURS = "attn_core"
 NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of steps
 MARGIN = 64  # tokens of the context for drafts that are not accepted
@@ -76,114 +84,15 @@ class Configuration:
         }
 
 
-LLAMA_8B: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 131072,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EAGLE_DRAFT: Mapping[str, Any] = {
-    **LLAMA_8B,
-    "architectures": ["LlamaForCausalLMEagle"],
-    "num_hidden_layers": 1,
-}
-DEEPSEEK_V2_LITE: Mapping[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_shared_experts": 2,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "attention_bias": False,
-    "max_position_embeddings": 163840,
-    "vocab_size": 102400,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT_OSS_20B: Mapping[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "attention_bias": True,
-    "swiglu_limit": 7.0,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 131072,
-    "initial_context_length": 4096,
-    "vocab_size": 201088,
-    "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
 _TREES = {
     "speculative_num_draft_tokens": 8,
     "speculative_attention_mode": "decode",
 }
+_DRAFTED = (  # 32 tokens behind the last state that a prefix cache keeps
+    Case(kind="decode", batch=16, length=4128, must=1.05, aim=1.30),
+    Case(kind="decode", batch=64, length=2080, must=1.05, aim=1.30),
+    Case(kind="decode", batch=1, length=4128, must=1.00, aim=1.15),
+)
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "bf16": Configuration(
         title="Llama-3.1-8B shape, bf16",
@@ -249,5 +158,47 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         model=GPT_OSS_20B,
         arguments={"moe_runner_backend": "triton"},
         cases=(Case(kind="decode", batch=16, length=4096, must=0.98, aim=1.05),),
+    ),
+    "qwen3-next": Configuration(
+        title="Qwen3-Next shape, 8 layers of which 6 are linear (GDN)",
+        model=QWEN3_NEXT,
+        peers=("fa3",),  # beside SGLang's own kernels of linear layers
+        arguments={"moe_runner_backend": "triton"},
+        cases=(
+            Case(kind="decode", batch=1, length=1056, must=0.98, aim=1.05),
+            Case(kind="decode", batch=16, length=4128, must=0.98, aim=1.10),
+            Case(kind="decode", batch=64, length=4128, must=0.98, aim=1.10),
+            Case(kind="prefill", batch=16, length=1024, must=1.05, aim=1.20),
+            Case(kind="prefill", batch=1, length=8192, must=1.05, aim=1.20),
+        ),
+    ),
+    "qwen3-next-chain": Configuration(
+        title="Qwen3-Next shape, MTP chains of 4 drafts",
+        model=QWEN3_NEXT,
+        draft_model=QWEN3_NEXT,  # SGLang takes its layer of multi-token prediction
+        peers=("fa3",),
+        arguments={
+            "moe_runner_backend": "triton",
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+            "speculative_attention_mode": "decode",
+        },
+        cases=_DRAFTED,
+    ),
+    "qwen3-next-tree": Configuration(
+        title="Qwen3-Next shape, MTP trees of 8 drafts, topk 4",
+        model=QWEN3_NEXT,
+        draft_model=QWEN3_NEXT,
+        peers=("fa3",),
+        arguments={
+            **_TREES,
+            "moe_runner_backend": "triton",
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 4,
+        },
+        cases=_DRAFTED,
     ),
 }

@@ -1,8 +1,10 @@
 """Run the attention tests that SGLang ships for its own backends with attn_core.
 
-Run: `python -m benchmarks.engines.kit [--backend attn_core] [--device cuda] [--out FILE.json]`.
+Run: `python -m benchmarks.engines.kit [--backend attn_core] [--device cuda] [--only gdn kda]
+[--out FILE.json]`.
 The cases, runners and expected outputs are those of sglang.test.kits.attention_unittest in SGLang
-0.5.16: dense, windowed and MLA attention, decode as a graph replays it, chains and trees of drafts.
+0.5.16: dense, windowed and MLA attention, GDN and KDA layers, decode as a graph replays it, chains
+and trees of drafts.
 Prints one line for each case. Exit code 0: none failed; a refusal is no failure.
 """
 
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from benchmarks.engines import record
+from benchmarks.engines import kit_linear, record
 from benchmarks.engines.configurations import OURS
 
 HEAD_DIM, HIDDEN, CONTEXT = 64, 64, 128
@@ -28,7 +30,7 @@ Case = tuple[str, str, Callable[[], None]]  # group, name, test
 
 
 def cases(backend: str, device: str) -> Iterator[Case]:
-    """Yield every case that the kit has for MHA, MLA and verification."""
+    """Yield every case that the kit has for MHA, MLA, GDN, KDA and verification."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as mla
@@ -96,6 +98,7 @@ def cases(backend: str, device: str) -> Iterator[Case]:
         yield "verify mla", name, call(verify.run_mla_eagle_verify_case, latent, **more)
         replay = in_order(verify.run_mla_eagle_verify_cuda_graph_case, latent, **more)
         yield "verify mla graph", name, replay
+    yield from kit_linear.cases(backend, device, DRAFTS)
 
 
 def prepare() -> None:
@@ -127,11 +130,11 @@ def prepare() -> None:
 
     def create(runner: Any) -> Any:
         config, pool = runner.model_config, runner.token_to_kv_pool
-        head_dim = HEAD_DIM
+        head_dim = pool.get_key_buffer(0).shape[-1]
         latent: dict[str, int] = {}
         heads = config.num_key_value_heads
         if runner.use_mla_backend:
-            head_dim, heads = pool.kv_buffer[0].shape[-1], 1
+            heads = 1
             latent = {"v_head_dim": LATENT["kv_lora_rank"]}
         runner.model = torch.nn.Module()
         runner.model.attn = RadixAttention(
@@ -160,6 +163,7 @@ def prepare() -> None:
     register()
     ATTENTION_BACKENDS[OURS] = create
     verify._make_custom_masks = compact
+    kit_linear.prepare()
 
 
 def outcome(test: Callable[[], None]) -> str:
@@ -181,12 +185,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default=OURS)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the groups' names")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     if args.backend == OURS:
         prepare()
     rows = []
     for group, name, test in cases(args.backend, args.device):
+        if not any(part in group for part in args.only):
+            continue
         said = outcome(test)
         rows.append({"group": group, "case": name, "outcome": said})
         print(f"{group:20} {name:42} {' '.join(said.split())[:200]}", flush=True)

@@ -131,9 +131,11 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     found = arguments(configuration, "fa3", tmp_path)
     assert found["attention_backend"] == "fa3"
     assert set(found["cuda_graph_bs_decode"]) == {case.batch for case in configuration.cases}
-    assert json.loads((tmp_path / "model/config.json").read_text())["num_hidden_layers"] > 20
-    assert ("speculative_draft_model_path" in found) == (name == "eagle")
-    assert configuration.is_speculative == (name in ("eagle", "ngram"))
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written["num_hidden_layers"] == configuration.model["num_hidden_layers"]
+    drafted = name in ("eagle", "qwen3-next-chain", "qwen3-next-tree")
+    assert ("speculative_draft_model_path" in found) == drafted
+    assert configuration.is_speculative == (drafted or name == "ngram")
     (tmp_path / "named").mkdir()
     named = arguments(configuration, "attn_core:triton", tmp_path / "named")
     assert named["attention_backend"] == OURS

@@ -1,5 +1,6 @@
 """SGLang's own ModelRunner and draft worker on a CPU, with the plugin as SGLang loads it."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -46,6 +47,38 @@ def test_windows_sinks_and_latents_are_a_dense_softmax(model, tmp_path, engine_e
     found, _printed = logits(model, "attn_core", 16, tmp_path, engine_environment)
     assert expected.abs().max() > 5
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "beside"), [("qwen3_next", "torch_native"), ("kimi_linear", "dense")]
+)
+def test_hybrid_models_are_sglangs_own_backend_over_a_recurrence(
+    model, beside, tmp_path, engine_environment
+):
+    expected, _printed = logits(model, beside, 1, tmp_path, engine_environment)
+    found, printed = logits(model, "attn_core", 1, tmp_path, engine_environment)
+    assert expected.abs().max() > 5
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert "'linear_prefill': 'torch_native', 'linear_decode': 'torch_native'" in printed
+
+
+def answers(backend, topk, folder, environment):
+    """Serve requests; return their answers and how many of their tokens were cached."""
+    out = folder / f"{backend}-{topk}.json"
+    environment = environment | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    run("engine_answers.py", backend, topk, out, environment=environment)
+    return json.loads(out.read_text())
+
+
+def test_a_server_with_a_prefix_cache_of_states_answers_as_sglangs_own(
+    tmp_path, engine_environment
+):
+    expected = answers("torch_native", 0, tmp_path, engine_environment)
+    found = answers("attn_core", 0, tmp_path, engine_environment)
+    assert found == expected
+    assert max(found["cached"][1]) >= 128  # two chunks: the state at their end was kept
+    drafted = answers("attn_core", 4, tmp_path, engine_environment)
+    assert drafted["answers"] == expected["answers"]
 
 
 @pytest.mark.parametrize("topk", [1, 4])

@@ -5,8 +5,10 @@ import pkgutil
 from types import SimpleNamespace
 
 import pytest
+from attn_core.integrations.sglang import gates
 from attn_core.integrations.sglang.gates import GATES, STAND_IN
 from engine_logits import CONFIGS
+from engine_passes import server_args
 from sglang.srt.arg_groups import overrides, speculative_hook
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -74,6 +76,27 @@ def test_trees_on_larger_pages_want_a_draft_backend_that_has_them(server):
     args.speculative_draft_attention_backend = "flashmla"
     with pytest.raises(ValueError, match="page_size"):
         speculative_hook._handle_eagle_family(args)
+
+
+def test_a_prefix_cache_keeps_states_of_linear_layers_on_attn_core():
+    def supports(name):
+        view = SimpleNamespace(linear_attn_backend=name)
+        return overrides.supports_mamba_cache_extra_buffer(view, "Qwen3NextForCausalLM")
+
+    assert [supports(name) for name in ("attn_core", "triton", "cutedsl")] == [True, True, False]
+
+
+def test_a_draft_model_has_linear_layers_of_sglangs_own_that_are_never_run():
+    names = {"linear_attn_backend": "attn_core", "linear_attn_decode_backend": None}
+    names["linear_attn_prefill_backend"] = "attn_core"
+    args = server_args(**names)
+    runner = SimpleNamespace(is_draft_worker=True, server_args=args)
+    seen = gates._hybrid_model(
+        lambda run, full: (vars(run.server_args).copy(), full), runner, "full"
+    )
+    assert seen[1] == "full"
+    assert {seen[0][name] for name in names} == {STAND_IN, None}
+    assert args.linear_attn_backend == args.linear_attn_prefill_backend == "attn_core"
 
 
 def test_deterministic_inference_accepts_the_name():

@@ -73,6 +73,40 @@ CONFIGS = {
         },
     },
 }
+CONFIGS["qwen3_next"] = SHAPE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "mlp_only_layers": [0, 1],  # no layer of experts
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+CONFIGS["kimi_linear"] = CONFIGS["deepseek"] | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+        "head_dim": 32,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+    "num_experts": 4,
+    "num_experts_per_token": 1,
+    "num_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
+}
+HYBRID = ("qwen3_next", "kimi_linear")
 DENSE = "triton"  # the name under which SGLang creates the dense backend: its models accept it
 PROMPTS = (37, 5, 64, 1)
 STEPS = 6
@@ -123,12 +157,16 @@ def draw_weights(model: torch.nn.Module) -> torch.Generator:
     """Replace dummy weights, which are too small for attention to show."""
     generator = torch.Generator().manual_seed(3)
     for name, weight in model.named_parameters():
-        if weight.dim() > 1 or "sinks" in name:
+        if name.endswith(("A_log", "dt_bias")):
+            weight.data.normal_(generator=generator)
+        elif weight.dim() > 1 or "sinks" in name:
             weight.data.normal_(0, 2.0 if "sinks" in name else 0.15, generator=generator)
         else:
             weight.data.fill_(1.0)
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()  # MLA's absorbed heads are copies of what was drawn
+    elif type(model).__name__ == "KimiLinearForCausalLM":
+        model.load_weights(())  # makes those copies at its end
     return generator
 
 
@@ -141,6 +179,11 @@ def main(model: str, backend: str, page_size: str, out: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(pathlib.Path(folder), model)
         flags = f"--attention-backend {backend} --page-size {page_size}"
+        if model in HYBRID:
+            from engine_linear import stand_ins
+
+            stand_ins()
+            torch.cuda.Stream = type("Stream", (), {})  # Kimi Linear makes one on every device
         _args, _ports, runner = load(folder, flags)
     from sglang.benchmark import one_batch
     from sglang.srt.runtime_context import get_server_args

@@ -20,6 +20,8 @@ def register() -> None:
     if NAME in server_args.ATTENTION_BACKEND_CHOICES:
         return
     server_args.add_attention_backend_choices([NAME])
+    if hasattr(server_args, "add_linear_attn_kernel_backend_choices"):
+        server_args.add_linear_attn_kernel_backend_choices([NAME])
     server_args.add_deterministic_attention_backend_choices([NAME])
     if hasattr(server_args, "add_chunked_prefix_cache_attention_backend"):  # not in 0.5.15
         server_args.add_chunked_prefix_cache_attention_backend(NAME)

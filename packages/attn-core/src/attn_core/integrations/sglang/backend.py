@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
 from attn_core.integrations.sglang.layers import layers_of
+from attn_core.integrations.sglang.linear_layers import served_layers
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
 from attn_core.integrations.sglang.selection import choose, publish
@@ -79,8 +80,10 @@ class AttnCoreBackend(AttentionBackend):
             rows, topk = rows * topk, 1
         self.layers, self._unfolded = layers_of(runner.model, self.pool)
         kind: Kind = "mla" if self.pool.is_latent else "mha"
+        needs = {LayerRequirements.of(layer, kind) for layer in self.layers.values()}
+        needs |= {layer.requirements for layer in served_layers(runner).values()}
         requirements = Requirements(
-            layers=tuple({LayerRequirements.of(layer, kind) for layer in self.layers.values()}),
+            layers=tuple(needs),
             dtype=KV_DTYPE[runner.dtype],
             kv_cache_dtype=self.pool.kv_cache_dtype,
             page_size=self.pool.page_size,
@@ -88,7 +91,8 @@ class AttnCoreBackend(AttentionBackend):
             deterministic=bool(args.enable_deterministic_inference),
             graphs=captures(args, self.pool.device.type),
         )
-        selection, registry = choose(requirements, self.pool.device)
+        self.selection, self.registry = choose(requirements, self.pool.device)
+        selection = self.selection
         served = "attention of the draft model" if self.is_draft_model else "attention"
         logger.info("attn_core serves %s\n%s", served, selection.explain())
         if not self.is_draft_model:
@@ -115,7 +119,7 @@ class AttnCoreBackend(AttentionBackend):
         self._create_dispatcher = partial(
             HybridDispatcher.from_selection,
             selection,
-            registry,
+            self.registry,
             tuple(self.layers.values()),
             self.pool,
             max_bs=rows,

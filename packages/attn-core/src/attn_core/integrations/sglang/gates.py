@@ -7,8 +7,10 @@ name it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -16,6 +18,8 @@ from packaging.specifiers import SpecifierSet
 from attn_core.integrations.sglang.server import (
     BACKEND_ARGUMENTS,
     DRAFTS,
+    LINEAR,
+    LINEAR_ARGUMENTS,
     NAME,
     TESTED,
     TREES,
@@ -57,16 +61,23 @@ def register_gates() -> None:
             HookRegistry.register(gate.target, gate.hook, HookType[gate.kind])
 
 
-def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
-    """Call a function that tests the backends' names, and put attn_core's name back."""
-    fields = [field for field in BACKEND_ARGUMENTS if getattr(args, field) == NAME]
+@contextmanager
+def _stand_in(args: Any, names: Iterable[str]) -> Iterator[None]:
+    """Let these arguments name STAND_IN instead of attn_core for a while."""
+    fields = [field for field in names if getattr(args, field) == NAME]
     for field in fields:
         setattr(args, field, STAND_IN)
     try:
-        return function(args, *rest, **named)
+        yield
     finally:
         for field in fields:
             setattr(args, field, NAME)
+
+
+def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
+    """Call a function that tests the backends' names, and put attn_core's name back."""
+    with _stand_in(args, BACKEND_ARGUMENTS):
+        return function(args, *rest, **named)
 
 
 def _windowed_models(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
@@ -118,6 +129,26 @@ def _draft_extend(function: Callable[..., Any], factory: Any) -> Any:
     return create(factory.draft_model_runner)
 
 
+def _hybrid_model(function: Callable[..., Any], runner: Any, full: Any) -> Any:
+    """Serve the linear layers of a hybrid model, where attn_core is asked to."""
+    from attn_core.integrations.sglang.linear_layers import served_layers
+
+    layers = served_layers(runner)
+    if not layers:  # beside a draft model SGLang creates kernels that are never run
+        with _stand_in(runner.server_args, LINEAR_ARGUMENTS):
+            return function(runner, full)
+    from attn_core.integrations.sglang.linear import hybrid_backend
+
+    return hybrid_backend(runner, full, layers)
+
+
+def _kept_states(function: Callable[..., Any], view: Any, architecture: str) -> Any:
+    """Let a prefix cache keep states inside prompts, where attn_core is named for linear layers."""
+    if view.linear_attn_backend == NAME:
+        view = SimpleNamespace(linear_attn_backend=STAND_IN)
+    return function(view, architecture)
+
+
 def _vision_choice(result: None, parser: Any) -> None:
     """Let --mm-attention-backend name attn_core."""
     choices = parser._option_string_actions["--mm-attention-backend"].choices
@@ -136,6 +167,13 @@ def _vision_backend(name: str, *args: Any) -> None:
 
 
 GATES = (
+    Gate(
+        target="sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        seen=LINEAR,
+        does="the linear layers of a hybrid model run on attn_core",
+        kind="AROUND",
+        hook=_hybrid_model,
+    ),
     Gate(
         target="sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
         seen=TESTED,
@@ -170,6 +208,13 @@ GATES = (
         does="a draft model takes in tokens on attn_core",
         kind="AROUND",
         hook=_draft_extend,
+    ),
+    Gate(
+        target="sglang.srt.arg_groups.overrides.supports_mamba_cache_extra_buffer",
+        seen=LINEAR,
+        does="a prefix cache with extra_buffer accepts attn_core for linear layers",
+        kind="AROUND",
+        hook=_kept_states,
     ),
     Gate(
         target="sglang.srt.server_args.ServerArgs.add_cli_args",

@@ -12,7 +12,7 @@ from attn_core.errors import UnsupportedError
 from attn_core.runtime.layer import AttentionLayer
 
 KV_DTYPE = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp4_e2m1"}
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
 
 
 class EnginePool:
@@ -27,6 +27,8 @@ class EnginePool:
     def __init__(self, pool: Any, page_size: int, device: torch.device) -> None:
         check_pool(pool)
         self.pool = pool
+        # a hybrid model's pool finds the layers with softmax attention in one that has no others
+        self._rows = getattr(pool, "full_kv_pool", pool)
         self.page_size = page_size
         self.device = device
         self.kv_cache_dtype = KV_DTYPE[pool.dtype]
@@ -35,12 +37,12 @@ class EnginePool:
     @property
     def is_latent(self) -> bool:
         """Whether the pool stores MLA's latents."""
-        return type(self.pool).__name__ == "MLATokenToKVPool"
+        return type(self._rows).__name__ == "MLATokenToKVPool"
 
     @property
     def row_dim(self) -> int:
         """Numbers of a latent's row; 0 for K and V."""
-        return int(self.pool.kv_buffer[0].shape[-1]) if self.is_latent else 0
+        return int(self._rows.kv_buffer[0].shape[-1]) if self.is_latent else 0
 
     def has_window(self, layer_id: int) -> bool:
         """Say whether a layer's keys lie in the pool of the windowed layers."""
@@ -93,8 +95,8 @@ def scale_of(module: Any, name: str) -> float:
 
 def check_pool(pool: Any) -> None:
     """Raise UnsupportedError for a pool whose memory is not rows of K and V per token."""
-    parts = (pool.full_kv_pool, pool.swa_kv_pool) if hasattr(pool, "swa_kv_pool") else (pool,)
-    for part in (pool, *parts):
+    parts = (getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))
+    for part in (pool, *filter(None, parts)):
         if type(part).__name__ not in POOLS:
             raise UnsupportedError(
                 f"SGLang's pool {type(part).__name__} (attn_core reads {', '.join(POOLS)}); use "

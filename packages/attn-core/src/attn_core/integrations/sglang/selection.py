@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from attn_core.errors import UsageError
-from attn_core.integrations.sglang.server import BACKEND_ARGUMENTS, NAME, overrides
+from attn_core.integrations.sglang.server import (
+    BACKEND_ARGUMENTS,
+    LINEAR_ARGUMENTS,
+    NAME,
+    overrides,
+)
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Selection
 from attn_core.selection.solver import select
@@ -20,8 +25,10 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     """Select for this machine. Raises NoBackendError, and UsageError where ranks disagree."""
     registry = load_plugins()
     here = parse_device("cpu") if device.type == "cpu" else probe_device()
-    # text and vision are chosen apart, and a name of the other would find no such layers
-    others = ("mm_attention_backend",) if requirements.vision is None else BACKEND_ARGUMENTS
+    # each is chosen for what is there: a name of others would find no such layers
+    others = [] if requirements.vision else ["mm_attention_backend"]
+    others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS
+    others += [] if requirements.linear_layers else LINEAR_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
     names = replace(overrides(), **unused)
     selection = select(requirements, here, registry, registry.installed_libraries(), names)

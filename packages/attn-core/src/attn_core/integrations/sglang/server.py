@@ -19,6 +19,7 @@ NAME = "attn_core"  # of --attention-backend
 TESTED = SpecifierSet(">=0.5.15,<0.5.18")
 TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in other ways
 DRAFTS = SpecifierSet("==0.5.16.*")  # whose draft workers call attn_core's backends
+LINEAR = SpecifierSet("==0.5.16.*")  # whose pool of states and passes were read
 DRAFTED = ("EAGLE", "EAGLE3", "STANDALONE")  # the algorithms of those workers
 # SGLang's arguments that change what a pass is, and what to do without each
 REFUSED: Mapping[str, str] = {
@@ -29,6 +30,19 @@ REFUSED: Mapping[str, str] = {
     "enable_prefill_cp": "leave out --enable-prefill-cp",
 }
 BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+LINEAR_ARGUMENTS = (
+    "linear_attn_backend",
+    "linear_attn_prefill_backend",
+    "linear_attn_decode_backend",
+)
+REFUSED_LINEAR: Mapping[str, str] = {  # what changes where SGLang keeps states
+    "enable_linear_replayssm": "leave out --enable-linear-replayssm",
+    "enable_gdn_replayssm_spec": "leave out --enable-gdn-replayssm-spec",
+    "enable_page_major_kv_layout": "leave out --enable-page-major-kv-layout",
+    "enable_unified_memory": "leave out --enable-unified-memory",
+    "enable_two_batch_overlap": "leave out --enable-two-batch-overlap",
+}
+LINEAR_DEFAULT = "triton"  # of --linear-attn-backend
 _LISTS = ("prefer", "allow", "deny")
 
 
@@ -55,6 +69,46 @@ def verifies(args: Any) -> bool:
         return False
     prefill, decode = args.get_attention_backends()
     return bool((decode if args.speculative_attention_mode == "decode" else prefill) == NAME)
+
+
+def serves_linear(args: Any) -> bool:
+    """Say whether attn-core serves the linear layers of a hybrid model.
+
+    It does where it is named, and beside its own attention where SGLang's default is left alone:
+    "triton" named for both phases keeps SGLang's kernels, as any other name does. Raises
+    UnsupportedError where it is named for one phase only.
+    """
+    base, *phases = (getattr(args, name, None) for name in LINEAR_ARGUMENTS)
+    names = {phase or base for phase in phases}
+    if NAME in names:
+        if len(names) > 1:
+            raise UnsupportedError(
+                f"linear layers with {' and '.join(sorted(map(str, names)))} for the two phases: "
+                f"attn_core serves both or none; use --linear-attn-backend {NAME}"
+            )
+        return True
+    unnamed = base == LINEAR_DEFAULT and not any(phases)
+    return unnamed and set(args.get_attention_backends()) == {NAME} and has_version(LINEAR)
+
+
+def names_linear(args: Any) -> bool:
+    """Say whether an argument names attn-core for linear layers."""
+    return any(getattr(args, name, None) == NAME for name in LINEAR_ARGUMENTS)
+
+
+def check_linear_arguments(args: Any) -> None:
+    """Raise UnsupportedError for what the adapter does not serve beside linear layers."""
+    if not has_version(LINEAR):
+        raise UnsupportedError(
+            f"linear layers on {NAME} with SGLang {importlib.metadata.version('sglang')} (tested "
+            f"with {LINEAR}); use another --linear-attn-backend"
+        )
+    for name, remedy in REFUSED_LINEAR.items():
+        if getattr(args, name, False):
+            raise UnsupportedError(
+                f"SGLang's {name} with linear layers on {NAME}; {remedy}, or name another backend "
+                "by --linear-attn-prefill-backend and --linear-attn-decode-backend"
+            )
 
 
 def drafts(args: Any, phase: str) -> bool:
@@ -171,10 +225,12 @@ def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
     """Read attn-core's own choices: SGLang's flags name attn_core, ATTN_* name what is inside.
 
     ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
-    ATTN_MM_ATTENTION_BACKEND, and ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
+    ATTN_MM_ATTENTION_BACKEND, ATTN_LINEAR_ATTN_BACKEND, ATTN_LINEAR_ATTN_PREFILL_BACKEND,
+    ATTN_LINEAR_ATTN_DECODE_BACKEND, and ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between
+    commas.
     """
     chosen: dict[str, Any] = {}
-    for name in (*BACKEND_ARGUMENTS, "mm_attention_backend", *_LISTS):
+    for name in (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, "mm_attention_backend", *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "")
         if value:
             chosen[name] = tuple(value.split(",")) if name in _LISTS else value
