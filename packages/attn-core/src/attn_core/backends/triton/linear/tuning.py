@@ -46,7 +46,7 @@ def verify_launch(arch: str, v_dim: int, k_dim: int, drafts: int, *, per_channel
         return Launch(
             rows=_tile(8 if drafts > 4 else 16, v_dim, k_dim), warps=2 if k_dim > 128 else 1
         )
-    return Launch(rows=_tile(64 if drafts <= 16 else 32, v_dim, k_dim, 16), warps=4)
+    return Launch(rows=_tile(128 if drafts <= 16 else 32, v_dim, k_dim, 16), warps=4)
 
 
 @cache
