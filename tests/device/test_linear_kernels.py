@@ -209,11 +209,12 @@ def test_verify_and_commit(name, drafts, tree):
                 close(got[at], drawn[at].run(before[i, slot], parents)[0], 4e-3)
     assert torch.equal(state, before)
     launch.commit(kept, state, records, int32(*slots), torch.tensor(accepted), tree_mask=mask)
+    rms = 3e-5 if layer.kind == "kda" else 1e-3  # products of matrices round their factors
     for b, slot in enumerate(slots):
         if slot >= 0 and accepted[b] >= 0:
             own = drawn[b * drafts : b * drafts + drafts]
             for i in range(layers):
-                close(state[i, slot], own.run(before[i, slot], parents)[1][accepted[b]], 3e-5)
+                close(state[i, slot], own.run(before[i, slot], parents)[1][accepted[b]], rms)
     assert torch.equal(state[:, [1, 2, 4]], before[:, [1, 2, 4]])
 
 

@@ -67,7 +67,8 @@ def verify_gdn(
     its parent. A chain is the tree in which each draft sees those before it.
 
     The drafts are a small chunk of a prompt: (I + L) u = beta · (v - exp(G) S·k) is solved for all
-    of them at once, with L_si = beta_s (k_s·k_i) exp(G_s - G_i).
+    of them at once, with L_si = beta_s (k_s·k_i) exp(G_s - G_i). Factors of products are rounded to
+    11 bits where tokens have 16: more than a prompt's, which are rounded to the tokens' dtype.
     """
     b, hv, first = find_tile(BV, C)
     slot = tl.load(slots.read + b).to(tl.int64)
