@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
+from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.results import Entry, Measured, Report, load_all, names
 
@@ -36,7 +37,7 @@ _NOTHING = "\nNo GPU result is recorded yet.\n"
 def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
-    return {PAGE: page(reports), SUMMARY: summary(reports)}
+    return {PAGE: page(reports) + linear_sections(), SUMMARY: summary(reports)}
 
 
 def page(reports: dict[str, Report]) -> str:

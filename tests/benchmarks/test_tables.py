@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import linear_table, tables
 from benchmarks.plots import Bar, place, plot
 from benchmarks.results import (
     FOLDER,
@@ -187,3 +187,38 @@ def test_reading_results_needs_no_torch():
     for name in ("tables", "results", "plots"):
         text = (folder / f"{name}.py").read_text()
         assert not re.search(r"^(import|from) (torch|attn_core|matplotlib)", text, re.M), name
+
+
+def linear_case(**ours):
+    entries = [
+        {"name": "ours", "graph_us": 10.0, "us": 12.0, **ours},
+        {"name": "fla", "graph_us": 20.0, "us": 21.0},
+        {"name": "sglang", "error": "RuntimeError: no kernel"},
+    ]
+    name = "gdn decode 1x1 heads 16/32 fp32"
+    shown = {"ratio": 0.5, "best_peer": "fla"} if "wrong" not in ours else {}
+    return {"name": name, "op": "decode", "floor_us": 5.0, "entries": entries, **shown}
+
+
+def linear_page(monkeypatch, tmp_path, case):
+    report = {
+        "device": "A GPU", "date": "2026-01-01", "versions": {"torch": "2.11"}, "rounds": 3,
+        "ceilings": {"copy_gbs": 4000.0}, "cases": [case],
+    }  # fmt: skip
+    (tmp_path / "linear.a-gpu.json").write_text(json.dumps(report))
+    monkeypatch.setattr(linear_table, "FOLDER", tmp_path)
+    return linear_table.linear_sections()
+
+
+def test_linear_attention_has_a_table_of_each_operation(monkeypatch, tmp_path):
+    page = linear_page(monkeypatch, tmp_path, linear_case())
+    assert "## A GPU: linear attention" in page
+    assert "| gdn 1x1 heads 16/32 fp32 | **10.0** | 20.0 | - | 0.500 | 5.0 |" in page
+    assert "<b>0.50</b> 10.0 µs, fla 20.0 µs" in page
+    assert "- sglang: `RuntimeError: no kernel` (gdn decode 1x1 heads 16/32 fp32)" in page
+
+
+def test_a_wrong_result_of_linear_attention_has_no_time(monkeypatch, tmp_path):
+    page = linear_page(monkeypatch, tmp_path, linear_case(wrong=True))
+    assert "| gdn 1x1 heads 16/32 fp32 | - | **20.0** | - | - | 5.0 |" in page
+    assert "- ours: `a wrong result`" in page

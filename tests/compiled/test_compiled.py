@@ -24,6 +24,7 @@ SPILLS |= {"prepare_gdn_hopper": 36}
 # Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.
 SPILLS |= {("sm80", "prepare_gdn"): 34, ("sm80", "prepare_kda"): 6}
 SPILLS |= {("sm120", "prepare_gdn"): 2, ("sm120", "prepare_kda"): 13, ("sm100", "prepare_kda"): 6}
+SPILLS |= {("sm100", "scan_chunks"): 2}  # of keys of 64 channels
 # Addresses of checkpoints, and of the three tiles of keys and queries that KDA prepares.
 SPILLS |= {("sm90", "scan_chunks"): 26}
 # What differs from pass to pass: no kernel may be compiled anew for it.

@@ -100,7 +100,8 @@ def test_verify_and_commit_is_decoding_one_by_one(kind, parents):
         close(found[: 2 * DRAFTS], torch.cat([x for x, _ in wanted[i][:2]]), BF16)
     backend.commit(pool, batch, metadata, torch.tensor(accepted))
     for i in range(2):
-        close(states[i, 2], wanted[i][0][1][3], 1e-4)
+        # GDN's drafts are products of matrices, whose factors are rounded
+        close(states[i, 2], wanted[i][0][1][3], 1e-4 if kind == "kda" else 2e-3)
     kept = [0, 1, 3, 4, 5, 6, 7]
     assert torch.equal(states[:, kept], before[:, kept])
 
