@@ -86,7 +86,7 @@ def test_a_mark_says_how_far_a_cell_is_proved():
     found = tables(page)
     for kind, backends in build_matrix(load_plugins()).items():
         header, rows = found[kind.upper()]
-        by_name = {re.match(r"\*\*(\w+)", row[0])[1]: row for row in rows}
+        by_name = {re.match(r"\*\*([^*<]+)", row[0])[1]: row for row in rows}
         assert set(by_name) == set(backends)
         for name, cells in backends.items():
             assert ("*not implemented*" in by_name[name][0]) == (not cells["implemented"])

@@ -46,6 +46,32 @@ def test_a_cell_is_true_if_any_row_has_it():
     assert set(cells["evidence"].values()) == {"declared"}
 
 
+def test_platforms_of_linear_layers_have_a_line_each(tmp_path, monkeypatch):
+    package = tmp_path / "attn_linear"
+    (package / "evidence").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    proof = {"cells": {"decode": {"level": "device-tested"}}, "device": "cuda:sm90"}
+    path = package / "evidence" / "acme-gdn-cuda-sm90.json"
+    path.write_text(json.dumps({"backend": "acme", "kind": "gdn", **proof}))
+    base = {**BASE, "kind": "gdn", "kv_dtypes": {"fp32"}}
+    rows = [
+        Capabilities(**base, max_verify_topk=1),
+        Capabilities(**{**base, "device": "npu"}),
+    ]
+    spec = BackendSpec(name="acme", capabilities=rows, create="a:b")
+    point = gen.point("attn-linear", [spec])
+    point.value = "attn_linear"
+    lines = build_matrix(load_plugins([point]))["gdn"]
+    assert {name: x["target_verify"] for name, x in lines.items()} == {
+        "acme (cuda)": True,
+        "acme (npu)": False,
+    }
+    assert [x["evidence"]["decode"] for x in lines.values()] == ["device-tested", "declared"]
+    spec = BackendSpec(name="acme", capabilities=rows[:1], create="a:b")
+    assert list(build_matrix(load_plugins([gen.point("attn-linear", [spec])]))["gdn"]) == ["acme"]
+
+
 def test_evidence_files_of_the_package_raise_the_level(tmp_path, monkeypatch):
     package = tmp_path / "attn_proved"
     (package / "evidence").mkdir(parents=True)

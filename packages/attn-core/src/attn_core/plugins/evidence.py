@@ -12,11 +12,18 @@ from attn_core.plugins.data_files import data_files
 LEVELS = ("declared", "emulated", "compiled", "device-tested")
 
 
-def levels(module: str, backend: str, kind: str, device: str | None = None) -> dict[str, str]:
+def levels(
+    module: str,
+    backend: str,
+    kind: str,
+    device: str | None = None,
+    *,
+    platform: str | None = None,
+) -> dict[str, str]:
     """Return the strongest evidence per cell from the evidence files of a plugin's package.
 
     module: the value of the plugin's entry point.
-    device: such as "cuda:sm90"; None means any.
+    device: such as "cuda:sm90"; None means any. platform: such as "cuda", of all its devices.
     A file is JSON: {"backend", "kind", "device", "cells": {cell: {"level": one of LEVELS, …}}, …}.
     A file that cannot be read is skipped, and `faults` names it.
     """
@@ -24,7 +31,8 @@ def levels(module: str, backend: str, kind: str, device: str | None = None) -> d
     for _, data in _files(module):
         if isinstance(data, str) or (data["backend"], data["kind"]) != (backend, kind):
             continue
-        if device not in (None, data.get("device")):
+        tested = str(data.get("device"))
+        if device not in (None, tested) or platform not in (None, tested.partition(":")[0]):
             continue
         for cell, proof in data["cells"].items():
             levels[cell] = max(levels.get(cell, LEVELS[0]), proof["level"], key=LEVELS.index)

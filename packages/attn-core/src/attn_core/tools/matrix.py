@@ -56,16 +56,27 @@ def build_matrix(registry: Registry, kinds: Iterable[str] = tuple(CELLS)) -> Mat
 
     page_sizes lists what the kernels take, [] = any. "evidence" says per cell how far it was
     proved, "matrix_deviations" why a cell differs from the documented matrix.
+    A backend of linear layers has a line for each platform that it names, "triton (npu)", since
+    these differ.
     """
     matrix: Matrix = {}
     for kind in kinds:
         matrix[kind] = {}
         for key, spec in registry.backends.items():
             rows = [r for r in spec.capabilities if r.kind == kind]
-            if rows:
-                evidence = levels(registry.origins[key].module, spec.name, kind)
-                matrix[kind][spec.name] = _cells(spec, kind, rows, evidence)
+            for platform, part in _lines(rows).items():
+                name = spec.name if platform is None else f"{spec.name} ({platform})"
+                evidence = levels(registry.origins[key].module, spec.name, kind, platform=platform)
+                matrix[kind][name] = _cells(spec, kind, part, evidence)
     return matrix
+
+
+def _lines(rows: list[Capabilities]) -> dict[str | None, list[Capabilities]]:
+    """Return the rows of each line of a table; the platform is None for a backend of one line."""
+    platforms = sorted({r.device for r in rows})
+    if not rows or rows[0].family == "softmax" or len(platforms) == 1 or "any" in platforms:
+        return {None: rows} if rows else {}
+    return {platform: [r for r in rows if r.device == platform] for platform in platforms}
 
 
 def _cells(

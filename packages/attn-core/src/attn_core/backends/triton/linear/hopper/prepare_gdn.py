@@ -50,6 +50,7 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     H: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
+    below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], H)
     copy_rows(k_tile, inputs.k, first, h, count, C)
     copy_rows(q_tile, inputs.q, first, h, count, C)
     async_copy.commit_group()
@@ -95,10 +96,9 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     Z = kk * decay
     qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
     blocks = diagonal_blocks(Z)
-    tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
     row = k_norm * gl.convert_layout(beta, R)
-    below = row[:, None] * gl.where((r // 16)[:, None] > (n // 16)[None, :], 1.0, 0.0)
-    tiles.index(0).store((Z * below).to(gl.float16))
+    mask = row[:, None] * gl.where((r // 16)[:, None] > (n // 16)[None, :], 1.0, 0.0)
+    below.store((Z * mask).to(gl.float16))
     f_at = work.factors + at * (3 * CHUNK) + r
     into = gl.exp2(G_row)
     gl.store(f_at, into * k_norm)
@@ -107,4 +107,6 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     gl.store(work.decay + at, gl.exp(total))
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
     P = (gl.where(lower, qk, 0.0) * decay * q_norm[:, None]).to(gl.float16)
-    store_solved(work, at, blocks, P, k_norm, beta, tiles)
+    barrier()  # the tiles take the place of q and k, which no product reads any more
+    tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
+    store_solved(work, at, blocks, P, k_norm, beta, below, tiles)

@@ -246,6 +246,5 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
     row = gl.convert_layout(beta, gl.SliceLayout(1, A))
     tiles.index(0).store((L_off * row[:, None]).to(gl.float16))
-    store_solved(
-        work, at, L_near, P, gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A)), beta, tiles
-    )
+    one = gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A))
+    store_solved(work, at, L_near, P, one, beta, tiles.index(0), tiles)

@@ -130,10 +130,12 @@ def store_square(ptr, x):
 
 
 @gluon.jit
-def store_solved(work, at, N, P, norm, beta, tiles):
-    """Write T and P · T of a chunk and head, L outside of its diagonal blocks in the first tile.
+def store_solved(work, at, N, P, norm, beta, below, tiles):
+    """Write T and P · T of a chunk and head.
 
     N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm, beta [64]: of the rows.
+    below: L outside of its diagonal blocks, in shared memory. tiles: four, of which the first may
+    be `below`.
     A mask is multiplied: it is one for whole blocks of 16.
     """
     H: gl.constexpr = tiles.dtype
@@ -142,10 +144,10 @@ def store_solved(work, at, N, P, norm, beta, tiles):
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     D = on_diagonal(inverse_of_blocks(N, norm, beta, H))
     share(tiles.index(1), D)
-    U = product(D, tiles.index(0), zero) * gl.where(between(i, j, 1), -1.0, 0.0)
+    U = product(D, below, zero) * gl.where(between(i, j, 1), -1.0, 0.0)
     D = product(U, tiles.index(1), D)
     share(tiles.index(2), D)
-    U = product(D, tiles.index(0), zero) * gl.where(between(i, j, 2), -1.0, 0.0)
+    U = product(D, below, zero) * gl.where(between(i, j, 2), -1.0, 0.0)
     column = gl.convert_layout(beta, gl.SliceLayout(0, A))
     T = product(U, tiles.index(2), D) * column[None, :]
     share(tiles.index(3), T)
