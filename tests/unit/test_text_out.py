@@ -100,7 +100,7 @@ def test_names_stay_whole_at_80_columns(attn):
     for kind, backends in json.loads(attn("matrix", "--format", "json")).items():
         assert re.search(rf"^{kind} *$", shown, re.M)
         for name in backends:
-            assert re.search(rf"^{name}  ", shown, re.M)
+            assert re.search(rf"^{re.escape(name)}  ", shown, re.M)
 
 
 @pytest.mark.parametrize(
