@@ -49,6 +49,17 @@ def copy_rows(tile, x, first, head, count, C: gl.constexpr):
 
 
 @gluon.jit
+def row_norms(tile, eps, C: gl.constexpr):
+    """Return what normalises each token of a tile [K / 32, 64, 32]."""
+    squares = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    for part in gl.static_range(C.K // WIDTH):
+        x = tile.index(part)
+        squares = hopper.warpgroup_mma(x, x.permute((1, 0)), squares, is_async=True)
+    squares = hopper.warpgroup_mma_wait(0, deps=[squares])
+    return gl.convert_layout(norms_of(squares, eps, C.NORM), gl.SliceLayout(1, T))
+
+
+@gluon.jit
 def blocks_of(x):
     """Return [64, 32] as [4, 16, 32]."""
     return gl.reshape(x, (4, 16, WIDTH))
@@ -136,22 +147,11 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     async_copy.wait_group(0)
     hopper.fence_async_shared()
     barrier()
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     k_norm = gl.full([CHUNK], 1.0, gl.float32, R)
     q_norm = k_norm * numbers.scale
     if C.NORM:
-        squares = zero
-        for part in gl.static_range(C.K // WIDTH):
-            x = k_tile.index(part)
-            squares = hopper.warpgroup_mma(x, x.permute((1, 0)), squares, is_async=True)
-        squares = hopper.warpgroup_mma_wait(0, deps=[squares])
-        k_norm *= gl.convert_layout(norms_of(squares, numbers.eps, C.NORM), R)
-        squares = zero
-        for part in gl.static_range(C.K // WIDTH):
-            x = q_tile.index(part)
-            squares = hopper.warpgroup_mma(x, x.permute((1, 0)), squares, is_async=True)
-        squares = hopper.warpgroup_mma_wait(0, deps=[squares])
-        q_norm *= gl.convert_layout(norms_of(squares, numbers.eps, C.NORM), R)
+        k_norm *= row_norms(k_tile, numbers.eps, C)
+        q_norm *= row_norms(q_tile, numbers.eps, C)
 
     k_rows = gl.allocate_shared_memory(dtype, [2, CHUNK, WIDTH], L)
     q_rows = gl.allocate_shared_memory(dtype, [2, CHUNK, WIDTH], L)
