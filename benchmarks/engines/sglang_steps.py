@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib
 import json
 import os
@@ -131,6 +132,19 @@ def calls(engine: Any, speculative: bool) -> tuple[Generate, Callable[[], None]]
     return generate, flush
 
 
+def trace(engine: Any, run: Callable[[], object], folder: pathlib.Path, case: Case) -> None:
+    """Write a profile of a run for a trace viewer: <kind>.<batch>x<length>-….trace.json.gz."""
+    engine.start_profile(
+        output_dir=str(folder),
+        activities=["CPU", "GPU"],
+        with_stack=False,
+        record_shapes=False,
+        profile_prefix=case.name.replace(" ", "."),
+    )
+    run()
+    engine.stop_profile()
+
+
 def later() -> list[str]:
     """Import the engine, then wait for a line with the arguments and the file to print to."""
     importlib.import_module("sglang")
@@ -148,6 +162,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--round", type=int, default=1, help="number of this process")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of each case")
     args = parser.parse_args(later() if sys.argv[1:] == ["--later"] else None)
     configuration = CONFIGURATIONS[args.configuration]
     versions = record.installed()
@@ -180,6 +195,9 @@ def main() -> None:
             }
             print(json.dumps(row), flush=True)
             record.merge(args.out, row, configuration=args.configuration, device=device)
+            if args.trace is not None:
+                run = functools.partial(generate, prompts(case), FEW_TOKENS)
+                trace(engine, run, args.trace, case)
         engine.shutdown()
 
 

@@ -173,16 +173,18 @@ def _flashinfer_verify(x: LinearInputs, module: Any) -> tuple[Call, States | Non
 
 def _sglang_chunk(x: LinearInputs, module: Any) -> tuple[Call, States | None]:
     """SGLang's own copy of FLA's kernels, over a pool."""
-    pool = x.pool.clone()
+    pool, is_kda = x.pool.clone(), x.case.kind == "kda"
     q, k, v, g, beta = (y.contiguous()[None] for y in (x.q, x.k, x.v, x.g, x.beta))
+    function = module.chunk_kda if is_kda else module.chunk_gated_delta_rule
+    more = {} if is_kda else {"head_first": False}
 
     def call() -> Tensor:
-        got = module.chunk_gated_delta_rule(
+        got = function(
             q=q, k=k, v=v, g=g, beta=beta, scale=x.layer.scale, initial_state=pool,
-            initial_state_indices=x.slots, cu_seqlens=x.cu_seqlens, head_first=False,
-            use_qk_l2norm_in_kernel=True,
+            initial_state_indices=x.slots, cu_seqlens=x.cu_seqlens,
+            use_qk_l2norm_in_kernel=True, **more,
         )  # fmt: skip
-        return got[0]  # type: ignore[no-any-return]
+        return got if is_kda else got[0]  # type: ignore[no-any-return]
 
     return call, lambda: pool[x.slots.long()]
 
@@ -265,6 +267,8 @@ LINEAR_PEERS: tuple[LinearContestant, ...] = tuple(
         ("fla-kda", "fla-core", ("fla.ops.kda",),
          _is("prefill", "decode", kinds=("kda",), state=_FP32), _fla),
         ("sglang-chunk", "sglang", _sglang("chunk"), _is("prefill"), _sglang_chunk),
+        ("sglang-chunk-kda", "sglang", _sglang("kda"),
+         _is("prefill", kinds=("kda",)), _sglang_chunk),
         ("sglang-recurrent", "sglang", _sglang("fused_sigmoid_gating_recurrent"),
          _is("decode", "verify", kinds=_BOTH), _sglang_recurrent),
         ("copied-states", "torch", ("torch",), _is("commit"), _torch_commit),
