@@ -59,6 +59,8 @@ def faults(arch, site, *, hot):
         allowed = SPILLS.get(kernel["name"], SPILLS.get((arch, kernel["name"]), 0))
         if hot and kernel["spills"] > allowed:
             yield f"{name} spills {kernel['spills']} times, with {kernel['registers']} registers"
+        for write in kernel["overwritten"]:
+            yield f"{name} writes what a product in flight may read:\n{write}"
 
 
 def judged(arch, *names, hot):
@@ -112,6 +114,19 @@ def test_too_much_is_seen(arch):
     found = " ".join(faults(arch, site, hot=True))
     assert "bytes of shared memory" in found
     assert "spills" in found
+
+
+@pytest.mark.parametrize("place", ["scratch", "buffer", "kept"])
+def test_what_a_product_still_reads_is_not_written(place):
+    """Its factors are dead for the compiler where the product begins."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = BUILD.parent / "overwriting_kernel.py"
+    done = subprocess.run(
+        [sys.executable, script, place], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == (place != "kept"), found
 
 
 def test_what_no_row_declares_is_left_out():

@@ -138,6 +138,26 @@ def test_a_prompt_has_the_same_bits_alone_and_among_many(kind):
     assert torch.equal(alone[7], state[7])
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a device is to be full")
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_equal_prompts_that_fill_the_device_have_equal_bits(kind):
+    """Programs that share a multiprocessor are slow at other places than one that has it alone."""
+    layer = make_linear_layer(kind=kind, **{**MODEL, "heads": (16, 32)})
+    kept, batch, n = launch.LinearArguments.of(layer, arch()), 32, 500
+    drawn, one = draw(layer, n, dtype=torch.bfloat16), states_of(layer, 1)
+    state = one.repeat(batch, 1, 1, 1)
+    plan = plan_prefill(kept, (n,), dtype=torch.bfloat16, device=DEVICE)
+    want = prefill(kept, *drawn.raw, one, int32(0), plan)
+    raw = [x.repeat(batch, *[1] * (x.ndim - 1)) for x in drawn.raw]
+    slots = torch.arange(batch, dtype=torch.int32)
+    plan = plan_prefill(kept, (n,) * batch, dtype=torch.bfloat16, device=DEVICE)
+    for _ in range(4):
+        again = state.clone()
+        got = prefill(kept, *raw, again, slots, plan).unflatten(0, (batch, n))
+        assert torch.equal(got, want.expand_as(got))
+        assert torch.equal(again, one.expand_as(again))
+
+
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_tokens_that_lie_anyhow(kind):
     """Tokens 2 bytes off, with odd strides, have what those of one projection have."""

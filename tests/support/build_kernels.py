@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 
+import shared_memory
 import torch
 import triton
 from launch_site import NotDeclared, described
@@ -102,7 +103,13 @@ def facts(kernel):
         [registers] = re.findall(r"REG:(\d+)", text)
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
     shared = kernel.metadata.shared
-    return {"shared": shared, "registers": int(registers), "spills": int(spills)}
+    found = shared_memory.findings(kernel.asm["ttgir"])
+    return {
+        "shared": shared,
+        "registers": int(registers),
+        "spills": int(spills),
+        "overwritten": found,
+    }
 
 
 def specialised(function, args):

@@ -107,6 +107,8 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     gl.store(work.decay + at, gl.exp(total))
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
     P = (gl.where(lower, qk, 0.0) * decay * q_norm[:, None]).to(gl.float16)
-    barrier()  # the tiles take the place of q and k, which no product reads any more
+    barrier()  # from here on, no warp's products read q and k: what follows may take their place
+    k_tile._keep_alive()
+    q_tile._keep_alive()
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
     store_solved(work, at, blocks, P, k_norm, beta, below, tiles)

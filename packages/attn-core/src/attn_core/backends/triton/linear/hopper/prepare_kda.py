@@ -236,6 +236,7 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
             0, deps=[L_adjacent, P_adjacent, L_far, P_far]
         )
 
+    barrier()  # from here on, no warp's products read the rows: what follows may take their place
     i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
     L_near = gl.where(i > j, L_near, 0.0)
