@@ -4,7 +4,8 @@ Run: `python -m benchmarks.linear [--only REGEX] [--peers NAMES] [--rounds N] [-
 result is compared with the recurrence in float64 first. Contestants take turns; a time is the
 median over the rounds of medians with a cold L2, of plain calls and of replayed CUDA graphs. What a
 contestant raises is recorded, and the rest goes on. The file is written after each case. With
---only the other cases of an earlier file stay, if device and versions are the same.
+--only the other cases of an earlier file stay, if device and libraries are the same. The exit code
+is 1 where a result of ours is wrong.
 `--sweep NAME` times candidate launch parameters of our own kernels instead, and writes nothing.
 """
 
@@ -256,6 +257,7 @@ def main(
             )  # fmt: skip
         except RuntimeError as raised:  # out of memory, before any contestant
             got = {"name": case.name, "entries": [{"name": "inputs", "error": text(raised)}]}
+        got["commit"] = report["versions"].get("commit")
         report["cases"].append(got)
         for record in got["entries"]:
             print(describe(record), flush=True)
@@ -270,7 +272,10 @@ def main(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return 0
+    wrong = [x["name"] for x in report["cases"] if x["entries"][0].get("wrong")]
+    if wrong:
+        print(f"ours is wrong: {', '.join(wrong)}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

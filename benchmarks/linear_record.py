@@ -19,20 +19,23 @@ def in_order(cases: Sequence[Record]) -> list[Record]:
 
 
 def kept(out: pathlib.Path, report: Record, cases: Sequence[LinearCase]) -> list[Record]:
-    """Return the cases of an earlier file that are not run now.
+    """Return the cases of an earlier file that are not run now, each with the commit that ran it.
 
-    Raises SystemExit where its device or its versions are others.
+    Raises SystemExit where its device, its versions but for the commit, or its rounds are others.
     """
     if not out.exists():
         return []
     earlier: Record = json.loads(out.read_text())
-    for name in ("device", "versions", "rounds"):
-        if earlier[name] != report[name]:
-            raise SystemExit(
-                f"{out}: {name} {earlier[name]}, here {report[name]}; run all cases, or name --out"
-            )
+    before, now = earlier["versions"], report["versions"]
+    commit, before = before.get("commit"), {**before, "commit": now.get("commit")}
+    pairs = {"versions": (before, now)}
+    pairs |= {name: (earlier[name], report[name]) for name in ("device", "rounds")}
+    for name, (old, new) in pairs.items():
+        if old != new:
+            raise SystemExit(f"{out}: {name} {old}, here {new}; run all cases, or name --out")
     again = {case.name for case in cases}
-    return [case for case in earlier["cases"] if case["name"] not in again]
+    others = [case for case in earlier["cases"] if case["name"] not in again]
+    return [{"commit": commit, **case} for case in others]
 
 
 def text(error: BaseException) -> str:

@@ -107,6 +107,16 @@ def test_what_a_contestant_does_ends_no_run(tmp_path):
     assert record["cases"][0]["ratio"] == 1.0
 
 
+def test_a_wrong_result_of_ours_fails_the_run(tmp_path, capsys):
+    def wrong(inputs, _):
+        return lambda: inputs.reference[0] * 1.1, None
+
+    case = LinearCase(op="decode", batch=2, **SMALL)
+    code, _ = run(tmp_path, [case], contestants=[contestant("ours", wrong)])
+    assert code == 1
+    assert f"ours is wrong: {case.name}" in capsys.readouterr().out
+
+
 def test_seconds_end_a_run(tmp_path, capsys):
     case = LinearCase(op="decode", batch=2, **SMALL)
     out = tmp_path / "linear.json"
@@ -132,6 +142,13 @@ def test_only_keeps_the_other_cases_of_a_record(tmp_path):
     run(tmp_path, cases, "--peers", "none")
     _, record = run(tmp_path, cases, "--only", "decode", "--peers", "none")
     assert {x["op"] for x in record["cases"]} == {"prefill", "decode"}
+    assert all(x["commit"] == record["versions"]["commit"] for x in record["cases"])
+    path = tmp_path / "linear.json"
+    older = {**record, "versions": {**record["versions"], "commit": "older"}}
+    older["cases"] = [{k: v for k, v in x.items() if k != "commit"} for x in record["cases"]]
+    path.write_text(json.dumps(older))
+    _, record = run(tmp_path, cases, "--only", "decode", "--peers", "none")
+    assert [x["commit"] for x in record["cases"]] == ["older", record["versions"]["commit"]]
     with pytest.raises(SystemExit, match=r"rounds 2, here 1"):
         run(tmp_path, cases, "--only", "decode", "--peers", "none", "--rounds", "1")
 
