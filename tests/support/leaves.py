@@ -72,6 +72,12 @@ LIBRARIES = (
             "get_mla_decoding_metadata_dense_fp8",
         ),
     ),
+    Library(
+        distribution="torch-npu",
+        path="torch_npu/lib/libtorch_npu.so",
+        namespace="npu",
+        ops=("npu_fused_infer_attention_score_v2", "npu_scatter_pa_kv_cache"),
+    ),
 )
 
 # torch infers it from the C++ function, so that no text of it is in the library

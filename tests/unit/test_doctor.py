@@ -155,6 +155,25 @@ def test_libraries_of_other_hardware_are_not_mentioned(monkeypatch):
     assert "kern" not in found
 
 
+@pytest.mark.parametrize(
+    ("libraries", "here", "problem"),
+    [
+        ({"torch-npu": "2.13.0"}, Device("cpu", "avx2"), True),
+        ({"torch-npu": "2.13.0"}, Device("npu", "910b"), False),
+        ({}, Device("cpu", "avx2"), False),
+    ],
+)
+def test_a_torch_npu_without_an_npu_is_a_problem(monkeypatch, libraries, here, problem):
+    """It breaks `import torch`, which doctor does not import."""
+    monkeypatch.setattr(doctor, "probe_device", lambda: here)
+    found = examine(monkeypatch, "2.13.0", libraries, device=None)
+    assert ("torch-npu" in found) == problem
+    if problem:
+        assert found["torch-npu"].level == "problem"
+        assert "`import torch` fails" in found["torch-npu"].verdict
+        assert found["torch-npu"].fix == "pip uninstall -y torch-npu"
+
+
 def test_broken_plugins_are_problems(monkeypatch):
     found = examine(monkeypatch, "2.13.0", {})
     finding = found["acme (attn-acme 2)"]

@@ -45,6 +45,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *_torch(build),
         *_driver(build),
         _device(here, device is not None, build),
+        *(_npu(here, libraries) if device is None else ()),
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
     ]
@@ -91,6 +92,20 @@ def _device(here: Device, assumed: bool, build: dict[str, str]) -> Finding:
         text = f"assumed{runtime}; this torch is not built for {here.type} and cannot use it"
         return Finding("device", str(here), "note", text)
     return Finding("device", str(here), "ok", f"assumed{runtime}")
+
+
+def _npu(here: Device, libraries: Libraries) -> Iterator[Finding]:
+    """Name a torch-npu on a machine without an NPU, where torch cannot load it and fails."""
+    version = libraries.get("torch-npu")
+    if version and here.type != "npu":
+        yield Finding(
+            "torch-npu",
+            version,
+            "problem",
+            "no NPU answers: without its driver and CANN `import torch` fails; "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves it out",
+            "pip uninstall -y torch-npu",
+        )
 
 
 def _cuda_driver() -> str | None:

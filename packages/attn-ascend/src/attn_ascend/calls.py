@@ -1,0 +1,117 @@
+"""Which requests share a call of the fused operator: its lengths are lists on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from attn_core import CacheView
+from torch import Tensor
+
+PAGE: Final = 128  # tokens of a page of the operator
+MOST_PACKED: Final = 4096  # requests of a packed call
+# (D, Dv) of packed calls, which are in bf16 alone
+PACKED_DIMS: Final = frozenset({(128, 128), (192, 192), (192, 128)})
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests that lie one after the other and are attended to by one call.
+
+    packed: requests of any lengths ("TND"), else each has `size` queries ("BSND").
+    queries, keys: the first token of the call and the one after its last; keys of a pass without a
+    cache.
+    table: int32 [requests, pages], their rows of the page table. mask: bool [requests, 1, 1, keys],
+    the keys that a lone query does not see. key_lens: of the cache's tokens where there is a table.
+    """
+
+    packed: bool
+    size: int
+    first_request: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    query_lens: list[int] = field(default_factory=list)
+    key_lens: list[int] = field(default_factory=list)
+    table: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def requests(self) -> slice:
+        return slice(self.first_request, self.first_request + len(self.query_lens))
+
+    def takes(self, request: int, query_len: int, key_len: int, *, paged: bool) -> bool:
+        """Say whether the next request fits into this call."""
+        if request != self.requests.stop:
+            return False
+        if self.packed:
+            return len(self.query_lens) < MOST_PACKED
+        return query_len == self.size and (paged or key_len == self.key_lens[0])
+
+
+def calls_of(
+    query_lens: Sequence[int], key_lens: Sequence[int], *, packs: bool, paged: bool
+) -> list[Call]:
+    """Share the requests out among calls; those without queries or without keys are in none.
+
+    packs: whether dims and dtype allow packed calls, which requests of unequal lengths then share.
+    paged: the keys lie in a cache; else they are packed, and equal ones alone can share a call.
+    """
+    if packs and paged:
+        packs = len(set(query_lens) - {0}) > 1
+    found: list[Call] = []
+    query = key = 0
+    for request, (q, k) in enumerate(zip(query_lens, key_lens, strict=True)):
+        if q and k:
+            if not (found and found[-1].takes(request, q, k, paged=paged)):
+                found.append(Call(packs, q, request, (query, query), (key, key)))
+            call = found[-1]
+            call.queries = (call.queries[0], query + q)
+            call.keys = (call.keys[0], key + k)
+            call.query_lens.append(q)
+            call.key_lens.append(k)
+        query, key = query + q, key + k
+    return found
+
+
+def paged_calls(
+    query_lens: Sequence[int], view: CacheView, table: Tensor, window: int | None, *, packs: bool
+) -> list[Call]:
+    """Plan a pass over one view; table: its pages, in pages of the operator.
+
+    A lone query takes no band: its call has the pages of the window alone and a mask over their
+    first tokens.
+    """
+    key_lens = view.seq_lens_host
+    if key_lens is None:
+        key_lens = tuple(view.seq_lens.tolist())
+    found = calls_of(query_lens, key_lens, packs=packs, paged=True)
+    for call in found:
+        call.table = table[call.requests]
+        if window is not None and not call.packed and call.size == 1:
+            _narrow(call, view.seq_lens[call.requests], window)
+    return found
+
+
+def _narrow(call: Call, lengths: Tensor, window: int) -> None:
+    """Leave the pages that hold the window of each request's last token."""
+    assert call.table is not None
+    skipped = [max(n - window, 0) // PAGE for n in call.key_lens]
+    call.key_lens = [n - s * PAGE for n, s in zip(call.key_lens, skipped, strict=True)]
+    pages = -(-max(call.key_lens) // PAGE)
+    first = (lengths - window).clamp_(min=0) // PAGE
+    column = torch.arange(pages, device=first.device)
+    columns = (first[:, None] + column).clamp_(max=call.table.shape[1] - 1)
+    call.table = call.table.gather(1, columns)
+    hidden = (lengths - first * PAGE - window)[:, None]
+    token = torch.arange(pages * PAGE, dtype=torch.int32, device=first.device)
+    call.mask = (token < hidden)[:, None, None]
+
+
+def cumulative(lengths: Sequence[int]) -> Iterator[int]:
+    """Yield the sum of the lengths up to each one."""
+    total = 0
+    for n in lengths:
+        total += n
+        yield total

@@ -1,0 +1,44 @@
+"""The operators of torch-npu, found by name and held to the parameters that we pass."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from attn_core import BackendError
+
+NAMESPACES: Final = ("npu", "atb")  # CANN's own operators, and those of its library ATB
+
+
+def operator(name: str, parameters: Iterable[str]) -> Callable[..., Any]:
+    """Return an operator of torch-npu that has these parameters; they are passed by keyword.
+
+    Raises BackendError where the installed version has no such operator or it has other parameters,
+    ImportError where torch-npu does not load.
+    """
+    module = importlib.import_module("torch_npu")
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    schema = _schema(name)
+    if found is None or schema is None:
+        raise BackendError(
+            f"ascend: the installed torch-npu has no operator {name}; install the torch-npu whose "
+            "version is that of torch, 2.11 or later, with the CANN that it was built for"
+        )
+    has = [argument.name for argument in schema.arguments]
+    lacking = [p for p in parameters if p not in has]
+    if lacking:
+        raise BackendError(
+            f"ascend: {name} of the installed torch-npu has no parameter {', '.join(lacking)} (it "
+            f"has {', '.join(has)}); install torch-npu 2.11 or later"
+        )
+    return found
+
+
+def _schema(name: str) -> Any:
+    for namespace in NAMESPACES:
+        found = getattr(getattr(torch.ops, namespace), name, None)
+        if found is not None:
+            return found.default._schema
+    return None
