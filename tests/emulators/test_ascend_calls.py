@@ -20,6 +20,15 @@ def test_a_library_without_the_operator_is_named(vendor, monkeypatch):
         Fused()
 
 
+def test_a_library_without_atb_is_named(vendor, monkeypatch):
+    """Its functions are there and their operators are not."""
+    import torch_npu
+
+    monkeypatch.setattr(torch_npu, "_npu_paged_attention_of_atb", lambda: None, raising=False)
+    with pytest.raises(BackendError, match=r"an operator of ATB; install NNAL"):
+        library.operator("_npu_paged_attention_of_atb", ())
+
+
 def test_an_operator_with_other_parameters_is_named(vendor):
     with pytest.raises(
         BackendError, match=r"has no parameter sinks \(it has key, value, key_cache"

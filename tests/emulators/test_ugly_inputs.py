@@ -38,6 +38,7 @@ BACKENDS = [
     ("trtllm_mla", "mla", "sm100", "bf16"),
     ("trtllm_mla", "mla", "sm100", "fp8_e4m3"),
     ("ascend", "mha", "910b", "bf16"),
+    ("ascend", "mla", "910b", "bf16"),
 ]
 LENGTHS = {EXTEND: ((5, 3), (70, 9)), DECODE: ((1, 1), (70, 9)), VERIFY: ((4, 4), (70, 9))}
 

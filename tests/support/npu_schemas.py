@@ -5,4 +5,10 @@ from __future__ import annotations
 from leaves import LIBRARIES, read
 
 _NPU = next(x for x in LIBRARIES if x.distribution == "torch-npu")
-SCHEMAS = {(_NPU.namespace, name): schema for name, schema in read(_NPU).items()}
+# inferred from C++ functions, so that no text of them is in a library
+_INFERRED = {
+    ("atb", "_npu_paged_attention_mla"): "_npu_paged_attention_mla(Tensor query, Tensor key_cache, "
+    "int num_kv_heads, int num_heads, float scale_value, Tensor block_table, Tensor context_lens, "
+    "int mla_vheadsize, Tensor(a!) out) -> ()"
+}
+SCHEMAS = {(_NPU.namespace, name): schema for name, schema in read(_NPU).items()} | _INFERRED

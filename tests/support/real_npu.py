@@ -16,7 +16,10 @@ from attn_core.testing.runner import run_check
 from npu_schemas import SCHEMAS
 from wheels import VENDOR
 
-CHECKS = ("prefill-prefix-bf16", "decode-edges-fp16", "window-4-bf16", "sinks-bf16", "encoder-bf16")
+CHECKS = (
+    *("prefill-prefix-bf16", "decode-edges-fp16", "window-4-bf16", "sinks-bf16", "encoder-bf16"),
+    *("mla-decode-bf16", "mla-ragged-bf16"),
+)
 
 
 def main() -> None:

@@ -191,3 +191,42 @@ def npu_scatter_pa_kv_cache(
         else:  # PA_NZ: 16 columns of all tokens of a block lie together
             tiled = cache.view(blocks, -1, size, 16)
             tiled[slots // size, :, slots % size] = rows.reshape(len(slots), -1, 16)
+
+
+def _npu_paged_attention_mla(
+    query,
+    key_cache,
+    num_kv_heads,
+    num_heads,
+    scale_value,
+    block_table,
+    context_lens,
+    mla_vheadsize,
+    out,
+):
+    for t in (query, key_cache, block_table, context_lens, out):
+        check(t.is_contiguous(), "non-contiguous tensors are not supported")
+    check(query.dtype in HALF, "query: float16, bfloat16")
+    check(query.dtype == key_cache.dtype == out.dtype, "one dtype")
+    requests, heads, dim = query.shape
+    check(heads == num_heads, "num_heads is not that of query")
+    check(num_kv_heads == 1, "one latent head")
+    check(key_cache.shape[1:] == (key_cache.shape[1], 1, dim), "key_cache: (blocks, block, 1, D)")
+    check(key_cache.shape[1] <= 128, "block_size up to 128")
+    check(requests <= 8192, "up to 8192 requests")
+    check(block_table.dtype == torch.int32, "block_table: int32")
+    check(block_table.shape[0] == requests, "block_table: one row per query")
+    check(context_lens.dtype == torch.int32, "context_lens: int32")
+    check(context_lens.device.type == "cpu", "context_lens: on the host")
+    check(context_lens.shape == (requests,), "context_lens: one per query")
+    check(out.shape == (requests, heads, mla_vheadsize), "out: (queries, heads, mla_vheadsize)")
+    lengths = context_lens.tolist()
+    values = gather(key_cache, block_table, lengths, whole=True)
+    result, _ = attend(
+        query,
+        gather(key_cache, block_table, lengths),
+        [x[..., :mla_vheadsize] for x in values],
+        query_lens=[1] * requests,
+        scale=scale_value,
+    )
+    out.copy_(result)

@@ -21,10 +21,15 @@ def operator(name: str, parameters: Iterable[str]) -> Callable[..., Any]:
     module = importlib.import_module("torch_npu")
     found: Callable[..., Any] | None = getattr(module, name, None)
     schema = _schema(name)
-    if found is None or schema is None:
+    if found is None:
         raise BackendError(
             f"ascend: the installed torch-npu has no operator {name}; install the torch-npu whose "
             "version is that of torch, 2.11 or later, with the CANN that it was built for"
+        )
+    if schema is None:
+        raise BackendError(
+            f"ascend: torch-npu did not load {name}, an operator of ATB; install NNAL, which "
+            "brings libatb.so, in the version of CANN, and source its set_env.sh"
         )
     has = [argument.name for argument in schema.arguments]
     lacking = [p for p in parameters if p not in has]

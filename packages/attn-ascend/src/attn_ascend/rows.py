@@ -10,6 +10,9 @@ from attn_core import Capabilities, Phase
 
 HALF: Final = frozenset({"fp16", "bf16"})
 BF16: Final = frozenset({"bf16"})
+ARCHS: Final = frozenset({"910b", "910c"})
+TORCH_NPU: Final = "torch-npu>=2.11"
+LATENT: Final = 512 + 64  # latent + rope
 
 
 def mha() -> Sequence[Capabilities]:
@@ -21,8 +24,8 @@ def mha() -> Sequence[Capabilities]:
         kind="mha",
         create="attn_ascend.paged:AscendPaged",
         device="npu",
-        archs={"910b", "910c"},
-        requires=["torch-npu>=2.11"],
+        archs=ARCHS,
+        requires=[TORCH_NPU],
         dtypes=HALF,
         kv_dtypes=HALF,
         priority=30,
@@ -52,20 +55,58 @@ def mha() -> Sequence[Capabilities]:
     return [paged, vision]
 
 
-def latent() -> Sequence[Capabilities]:
-    """Return the rows of MLA and sparse MLA, declared."""
-    mla = replace(
-        mha()[0],
+def mla() -> Sequence[Capabilities]:
+    """Return the rows of MLA: decode over the latent cache, prefill without a cache.
+
+    Head counts are those that the documentation of the fused operator lists for the same shape.
+    """
+    decode = Capabilities(
         kind="mla",
-        create=None,
-        head_dims=frozenset({576}),
-        head_dim_pairs=frozenset({(576, 512)}),
-        group_sizes=frozenset(),
-        sliding_window=False,
-        sinks=False,
-        encoder=False,
-        max_verify_topk=0,
-        fused_kv_write=False,
+        create="attn_ascend.mla:AscendMLA",
+        device="npu",
+        archs=ARCHS,
+        requires=[TORCH_NPU],
+        dtypes=HALF,
+        kv_dtypes=HALF,
+        priority=30,
+        phases={Phase.DECODE},
+        page_sizes={128},
+        head_dims={LATENT},
+        head_dim_pairs={(LATENT, 512)},
+        q_heads={1, 2, 4, 8, 16, 32, 64, 128},
+        max_verify_topk=1,
+        needs_host_lengths=True,
+        requires_finite_padding=True,
     )
-    dsa = replace(mla, kind="dsa", dtypes=BF16, kv_dtypes=BF16)
-    return [mla, dsa]
+    # packed calls take bf16 alone; the log-sum-exp of a chunk is there, by which a prefix is merged
+    prefill = replace(
+        decode,
+        phases=frozenset({Phase.PREFILL}),
+        dtypes=BF16,
+        kv_dtypes=BF16,
+        head_dim_pairs=frozenset({(LATENT, 512), (192, 128)}),
+        absorbed=False,
+        chunked_prefix=True,
+        max_verify_topk=0,
+        lse=True,
+    )
+    return [decode, prefill]
+
+
+def dsa() -> Sequence[Capabilities]:
+    """Return the row of sparse MLA, declared."""
+    return [
+        Capabilities(
+            kind="dsa",
+            device="npu",
+            archs=ARCHS,
+            requires=[TORCH_NPU],
+            dtypes=BF16,
+            kv_dtypes=BF16,
+            priority=30,
+            page_sizes={128},
+            head_dims={LATENT},
+            head_dim_pairs={(LATENT, 512)},
+            needs_host_lengths=True,
+        )
+    ]

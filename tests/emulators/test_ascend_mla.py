@@ -1,0 +1,143 @@
+"""ascend over the latent cache, on emulated torch-npu: the suite, and what would fail."""
+
+import pytest
+import torch
+from attn_ascend import mla
+from attn_ascend.fused import Fused
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import parse_device
+from attn_core.testing import BackendSuite
+from attn_core.testing.plan import plan
+from attn_core.testing.runner import run_check
+from attn_core.testing.tolerance import CheckFailed
+from mla_passes import Pass
+
+NPU = {"torch-npu": "2.13.0"}
+
+
+class TestAscendMLA(BackendSuite):
+    name = "ascend"
+    kinds = ("mla",)
+    device = "npu:910b"
+    on = "cpu"
+    libraries = NPU
+    passes = 30
+
+
+@pytest.mark.long  # the same wrapper again
+class TestA3(TestAscendMLA):
+    device = "npu:910c"
+    passes = 10
+
+
+def spec():
+    return load_plugins().get("ascend")
+
+
+def run(planned):
+    run_check(planned, spec(), torch.device("cpu"), arch="910b")
+
+
+def checks(*wanted):
+    """List the checks whose name begins with one of `wanted`."""
+    found = plan(spec(), parse_device("npu:910b"), NPU, kinds=("mla",), passes=10)
+    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
+    assert asked
+    return asked
+
+
+@pytest.mark.parametrize("lengths", [((4, 4), (70, 9)), ((3, 1, 2), (3, 300, 9))])
+def test_every_draft_sees_the_tokens_up_to_itself(vendor, lengths):
+    queries, seq_lens = lengths
+    that = Pass(
+        "ascend", "mla-draft-extend", arch="910b", page_size=128, heads=(16, 1),
+        query_lens=queries, seq_lens=seq_lens,
+    )  # fmt: skip
+    plans = that.backend().init_forward_metadata(that.inputs.batch)
+    assert plans["full"].lengths.tolist() == [
+        n - count + 1 + i for count, n in zip(queries, seq_lens, strict=True) for i in range(count)
+    ]
+    that.check(that.backend())
+    that.check(that.backend(), preallocated=True)
+
+
+# mistakes
+
+
+def _decode(change):
+    """Change the arguments of every call of decode."""
+
+    def mistake(monkeypatch):
+        real = mla.operator
+
+        def operator(name, parameters):
+            attend = real(name, parameters)
+            return lambda **given: attend(**given | change(given))
+
+        monkeypatch.setattr(mla, "operator", operator)
+
+    return mistake
+
+
+def _no_offset_within_a_pool_page(monkeypatch):
+    monkeypatch.setattr(
+        mla,
+        "split_pages",
+        lambda table, size, page: (table * (size // page)).repeat_interleave(size // page, 1),
+    )
+
+
+def _cumulative_lengths(given):
+    most = given["block_table"].shape[1] * given["key_cache"].shape[1]
+    return {"context_lens": given["context_lens"].cumsum(0, dtype=torch.int32).clamp(max=most)}
+
+
+def _lse(change):
+    def mistake(monkeypatch):
+        real = Fused._call
+
+        def call(self, *args):
+            result, lse = real(self, *args)
+            return result, None if lse is None else change(lse)
+
+        monkeypatch.setattr(Fused, "_call", call)
+
+    return mistake
+
+
+MISTAKES = {
+    "no offset within a page": (
+        _no_offset_within_a_pool_page,
+        ("page-edges-decode-bf16-page256",),
+    ),
+    "the latent's scale": (
+        _decode(lambda given: {"scale_value": 512**-0.5}),
+        ("mla-decode-bf16-page128",),
+    ),
+    "cumulative lengths": (_decode(_cumulative_lengths), ("mla-decode-bf16-page128",)),
+    "one token less": (
+        _decode(lambda given: {"context_lens": (given["context_lens"] - 1).clamp(min=1)}),
+        ("mla-verify-chain-bf16-page128",),
+    ),
+    "tables of other requests": (
+        _decode(lambda given: {"block_table": given["block_table"].roll(1, 0)}),
+        ("mla-decode-bf16-page128",),
+    ),
+    "LSE to base 2": (_lse(lambda x: x * 1.4427), ("mla-ragged-bf16", "prefix-in-chunks")),
+    "transposed LSE": (
+        _lse(lambda x: x.T.reshape(x.shape)),
+        ("mla-ragged-bf16", "prefix-in-chunks"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_wrapper_is_seen(name, monkeypatch):
+    mistake, wanted = MISTAKES[name]
+    asked = [p for w in wanted for p in checks(w)[:1]]
+    for planned in asked:
+        run(planned)
+    mistake(monkeypatch)
+    for planned in asked:
+        with pytest.raises(CheckFailed):
+            run(planned)
