@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from attn_ascend import calls, fused, library, paged
-from attn_ascend.calls import cumulative
 from attn_ascend.fused import Fused
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
@@ -98,7 +97,7 @@ def _lengths_of_requests(given):
 @pytest.mark.parametrize(
     ("feature", "change"),
     [
-        ("mixed", lambda given: {"actual_seq_kvlen": [*cumulative(given["actual_seq_kvlen"])]}),
+        ("mixed", lambda given: {"actual_seq_kvlen": [*accumulate(given["actual_seq_kvlen"])]}),
         ("mixed", _lengths_of_requests),
         ("window-4", lambda given: {"pre_tokens": given["pre_tokens"] + 1}),
         ("window-4", lambda given: {"pre_tokens": given["pre_tokens"] - 1}),
@@ -181,7 +180,7 @@ def _cumulative_lengths(given):
     if "block_table" not in given:
         return {}
     most = given["block_table"].shape[1] * given["block_size"]
-    return {"actual_seq_kvlen": [min(n, most) for n in cumulative(given["actual_seq_kvlen"])]}
+    return {"actual_seq_kvlen": [min(n, most) for n in accumulate(given["actual_seq_kvlen"])]}
 
 
 def _nz_cache(monkeypatch):

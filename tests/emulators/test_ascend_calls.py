@@ -104,13 +104,20 @@ def test_a_lone_query_reads_the_pages_of_its_window(window):
 
 def test_lengths_are_read_once_for_all_layers(vendor):
     ragged = Ragged(None)
+
+    def key_lens(ends):
+        return [n for call in ragged._calls(ends, ends, False) for n in call.key_lens]
+
     ends = torch.tensor([0, 3, 7], dtype=torch.int32)
-    first = ragged._lengths("keys", ends)
-    assert ragged._lengths("keys", ends) is first
+    first = ragged._calls(ends, ends, False)
+    assert ragged._calls(ends, ends, False) is first
+    assert ragged._calls(ends, ends, True) is not first
+    assert ragged._calls(ends, ends.clone(), False) is not first
+    assert key_lens(ends) == [3, 4]
     ends[2] = 9
-    assert ragged._lengths("keys", ends) == [3, 6]
+    assert key_lens(ends) == [3, 6]
     with torch.inference_mode():
         ends = torch.tensor([0, 3, 7], dtype=torch.int32)
-        assert ragged._lengths("keys", ends) == [3, 4]
+        assert key_lens(ends) == [3, 4]
         ends[2] = 9
-        assert ragged._lengths("keys", ends) == [3, 6]
+        assert key_lens(ends) == [3, 6]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -40,6 +42,19 @@ class Call:
     @property
     def requests(self) -> slice:
         return slice(self.first_request, self.first_request + len(self.query_lens))
+
+    @cached_property
+    def lengths(self) -> dict[str, list[int]]:
+        """The lists of lengths as the operator takes them, made once for all layers.
+
+        Packed queries and keys have the sums of the lengths up to each request; the keys of pages
+        have the lengths themselves.
+        """
+        paged = self.table is not None
+        if self.packed:
+            keys = self.key_lens if paged else [*accumulate(self.key_lens)]
+            return {"actual_seq_qlen": [*accumulate(self.query_lens)], "actual_seq_kvlen": keys}
+        return {"actual_seq_kvlen": self.key_lens} if paged else {}
 
     def takes(self, request: int, query_len: int, key_len: int, *, paged: bool) -> bool:
         """Say whether the next request fits into this call."""
@@ -107,11 +122,3 @@ def _narrow(call: Call, lengths: Tensor, window: int) -> None:
     hidden = (lengths - first * PAGE - window)[:, None]
     token = torch.arange(pages * PAGE, dtype=torch.int32, device=first.device)
     call.mask = (token < hidden)[:, None, None]
-
-
-def cumulative(lengths: Sequence[int]) -> Iterator[int]:
-    """Yield the sum of the lengths up to each one."""
-    total = 0
-    for n in lengths:
-        total += n
-        yield total

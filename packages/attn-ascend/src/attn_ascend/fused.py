@@ -10,7 +10,7 @@ import torch
 from attn_core import AttentionLayer, Output
 from torch import Tensor
 
-from attn_ascend.calls import PAGE, Call, cumulative
+from attn_ascend.calls import PAGE, Call
 from attn_ascend.library import operator
 
 FUSED: Final = (
@@ -88,19 +88,11 @@ class Fused:
             q, k, v = (padded(x) for x in (q, k, v))
         else:
             more = {"block_table": call.table, "block_size": PAGE}
-        if call.packed:
-            key_lens = call.key_lens if call.table is not None else [*cumulative(call.key_lens)]
-            more |= {
-                "actual_seq_qlen": [*cumulative(call.query_lens)],
-                "actual_seq_kvlen": key_lens,
-            }
-        else:
+        if not call.packed:
             requests = len(call.query_lens)
             q = q.view(requests, call.size, *q.shape[1:])
             if call.table is None:
                 k, v = (x.view(requests, call.key_lens[0], *x.shape[1:]) for x in (k, v))
-            else:
-                more["actual_seq_kvlen"] = call.key_lens
         result, lse = self._attend(
             query=q.contiguous(),
             key=k.contiguous(),
@@ -111,6 +103,7 @@ class Fused:
             input_layout="TND" if call.packed else "BSND",
             return_softmax_lse=sums,
             **masked(call, layer.sliding_window, causal, q.device),
+            **call.lengths,
             **more,
         )
         result = result.reshape(tokens, heads, -1)[..., : layer.v_head_dim]

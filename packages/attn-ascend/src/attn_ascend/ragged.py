@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -19,20 +20,20 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_ascend.calls import PACKED_DIMS, calls_of
+from attn_ascend.calls import PACKED_DIMS, Call, calls_of
 from attn_ascend.fused import Fused
 
 
 class Ragged:
     """Ragged requests, whose lengths the operator takes on the host.
 
-    They are read back once for all layers that pass the same tensor of lengths; a tensor of
-    inference mode keeps no count of its changes and is read each time.
+    They are read back and planned once for all layers that pass the same tensors of lengths;
+    tensors of inference mode keep no count of their changes and are read each time.
     """
 
     def __init__(self, attend: Fused) -> None:
         self._attend = attend
-        self._read: dict[str, tuple[Tensor, int, list[int]]] = {}
+        self._planned: tuple[Tensor, Tensor, tuple[int, int, bool], Sequence[Call]] | None = None
 
     def __call__(
         self,
@@ -48,21 +49,25 @@ class Ragged:
         return_lse: bool,
     ) -> Output:
         """Attend as AttentionBackend.forward_ragged says."""
-        query_lens = self._lengths("queries", cu_seqlens_q)
-        key_lens = self._lengths("keys", cu_seqlens_k)
         packs = q.dtype == torch.bfloat16 and (q.shape[-1], v.shape[-1]) in PACKED_DIMS
-        calls = calls_of(query_lens, key_lens, packs=packs, paged=False)
+        calls = self._calls(cu_seqlens_q, cu_seqlens_k, packs)
         return self._attend(q, k, v, layer, calls, causal=causal, out=out, return_lse=return_lse)
 
-    def _lengths(self, name: str, cu_seqlens: Tensor) -> list[int]:
-        """Return the lengths behind cumulative ones, int32 [B + 1]."""
-        version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-        last = self._read.get(name)
-        if last is not None and last[0] is cu_seqlens and last[1] == version >= 0:
-            return last[2]
-        lengths: list[int] = cu_seqlens.diff().tolist()
-        self._read[name] = cu_seqlens, version, lengths
-        return lengths
+    def _calls(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, packs: bool) -> Sequence[Call]:
+        """Plan requests by their cumulative lengths, int32 [B + 1]."""
+        if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference():
+            return self._plan(cu_seqlens_q, cu_seqlens_k, packs)
+        state = (cu_seqlens_q._version, cu_seqlens_k._version, packs)
+        last = self._planned
+        if last and last[0] is cu_seqlens_q and last[1] is cu_seqlens_k and last[2] == state:
+            return last[3]
+        calls = self._plan(cu_seqlens_q, cu_seqlens_k, packs)
+        self._planned = cu_seqlens_q, cu_seqlens_k, state, calls
+        return calls
+
+    def _plan(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, packs: bool) -> Sequence[Call]:
+        query_lens, key_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        return calls_of(query_lens, key_lens, packs=packs, paged=False)
 
 
 class AscendVision(AttentionBackend):
