@@ -194,7 +194,21 @@ def fa4() -> Sequence[Capabilities]:
             replace(here, head_dims=dims),
             replace(here, head_dims=eights, group_sizes=frozenset({1})),
         ]
-    return [*phases, blackwell, blackwell_sinks, *encoders]
+    over_fp4 = [
+        replace(
+            r,
+            create="attn_nvidia.fa4_fp4:FA4OverFP4",
+            phases=frozenset({Phase.PREFILL}),
+            kv_dtypes=FP4,
+            needs_host_lengths=True,
+            tensor_scales=True,
+            cuda_graph="never",
+            max_verify_topk=0,
+            note="FA4 has no FP4 kernel: each layer of a prefill dequantises the pages of its pass",
+        )
+        for r in (*hopper, blackwell, blackwell_sinks)
+    ]
+    return [*phases, blackwell, blackwell_sinks, *over_fp4, *encoders]
 
 
 def trtllm_mha() -> Sequence[Capabilities]:
