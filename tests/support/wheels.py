@@ -12,7 +12,7 @@ CONTRACTS = TESTS / "contracts"
 RECORDED = CONTRACTS / "recorded"  # signatures of what is on no index
 VENDOR = TESTS / "emulators" / "vendor"
 HELPERS = frozenset(  # the emulations' own
-    {"aiter_checks", "attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf"}
+    {"aiter_checks", "attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf", "wave_checks"}
 )
 MISSING = (
     "the vendors' wheels are not here: `nox -s contracts` downloads and unpacks them, "

@@ -132,10 +132,15 @@ def aiter_mla() -> Sequence[Capabilities]:
 
 
 def wave() -> Sequence[Capabilities]:
-    """Return wave's row: no windows, sinks, LSE or FP8; tokens are addressed one by one."""
+    """Return wave's row: no windows, sinks, LSE or FP8; tokens are addressed one by one.
+
+    Groups of query heads are those that fill a tile of 16 rows evenly or are one. MLA's shape goes
+    to triton. Its extend kernel takes a mask instead of causal order, but no drafts are documented.
+    """
     return [
         Capabilities(
             kind="mha",
+            create="attn_rocm.wave.backend:Wave",
             device="rocm",
             archs=CDNA,
             requires=["wave-lang>=3.9"],
@@ -143,8 +148,9 @@ def wave() -> Sequence[Capabilities]:
             kv_dtypes=HALF,
             priority=5,
             head_dims={64, 128},
+            group_sizes={1, 2, 4, 8, 16},
             logit_cap=True,
             cuda_graph="decode",
-            needs_host_lengths=True,
+            requires_finite_padding=True,  # masked scores are numbers plus a large negative one
         )
     ]
