@@ -25,6 +25,7 @@ from attn_core.testing.tolerance import CheckFailed
 from attn_rocm.aiter import library, paged, unified
 from attn_rocm.page_list import PageList, num_pages
 from attn_rocm.tensors import Scales
+from attn_rocm.workspace import workspace
 
 AITER = {"amd-aiter": "0.1.7.post2.dev18"}
 CPU = torch.device("cpu")
@@ -182,6 +183,17 @@ def test_replays_of_trees():
     tree = next(r for r in spec().capabilities if r.max_verify_topk > 1)
     bench = Bench(spec=spec(), row=tree, torch_device=CPU, arch="gfx942")
     replayed(bench, RELATED["mha"]["tree"], Point(dtype="bf16", page_size=1))
+
+
+def test_captures_of_all_sizes_share_their_memory():
+    one, two = (
+        PageList.of(view_of(lengths, 16), 16, 16, 8).shared("test") for lengths in ((90,), (33, 7))
+    )
+    assert one.indices.data_ptr() == two.indices.data_ptr()
+    small, large = (workspace(CPU, "test decode", n) for n in (100, 1000))
+    assert small.numel() == 100
+    assert workspace(CPU, "test decode", 10) is large
+    assert workspace(CPU, "another use", 10) is not large
 
 
 # mistakes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from attn_core import CacheView
 from torch import Tensor
+
+from attn_rocm.workspace import workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,12 @@ class PageList:
         indices = view.page_table[request, page // parts] * parts + page % parts
         last = (lengths - (counts - 1) * kernel_page).clamp_(min=0)
         return cls(indptr, indices.int(), torch.where(counts > 0, last, 0).int())
+
+    def shared(self, use: str) -> PageList:
+        """Return the list of a capture, whose indices lie where those of other captures do."""
+        buffer = workspace(self.indices.device, use, self.indices.nbytes).view(torch.int32)
+        indices = buffer[: self.indices.shape[0]].copy_(self.indices)
+        return replace(self, indices=indices)
 
     def refill(self, view: CacheView, page_size: int, kernel_page: int, *, gap: int = 0) -> None:
         """List the pages of a replay into the tensors of its capture."""

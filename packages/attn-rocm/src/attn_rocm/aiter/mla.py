@@ -102,9 +102,9 @@ class AiterMLA(AttentionBackend):
         if not batch.num_tokens:
             return {}
         found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: self._plan(batch, view, captured) for name, view in found.items()}
+        return {name: self._plan(batch, name, view, captured) for name, view in found.items()}
 
-    def _plan(self, batch: ForwardBatch, view: CacheView, captured: bool) -> Plan:
+    def _plan(self, batch: ForwardBatch, name: str, view: CacheView, captured: bool) -> Plan:
         cu_queries, queries = batch.cu_seqlens_q, batch.max_q_len
         decodes = batch.forward_mode in EVEN_MODES and queries <= MOST_QUERIES
         one_each = self._fp8 and not decodes
@@ -115,6 +115,8 @@ class AiterMLA(AttentionBackend):
             )
         size = num_pages(view, 1, captured=captured)
         tokens = PageList.of(view, self.config.page_size, 1, size)
+        if captured:
+            tokens = tokens.shared(f"aiter tokens of {name}")
         splits = self._splits(len(view.seq_lens), size, queries) if decodes else None
         return Plan(one_each, tokens, cu_queries, queries, decodes, splits)
 

@@ -28,6 +28,7 @@ from attn_rocm.aiter.ragged import Ragged
 from attn_rocm.aiter.tree import TreePlan
 from attn_rocm.page_list import PageList, num_pages
 from attn_rocm.tensors import Scales, align16, contiguous_out, copy_to_out, dense_heads
+from attn_rocm.workspace import workspace
 
 PARTITION: Final = 256  # keys of one workgroup of the decode kernel
 _LARGEST = 32  # tokens of its largest page
@@ -127,19 +128,21 @@ class AiterPaged(AttentionBackend):
         if not batch.num_tokens:
             return {}
         found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: self._plan(batch, view, captured) for name, view in found.items()}
+        return {name: self._plan(batch, name, view, captured) for name, view in found.items()}
 
-    def _plan(self, batch: ForwardBatch, view: CacheView, captured: bool) -> Plan:
+    def _plan(self, batch: ForwardBatch, name: str, view: CacheView, captured: bool) -> Plan:
         size = self.config.page_size
         tokens = num_pages(view, 1, captured=captured) + LOOK_AHEAD * batch.batch_size
         plan = Plan(batch, view, size, tokens)
         if batch.forward_mode in DECODE_MODES:
             entries = num_pages(view, self._page, captured=captured)
             plan.pages = PageList.of(view, size, self._page, entries)
+            if captured:
+                plan.pages = plan.pages.shared(f"aiter pages of {name}")
             plan.partitions = -(-view.max_seq_len // PARTITION)
             # per head and partition: its sum and its maximum, float32, and a partial output
             nbytes = 2 * self._columns * batch.batch_size * plan.partitions
-            plan.workspace = torch.empty(nbytes, dtype=torch.uint8, device=self.config.device)
+            plan.workspace = workspace(self.config.device, "aiter decode", nbytes)
         elif batch.spec is not None and batch.spec.tree_mask is not None:
             plan.tree = TreePlan.of(batch, view, size, captured=captured)
         elif captured:
