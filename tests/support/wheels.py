@@ -11,7 +11,9 @@ TESTS = pathlib.Path(__file__).parents[1]
 CONTRACTS = TESTS / "contracts"
 RECORDED = CONTRACTS / "recorded"  # signatures of what is on no index
 VENDOR = TESTS / "emulators" / "vendor"
-HELPERS = frozenset({"attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf"})  # theirs alone
+HELPERS = frozenset(  # the emulations' own
+    {"aiter_checks", "attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf", "wave_checks"}
+)
 MISSING = (
     "the vendors' wheels are not here: `nox -s contracts` downloads and unpacks them, "
     "ATTN_WHEELS names a folder that holds them"
