@@ -119,6 +119,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         sinks=True,
         cross_attention=True,
         encoder=True,
+        dual_chunk=None,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -140,8 +141,8 @@ def _triton_mha() -> Sequence[Capabilities]:
     # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
     beside = replace(rocm, with_linear_layers=True, priority=31)
     vision = [
-        replace(cuda, archs=frozenset(), phases=ENCODE),
-        replace(rocm, phases=ENCODE),
+        replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False),
+        replace(rocm, phases=ENCODE, dual_chunk=False),
     ]
     return [cuda, old, rocm, beside, *vision]
 

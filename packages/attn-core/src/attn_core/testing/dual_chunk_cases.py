@@ -9,6 +9,7 @@ from attn_core.spec.dual_chunk import DualChunk
 from attn_core.testing.cases import Case
 
 CHUNKS = DualChunk(chunk_size=80, local_size=16)  # pages of up to 64 tokens divide its chunks
+_SHORT = DualChunk(chunk_size=56, local_size=8)  # 48: no power of two, a kernel's block
 _BORDERS = (1, 63, 64, 65, 128, 129, 200)
 
 
@@ -45,6 +46,8 @@ DUAL_CHUNK: tuple[Case, ...] = (
     _case("heads", (17, 1), (140, 65), heads=(3, 3)),
     _decode("heads-decode", 140, 65, heads=(8, 1)),
     _case("dim-128", (17, 1), (140, 65), dims=(128, 128)),
+    _case("borders-in-blocks", (60, 1), (150, 97), dual_chunk=_SHORT),
+    _decode("borders-in-blocks-decode", 150, 97, 48, dual_chunk=_SHORT),
     _case("verify-chain", (4, 4, 4), (4, 66, 131), **_CHAIN),
     _case("draft-extend", (1, 3), (66, 129), mode=ForwardMode.DRAFT_EXTEND),
     _case("fp8", (18, 1), (133, 70), kv_dtype="fp8_e4m3", k_scale=0.37, v_scale=1.7),
