@@ -42,16 +42,16 @@ class DualChunk:
         """Tokens of a chunk."""
         return self.chunk_size - self.local_size
 
-    def query_scale(self, prompt_len: int) -> float:
-        """Return what a request's queries are multiplied by, for a prompt of this many tokens.
+    def query_scale(self, length: int) -> float:
+        """Return what the queries of a request are multiplied by.
 
+        length: tokens of its whole prompt, in every part of a prefill; in decode, of the request.
         The model's attention factor f applies to queries and keys. Both are put on the queries, f²,
-        so that cached keys do not depend on a length and prompts can share them. A request keeps
-        the value of its whole prompt, in every part of its prefill and in decode.
+        so that cached keys do not depend on a length and prompts can share them.
         """
         if not self.original_max_position_embeddings:
             return 1.0
-        ratio = prompt_len / self.original_max_position_embeddings
+        ratio = length / self.original_max_position_embeddings
         return max(1.0, 0.1 * math.log(max(ratio, 1.0)) + 1.0) ** 2
 
     def __str__(self) -> str:
