@@ -16,6 +16,7 @@ from attn_core.ops.triton.merge import merge_states
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, Site
@@ -110,6 +111,7 @@ _DECODE = Case(
     dims=(128, 128),
 )
 MLA = {"kind": "mla", "heads": (128, 1), "dims": (576, 512)}
+QWEN_1M = DualChunk(chunk_size=262144, local_size=8192)
 ODDITIES = {"window": 33, "sinks": True, "dims": (64, 64), "heads": (64, 8)}  # gpt-oss
 
 # What serving spends its time in.
@@ -145,6 +147,8 @@ MORE: dict[str, Site] = {
     "extend-fp8": Site(case=extend(kv_dtype="fp8_e4m3", k_scale=0.5)),
     "extend-fp4": Site(case=extend(kv_dtype="fp4_e2m1", k_scale=0.5)),
     "extend-256": Site(case=extend(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
+    "decode-dual-chunk": Site(case=decode(dual_chunk=QWEN_1M)),
+    "extend-dual-chunk": Site(case=extend(dual_chunk=QWEN_1M)),
     "verify-tree-gpt-oss": Site(case=verify(**ODDITIES), page_size=16),
     "encoder": Site(case=_TOWER),
     "encoder-128": Site(case=replace(_TOWER, dims=(128, 128), query_lens=(300,), key_lens=(300,))),

@@ -9,6 +9,7 @@ import os
 from mutants import (
     batches,
     cache,
+    chunks,
     linear,
     linear_drafts,
     linear_gates,
@@ -41,7 +42,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel ca
 
     KERNELS = planted(kernels)
 MUTANTS = (
-    *planted(masks, scores, lse, cache, batches, ragged),
+    *planted(masks, scores, lse, cache, batches, ragged, chunks),
     *WRITERS,
     *WRAPPERS,
     *LINEAR,

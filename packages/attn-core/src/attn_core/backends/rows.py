@@ -48,6 +48,7 @@ def _torch_native() -> BackendSpec:
         sinks=True,
         cross_attention=True,
         encoder=True,
+        dual_chunk=None,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -59,8 +60,8 @@ def _torch_native() -> BackendSpec:
         name="torch_native",
         capabilities=[
             *_everywhere(row),
-            *_everywhere(replace(row, kind="mla", chunked_prefix=True)),
-            replace(row, phases=ENCODE),
+            *_everywhere(replace(row, kind="mla", dual_chunk=False, chunked_prefix=True)),
+            replace(row, phases=ENCODE, dual_chunk=False),
         ],
         create="attn_core.backends.torch_native.backend:TorchNative",
         aliases=["sdpa"],
@@ -118,6 +119,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         sinks=True,
         cross_attention=True,
         encoder=True,
+        dual_chunk=None,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -139,8 +141,8 @@ def _triton_mha() -> Sequence[Capabilities]:
     # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
     beside = replace(rocm, with_linear_layers=True, priority=31)
     vision = [
-        replace(cuda, archs=frozenset(), phases=ENCODE),
-        replace(rocm, phases=ENCODE),
+        replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False),
+        replace(rocm, phases=ENCODE, dual_chunk=False),
     ]
     return [cuda, old, rocm, beside, *vision]
 

@@ -114,8 +114,10 @@ class AttentionBackend(Backend):
 
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
     LSE natural log, float32 [T, Hq], sinks included. Absorbed MLA: q [T, H, 576], k [T, 1, 576],
-    v None. `out`, if passed, is filled and returned. A row with fused_kv_write writes k and v into
-    the slots of the layer's view; without slots, the engine has already written them.
+    v None. Dual chunk attention: q [T, 3, Hq, D], the intra, succ and inter queries of a token, and
+    k rotated to its place in its chunk. `out`, if passed, is filled and returned. A row with
+    fused_kv_write writes k and v into the slots of the layer's view; without slots, the engine has
+    already written them.
     """
 
     def forward(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attn_core.errors import UsageError
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import check_layer
 
 
@@ -23,6 +24,7 @@ class LayerGroup(NamedTuple):
     v_head_dim: int
     window: int | None
     causal: bool
+    dual_chunk: DualChunk | None = None
 
     @classmethod
     def of(cls, layer: AttentionLayer, *, causal: bool | None = None) -> LayerGroup:
@@ -37,6 +39,7 @@ class LayerGroup(NamedTuple):
             layer.v_head_dim,
             layer.sliding_window,
             causal,
+            layer.dual_chunk,
         )
 
     @property
@@ -55,6 +58,7 @@ class AttentionLayer:
     sinks: float [num_q_heads], contiguous; one more logit per head in the softmax denominator,
     without a value.
     view: the CacheView that holds its K/V.
+    dual_chunk: each token has three queries, [T, 3, Hq, D], and each key one rotation.
     Absorbed MLA: head_dim 576, v_head_dim 512, one KV head.
     None turns a feature off; a window of 0 raises UsageError.
     """
@@ -71,6 +75,13 @@ class AttentionLayer:
     sinks: Tensor | None = None
     is_causal: bool = True
     is_cross: bool = False
+    dual_chunk: DualChunk | None = None
+
+    @cached_property
+    def query_shape(self) -> tuple[int, ...]:
+        """The shape of a token's queries: [Hq, D], with dual chunk attention [3, Hq, D]."""
+        one = (self.num_q_heads, self.head_dim)
+        return one if self.dual_chunk is None else (3, *one)
 
     @cached_property
     def group(self) -> LayerGroup:

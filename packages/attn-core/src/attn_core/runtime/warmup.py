@@ -133,6 +133,7 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
         sinks=torch.zeros(heads, device=device) if needs.sinks else None,
         is_causal=not needs.encoder,
         is_cross=needs.cross,
+        dual_chunk=needs.dual_chunk,
     )
 
 
@@ -214,7 +215,7 @@ def _paged(
         metadata = dispatcher.init_forward_metadata(batch)
         for layer in layers:
             tokens = batch.num_tokens, config.dtype, pool.device
-            q = _zeros(*tokens, layer.num_q_heads, layer.head_dim)
+            q = _zeros(*tokens, *layer.query_shape)
             k = v = None
             if not layer.is_cross:
                 k = _zeros(*tokens, layer.num_kv_heads, layer.head_dim)
@@ -290,8 +291,8 @@ def _distinct(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     ]
 
 
-def _zeros(tokens: int, dtype: str, device: torch.device, heads: int, dim: int) -> Tensor:
-    return torch.zeros(tokens, heads, dim, dtype=TORCH_DTYPES[dtype], device=device)
+def _zeros(tokens: int, dtype: str, device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(tokens, *shape, dtype=TORCH_DTYPES[dtype], device=device)
 
 
 def _wait(device: torch.device) -> None:

@@ -42,6 +42,7 @@ def answer(
             parents=case.trees[b] if case.trees else None,
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
+            dual_chunk=layer.dual_chunk,
             order=order,
             rounds=rounds,
         )
@@ -80,6 +81,7 @@ def _question(case: Case, inputs: Inputs, *extra: object) -> bytes:
     layer, q = inputs.layer, inputs.q[: inputs.real_tokens]
     plain = (
         (layer.is_causal, layer.is_cross, layer.scale, layer.sliding_window, layer.logit_cap),
+        layer.dual_chunk,
         (case.query_lens, case.trees, extra),
         [(x.dtype, x.shape) for x in (q, *inputs.keys, *inputs.values)],
     )

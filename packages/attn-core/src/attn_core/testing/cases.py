@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from attn_core.runtime.batch import DECODE_MODES, ForwardMode
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import Kind, Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from attn_core.testing.strides import Strides
@@ -21,13 +22,13 @@ class Case:
 
     heads = (q, kv), dims = (D, Dv): a row that lacks them gets its own, unless `fixed` names them.
     kv_dtype "auto" is the dtype of the queries; k_scale and v_scale apply to FP8 and FP4, and are
-    tensors with tensor_scales. window, logit_cap, sinks, is_causal: the layer's; scale_by
-    multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as many keys. trees:
-    parents per request. padding: rows appended to the batch, on page 0. strides: of q, k and v.
-    leftover_spec: a draft model's batch carries the spec of the verify pass before it. shared_kv:
-    nothing new to write, k and v are None. device_lengths: no lengths on the host. all_dtypes: run
-    in every dtype, not in the finest and the coarsest alone. sweep: run on every page size and
-    order of pages, not on one page size alone.
+    tensors with tensor_scales. window, logit_cap, sinks, is_causal, dual_chunk: the layer's;
+    scale_by multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as many keys.
+    trees: parents per request. padding: rows appended to the batch, on page 0. strides: of q, k
+    and v. leftover_spec: a draft model's batch carries the spec of the verify pass before it.
+    shared_kv: nothing new to write, k and v are None. device_lengths: no lengths on the host.
+    all_dtypes: run in every dtype, not in the finest and the coarsest alone. sweep: run on every
+    page size and order of pages, not on one page size alone.
     """
 
     feature: str
@@ -47,6 +48,7 @@ class Case:
     sinks: bool = False
     is_causal: bool = True
     scale_by: float = 1.0
+    dual_chunk: DualChunk | None = None
     encoder_lens: tuple[int, ...] | None = None
     trees: tuple[Parents, ...] | None = None
     padding: int = 0
@@ -113,6 +115,7 @@ class Case:
             sinks=self.sinks,
             cross=self.encoder_lens is not None,
             encoder=not self.is_causal,
+            dual_chunk=self.dual_chunk,
         )
         spec = Speculation(topk=self.topk, num_draft_tokens=self.drafts or 1) if self.topk else None
         return Requirements(

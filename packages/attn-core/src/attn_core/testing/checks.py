@@ -13,6 +13,7 @@ from attn_core.spec.kinds import Kind, Phase
 from attn_core.spec.requirements import Requirements
 from attn_core.testing import case_catalog, metamorphic, neighbours
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.dual_chunk_cases import DUAL_CHUNK
 from attn_core.testing.far import far_pages
 from attn_core.testing.fuzz_session import run_session, run_two_sessions, session_cells
 from attn_core.testing.harness import Bench
@@ -76,7 +77,9 @@ def templates(
     serving = [r for r in rows if r.phases != {Phase.ENCODE}]
     if serving:
         base = base_point(serving)
-        paged = case_catalog.PAGED if kind == "mha" else case_catalog.LATENT
+        paged = case_catalog.LATENT
+        if kind == "mha":
+            paged = (*case_catalog.PAGED, *DUAL_CHUNK)
         for case in (*paged, *shape_cases(kind, serving)):
             options = points(case, serving)
             for point in _one(options, case, serving) if reduced else options:
@@ -149,22 +152,23 @@ def _no_chunks(row: Capabilities) -> str | None:
 def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]:
     """Yield the checks that put one pass beside another, and those of a row's flags."""
     cases = case_catalog.RELATED[kind]
-    for name in ("whole", "whole-window-sinks"):
+    for name in ("whole", "whole-window-sinks", "whole-dual-chunk"):
         for point in (base, finest) if name in cases else ():
             yield partial(_related, f"chunks-{name}", cases[name], point, metamorphic.in_chunks)
             yield partial(
                 _related, f"then-decode-{name}", cases[name], point, metamorphic.then_decode
             )
-    for name in ("whole", "decode"):
+    chunked = ("whole-dual-chunk",) if "whole-dual-chunk" in cases else ()
+    for name in ("whole", "decode", *chunked):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, metamorphic.pages_moved)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
         yield partial(_related, f"far-pages-{name}", cases[name], base, far_pages)
         yield partial(_related, f"beside-nan-{name}", cases[name], base, neighbours.beside_nan)
     for name, case in case_catalog.GRAPHS[kind].items():
         yield partial(_related, f"graph-{name}", case, base, replayed)
-    for name in ("whole", "decode", "chain", "tree"):
+    for name in ("whole", "decode", "chain", "tree", *chunked):
         yield partial(_related, f"twice-{name}", cases[name], base, metamorphic.twice)
-    for name in ("whole", "decode", "decode-equal", "chain", "tree"):
+    for name in ("whole", "decode", "decode-equal", "chain", "tree", *chunked):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
     for store in ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"

@@ -80,6 +80,7 @@ def make_layer(
         sinks=torch.randn(hq, generator=rng) * 2 + weight if case.sinks else None,
         is_causal=causal,
         is_cross=cross,
+        dual_chunk=case.dual_chunk if isinstance(case, Case) else None,
     )
 
 
@@ -136,12 +137,14 @@ def make_inputs(
     batch = _batch(case, placed, page_size)
     truth_k = keys.truth
     truth_v = tuple(k[..., : case.dims[1]] for k in truth_k) if values is None else values.truth
-    q = torch.randn(batch.num_tokens, *(case.heads[0], case.dims[0]), generator=rng).to(dtype)
+    q = torch.randn(batch.num_tokens, *layer.query_shape, generator=rng).to(dtype)
     k = v = None
     if not cross and not case.shared_kv:
         k = _new_tokens(case, truth_k, batch.num_tokens, dtype)
         v = None if values is None else _new_tokens(case, truth_v, batch.num_tokens, dtype)
-    q, *rest = restrided(case.strides, [x for x in (q, k, v) if x is not None])
+    rows = q.flatten(1, -2)  # the queries of dual chunk attention are heads of one projection
+    rows, *rest = restrided(case.strides, [x for x in (rows, k, v) if x is not None])
+    q = rows.view(q.shape)
     k = None if k is None else rest[0]
     v = None if v is None else rest[1]
     return Inputs(
