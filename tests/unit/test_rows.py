@@ -79,7 +79,7 @@ def test_a_documented_yes_is_the_floor_but_for_these():
         if row.get(cell) is True and MATRIX[kind][row["backend"]][cell] is not True
     }
     fp4 = {f"mla.{n}" for n in ("flashinfer", "flashmla", "cutlass_mla", "trtllm_mla", "fa4")}
-    assert below == {f"{n}.fp4_kv" for n in fp4 | {"mha.fa4"}} | {"mla.cutlass_mla.fp8_kv"}
+    assert below == {f"{n}.fp4_kv" for n in fp4} | {"mla.cutlass_mla.fp8_kv"}
 
 
 @pytest.mark.parametrize("row", DOCUMENTED["gdn"], ids=lambda r: r["backend"])
