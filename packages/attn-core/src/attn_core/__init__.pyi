@@ -38,6 +38,8 @@ from attn_core.ops.conv import conv_commit as conv_commit
 from attn_core.ops.conv import conv_decode as conv_decode
 from attn_core.ops.conv import conv_extend as conv_extend
 from attn_core.ops.conv import conv_verify as conv_verify
+from attn_core.ops.index import read_index as read_index
+from attn_core.ops.index import write_index as write_index
 from attn_core.ops.kv import copy_slots as copy_slots
 from attn_core.ops.kv import read_kv as read_kv
 from attn_core.ops.kv import read_pages as read_pages

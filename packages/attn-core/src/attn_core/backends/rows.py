@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from attn_core.backends.rows_sparse import torch_native_sparse
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.plugins.hookspecs import hookimpl
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
@@ -60,6 +61,7 @@ def _torch_native() -> BackendSpec:
         capabilities=[
             *_everywhere(row),
             *_everywhere(replace(row, kind="mla", chunked_prefix=True)),
+            *torch_native_sparse(),
             replace(row, phases=ENCODE),
         ],
         create="attn_core.backends.torch_native.backend:TorchNative",

@@ -23,6 +23,12 @@ def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
     row = config.row
     needs = LayerRequirements.of(layer, row.kind)
     gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
+    if layer.index_topk is not None and row.kind != "dsa":
+        raise UnsupportedError(
+            f"layer {layer.layer_id} attends to {layer.index_topk} keys per query, the chosen row "
+            f"of {config.name} is of kind {row.kind!r} and attends to all; select with layers of "
+            "kind 'dsa'"
+        )
     if gaps:
         raise UnsupportedError(
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "

@@ -15,8 +15,9 @@ from attn_core.cache.pool import KVPool
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
+from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.routes import ROLE_OF_MODE
 from attn_core.runtime.warmup_linear import create_states, linear_passes, no_slots
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
