@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core.backends.rows_sparse import torch_native_sparse
+from attn_core.backends.rows_sparse import torch_native_sparse, triton_sparse
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.plugins.hookspecs import hookimpl
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
@@ -177,7 +177,7 @@ def _triton_mla() -> Sequence[Capabilities]:
 def _triton() -> BackendSpec:
     return BackendSpec(
         name="triton",
-        capabilities=[*_triton_mha(), *_triton_mla()],
+        capabilities=[*_triton_mha(), *_triton_mla(), *triton_sparse()],
         create="attn_core.backends.triton.backend:Triton",
         aliases=["triton_attn"],
         matrix_deviations={

@@ -29,3 +29,25 @@ def torch_native_sparse() -> Sequence[Capabilities]:
         create="attn_core.backends.torch_native.sparse:TorchNativeSparse",
     )
     return [row, replace(row, device="cpu", priority=20)]
+
+
+def triton_sparse() -> Sequence[Capabilities]:
+    """Return the rows of our own kernels."""
+    cuda = Capabilities(
+        kind="dsa",
+        device="cuda",
+        archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
+        requires=["triton>=3.4"],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES,
+        priority=10,
+        head_dim_pairs="any",
+        chunked_prefix=True,
+        max_verify_topk=1,
+        lse=True,
+        deterministic=True,
+        cuda_graph="uniform",
+        create="attn_core.backends.triton.sparse.backend:TritonSparse",
+    )
+    needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
+    return [cuda, replace(cuda, device="rocm", archs=frozenset(), requires=needs)]

@@ -28,9 +28,10 @@ class Case:
     leftover_spec: a draft model's batch carries the spec of the verify pass before it. shared_kv:
     nothing new to write, k and v are None. device_lengths: no lengths on the host. all_dtypes: run
     in every dtype, not in the finest and the coarsest alone. sweep: run on every page size and
-    order of pages, not on one page size alone. index_topk: the keys that a query of sparse MLA
-    attends to, 0 = all; index_dtype: how index keys are stored; exact_index: they and the queries
-    are small integers, so that scores are exact and many are equal.
+    order of pages, not on one page size alone.
+    index_topk: the keys that a query of sparse MLA attends to, 0 = all. index_shape: heads and dim
+    of its indexer. index_dtype: how index keys are stored. exact_index: they and the queries are
+    small integers, so that scores are exact and many are equal.
     """
 
     feature: str
@@ -57,6 +58,7 @@ class Case:
     leftover_spec: bool = False
     shared_kv: bool = False
     index_topk: int = 0
+    index_shape: tuple[int, int] = (8, 32)
     index_dtype: IndexDtype = "bf16"
     exact_index: bool = False
     device_lengths: bool = False

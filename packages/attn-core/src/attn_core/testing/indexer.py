@@ -12,7 +12,6 @@ from torch import Tensor
 from attn_core.testing.cases import Case
 from attn_core.testing.pools import Placement
 
-HEADS, DIM = 8, 32  # of the indexer
 _E4M3_MAX = 448.0
 _ALONG = torch.tensor([-2.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
 
@@ -67,32 +66,29 @@ def draw_indexer(
     case: Case, placed: Placement, page_size: int, dtype: torch.dtype, rng: torch.Generator
 ) -> tuple[Tensor, Indexer]:
     """Draw index keys in poisoned pages, as LayerCache.index has them, and queries in `dtype`."""
-    fp8, total = (
-        case.index_dtype == "fp8_e4m3",
-        sum(case.query_lens) + case.padding * (case.drafts or 1),
-    )
-
+    fp8, (heads, dim) = case.index_dtype == "fp8_e4m3", case.index_shape
+    total = sum(case.query_lens) + case.padding * (case.drafts or 1)
     # Exact numbers are small integers. Every second request has keys along one direction, most of
     # them against it: their scores are 0, and so many that the border lies among them.
-    direction = torch.randint(0, 2, (DIM,), generator=rng) * 2.0 - 1
+    direction = torch.randint(0, 2, (dim,), generator=rng) * 2.0 - 1
     if case.exact_index:
-        size = torch.randint(1, 3, (total, HEADS, 1), generator=rng)
-        q_index = size * direction + torch.randint(-1, 2, (total, HEADS, DIM), generator=rng)
-        weights = 2.0 ** torch.randint(-2, 1, (total, HEADS), generator=rng)
+        size = torch.randint(1, 3, (total, heads, 1), generator=rng)
+        q_index = size * direction + torch.randint(-1, 2, (total, heads, dim), generator=rng)
+        weights = 2.0 ** torch.randint(-2, 1, (total, heads), generator=rng)
     else:
-        q_index = torch.randn(total, HEADS, DIM, generator=rng)
-        weights = torch.randn(total, HEADS, generator=rng) * (HEADS * DIM) ** -0.5
+        q_index = torch.randn(total, heads, dim, generator=rng)
+        weights = torch.randn(total, heads, generator=rng) * (heads * dim) ** -0.5
     q_index = q_index.to(dtype)
 
     def draw_keys(request: int, count: int) -> Tensor:
         if not case.exact_index:
-            return torch.randn(count, DIM, generator=rng)
+            return torch.randn(count, dim, generator=rng)
         if request % 2:
             return _ALONG[torch.randint(len(_ALONG), (count, 1), generator=rng)] * direction
-        return torch.randint(-2, 3, (count, DIM), generator=rng).float()
+        return torch.randint(-2, 3, (count, dim), generator=rng).float()
 
     pages, keys = placed.num_pages, []
-    values = torch.full((pages, page_size, DIM), torch.nan)
+    values = torch.full((pages, page_size, dim), torch.nan)
     values = values.to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
     scales = torch.full((pages, page_size), torch.nan)
     for request, (page, offset) in enumerate(placed.slots):

@@ -33,8 +33,8 @@ def run_selection(bench: Bench, case: Case, point: Point) -> Measure:
     """Select the keys of each query; the same pass again gives the same selection."""
     inputs, _ = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    got = selected(backend, inputs)
-    require(torch.equal(got, selected(backend, inputs)), "the same pass gave another selection")
+    got = chosen(backend, inputs)
+    require(torch.equal(got, chosen(backend, inputs)), "the same pass gave another selection")
     return _checked(got, case, inputs)
 
 
@@ -42,7 +42,7 @@ def selection_beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
     """A request whose index keys, queries and weights are NaN leaves its neighbours' selection."""
     inputs, _ = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    whole, indexer = selected(backend, inputs), inputs.indexer
+    whole, indexer = chosen(backend, inputs), inputs.indexer
     assert indexer is not None
     for broken in range(len(case.query_lens)):
         own = tokens_of(case, [broken]).to(inputs.q.device)
@@ -57,7 +57,7 @@ def selection_beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
             q_index=indexer.q_index.index_fill(0, own, torch.nan),
             weights=indexer.weights.index_fill(0, own, torch.nan),
         )
-        got = selected(backend, dataclasses.replace(inputs, indexer=nan, cache=cache))
+        got = chosen(backend, dataclasses.replace(inputs, indexer=nan, cache=cache))
         others = tokens_of(case, [r for r in range(len(case.query_lens)) if r != broken])
         others = others.to(got.device)
         same = torch.equal(got[others], whole[others])
@@ -65,7 +65,7 @@ def selection_beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
     return _checked(whole, case, inputs)
 
 
-def selected(backend: AttentionBackend, inputs: Inputs) -> Tensor:
+def chosen(backend: AttentionBackend, inputs: Inputs) -> Tensor:
     """Return what a backend selects in this pass, int32 [T, K]; its form is checked."""
     indexer, layer, batch = inputs.indexer, inputs.layer, inputs.batch
     assert indexer is not None

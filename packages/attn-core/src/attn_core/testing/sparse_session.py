@@ -18,7 +18,7 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.indexer import DIM, HEADS, Indexer, index_scores, select, visible
+from attn_core.testing.indexer import Indexer, index_scores, select, visible
 from attn_core.testing.inputs import Point, make_layer, to_device
 from attn_core.testing.oracle import attend_request
 from attn_core.testing.pools import raw
@@ -37,7 +37,7 @@ class _Request:
     key: int
     length: int = 0
     latents: list[Tensor] = field(default_factory=lambda: [torch.zeros(0, 1, 576)] * 2)
-    index: Tensor = field(default_factory=lambda: torch.zeros(0, DIM, dtype=torch.float64))
+    index: Tensor = field(default_factory=lambda: torch.zeros(0, 1, dtype=torch.float64))
 
 
 def run_sparse_session(bench: Bench, case: Case, point: Point, *, passes: int) -> Measure:
@@ -68,7 +68,7 @@ class _Session:
             kv_cache_dtype=point.dtype,
             device=bench.torch_device,
             kind="dsa",
-            index_dim=DIM,
+            index_dim=case.index_shape[1],
             index_dtype=case.index_dtype,
             index_layers={0},
         )
@@ -158,8 +158,9 @@ class _Session:
         def draw(*shape: int) -> Tensor:
             return torch.randn(tokens, *shape, generator=self._torch_rng)
 
-        q_index, weights = draw(HEADS, DIM).to(dtype), draw(HEADS) * (HEADS * DIM) ** -0.5
-        k_index = (draw(DIM) * 2.0 ** draw(1).round()).to(dtype)
+        heads, dim = case.index_shape
+        q_index, weights = draw(heads, dim).to(dtype), draw(heads) * (heads * dim) ** -0.5
+        k_index = (draw(dim) * 2.0 ** draw(1).round()).to(dtype)
         latents = [draw(1, 576).to(dtype) for _ in self._layers]
         queries = [draw(self._layers[0].num_q_heads, 576).to(dtype) for _ in self._layers]
         served = _PHASE.get(mode) in (None, *self._bench.row.phases)
@@ -213,7 +214,8 @@ class _Session:
         first = 0
         for request, n in zip(chosen, news, strict=True):
             new = slice(first, first + n)
-            request.index = torch.cat([request.index, _stored(k_index[new], self._case)])
+            stored = _stored(k_index[new], self._case)
+            request.index = torch.cat([request.index, stored]) if request.length else stored
             request.latents = [
                 torch.cat([old.to(x.dtype), x[new]])
                 for old, x in zip(request.latents, latents, strict=True)
