@@ -1,7 +1,7 @@
 """Faults: each class is a right backend with one mistake of a kind that is seen in kernels.
 
-The right ones are reference.py, in_parts.py, wrapped.py, linear_backend.py and, of our own kernels,
-edited.py.
+The right ones are reference.py, in_parts.py, wrapped.py, sparse_reference.py, linear_backend.py
+and, of our own kernels, edited.py.
 """
 
 import os
@@ -18,6 +18,7 @@ from mutants import (
     masks,
     ragged,
     scores,
+    sparse,
     wrappers,
     writes,
 )
@@ -35,6 +36,7 @@ def planted(*themes):
 
 WRITERS = planted(writes)  # a kernel that writes new keys and values itself
 WRAPPERS = planted(wrappers)
+SPARSE = planted(sparse)
 LINEAR = planted(linear, linear_gates, linear_slots, linear_drafts)
 KERNELS = ()
 if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel can be edited
@@ -45,6 +47,7 @@ MUTANTS = (
     *planted(masks, scores, lse, cache, batches, ragged, chunks),
     *WRITERS,
     *WRAPPERS,
+    *SPARSE,
     *LINEAR,
     *KERNELS,
 )

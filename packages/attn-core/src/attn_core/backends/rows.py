@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from attn_core.backends.rows_sparse import torch_native_sparse, triton_sparse
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.plugins.hookspecs import hookimpl
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
@@ -61,6 +62,7 @@ def _torch_native() -> BackendSpec:
         capabilities=[
             *_everywhere(row),
             *_everywhere(replace(row, kind="mla", dual_chunk=False, chunked_prefix=True)),
+            *torch_native_sparse(),
             replace(row, phases=ENCODE, dual_chunk=False),
         ],
         create="attn_core.backends.torch_native.backend:TorchNative",
@@ -177,7 +179,7 @@ def _triton_mla() -> Sequence[Capabilities]:
 def _triton() -> BackendSpec:
     return BackendSpec(
         name="triton",
-        capabilities=[*_triton_mha(), *_triton_mla()],
+        capabilities=[*_triton_mha(), *_triton_mla(), *triton_sparse()],
         create="attn_core.backends.triton.backend:Triton",
         aliases=["triton_attn"],
         matrix_deviations={

@@ -28,6 +28,12 @@ def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
             f"{config.page_size} do not divide; create the pool with pages that do"
         )
     gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
+    if layer.index_topk is not None and row.kind != "dsa":
+        raise UnsupportedError(
+            f"layer {layer.layer_id} attends to {layer.index_topk} keys per query, the chosen row "
+            f"of {config.name} is of kind {row.kind!r} and attends to all; select with layers of "
+            "kind 'dsa'"
+        )
     if gaps:
         raise UnsupportedError(
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "

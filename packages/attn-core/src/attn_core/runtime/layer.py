@@ -60,6 +60,7 @@ class AttentionLayer:
     view: the CacheView that holds its K/V.
     dual_chunk: each token has three queries, [T, 3, Hq, D], and each key one rotation.
     Absorbed MLA: head_dim 576, v_head_dim 512, one KV head.
+    index_topk: the keys that a query of sparse MLA (DSA) attends to, at most.
     None turns a feature off; a window of 0 raises UsageError.
     """
 
@@ -76,6 +77,7 @@ class AttentionLayer:
     is_causal: bool = True
     is_cross: bool = False
     dual_chunk: DualChunk | None = None
+    index_topk: int | None = None
 
     @cached_property
     def query_shape(self) -> tuple[int, ...]:
@@ -95,6 +97,8 @@ class AttentionLayer:
             raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
         if not 0 < self.scale < math.inf:
             raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
+        if self.index_topk is not None and self.index_topk < 1:
+            raise UsageError(f"{name}: index_topk {self.index_topk} (expected 1 or more)")
         x = self.sinks
         if x is not None and (x.shape != (q,) or not x.is_floating_point() or x.stride() != (1,)):
             raise UsageError(

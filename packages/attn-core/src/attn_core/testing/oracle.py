@@ -144,15 +144,17 @@ def attend_request(
     sinks: Tensor | None = None,
     dual_chunk: DualChunk | None = None,
     queries: Sequence[int] | None = None,
+    selected: Sequence[Tensor] | None = None,
     order: int = 0,
     rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the queries of one request, computed in `dtype`.
 
-    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `order` 1 adds up
-    scores in turn, 2 and on in other orders. With dual_chunk, q is [n, 3, Hq, D]; a
-    key that lies 0, 1 or more chunks before a query meets its first, second or third. Returns out
-    [n or picked, Hq, Dv] and LSE [n or picked, Hq]. The rest is as in visible_keys and attend_one.
+    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `selected` are the
+    keys of each query, in place of those that it sees; `order` 1 adds up scores in turn, 2 and on
+    in other orders. With dual_chunk, q is [n, 3, Hq, D]; a key that lies 0, 1 or more chunks before
+    a query meets its first, second or third. Returns out [n or picked, Hq, Dv] and LSE [n or
+    picked, Hq]. The rest is as in visible_keys and attend_one.
     """
     n, s = q.shape[0], k.shape[0]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -164,7 +166,10 @@ def attend_request(
     in_turn = [products_in_turn(x, k) for x in rotations.unbind(1)] if order == 1 else None
     outs, lses = [q.new_zeros(0, q.shape[-2], v.shape[2])], [q.new_zeros(0, q.shape[-2])]
     for i in range(n) if queries is None else queries:
-        seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
+        if selected is not None:
+            seen = selected[i].tolist()
+        else:
+            seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
         indices = torch.tensor(seen, dtype=torch.int64)
         picked: Tensor | slice = indices
         if order > 1:
