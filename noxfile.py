@@ -77,7 +77,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def contracts(session: nox.Session) -> None:
-    """Compare our calls and the emulated libraries with the vendors' wheels: 500 MB, kept."""
+    """Compare our calls and the emulated libraries with the vendors' wheels: 550 MB, kept."""
     install(session, *TOOLS, "pip", extras="[triton]")
     for pin in vendor_pins():
         unpacked = WHEELS / pin.replace("==", "-")
@@ -106,7 +106,8 @@ def compiled(session: nox.Session) -> None:
     """Compile kernels for chips that are not here; `-- --evidence [-k sm100]` records which."""
     [fa4] = (pin for pin in vendor_pins() if pin.startswith("flash-attn-4=="))
     pin = fa4.replace("==", "[cu13]==")  # its kernels do not compile with the compiler of CUDA 12
-    install(session, *TOOLS, pin, QUACK, extras="[triton]")
+    [wave] = (pin for pin in vendor_pins() if pin.startswith("wave-lang=="))
+    install(session, *TOOLS, pin, QUACK, wave, extras="[triton]")
     run_tests(session, "tests/compiled", *session.posargs)
 
 

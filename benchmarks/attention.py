@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Measure one of our attention backends and every installed peer side by side.",
     )
     add = parser.add_argument
-    add("--phase", choices=PHASES, default="all", help="all: every phase but the grid")
+    add("--phase", choices=PHASES, default="all", help="all: every phase but the grids")
     add(
         "--peers",
         default="all",

@@ -30,7 +30,9 @@ class Case:
     """One shape, named by what is in it; all heads are those of one GPU.
 
     length: the KV length of each request, its new tokens included; ragged: of the longest, the
-    others are drawn between an eighth of it and it. queries: new tokens a request, None: all.
+    others are drawn between an eighth of it and it. sigma: lengths are drawn log-normal with this
+    standard deviation of their logarithm, `length` is their median and a sixteenth of the longest
+    that there may be. queries: new tokens a request, None: all.
     tree: a random tree of drafts for each request, else they are a chain.
     """
 
@@ -39,6 +41,7 @@ class Case:
     length: int
     queries: int | None = 1
     ragged: bool = False
+    sigma: float | None = None
     tree: bool = False
     q_heads: int = 32
     kv_heads: int = 8
@@ -54,7 +57,10 @@ class Case:
         dims = str(self.head_dim) + (
             f"/{self.v_head_dim}" if self.v_head_dim != self.head_dim else ""
         )
-        parts = [self.phase, f"B{self.batch}", ("L<=" if self.ragged else "L") + str(self.length)]
+        length = ("L<=" if self.ragged else "L") + str(self.length)
+        if self.sigma is not None:
+            length = f"L~{self.length} sigma{self.sigma:g}"
+        parts = [self.phase, f"B{self.batch}", length]
         if self.phase not in _DECODES and self.queries is not None:
             parts.append(f"q{self.queries}")
         if self.phase == "verify":
@@ -79,9 +85,13 @@ class Case:
     @cached_property
     def seq_lens(self) -> tuple[int, ...]:
         """KV lengths, the same at every run."""
+        rng = random.Random(f"{self.batch}x{self.length}")
+        if self.sigma is not None:
+            drawn = (rng.lognormvariate(0.0, self.sigma) for _ in range(self.batch))
+            least = (self.queries or 1) / self.length
+            return tuple(int(self.length * min(max(x, least), 16.0)) for x in drawn)
         if not self.ragged:
             return (self.length,) * self.batch
-        rng = random.Random(f"{self.batch}x{self.length}")
         low = max(self.queries or 1, self.length // 8)
         rest = [rng.randint(low, self.length) for _ in range(self.batch - 1)]
         return (self.length, *rest)

@@ -7,7 +7,7 @@ from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
-from attn_core.runtime.dispatcher import ROLE_OF_MODE
+from attn_core.runtime.routes import ROLE_OF_MODE
 from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.capabilities import Capabilities

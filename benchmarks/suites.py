@@ -1,13 +1,17 @@
-"""The shapes that are measured: the fixed ones of each phase, and the grid over everything."""
+"""The shapes that are measured: the fixed ones of each phase, and three grids."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from benchmarks.cases import LATENT, ROPE, Case, Phase
 
 GRID = "grid"
+MLA_GRID = "mla-grid"
+RAGGED = "ragged"
 _GIB = 1 << 30
 GRID_KV_BYTES = 40 * _GIB  # what the KV of one shape may take
 _GRID_FLOPS = 2 * 10**13  # and its work: some 30 ms on a GPU of 700 TFLOP/s
@@ -113,13 +117,49 @@ def grid() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def mla_grid() -> tuple[Case, ...]:
+    """Cross heads with queries of absorbed MLA, over few and many requests, short and long."""
+    shapes = ((16, 1024), (16, 4096), (16, 32768), (64, 1024), (64, 8192), (128, 4096))
+    return tuple(
+        _mla("mla" if queries == 1 else "mla-verify", heads, batch, length, queries)
+        for queries, heads in itertools.product((1, 2, 4), (16, 32, 64, 128))
+        for batch, length in shapes
+    )
+
+
+def ragged() -> tuple[Case, ...]:
+    """Draw log-normal lengths for each phase: most requests are short, a few are very long.
+
+    Head dims 64, 128 and 256 turn; pages have 64 tokens, which every peer takes.
+    """
+    cases = []
+    for sigma, batch in itertools.product((1.0, 1.5), (16, 64, 256)):
+        for turn, (q_heads, kv_heads, dim) in enumerate(((32, 8, 64), (32, 8, 128), (16, 2, 256))):
+            own = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
+            more: dict[str, Any] = {**own, "batch": batch, "sigma": sigma}
+            cases.append(Case(phase="decode", length=2048, **more))
+            cases.append(Case(phase="verify", length=1024, queries=8, tree=turn != 1, **more))
+            if batch < 256:
+                cases.append(Case(phase="prefill", length=256, queries=None, **more))
+                cases.append(Case(phase="extend", length=2048, queries=128, **more))
+        cases.append(Case(phase="fp8", batch=batch, length=2048, sigma=sigma, kv_dtype="fp8_e4m3"))
+        for heads, queries in ((16, 1), (128, 1), (128, 4)):
+            phase: Phase = "mla" if queries == 1 else "mla-verify"
+            cases.append(replace(_mla(phase, heads, batch, 1024, queries), sigma=sigma))
+    return tuple(cases)
+
+
 def cases_of(phase: str) -> tuple[Case, ...]:
-    """Return the cases of one phase, of "grid", or of "all": every phase but the grid."""
+    """Return the cases of one phase, of a grid, or of "all": every phase but the grids."""
     if phase == GRID:
         return grid()
+    if phase == MLA_GRID:
+        return mla_grid()
+    if phase == RAGGED:
+        return ragged()
     if phase == "all":
         return tuple(itertools.chain(*FIXED.values()))
     return FIXED[phase]
 
 
-PHASES = (*FIXED, GRID, "all")
+PHASES = (*FIXED, GRID, MLA_GRID, RAGGED, "all")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_the_grid_covers_what_it_promises():
 
 
 def test_every_phase_has_cases_and_peers():
-    assert set(PHASES) == {*FIXED, "grid", "all"}
+    assert set(PHASES) == {*FIXED, "grid", "mla-grid", "ragged", "all"}
     for phase, cases in FIXED.items():
         assert {c.phase for c in cases} == {phase}
         for case in cases:
@@ -174,3 +176,21 @@ def test_modes():
         ForwardMode.TARGET_VERIFY,
         ForwardMode.EXTEND,
     ]
+
+
+def test_ragged_lengths_are_log_normal_in_every_phase():
+    cases = cases_of("ragged")
+    assert len({case.name for case in cases}) == len(cases) == 84
+    assert {case.phase for case in cases} == {*FIXED}
+    for phase in ("decode", "verify", "prefill", "extend"):
+        assert {case.head_dim for case in cases if case.phase == phase} == {64, 128, 256}
+    for case in cases:
+        lengths = sorted(case.seq_lens)
+        assert lengths == sorted(dataclasses.replace(case).seq_lens), "the same at every run"
+        assert max(case.queries or 1, 1) <= lengths[0]
+        assert lengths[-1] <= 16 * case.length
+        assert case.kv_bytes <= GRID_KV_BYTES
+        if case.batch == 256:
+            logs = [math.log(n / case.length) for n in lengths]
+            assert abs(statistics.mean(logs)) < 0.3
+            assert case.sigma * 0.75 < statistics.stdev(logs) < case.sigma * 1.25

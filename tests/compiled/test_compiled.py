@@ -97,6 +97,14 @@ def test_every_launch(arch, evidence):
 
 
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+def test_hot_launches_of_sparse_mla(arch):
+    [site] = judged(arch, "dsa-decode", hot=True)
+    assert site["faults"] == []
+    names = [k["name"] for k in site["kernels"]]
+    assert names == ["index_scores", "select_topk", "attend_selected", "_merge"]
+
+
+@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_linear_attention(arch):
     names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
     sites = judged(arch, *names, hot=True)

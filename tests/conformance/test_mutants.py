@@ -19,6 +19,7 @@ from linear_backend import linear_spec
 from mutants.masks import BehindTheWindowReadAtPageOne
 from mutants.scores import ScoresInBfloat16
 from reference import spec_of
+from sparse_reference import sparse_spec
 from wrapped import wrapper_spec
 
 HERE, CPU = Device("cpu"), torch.device("cpu")
@@ -62,6 +63,8 @@ def spec_for(mutant, dtypes):
     """The declaration of the right backend that a fault is planted in."""
     if mutant in mutants.KERNELS:
         return load_plugins().get("triton")
+    if mutant in mutants.SPARSE:
+        return sparse_spec(dtypes=dtypes)
     if mutant in mutants.LINEAR:
         return linear_spec()
     if mutant in mutants.WRAPPERS:
@@ -110,6 +113,7 @@ def test_there_are_enough_faults():
     assert len(mutants.MUTANTS) - len(mutants.WRAPPERS) >= 30
     assert len(mutants.WRAPPERS) >= 8
     assert len(mutants.LINEAR) >= 25
+    assert len(mutants.SPARSE) >= 30
     assert len({m.__name__ for m in mutants.MUTANTS}) == len(mutants.MUTANTS)
 
 
@@ -146,6 +150,7 @@ RIGHT = {
     "reference": spec_of(),
     "fused-and-in-parts": replace(spec_of(fused=True), create="in_parts:InParts"),
     "wrapper": wrapper_spec(),
+    "sparse": sparse_spec(),
     "linear": linear_spec(),
 }
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pathlib
 
 import attn_nvidia
+import attn_rocm
 import pytest
 from offered import emulated, reached
 from signatures import Sources, compare, differences, parameters
 from wheels import HELPERS, MISSING, VENDOR, emulators, folders, libraries, pinned, version_of
 
 WHEELS = libraries()
-USED = reached(pathlib.Path(attn_nvidia.__file__).parent).keys()
+OURS = [pathlib.Path(package.__file__).parent for package in (attn_nvidia, attn_rocm)]
+USED = {name for folder in OURS for name in reached(folder)}
 needs_wheels = pytest.mark.skipif(not folders(), reason=MISSING)
 
 

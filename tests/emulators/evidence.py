@@ -1,12 +1,13 @@
 """Write evidence of level "emulated": `python tests/emulators/evidence.py [NAME ...]`.
 
 Runs the suites of this folder, all or those of the named backends, and writes one file per
-backend, kind and device into attn-nvidia's evidence/ folder.
+backend, kind and device into the evidence/ folder of the backend's package.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import pathlib
 import sys
 import unittest
@@ -20,8 +21,6 @@ from attn_core.testing.evidence import write_evidence
 from attn_core.testing.runner import Outcome, problems, report
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
-FOLDER = ROOT / "packages/attn-nvidia/src/attn_nvidia/evidence"
 
 
 class Recorder:
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None, tests: pathlib.Path = HERE) -> 
     """Run the suites; return 1 where a declared cell is not proved, or nothing was run."""
     parser = argparse.ArgumentParser(prog="evidence.py", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="backends (default: all)")
-    parser.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder of the files")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the files (default: theirs)")
     args = parser.parse_args(arguments)
     recorder = Recorder(args.names)
     how = ["--import-mode=importlib", "--continue-on-collection-errors", "--tb=short"]
@@ -85,20 +84,27 @@ def main(arguments: Sequence[str] | None = None, tests: pathlib.Path = HERE) -> 
     return code
 
 
-def _write(recorder: Recorder, folder: pathlib.Path) -> int:
+def _folder(family: str, name: str) -> pathlib.Path:
+    """Return the evidence/ folder of the package that declares a backend."""
+    module = importlib.import_module(load_plugins().origins[family, name].module)
+    return pathlib.Path(module.__file__).parent / "evidence"
+
+
+def _write(recorder: Recorder, folder: pathlib.Path | None) -> int:
     """Sum the suites up per family, backend and device; a backend may have one per library."""
     together: dict[tuple[str, str, str], list[type]] = {}
     for suite in recorder.outcomes:
         together.setdefault((suite.family, suite.name, suite.device), []).append(suite)
     code = 0 if together else 1
-    for (_, name, place), found in together.items():
+    for (family, name, place), found in together.items():
         spec, device = found[0].spec(), parse_device(place)
         libraries = {}
         for suite in found:
             libraries |= suite.libraries or load_plugins().installed_libraries()
         done = [outcome for suite in found for outcome in recorder.outcomes[suite]]
         cells = report(done, spec, device, libraries)
-        for path in write_evidence(folder, spec, device, cells, level="emulated"):
+        into = folder or _folder(family, name)
+        for path in write_evidence(into, spec, device, cells, level="emulated"):
             print(f"wrote {path}")
         for problem in problems(cells):
             code = 1

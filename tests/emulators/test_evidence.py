@@ -7,6 +7,7 @@ import json
 import pathlib
 
 import attn_nvidia
+import attn_rocm
 import pytest
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
@@ -110,9 +111,11 @@ def test_levels_never_overwrite_each_other(tmp_path, monkeypatch):
     assert shown["sinks"] == "declared", "a cell that failed is no evidence"
 
 
-def test_the_matrix_shows_the_files_of_the_package():
-    """What lies in attn-nvidia's folder is what the matrix says, cell by cell."""
-    folder = pathlib.Path(attn_nvidia.__file__).parent / "evidence"
+@pytest.mark.parametrize("package", [attn_nvidia, attn_rocm], ids=lambda p: p.__name__)
+def test_the_matrix_shows_the_files_of_the_package(package):
+    """What lies in a package's folder is what the matrix says, cell by cell."""
+    folder = pathlib.Path(package.__file__).parent / "evidence"
+    assert [*folder.glob("*.json")]
     matrix = build_matrix(load_plugins())
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())

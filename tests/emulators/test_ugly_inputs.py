@@ -37,6 +37,10 @@ BACKENDS = [
     ("cutlass_mla", "mla", "sm100", "bf16"),
     ("trtllm_mla", "mla", "sm100", "bf16"),
     ("trtllm_mla", "mla", "sm100", "fp8_e4m3"),
+    ("aiter", "mha", "gfx942", "bf16"),
+    ("aiter", "mha", "gfx942", "fp8_e4m3"),
+    ("aiter", "mla", "gfx942", "bf16"),
+    ("aiter", "mla", "gfx950", "fp8_e4m3"),
     ("ascend", "mha", "910b", "bf16"),
     ("ascend", "mla", "910b", "bf16"),
 ]
@@ -244,7 +248,8 @@ def test_what_a_capture_makes_serves_no_other_call(backend, mode, monkeypatch):
         return attend(that, inputs, cache=inputs.after, metadata=metadata)[0]
 
     with monkeypatch.context() as captured, Capture() as capture:
-        captured.setattr("attn_nvidia.common.tensors.capturing", lambda device: True, raising=False)
+        for module in ("attn_nvidia.common.tensors", "attn_rocm.tensors"):
+            captured.setattr(f"{module}.capturing", lambda device: True, raising=False)
         result = attended()
     right = result.clone()
     assert right.isfinite().all()

@@ -11,10 +11,12 @@ from attn_core.plugins.dependencies import Libraries
 from attn_core.selection.compatibility import mismatches
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
+from attn_core.spec.kinds import LATENT_KINDS
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point, make_inputs, make_layer, mapped
 from attn_core.testing.passes import attend, create, indptr
+from attn_core.testing.sparse_passes import chosen
 
 T = TypeVar("T")
 
@@ -87,7 +89,7 @@ class Site:
             lacks = [*map(str, gap)]
             if self.paged and not row.absorbed:
                 lacks.append("passes over the latent cache (absorbed: not supported)")
-            if not self.paged and case.kind == "mla" and not row.chunked_prefix:
+            if not self.paged and case.kind in LATENT_KINDS and not row.chunked_prefix:
                 lacks.append("chunked_prefix (not supported)")
             if not lacks:
                 return row
@@ -117,6 +119,8 @@ class Site:
         with chip.tensors():
             inputs = chip.moved(drawn)
             backend = create(asked, self.case, inputs, point)
+            if inputs.indexer is not None:
+                chosen(backend, inputs)
             attend(backend, inputs, cache=inputs.cache, return_lse=self.lse)
 
     def _call(self, chip: Chip, asked: Bench) -> None:

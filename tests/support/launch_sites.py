@@ -16,6 +16,7 @@ from attn_core.ops.triton.merge import merge_states
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, Site
@@ -110,6 +111,11 @@ _DECODE = Case(
     dims=(128, 128),
 )
 MLA = {"kind": "mla", "heads": (128, 1), "dims": (576, 512)}
+QWEN_1M = DualChunk(chunk_size=262144, local_size=8192)
+DSA = {
+    **MLA, "kind": "dsa", "index_topk": 2048, "index_shape": (64, 128), "seq_lens": (3000, 64),
+    "index_dtype": "fp8_e4m3",
+}  # fmt: skip
 ODDITIES = {"window": 33, "sinks": True, "dims": (64, 64), "heads": (64, 8)}  # gpt-oss
 
 # What serving spends its time in.
@@ -125,6 +131,10 @@ HOT: dict[str, Site] = {
     "extend-gpt-oss": Site(case=extend(**ODDITIES)),
     "mla-decode": Site(case=decode(**MLA)),
     "mla-decode-16-heads": Site(case=decode(**(MLA | {"heads": (16, 1)}))),
+    "dsa-decode": Site(case=decode(**DSA)),
+    "dsa-decode-16-heads": Site(case=decode(**(DSA | {"heads": (16, 1)}))),
+    "dsa-extend": Site(case=extend(**DSA)),
+    "dsa-extend-bf16-index": Site(case=extend(**(DSA | {"index_dtype": "bf16"}))),
 }
 _LENS = {"query_lens": (64,), "key_lens": (64,)}
 _WIDE = RaggedCase(feature="", kind="mla", causal=True, heads=(16, 16), dims=(192, 128), **_LENS)
@@ -145,6 +155,8 @@ MORE: dict[str, Site] = {
     "extend-fp8": Site(case=extend(kv_dtype="fp8_e4m3", k_scale=0.5)),
     "extend-fp4": Site(case=extend(kv_dtype="fp4_e2m1", k_scale=0.5)),
     "extend-256": Site(case=extend(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
+    "decode-dual-chunk": Site(case=decode(dual_chunk=QWEN_1M)),
+    "extend-dual-chunk": Site(case=extend(dual_chunk=QWEN_1M)),
     "verify-tree-gpt-oss": Site(case=verify(**ODDITIES), page_size=16),
     "encoder": Site(case=_TOWER),
     "encoder-128": Site(case=replace(_TOWER, dims=(128, 128), query_lens=(300,), key_lens=(300,))),
@@ -152,6 +164,7 @@ MORE: dict[str, Site] = {
     "mla-extend": Site(case=extend(**MLA)),
     "mla-verify-chain": Site(case=verify(trees=None, query_lens=(4, 4), **MLA)),
     "mla-verify-tree": Site(case=verify(**MLA), page_size=1),
+    "dsa-decode-fp32": Site(case=decode(**DSA), dtype="fp32"),
     "mla-decode-fp32": Site(case=decode(**MLA), dtype="fp32"),
     "mla-decode-fixed": Site(case=decode(**MLA), deterministic=True),
     "mla-ragged": Site(case=_WIDE),

@@ -85,7 +85,7 @@ class Reference(AttentionBackend):
                 self.write(cache, k, v, slots)
         planned = metadata["batch"]
         out = self.buffer(q, layer, out)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
         for rows in self.rows(planned, layer.view):
             if rows.queries:
                 keys, values = self.read(cache, rows, layer)
@@ -99,7 +99,7 @@ class Reference(AttentionBackend):
         return_lse=False,
     ):  # fmt: skip
         out = self.buffer(q, layer, out)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
         layer = dataclasses.replace(layer, is_causal=causal)
         cq, ck = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         for b in range(len(cq) - 1):
@@ -117,7 +117,8 @@ class Reference(AttentionBackend):
         return (out, lse) if return_lse else out
 
     def buffer(self, q, layer, out):
-        return q.new_empty(q.shape[0], q.shape[1], layer.v_head_dim) if out is None else out
+        shape = (q.shape[0], layer.num_q_heads, layer.v_head_dim)
+        return q.new_empty(shape) if out is None else out
 
     def queries(self, q):
         return q
@@ -246,12 +247,41 @@ class Reference(AttentionBackend):
     def score(self, q, k):
         return torch.einsum("nhd,shd->hns", q, k)
 
+    def products(self, q, k, layer, rows):
+        """The products of queries and keys [Hq, n, s]; a key's chunk decides which query it meets.
+
+        Dual chunk attention has queries [n, 3, Hq, D].
+        """
+        if layer.dual_chunk is None:
+            return self.score(q, k)
+        products = torch.stack([self.score(x, k) for x in self.rotations(q)])
+        apart = self.chunks_apart(layer, rows, k.shape[0], q.device)
+        return products.gather(0, apart.expand(1, *products.shape[1:]))[0]
+
+    def rotations(self, q):
+        return q.unbind(1)
+
+    def chunks_apart(self, layer, rows, s, device):
+        """How many chunks each key lies before each query [n, s], at most 2."""
+        query = self.chunk_of(self.query_position(rows, device), layer.dual_chunk)
+        key = self.chunk_of(torch.arange(s, device=device), layer.dual_chunk)
+        return self.apart(query[:, None], key)
+
+    def query_position(self, rows, device):
+        return torch.arange(rows.length - rows.queries, rows.length, device=device)
+
+    def chunk_of(self, position, chunks):
+        return position // chunks.chunk_len
+
+    def apart(self, query_chunk, key_chunk):
+        return (query_chunk - key_chunk).clamp(0, 2)
+
     def attend(self, q, k, v, layer, rows):
         """Attend with the queries of one request: out [n, Hq, Dv], LSE [n, Hq]."""
         q, k, v = q.float(), k.float(), v.float()
         n, s = q.shape[0], k.shape[0]
         k, v = self.kv_head(k, layer), self.kv_head(v, layer)
-        scores = self.score(q, k) * self.scale(layer)
+        scores = self.products(q, k, layer, rows) * self.scale(layer)
         seen = self.visible(layer, rows, n, s, q.device)
         scores = self.cap_and_mask(scores, seen, layer.logit_cap)  # [Hq, n, s]
         out, lse = self.softmax(scores, v)
@@ -286,6 +316,7 @@ ROW = Capabilities(
     sinks=True,
     cross_attention=True,
     encoder=True,
+    dual_chunk=None,
     max_verify_topk=ANY_TOPK,
     lse=True,
     deterministic=True,
@@ -301,8 +332,9 @@ LATENT = dataclasses.replace(
     sinks=False,
     cross_attention=False,
     encoder=False,
+    dual_chunk=False,
 )
-VISION = dataclasses.replace(ROW, phases={Phase.ENCODE})
+VISION = dataclasses.replace(ROW, phases={Phase.ENCODE}, dual_chunk=False)
 
 
 def spec_of(*, fused: bool = False, **changes) -> BackendSpec:

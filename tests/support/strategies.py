@@ -9,6 +9,7 @@ from typing import Any
 from attn_core.plugins.hookspecs import hookimpl
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
 from attn_core.spec.device import Device
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from hypothesis import strategies as st
@@ -92,6 +93,7 @@ def rows(draw: st.DrawFn) -> Capabilities:
         sinks=draw(st.booleans()),
         cross_attention=draw(st.booleans()),
         encoder=draw(st.booleans()),
+        dual_chunk=draw(st.sampled_from((False, None, True))),
         max_verify_topk=draw(st.sampled_from((0, 1, 4, ANY_TOPK))),
         max_session_topk=draw(st.sampled_from((None, None, 0, 1))),
         lse=draw(st.booleans()),
@@ -147,9 +149,16 @@ layers = st.builds(
     encoder=st.sampled_from((False, False, True)),
 )
 
+chunked = st.builds(
+    LayerRequirements,
+    head_dim=st.sampled_from((None, 64)),
+    dual_chunk=st.builds(DualChunk, st.sampled_from((40, 72)), st.just(8)),
+)
+
 requirements = st.builds(
     Requirements,
     layers=st.tuples(layers)
+    | st.tuples(chunked)
     | st.tuples(layers, st.builds(LayerRequirements, kind=st.just("gdn"), head_dim=st.just(128)))
     | st.tuples(st.builds(LayerRequirements, kind=st.just("gdn"))),
     dtype=st.sampled_from(DTYPES),

@@ -222,3 +222,18 @@ def test_torch_missing_or_old(build, text):
     assert finding.level == "problem"
     assert text in finding.verdict
     assert "pip install" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("owners", "problem"),
+    [([], False), (["Amd_AITER"], False), (["aiter"], True), (["amd-aiter", "aiter"], True)],
+)
+def test_another_project_with_a_librarys_module_is_a_problem(monkeypatch, owners, problem):
+    """The index has a package aiter, which is not AMD's."""
+    pin = Pin(distribution="amd-aiter", torch=">=2.8", version=">=0.1", why="-", module="aiter")
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"aiter": owners})
+    found = [*doctor._strangers((pin,))]
+    assert [(f.subject, f.level) for f in found] == [("aiter", "problem")] * problem
+    if problem:
+        assert "unrelated project: amd-aiter cannot be imported" in found[0].verdict
+        assert found[0].fix.startswith("pip uninstall -y aiter && pip install 'amd-aiter>=0.1'")

@@ -11,6 +11,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.selection.result import notes_of
 from attn_core.selection.solver import Overrides, select
 from attn_core.spec.device import parse_device
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from packaging.utils import canonicalize_name
 
@@ -39,11 +40,14 @@ def registry():
     return found
 
 
+def layer(fields):
+    chunks = fields.get("dual_chunk")
+    return LayerRequirements(**fields | {"dual_chunk": chunks and DualChunk(**chunks)})
+
+
 def ask(rule, registry):
     """Run select() on what an entry asks."""
-    layers = [
-        LayerRequirements(**x | rule.get("change", {})) for x in TABLE["models"][rule["model"]]
-    ]
+    layers = [layer(x | rule.get("change", {})) for x in TABLE["models"][rule["model"]]]
     vision = TABLE["vision"].get(rule.get("vision"))
     topk = rule.get("topk")
     needs = Requirements(

@@ -12,7 +12,8 @@ from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.cache.pool import KVPool
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.ops import kv
-from attn_core.ops.kv import copy_slots, read_kv, read_pages, write_index, write_kv
+from attn_core.ops.index import write_index
+from attn_core.ops.kv import copy_slots, read_kv, read_pages, write_kv
 from attn_core.runtime.layer import AttentionLayer
 
 PAGE, PAGES = 4, 6
@@ -225,15 +226,6 @@ def test_copy_reads_everything_before_it_writes(store, layout):
         want = was.clone()
         want[dst] = was[src]
         assert torch.equal(now, want)
-
-
-def test_index_keys():
-    cache = pool(kind="dsa", layers=[layer(heads=1, d=576, dv=512)], index_dim=16).layer(0)
-    keys = tokens(5, 16).bfloat16()
-    write_index(cache, keys, SLOTS)
-    assert torch.equal(cache.index[SLOTS // PAGE, SLOTS % PAGE], keys)
-    with pytest.raises(UnsupportedError, match="no index keys"):
-        write_index(pool().layer(0), keys, SLOTS)
 
 
 def test_views_own_their_pages():

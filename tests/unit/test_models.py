@@ -17,6 +17,7 @@ from attn_core.model_config import (
     read_config,
     requirements_from_config,
 )
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import LayerRequirements, Speculation
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "data" / "configs"
@@ -47,12 +48,15 @@ def with_encoder(q, d):
     return [tower(q, d), mha(q, q, d), mha(q, q, d, cross=True)]
 
 
+QWEN_1M = DualChunk(chunk_size=262144, local_size=8192, original_max_position_embeddings=262144)
 # model → layers, vision tower, dtype, context
 MODELS = {
     "llama-3.1-8b": ([mha(32, 8, 128)], None, "bf16", 131072),
     "mistral-7b-v0.1": ([mha(32, 8, 128, sliding_window=4096)], None, "bf16", 32768),
     "mixtral-8x7b": ([mha(32, 8, 128)], None, "bf16", 32768),
     "qwen2.5-7b-instruct": ([mha(28, 4, 128)], None, "bf16", 32768),
+    "qwen2.5-7b-instruct-1m": ([mha(28, 4, 128, dual_chunk=QWEN_1M)], None, "bf16", 1010000),
+    "qwen2.5-14b-instruct-1m": ([mha(40, 8, 128, dual_chunk=QWEN_1M)], None, "bf16", 1010000),
     "qwen3-8b": ([mha(32, 8, 128)], None, "bf16", 40960),
     "qwen3-30b-a3b": ([mha(32, 4, 128)], None, "bf16", 40960),
     "gemma-2-9b": (
@@ -317,7 +321,6 @@ def test_falcon_new_decoder_has_its_own_kv_heads():
     ("key", "value", "text"),
     [
         ("alibi", True, "ALiBi"),
-        ("dual_chunk_attention_config", {"chunk_size": 262144}, "dual_chunk_flash_attn by name"),
         ("quantization_config", {"kv_cache_scheme": {"num_bits": 8}}, "not applied"),
         ("audio_config", {"d_model": 1280}, "audio tower"),
     ],
@@ -328,6 +331,26 @@ def test_keys_that_are_not_followed_are_named(key, value, text):
     assert replace(needs, assumptions=()) == replace(
         requirements_from_config(config_of("qwen2.5-7b-instruct")), assumptions=()
     )
+
+
+def test_sizes_of_dual_chunk_attention_that_are_left_out_are_the_codes():
+    config = {**config_of("qwen2.5-7b-instruct"), "dual_chunk_attention_config": {}}
+    (layer,) = requirements_from_config(config).layers
+    assert layer.dual_chunk == DualChunk(chunk_size=8192, local_size=1024)
+
+
+def test_sparse_dual_chunk_attention_is_refused_until_it_is_turned_off():
+    config = config_of("qwen2.5-7b-instruct-1m")
+    chunks = config["dual_chunk_attention_config"]
+    chunks |= {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 200, 1.0]}]}
+    with pytest.raises(
+        ModelConfigError, match=r"set dual_chunk_attention_config\.sparse_att.* false"
+    ):
+        requirements_from_config(config)
+    chunks["sparse_attention_enabled"] = False
+    needs = requirements_from_config(config)
+    assert needs.layers[0].dual_chunk == QWEN_1M
+    assert needs.assumptions == ()
 
 
 def test_a_tower_without_heads_is_left_out_and_said():

@@ -79,7 +79,7 @@ def test_a_documented_yes_is_the_floor_but_for_these():
         if row.get(cell) is True and MATRIX[kind][row["backend"]][cell] is not True
     }
     fp4 = {f"mla.{n}" for n in ("flashinfer", "flashmla", "cutlass_mla", "trtllm_mla", "fa4")}
-    assert below == {f"{n}.fp4_kv" for n in fp4 | {"mha.fa4"}} | {"mla.cutlass_mla.fp8_kv"}
+    assert below == {f"{n}.fp4_kv" for n in fp4} | {"mla.cutlass_mla.fp8_kv"}
 
 
 @pytest.mark.parametrize("row", DOCUMENTED["gdn"], ids=lambda r: r["backend"])
@@ -148,9 +148,11 @@ def test_what_is_built():
     built = {key for key, spec in REGISTRY.backends.items() if spec.implemented}
     core = {"torch_native", "flex_attention", "triton"}
     nvidia = {"flashinfer", "fa3", "fa4", "trtllm_mha", "trtllm_mla", "cutlass_mla", "flashmla"}
+    nvidia |= {"dual_chunk_flash_attn"}
+    rocm = {"aiter", "wave"}
     ascend = {"ascend"}
     linear = {("linear", name) for name in ("torch_native", "triton", "flashinfer", "cutedsl")}
-    assert built == {("softmax", name) for name in core | nvidia | ascend} | linear
+    assert built == {("softmax", name) for name in core | nvidia | rocm | ascend} | linear
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "simulated"])

@@ -1,7 +1,7 @@
 """Faults: each class is a right backend with one mistake of a kind that is seen in kernels.
 
-The right ones are reference.py, in_parts.py, wrapped.py, linear_backend.py and, of our own kernels,
-edited.py.
+The right ones are reference.py, in_parts.py, wrapped.py, sparse_reference.py, linear_backend.py
+and, of our own kernels, edited.py.
 """
 
 import os
@@ -9,6 +9,7 @@ import os
 from mutants import (
     batches,
     cache,
+    chunks,
     linear,
     linear_drafts,
     linear_gates,
@@ -17,6 +18,7 @@ from mutants import (
     masks,
     ragged,
     scores,
+    sparse,
     wrappers,
     writes,
 )
@@ -34,6 +36,7 @@ def planted(*themes):
 
 WRITERS = planted(writes)  # a kernel that writes new keys and values itself
 WRAPPERS = planted(wrappers)
+SPARSE = planted(sparse)
 LINEAR = planted(linear, linear_gates, linear_slots, linear_drafts)
 KERNELS = ()
 if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel can be edited
@@ -41,9 +44,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel ca
 
     KERNELS = planted(kernels)
 MUTANTS = (
-    *planted(masks, scores, lse, cache, batches, ragged),
+    *planted(masks, scores, lse, cache, batches, ragged, chunks),
     *WRITERS,
     *WRAPPERS,
+    *SPARSE,
     *LINEAR,
     *KERNELS,
 )

@@ -1,6 +1,6 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
-from attn_core.backends.triton.portable import common, decode
+from attn_core.backends.triton.portable import common, decode, dual_chunk
 from edited import Edited
 
 
@@ -82,3 +82,39 @@ class KernelLastPartDropped(Edited):
     kernel = decode.merge_splits
     before = "(part + i < count) & live"
     after = "(part + i < count - 1) & live"
+
+
+class KernelRotationsReversed(Edited):
+    kernel = dual_chunk.dual_chunk_loop
+    before = "q.ptr + rotation * rotation_stride"
+    after = "q.ptr + (2 - rotation) * rotation_stride"
+
+
+class KernelChunksOfOtherRows(Edited):
+    """Rows of two chunks see the keys of both as if they were in each."""
+
+    kernel = common.attention_mask
+    before = "(chunk == keys.chunk)"
+    after = "(chunk >= 0)"
+
+
+class KernelChunkBorderInsideABlock(Edited):
+    """A block of keys that a border cuts belongs to the chunk that begins in it."""
+
+    kernel = common.attention_mask
+    before = "seen & (j >= keys.first)[None, :]"
+    after = "seen & (j >= 0)[None, :]"
+
+
+class KernelSuccOfTwoChunks(Edited):
+    kernel = dual_chunk.dual_chunk_loop
+    before = "tl.where(rotation == 2, 0, tl.maximum(own - rotation, 0) * C.CHUNK)"
+    after = "tl.where(rotation == 2, 0, tl.maximum(own - 2 * rotation, 0) * C.CHUNK)"
+
+
+class KernelIntraMaskedNowhere(Edited):
+    """All rows of a tile see what its last one sees of their own chunk."""
+
+    kernel = dual_chunk.dual_chunk_loop
+    before = "seen_by_all = tl.minimum(end, prefix + first_query + 1)"
+    after = "seen_by_all = end"

@@ -38,6 +38,12 @@ from attn_core.ops.conv import conv_commit as conv_commit
 from attn_core.ops.conv import conv_decode as conv_decode
 from attn_core.ops.conv import conv_extend as conv_extend
 from attn_core.ops.conv import conv_verify as conv_verify
+from attn_core.ops.dual_chunk import ChunkKeys as ChunkKeys
+from attn_core.ops.dual_chunk import ChunkPass as ChunkPass
+from attn_core.ops.dual_chunk import cut_at_chunks as cut_at_chunks
+from attn_core.ops.dual_chunk import rotary_positions as rotary_positions
+from attn_core.ops.index import read_index as read_index
+from attn_core.ops.index import write_index as write_index
 from attn_core.ops.kv import copy_slots as copy_slots
 from attn_core.ops.kv import read_kv as read_kv
 from attn_core.ops.kv import read_pages as read_pages
@@ -89,6 +95,7 @@ from attn_core.spec.capabilities import Capabilities as Capabilities
 from attn_core.spec.device import Device as Device
 from attn_core.spec.device import parse_device as parse_device
 from attn_core.spec.device import probe_device as probe_device
+from attn_core.spec.dual_chunk import DualChunk as DualChunk
 from attn_core.spec.kinds import Family as Family
 from attn_core.spec.kinds import GraphLevel as GraphLevel
 from attn_core.spec.kinds import Kind as Kind

@@ -53,11 +53,9 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             matrix_deviations={
                 "mha.sliding_window": "FA4's kernels take a window (they compile with one for sm90 "
                 "and sm100); later revisions of the documented matrix say yes too",
-                "mha.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and this backend does not "
-                "dequantise a whole FP4 cache for them",
                 "mha.spec_topk1": "a chain of drafts is an extend in causal order, which FA4 takes",
-                "mla.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and this backend does not "
-                "dequantise a whole FP4 cache for them",
+                "mla.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and on Blackwell, where they "
+                "read latents, this backend does not dequantise an FP4 cache for them",
                 "mla.chunked_prefix_cache": "FA4 returns the log-sum-exp that merging chunks "
                 "needs; later revisions of the documented matrix say yes too",
             },

@@ -26,8 +26,6 @@ ROUNDED: Final = "over an FP8 cache its kernels take FP8 queries: they are round
 # XQA is called beneath its public function; no row was tried with 0.7.
 FLASHINFER: Final = "flashinfer-python>=0.6.14,<0.7"
 SGL_KERNEL: Final = "sglang-kernel>=0.4"
-# The sparse kernels of dual chunk attention left this library between 0.4.5 and 0.4.10.
-SGL_KERNEL_SPARSE: Final = "sglang-kernel>=0.4,<=0.4.5"
 
 
 def flashinfer() -> Sequence[Capabilities]:
@@ -194,7 +192,21 @@ def fa4() -> Sequence[Capabilities]:
             replace(here, head_dims=dims),
             replace(here, head_dims=eights, group_sizes=frozenset({1})),
         ]
-    return [*phases, blackwell, blackwell_sinks, *encoders]
+    over_fp4 = [
+        replace(
+            r,
+            create="attn_nvidia.fa4_fp4:FA4OverFP4",
+            phases=frozenset({Phase.PREFILL}),
+            kv_dtypes=FP4,
+            needs_host_lengths=True,
+            tensor_scales=True,
+            cuda_graph="never",
+            max_verify_topk=0,
+            note="FA4 has no FP4 kernel: each layer of a prefill dequantises the pages of its pass",
+        )
+        for r in (*hopper, blackwell, blackwell_sinks)
+    ]
+    return [*phases, blackwell, blackwell_sinks, *over_fp4, *encoders]
 
 
 def trtllm_mha() -> Sequence[Capabilities]:
@@ -245,18 +257,21 @@ def trtllm_mha() -> Sequence[Capabilities]:
 
 
 def dual_chunk_flash_attn() -> Sequence[Capabilities]:
-    """Return the row of dual chunk attention: for models that make five queries per head."""
+    """Return the rows of dual chunk attention: FlashAttention-3, for layers that have it alone."""
+    hopper, _, ampere, *_ = fa3()
     return [
-        Capabilities(
-            kind="mha",
-            device="cuda",
-            archs=AMPERE | HOPPER,
-            requires=[SGL_KERNEL_SPARSE],
-            dtypes=HALF,
-            kv_dtypes=HALF,
-            priority=-1,  # below the reference: wrong for any other model, so only by name
-            head_dims={128},
+        replace(
+            row,
+            create="attn_nvidia.dual_chunk:DualChunkFlashAttn",
+            priority=30,
+            dual_chunk=True,
+            head_dims=frozenset({64, 128}),
+            head_dim_pairs=frozenset(),
+            sliding_window=False,
+            cross_attention=False,
+            encoder=False,
+            max_verify_topk=0,
             max_session_topk=0,
-            note="for models trained with dual chunk attention, such as Qwen2.5-1M, only",
         )
+        for row in (hopper, ampere)
     ]

@@ -16,6 +16,7 @@ def attn_register_pins() -> Sequence[Pin]:
             torch=">=2.8",
             version=">=0.1.7.dev0",
             options="--pre",
+            module="aiter",
             why="only a pre-release is published; the package named aiter is another project",
         )
     ]

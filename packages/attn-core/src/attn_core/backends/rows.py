@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from attn_core.backends.rows_sparse import torch_native_sparse, triton_sparse
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.plugins.hookspecs import hookimpl
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
@@ -48,6 +49,7 @@ def _torch_native() -> BackendSpec:
         sinks=True,
         cross_attention=True,
         encoder=True,
+        dual_chunk=None,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -59,8 +61,9 @@ def _torch_native() -> BackendSpec:
         name="torch_native",
         capabilities=[
             *_everywhere(row),
-            *_everywhere(replace(row, kind="mla", chunked_prefix=True)),
-            replace(row, phases=ENCODE),
+            *_everywhere(replace(row, kind="mla", dual_chunk=False, chunked_prefix=True)),
+            *torch_native_sparse(),
+            replace(row, phases=ENCODE, dual_chunk=False),
         ],
         create="attn_core.backends.torch_native.backend:TorchNative",
         aliases=["sdpa"],
@@ -118,6 +121,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         sinks=True,
         cross_attention=True,
         encoder=True,
+        dual_chunk=None,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -139,8 +143,8 @@ def _triton_mha() -> Sequence[Capabilities]:
     # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
     beside = replace(rocm, with_linear_layers=True, priority=31)
     vision = [
-        replace(cuda, archs=frozenset(), phases=ENCODE),
-        replace(rocm, phases=ENCODE),
+        replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False),
+        replace(rocm, phases=ENCODE, dual_chunk=False),
     ]
     return [cuda, old, rocm, beside, *vision]
 
@@ -175,7 +179,7 @@ def _triton_mla() -> Sequence[Capabilities]:
 def _triton() -> BackendSpec:
     return BackendSpec(
         name="triton",
-        capabilities=[*_triton_mha(), *_triton_mla()],
+        capabilities=[*_triton_mha(), *_triton_mla(), *triton_sparse()],
         create="attn_core.backends.triton.backend:Triton",
         aliases=["triton_attn"],
         matrix_deviations={

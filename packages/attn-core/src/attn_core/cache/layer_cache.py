@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attn_core.errors import UsageError
+from attn_core.errors import UnsupportedError, UsageError
 
 FP4_BLOCK = 16  # values that share one e4m3 scale
+SCALE_BYTES = 4  # of the float32 scale of an index key in FP8
 Scale = float | Tensor  # a tensor: float32, one element, on the device of the pages
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -51,7 +52,9 @@ class LayerCache:
     FP8: float8, value = stored · scale, one scale per tensor.
     FP4 (e2m1): uint8 [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales =
     (k, v) e4m3 [..., D / 16]. Other formats have no scales.
-    index: keys of sparse MLA, bf16 [pages, page_size, dim].
+    index: index keys of sparse MLA (DSA), bf16 [pages, page_size, dim]; in FP8, where a key has a
+    scale of its own, uint8 [pages, page_size · (dim + 4)]: first the page's values, e4m3
+    [page_size, dim], then its scales, float32 [page_size].
     k_scale, v_scale: a number, or a float32 tensor of one element on the device of the pages. A
     tensor is read in each pass and never on the host, so it may be calibrated, or written by a
     graph, after the cache was created. Rows with tensor_scales accept it.
@@ -81,11 +84,31 @@ class LayerCache:
         """What the operations keep of these pages to be fast; it goes when the cache goes."""
         return {}
 
+    @cached_property
+    def index_keys(self) -> tuple[Tensor, Tensor | None]:
+        """Views of the index keys [pages, page_size, dim] and, in FP8, their scales.
+
+        Scales are float32 [pages, page_size]. Raises UnsupportedError without index keys.
+        """
+        index, size = self.index, self.page_size
+        if index is None:
+            raise UnsupportedError(
+                "this cache has no index keys: create the KVPool with index_dim, and name the "
+                "layer in index_layers where only some layers have an indexer"
+            )
+        if index.dtype != torch.uint8:
+            return index, None
+        dim = index.shape[1] // size - SCALE_BYTES
+        values = index[:, : size * dim].view(torch.float8_e4m3fn)
+        return torch.unflatten(values, 1, (size, dim)), index[:, size * dim :].view(torch.float32)
+
     def parts(self) -> list[tuple[Tensor, str]]:
         """Every tensor that holds tokens, with its layout."""
         stores = (self.k, self.v, *(self.block_scales or ()))
-        index = [] if self.index is None else [(self.index, "NHD")]
-        return [(t, self.layout) for t in stores if t is not None] + index
+        index = () if self.index is None else self.index_keys
+        return [(t, self.layout) for t in stores if t is not None] + [
+            (t, "NHD") for t in index if t is not None
+        ]
 
 
 def check_scales(k: Tensor, k_scale: Scale, v_scale: Scale, *, latent: bool) -> None:

@@ -120,7 +120,8 @@ def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
     """View a layer's pool pages of P tokens as P / p kernel pages each.
 
     Raises UnsupportedError if p does not divide P, or if the layout is "HND", in which the parts of
-    a page are not contiguous across heads.
+    a page are not contiguous across heads. Index keys in FP8 are left out: a page's scales follow
+    all of its values.
     """
     parts = _parts(cache.page_size, kernel_page_size)
     if parts == 1:
@@ -142,7 +143,7 @@ def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
         block_scales=None
         if k_blocks is None
         else (split(k_blocks), None if v_blocks is None else split(v_blocks)),
-        index=None if cache.index is None else split(cache.index),
+        index=None if cache.index is None or cache.index.dim() == 2 else split(cache.index),
     )
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import FP4_BLOCK, TORCH_DTYPES, CachedLayer, LayerCache, Scale
+from attn_core.cache.layer_cache import (
+    FP4_BLOCK,
+    SCALE_BYTES,
+    TORCH_DTYPES,
+    CachedLayer,
+    LayerCache,
+    Scale,
+)
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
+
+IndexDtype = Literal["bf16", "fp8_e4m3"]
 
 
 class CachePool(Protocol):
@@ -39,7 +48,11 @@ class KVPool:
     num_pages: includes page 0, the dummy page; a mapping gives each view its own number.
     kv_cache_dtype: a key of TORCH_DTYPES.
     layout: "NHD" or "HND", as in LayerCache.
-    kind: "mla" and "dsa" store the latent once and no V; index_dim > 0 adds index keys.
+    kind: "mla" and "dsa" store the latent once and no V.
+    index_dim: above 0, layers of sparse MLA (DSA) also store index keys of so many dims.
+    index_dtype: "bf16", or "fp8_e4m3" with a scale per key.
+    index_layers: the ids of the layers with an indexer; None = all. A layer that shares another
+    layer's selection has none, and stores no index keys.
     scales: for FP8 and FP4 only: layer_id → (k_scale, v_scale), 1.0 if absent, each a number or a
     tensor as in LayerCache. Latents have no v_scale.
     Raises UsageError, and UnsupportedError if FP4 does not support a head dim.
@@ -56,6 +69,8 @@ class KVPool:
         kind: Literal["mha", "mla", "dsa"] = "mha",
         layout: str = "NHD",
         index_dim: int = 0,
+        index_dtype: IndexDtype = "bf16",
+        index_layers: Collection[int] | None = None,
         scales: Mapping[int, tuple[Scale, Scale]] | None = None,
     ) -> None:
         if kv_cache_dtype not in TORCH_DTYPES:
@@ -66,8 +81,10 @@ class KVPool:
             raise UsageError(f"page_size {page_size} (expected 1 or more)")
         if layout not in ("NHD", "HND"):
             raise UsageError(f"layout {layout!r} (expected 'NHD' or 'HND')")
+        check_index(index_dim, index_dtype)
         self.page_size, self.kv_cache_dtype, self.kind = page_size, kv_cache_dtype, kind
         self.layout, self.device, self.index_dim = layout, torch.device(device), index_dim
+        self.index_dtype, self._index_layers = index_dtype, index_layers
         self._layers: dict[int, LayerCache] = {}
         for x in layers:
             pages = num_pages if isinstance(num_pages, int) else num_pages.get(x.view, 0)
@@ -92,7 +109,14 @@ class KVPool:
         store, per_byte = TORCH_DTYPES[self.kv_cache_dtype], 2 if fp4 else 1
         kv = [zeros((*shape, d // per_byte), store) for d in dims]
         blocks = [zeros((*shape, d // FP4_BLOCK), torch.float8_e4m3fn) for d in dims if fp4]
-        index = zeros((pages, size, self.index_dim), torch.bfloat16) if self.index_dim else None
+        index, own = None, self._index_layers is None or layer.layer_id in self._index_layers
+        if self.index_dim and own:
+            fp8 = self.index_dtype == "fp8_e4m3"
+            index = (
+                zeros((pages, size * (self.index_dim + SCALE_BYTES)), torch.uint8)
+                if fp8
+                else zeros((pages, size, self.index_dim), torch.bfloat16)
+            )
         return LayerCache(
             k=kv[0],
             v=kv[1] if len(kv) > 1 else None,
@@ -125,6 +149,8 @@ class KVPool:
         kv_cache_dtype: str,
         kind: Literal["mha", "mla", "dsa"] = "mha",
         index_dim: int = 0,
+        index_dtype: IndexDtype = "bf16",
+        index_layers: Collection[int] | None = None,
     ) -> int:
         """Return the size in bytes of one page over all layers, before anything is allocated."""
         return cls(
@@ -135,6 +161,8 @@ class KVPool:
             device="meta",
             kind=kind,
             index_dim=index_dim,
+            index_dtype=index_dtype,
+            index_layers=index_layers,
         ).nbytes
 
     @classmethod
@@ -147,6 +175,8 @@ class KVPool:
         kv_cache_dtype: str,
         kind: Literal["mha", "mla", "dsa"] = "mha",
         index_dim: int = 0,
+        index_dtype: IndexDtype = "bf16",
+        index_layers: Collection[int] | None = None,
     ) -> int:
         """Return how many pages, including the dummy page, fit into `memory` bytes."""
         return memory // cls.bytes_per_page(
@@ -155,4 +185,17 @@ class KVPool:
             kv_cache_dtype=kv_cache_dtype,
             kind=kind,
             index_dim=index_dim,
+            index_dtype=index_dtype,
+            index_layers=index_layers,
+        )
+
+
+def check_index(dim: int, dtype: str) -> None:
+    """Raise UsageError for index keys that a pool cannot store."""
+    if dtype not in get_args(IndexDtype):
+        raise UsageError(f"index_dtype {dtype!r} (expected {' or '.join(get_args(IndexDtype))})")
+    if dim < 0 or (dim % SCALE_BYTES and dtype == "fp8_e4m3"):
+        raise UsageError(
+            f"index_dim {dim} in {dtype} (expected 0 or more, in fp8_e4m3 a multiple of "
+            f"{SCALE_BYTES}: a page's scales follow its values)"
         )

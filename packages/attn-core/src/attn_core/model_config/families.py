@@ -155,10 +155,6 @@ NOT_APPLIED: Mapping[str, str] = {
     "use_alibi": ALIBI,
     "attn_config.alibi": ALIBI,
     "attention_value_scale": "attention_value_scale is left to the model: it scales V",
-    "dual_chunk_attention_config": (
-        "dual_chunk_attention_config is not applied: plain attention is the same up to the "
-        "trained length; ask for dual_chunk_flash_attn by name beyond it"
-    ),
     "quantization_config.kv_cache_scheme": (
         "kv_cache_scheme in the config is not applied: ask for a KV cache dtype by name"
     ),

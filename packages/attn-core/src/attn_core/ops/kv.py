@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache, Scale
 from attn_core.cache.paged_tensor import put, take, take_pages
-from attn_core.errors import UnsupportedError, UsageError
+from attn_core.errors import UsageError
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
@@ -93,13 +93,6 @@ def _read(
     blocks = cache.block_scales or (None, None)
     k = side(cache.k, blocks[0], cache.k_scale)
     return k, None if cache.v is None else side(cache.v, blocks[1], cache.v_scale)
-
-
-def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
-    """Write index keys [N, index_dim] of sparse MLA into token slots int64 [N]."""
-    if cache.index is None:
-        raise UnsupportedError("this cache has no index keys; create the KVPool with index_dim")
-    put(cache.index, "NHD", slots, keys.detach().to(cache.index.dtype))
 
 
 def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:

@@ -23,6 +23,7 @@ class Pin:
     why: the reason, for people.
     indexed: False if no index has the library, so pip cannot install it; `why` then says how to
     get it.
+    module: what it is imported as, where an unrelated distribution installs a module of that name.
     """
 
     distribution: str
@@ -31,6 +32,7 @@ class Pin:
     why: str
     options: str = ""
     indexed: bool = True
+    module: str = ""
 
     @property
     def pip(self) -> str:
@@ -53,6 +55,14 @@ class Pin:
         if torch is None:
             return False
         return SpecifierSet(self.torch).contains(Version(torch).public, prereleases=True)
+
+
+def strangers(pin: Pin) -> list[str]:
+    """List the installed distributions, other than the pin's, that have its module."""
+    if not pin.module:
+        return []
+    owners = importlib.metadata.packages_distributions().get(pin.module, [])
+    return sorted({canonicalize_name(o) for o in owners} - {canonicalize_name(pin.distribution)})
 
 
 # distribution → version; None: taken as installed, in a version that is new enough

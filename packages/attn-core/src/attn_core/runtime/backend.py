@@ -107,16 +107,30 @@ class Backend(ABC):
 
 
 class AttentionBackend(Backend):
-    """Softmax attention over a paged cache. Created once from a BackendConfig.
+    """Softmax attention over a paged cache, created once from a BackendConfig.
 
     A subclass implements init_forward_metadata, and either `forward` or both forward_extend and
     forward_decode. It implements forward_ragged and the graph functions if its row declares them.
 
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
     LSE natural log, float32 [T, Hq], sinks included. Absorbed MLA: q [T, H, 576], k [T, 1, 576],
-    v None. `out`, if passed, is filled and returned. A row with fused_kv_write writes k and v into
-    the slots of the layer's view; without slots, the engine has already written them.
+    v None. Sparse MLA: topk_indices int32 [T, K], a query's token slots, each once, then -1; None =
+    all. Dual chunk attention: q [T, 3, Hq, D], the intra, succ and inter queries of a token, and k
+    rotated to its place in its chunk. `out`, if passed, is filled and returned. A row that has
+    fused_kv_write writes k and v into the view's slots; without slots, the engine has written them.
     """
+
+    def index_topk(
+        self, q_index: Tensor, weights: Tensor, layer: AttentionLayer, cache: LayerCache,
+        batch: ForwardBatch, metadata: Metadata,
+    ) -> Tensor:  # fmt: skip
+        """Choose the keys that each query of sparse MLA attends to.
+
+        q_index [T, Hi, Di]; weights float32 [T, Hi], with every scale. The score of a key is the
+        sum over heads of weights · relu(q_index · key), in float32. Returns int32 [T, K]: slots of
+        the K = layer.index_topk greatest scores, of equal ones the earliest, by position; then -1.
+        """
+        raise UnsupportedError(f"{self.config.name} has no indexer of sparse MLA")
 
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
@@ -125,8 +139,7 @@ class AttentionBackend(Backend):
     ) -> Output:  # fmt: skip
         """Attend over the cache; called once per layer.
 
-        A backend overrides this method, or forward_extend and forward_decode if the two have
-        nothing in common.
+        A backend overrides this method, or both forward_extend and forward_decode.
         """
         decodes = batch.forward_mode in DECODE_MODES
         run = self.forward_decode if decodes else self.forward_extend

@@ -20,9 +20,20 @@ from attn_core.spec.requirements import LayerRequirements
 
 def refuse_layer(config: BackendConfig, layer: AttentionLayer) -> None:
     """Raise UnsupportedError for a layer's shape or field that the row does not support."""
-    row = config.row
+    row, chunks = config.row, layer.dual_chunk
     needs = LayerRequirements.of(layer, row.kind)
+    if chunks is not None and chunks.chunk_len % config.page_size:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} has dual chunk attention {chunks}, which pages of "
+            f"{config.page_size} do not divide; create the pool with pages that do"
+        )
     gaps = "; ".join(map(str, layer_gaps(row, needs, row.family)))
+    if layer.index_topk is not None and row.kind != "dsa":
+        raise UnsupportedError(
+            f"layer {layer.layer_id} attends to {layer.index_topk} keys per query, the chosen row "
+            f"of {config.name} is of kind {row.kind!r} and attends to all; select with layers of "
+            "kind 'dsa'"
+        )
     if gaps:
         raise UnsupportedError(
             f"layer {layer.layer_id} needs {gaps}, the chosen row of {config.name} does not honour "
@@ -113,11 +124,10 @@ def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:
     """Raise UnsupportedError for a verify pass whose drafts the row cannot verify."""
     if batch.forward_mode is not ForwardMode.TARGET_VERIFY or batch.spec is None:
         return
-    limit, topk, tree = (
-        config.row.max_verify_topk,
-        batch.spec.topk,
-        batch.spec.tree_mask is not None,
-    )
+    limit, topk = config.row.max_verify_topk, batch.spec.topk
+    tree = batch.spec.tree_mask is not None
+    if any(layer.dual_chunk is not None for layer in config.layers):
+        limit = min(limit, 1)  # chunks are cut by the order of the drafts
     if topk <= limit and (limit > 1 or not tree):
         return
     chains = "chains, topk 1 without a tree_mask" if limit == 1 else "no drafts"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -29,32 +28,18 @@ from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, nothing, readable
-from attn_core.runtime.routes import MISSING, create_linear_routes, create_routes, distinct
+from attn_core.runtime.routes import (
+    MISSING,
+    ROLE_OF_MODE,
+    Route,
+    create_linear_routes,
+    create_routes,
+    distinct,
+)
 from attn_core.runtime.run_errors import backend_errors, run_error
+from attn_core.runtime.sparse import check_topk, select_keys
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
-
-ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
-    ForwardMode.EXTEND: "prefill",
-    ForwardMode.MIXED: "prefill",
-    ForwardMode.DECODE: "decode",
-    ForwardMode.TARGET_VERIFY: "verify",
-    ForwardMode.DRAFT_DECODE: "draft",
-    ForwardMode.DRAFT_EXTEND: "draft",
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Route:
-    """Where the passes of one mode go: what is looked up once, not in every layer.
-
-    checked: (layer, with LSE) whose output was found to keep the contract.
-    """
-
-    backend: AttentionBackend
-    run: Callable[..., Output]
-    writes: bool
-    checked: set[tuple[int, bool]] = field(default_factory=set)
 
 
 class HybridDispatcher:
@@ -82,8 +67,8 @@ class HybridDispatcher:
                 raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
         self.routes = dict(routes)
         self.caches, self.linear = caches, linear
-        self._by_mode: dict[ForwardMode, _Route] = {}
-        self._ragged: set[tuple[Role, int, bool]] = set()  # as _Route.checked
+        self._by_mode: dict[ForwardMode, Route] = {}
+        self._ragged: set[tuple[Role, int, bool]] = set()  # as Route.checked
         for backend in distinct(self.routes.values()):
             for layer in backend.config.layers:
                 refuse_layer(backend.config, layer)
@@ -132,10 +117,10 @@ class HybridDispatcher:
     def _of(self, batch: ForwardBatch) -> AttentionBackend:
         return self.backend(ROLE_OF_MODE[batch.forward_mode])
 
-    def _route(self, mode: ForwardMode) -> _Route:
+    def _route(self, mode: ForwardMode) -> Route:
         backend = self.backend(ROLE_OF_MODE[mode])
         refuse_mode(backend.config, mode)
-        route = _Route(backend, backend.forward, not backend.config.row.fused_kv_write)
+        route = Route(backend, backend.forward, not backend.config.row.fused_kv_write)
         self._by_mode[mode] = route
         return route
 
@@ -160,12 +145,14 @@ class HybridDispatcher:
     ) -> Output:  # fmt: skip
         """Write new K/V into the cache and attend; called once per layer.
 
-        q [T, Hq, D]; k [N, Hkv, D], v [N, Hkv, Dv] are written to the N slots of the layer's view.
+        q [T, Hq, D], or [T, 3, Hq, D] for dual chunk attention; k [N, Hkv, D], v [N, Hkv, Dv] are
+        written to the N slots of the layer's view.
         k None writes nothing. If the view has no slots, the engine has already written them. Any
         strides are accepted. Returns [T, Hq, Dv], with return_lse also the LSE, natural log,
         float32 [T, Hq]; IDLE returns empty tensors. Raises UnsupportedError; BatchError for a
         missing view and for shapes that do not match the pass; BackendError if the backend's first
-        output for a layer violates the contract.
+        output for a layer violates the contract. A layer with index_topk needs topk_indices in
+        passes of more keys.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
@@ -174,6 +161,8 @@ class HybridDispatcher:
         config = route.backend.config
         if return_lse or topk_indices is not None:
             refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
+        if layer.index_topk is not None:
+            check_topk(topk_indices, layer, batch)
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
@@ -198,6 +187,17 @@ class HybridDispatcher:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
         return result if out is None or out is dense else filled(out, result)
+
+    def index_topk(
+        self, q_index: Tensor, k_index: Tensor | None, weights: Tensor, layer: AttentionLayer,
+        batch: ForwardBatch, metadata: Metadata,
+    ) -> Tensor | None:  # fmt: skip
+        """Write index keys [T, Di] and select, as AttentionBackend does; None selects all keys."""
+        if batch.forward_mode is ForwardMode.IDLE:
+            return None
+        cache = self.caches.layer(layer.layer_id)
+        plan = metadata.softmax if type(metadata) is HybridMetadata else metadata
+        return select_keys(self._of(batch), q_index, k_index, weights, layer, cache, batch, plan)
 
     def forward_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer,

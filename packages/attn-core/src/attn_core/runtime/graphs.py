@@ -15,7 +15,8 @@ from attn_core.cache.page_table import num_pages_for
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.runtime.backend import BackendConfig, Metadata
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
-from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.routes import ROLE_OF_MODE
 from attn_core.runtime.static_batch import StaticBatch, cached_views
 
 

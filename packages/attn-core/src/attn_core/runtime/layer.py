@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attn_core.errors import UsageError
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import check_layer
 
 
@@ -23,6 +24,7 @@ class LayerGroup(NamedTuple):
     v_head_dim: int
     window: int | None
     causal: bool
+    dual_chunk: DualChunk | None = None
 
     @classmethod
     def of(cls, layer: AttentionLayer, *, causal: bool | None = None) -> LayerGroup:
@@ -37,6 +39,7 @@ class LayerGroup(NamedTuple):
             layer.v_head_dim,
             layer.sliding_window,
             causal,
+            layer.dual_chunk,
         )
 
     @property
@@ -55,7 +58,9 @@ class AttentionLayer:
     sinks: float [num_q_heads], contiguous; one more logit per head in the softmax denominator,
     without a value.
     view: the CacheView that holds its K/V.
+    dual_chunk: each token has three queries, [T, 3, Hq, D], and each key one rotation.
     Absorbed MLA: head_dim 576, v_head_dim 512, one KV head.
+    index_topk: the keys that a query of sparse MLA (DSA) attends to, at most.
     None turns a feature off; a window of 0 raises UsageError.
     """
 
@@ -71,6 +76,14 @@ class AttentionLayer:
     sinks: Tensor | None = None
     is_causal: bool = True
     is_cross: bool = False
+    dual_chunk: DualChunk | None = None
+    index_topk: int | None = None
+
+    @cached_property
+    def query_shape(self) -> tuple[int, ...]:
+        """The shape of a token's queries: [Hq, D], with dual chunk attention [3, Hq, D]."""
+        one = (self.num_q_heads, self.head_dim)
+        return one if self.dual_chunk is None else (3, *one)
 
     @cached_property
     def group(self) -> LayerGroup:
@@ -84,6 +97,8 @@ class AttentionLayer:
             raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
         if not 0 < self.scale < math.inf:
             raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
+        if self.index_topk is not None and self.index_topk < 1:
+            raise UsageError(f"{name}: index_topk {self.index_topk} (expected 1 or more)")
         x = self.sinks
         if x is not None and (x.shape != (q,) or not x.is_floating_point() or x.stride() != (1,)):
             raise UsageError(

@@ -84,9 +84,9 @@ def check_ragged(
 
 
 def _check_queries(q: Tensor, layer: AttentionLayer, tokens: int, out: Tensor | None) -> None:
+    if q.shape != (tokens, *layer.query_shape):
+        _misfit("q", q, layer, (tokens, *layer.query_shape))
     heads = layer.num_q_heads
-    if q.shape != (tokens, heads, layer.head_dim):
-        _misfit("q", q, layer, (tokens, heads, layer.head_dim))
     if out is not None and out.shape != (tokens, heads, layer.v_head_dim):
         _misfit("out", out, layer, (tokens, heads, layer.v_head_dim))
 
@@ -102,7 +102,7 @@ def _check_keys(k: Tensor, v: Tensor | None, layer: AttentionLayer, tokens: int)
 def _misfit(name: str, x: Tensor, layer: AttentionLayer, expected: tuple[int, ...]) -> None:
     raise BatchError(
         f"layer {layer.layer_id}: {name} is {list(x.shape)} (expected {list(expected)}: tokens of "
-        "this pass, heads, head dim)"
+        f"this pass,{' intra, succ and inter queries,' * (len(expected) == 4)} heads, head dim)"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from attn_core.cache.pool import CachePool
@@ -13,8 +14,10 @@ from attn_core.runtime.backend import (
     AttentionBackend,
     BackendConfig,
     LinearAttentionBackend,
+    Output,
     create_backend,
 )
+from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.selection.result import LINEAR_ROLES, SOFTMAX_ROLES, Choice, Selection
@@ -23,6 +26,28 @@ from attn_core.spec.kinds import Role
 
 _T = TypeVar("_T")
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Where the passes of one mode go: what is looked up once, not in every layer.
+
+    checked: (layer, with LSE) whose output was found to keep the contract.
+    """
+
+    backend: AttentionBackend
+    run: Callable[..., Output]
+    writes: bool
+    checked: set[tuple[int, bool]] = field(default_factory=set)
+
+
+ROLE_OF_MODE: Mapping[ForwardMode, Role] = {
+    ForwardMode.EXTEND: "prefill",
+    ForwardMode.MIXED: "prefill",
+    ForwardMode.DECODE: "decode",
+    ForwardMode.TARGET_VERIFY: "verify",
+    ForwardMode.DRAFT_DECODE: "draft",
+    ForwardMode.DRAFT_EXTEND: "draft",
+}
 MISSING: Mapping[Role, str] = {
     "verify": "without speculation; select again with --speculative-eagle-topk",
     "draft": "without speculation; select again with --speculative-eagle-topk",

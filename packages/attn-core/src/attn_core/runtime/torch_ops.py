@@ -16,9 +16,10 @@ from attn_core.errors import UsageError
 from attn_core.ops import kv
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
+from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import check_pass, readable
+from attn_core.runtime.routes import ROLE_OF_MODE
 
 
 class Attends(Protocol):

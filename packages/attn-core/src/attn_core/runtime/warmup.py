@@ -15,8 +15,9 @@ from attn_core.cache.pool import KVPool
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
-from attn_core.runtime.dispatcher import ROLE_OF_MODE, HybridDispatcher
+from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.routes import ROLE_OF_MODE
 from attn_core.runtime.warmup_linear import create_states, linear_passes, no_slots
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
@@ -133,6 +134,7 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
         sinks=torch.zeros(heads, device=device) if needs.sinks else None,
         is_causal=not needs.encoder,
         is_cross=needs.cross,
+        dual_chunk=needs.dual_chunk,
     )
 
 
@@ -187,8 +189,7 @@ def _paged(
             run_at([n + extra for n in seq_lens])
 
     def run_at(seq_lens: Sequence[int]) -> None:
-        config = backend.config
-        layers = _cached(config.layers)
+        layers = _cached(backend.config.layers)
         columns = -(-max(*seq_lens, _ROOM) // pool.page_size)
         table = torch.zeros(len(seq_lens), columns, dtype=torch.int32, device=pool.device)
         new = {"cross": [0] * len(seq_lens)}
@@ -213,8 +214,8 @@ def _paged(
         )
         metadata = dispatcher.init_forward_metadata(batch)
         for layer in layers:
-            tokens = batch.num_tokens, config.dtype, pool.device
-            q = _zeros(*tokens, layer.num_q_heads, layer.head_dim)
+            tokens = batch.num_tokens, backend.config.dtype, pool.device
+            q = _zeros(*tokens, *layer.query_shape)
             k = v = None
             if not layer.is_cross:
                 k = _zeros(*tokens, layer.num_kv_heads, layer.head_dim)
@@ -290,8 +291,8 @@ def _distinct(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     ]
 
 
-def _zeros(tokens: int, dtype: str, device: torch.device, heads: int, dim: int) -> Tensor:
-    return torch.zeros(tokens, heads, dim, dtype=TORCH_DTYPES[dtype], device=device)
+def _zeros(tokens: int, dtype: str, device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(tokens, *shape, dtype=TORCH_DTYPES[dtype], device=device)
 
 
 def _wait(device: torch.device) -> None:

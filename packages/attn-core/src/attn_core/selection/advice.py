@@ -73,6 +73,7 @@ def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> st
     fixes = {
         fix
         for verdict in s.weigh("softmax", phase)
+        if all(reason.need != "kind" for reason in verdict.reasons)  # no flag changes the layers
         for reason in verdict.reasons
         for fix in reason.fixes
         if fix.target in ("requirements", "speculation") and fix.cost < FixCost.MACHINE

@@ -11,6 +11,7 @@ from packaging.version import Version
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries, alternatives, shortfall
+from attn_core.selection.dual_chunk_gaps import chunk_layer_gaps, chunk_page_gaps, most_drafts
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch, Target
 from attn_core.spec.capabilities import ANY_TOPK, Capabilities, places
 from attn_core.spec.device import Device
@@ -164,6 +165,7 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
             said = "" if value is True else f" {value:g}"
             fix = _model(target, f"without {name}", **{name: without})
             yield Mismatch(name, f"{name}{said}", "not supported", (fix,))
+    yield from chunk_layer_gaps(row, layer, target)
 
 
 def _head_dim_gaps(
@@ -230,6 +232,7 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
         sizes = sizes.replace(" and multiples", "") if len(row.page_sizes) > 1 else sizes
         # the selection puts the page that it would choose in the place of None
         yield _no("page_size", page, sizes, [_set("no --page-size", FixCost.FLAG, page_size=None)])
+    yield from chunk_page_gaps(row, needs)
     linear = bool(needs.linear_layers)
     if row.with_linear_layers is not None and row.with_linear_layers != linear:
         gdn = () if linear else (LayerRequirements(kind="gdn"),)
@@ -279,7 +282,7 @@ def _speculation_gaps(
         ANY_TOPK if row.max_session_topk is None or row.family == "linear" else row.max_session_topk
     )
     if speculates:
-        limit = min(limit, row.max_verify_topk)
+        limit = most_drafts(needs, min(limit, row.max_verify_topk))
     if spec.topk <= limit:
         return
     options = _verified_elsewhere(spec)[: 2 if speculates and row.family == "softmax" else 1]

@@ -211,7 +211,7 @@ def explain(selection: Selection) -> str:
     for role in SOFTMAX_ROLES:
         if role in selection.roles:
             name = selection.roles[role].backend
-            lines.append(f"  {label(role):<11}{name:<16}{_why(selection, role)}")
+            lines.append(f"  {label(role):<11}{name:<15} {_why(selection, role)}")
     for role in LINEAR_ROLES:
         if role in selection.roles:
             name = selection.roles[role].backend

@@ -27,7 +27,7 @@ from attn_core.selection.result import (
 )
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Phase, Role
-from attn_core.spec.page_size import smallest_page, takes_page
+from attn_core.spec.page_size import page_limit, smallest_page, takes_page
 from attn_core.spec.requirements import Requirements
 
 
@@ -180,7 +180,8 @@ def _conflict(s: RowJudge, pre: Verdict, dec: Verdict) -> str | None:
         return f"{pair}: {ban}"
     if not pre.row.layouts & dec.row.layouts:
         return f"{pair}: no common KV layout ({set(pre.row.layouts)} and {set(dec.row.layouts)})"
-    if s.needs.page_size is None and smallest_page((pre.row, dec.row)) is None:
+    limit = page_limit(s.needs)
+    if s.needs.page_size is None and smallest_page((pre.row, dec.row), limit) is None:
         limits = ", ".join(
             f"{v.spec.name} takes {sorted(v.row.page_sizes) or 'any'}"
             + (f" up to {v.row.max_page_size}" if v.row.max_page_size else "")
@@ -194,10 +195,12 @@ def _page(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[int, str]:
     rows = (pre.row, dec.row)
     if s.needs.page_size is not None:
         return s.needs.page_size, "named by --page-size"
-    smallest = smallest_page(rows) or 1
+    limit = page_limit(s.needs)
+    smallest = smallest_page(rows, limit) or 1
     for v in (dec, pre):
         page = v.row.preferred_page_size
-        if page and page != smallest and all(takes_page(row, page) for row in rows):
+        able = page and not limit % page and all(takes_page(row, page) for row in rows)
+        if page and able and page != smallest:
             return page, (
                 f"{v.spec.name} prefers {page} to {smallest}: {v.row.preferred_page_reason}; a "
                 f"cached prefix is then reused in whole pages of {page} tokens"

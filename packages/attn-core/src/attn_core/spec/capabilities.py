@@ -61,6 +61,7 @@ class Capabilities:
     sinks: bool = False
     cross_attention: bool = False
     encoder: bool = False  # bidirectional layers without a cache, ragged
+    dual_chunk: bool | None = False  # True only layers of dual chunk attention, None either
     absorbed: bool = True  # MLA over its latent cache; False: ragged prefill and its chunks alone
     chunked_prefix: bool = False  # MLA: prefix in chunks, merged by LSE
     max_verify_topk: int = 0  # verifies and drafts: 0 no, 1 chains, ANY_TOPK any tree

@@ -22,6 +22,7 @@ Role = Literal[
     "linear_decode",
     "linear_verify",
 ]
+LATENT_KINDS: frozenset[str] = frozenset({"mla", "dsa"})
 LINEAR_KINDS: frozenset[str] = frozenset({"gdn", "kda"})
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import lcm
+from math import gcd, lcm
 
 from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.requirements import Requirements
 
 
 def takes_page(row: Capabilities, page_size: int) -> bool:
@@ -14,9 +15,18 @@ def takes_page(row: Capabilities, page_size: int) -> bool:
     return fits and (row.max_page_size is None or page_size <= row.max_page_size)
 
 
-def smallest_page(rows: Iterable[Capabilities]) -> int | None:
-    """Return the smallest pool page that every row accepts, or None if there is none."""
+def page_limit(needs: Requirements) -> int:
+    """Return what every page size has to divide: the chunks of dual chunk attention; 0 = any."""
+    return gcd(*(x.dual_chunk.chunk_len for x in needs.layers if x.dual_chunk is not None))
+
+
+def smallest_page(rows: Iterable[Capabilities], limit: int = 0) -> int | None:
+    """Return the smallest pool page that every row accepts, or None if there is none.
+
+    limit: what the page has to divide, 0 = any.
+    """
     rows, pages = tuple(rows), {1}
     for row in rows:
         pages = {lcm(p, q) for p in pages for q in (row.page_sizes or {1})}
-    return min((p for p in pages if all(takes_page(row, p) for row in rows)), default=None)
+    able = (p for p in pages if not limit % p and all(takes_page(row, p) for row in rows))
+    return min(able, default=None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from attn_core.errors import UsageError
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
 
 
@@ -46,8 +47,9 @@ class LayerRequirements:
     rope (512 + 64) and `v_head_dim` the latent. For linear kinds, `head_dim` is K and `v_head_dim`
     V, and `conv_width` the taps of the short convolution in front. `sliding_window` W: a token sees
     itself and the W-1 tokens before it. None means no window and no cap.
-    Raises UsageError for a window of 0 or -1, for head counts, dims and taps below 1, and if the
-    query heads of a softmax kind are not a multiple of its KV heads.
+    Raises UsageError for a window of 0 or -1, for head counts, dims and taps below 1, if the query
+    heads of a softmax kind are not a multiple of its KV heads, and for dual chunk attention of
+    layers that are not plain causal self-attention.
     """
 
     kind: Kind = "mha"
@@ -61,6 +63,7 @@ class LayerRequirements:
     cross: bool = False
     encoder: bool = False
     conv_width: int | None = None
+    dual_chunk: DualChunk | None = None
 
     def __post_init__(self) -> None:
         check_layer(self, f"layers of kind {self.kind}")
@@ -71,6 +74,15 @@ class LayerRequirements:
         q, kv = self.num_q_heads, self.num_kv_heads
         if self.family == "softmax" and q and kv and q % kv:
             raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
+        if self.dual_chunk is not None:
+            others = ("sliding_window", "sinks", "cross", "encoder")
+            beside = [name for name in others if getattr(self, name)]
+            beside += [f"kind {self.kind}"] * (self.kind != "mha")
+            if beside:
+                raise UsageError(
+                    f"dual chunk attention with {', '.join(beside)} (expected causal "
+                    "self-attention of kind mha, without a window or sinks)"
+                )
 
     @classmethod
     def of(cls, layer: Any, kind: Kind = "mha") -> LayerRequirements:
@@ -86,6 +98,7 @@ class LayerRequirements:
             sinks=layer.sinks is not None,
             cross=layer.is_cross,
             encoder=not (layer.is_causal or layer.is_cross),
+            dual_chunk=layer.dual_chunk,
         )
 
     @property

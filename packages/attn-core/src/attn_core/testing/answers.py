@@ -42,6 +42,8 @@ def answer(
             parents=case.trees[b] if case.trees else None,
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
+            dual_chunk=layer.dual_chunk,
+            selected=None if inputs.indexer is None else inputs.indexer.selected[at : at + n],
             order=order,
             rounds=rounds,
         )
@@ -80,11 +82,13 @@ def _question(case: Case, inputs: Inputs, *extra: object) -> bytes:
     layer, q = inputs.layer, inputs.q[: inputs.real_tokens]
     plain = (
         (layer.is_causal, layer.is_cross, layer.scale, layer.sliding_window, layer.logit_cap),
-        (case.query_lens, case.trees, extra),
+        layer.dual_chunk,
+        (case.query_lens, case.trees, case.index_topk, extra),
         [(x.dtype, x.shape) for x in (q, *inputs.keys, *inputs.values)],
     )
     digest = hashlib.blake2b(repr(plain).encode())
-    for x in (q, *inputs.keys, *inputs.values, layer.sinks):
+    selected = () if inputs.indexer is None else inputs.indexer.selected
+    for x in (q, *inputs.keys, *inputs.values, layer.sinks, *selected):
         if x is not None:
             digest.update(_bytes(x))
     return digest.digest()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.kinds import Phase
+from attn_core.testing import dual_chunk_cases
 from attn_core.testing.cases import Case, Parents, RaggedCase
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -268,6 +269,8 @@ GRAPHS: dict[str, dict[str, Case]] = {
         "decode-window": replace(_MANY, window=20),
         "chain": _verify("chain", (70, 9, 33, 130, 4, 16)),
         "tree": _verify("tree", (70, 9, 70, 150, 33, 16), *_TREES),
+        "dual-chunk-decode": dual_chunk_cases.GRAPH_DECODE,
+        "dual-chunk-chain": dual_chunk_cases.GRAPH_CHAIN,
         "tree-window": _verify("tree", (70, 9, 70, 150, 33, 16), *_TREES, window=5),
     },
 }
@@ -279,6 +282,7 @@ GRAPHS["mla"] = {
 # The cases that are put beside each other, per kind.
 RELATED: dict[str, dict[str, Case]] = {
     "mha": {c.feature: c for c in (_WHOLE, _DECODE, _EQUAL, _TREE, _CHAIN)}
-    | {"whole-window-sinks": replace(_WHOLE, window=40, sinks=True)},
+    | {"whole-window-sinks": replace(_WHOLE, window=40, sinks=True)}
+    | {"whole-dual-chunk": dual_chunk_cases.WHOLE},
     "mla": {c.feature: replace(c, **_LATENT) for c in (_WHOLE, _DECODE, _EQUAL, _TREE, _CHAIN)},  # type: ignore[arg-type]  # as above
 }

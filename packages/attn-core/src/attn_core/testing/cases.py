@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from attn_core.cache.pool import IndexDtype
 from attn_core.runtime.batch import DECODE_MODES, ForwardMode
-from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.dual_chunk import DualChunk
+from attn_core.spec.kinds import LATENT_KINDS, Kind, Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from attn_core.testing.strides import Strides
 
@@ -21,13 +23,16 @@ class Case:
 
     heads = (q, kv), dims = (D, Dv): a row that lacks them gets its own, unless `fixed` names them.
     kv_dtype "auto" is the dtype of the queries; k_scale and v_scale apply to FP8 and FP4, and are
-    tensors with tensor_scales. window, logit_cap, sinks, is_causal: the layer's; scale_by
-    multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as many keys. trees:
-    parents per request. padding: rows appended to the batch, on page 0. strides: of q, k and v.
-    leftover_spec: a draft model's batch carries the spec of the verify pass before it. shared_kv:
-    nothing new to write, k and v are None. device_lengths: no lengths on the host. all_dtypes: run
-    in every dtype, not in the finest and the coarsest alone. sweep: run on every page size and
-    order of pages, not on one page size alone.
+    tensors with tensor_scales. window, logit_cap, sinks, is_causal, dual_chunk: the layer's;
+    scale_by multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as many keys.
+    trees: parents per request. padding: rows appended to the batch, on page 0. strides: of q, k
+    and v. leftover_spec: a draft model's batch carries the spec of the verify pass before it.
+    shared_kv: nothing new to write, k and v are None. device_lengths: no lengths on the host.
+    all_dtypes: run in every dtype, not in the finest and the coarsest alone. sweep: run on every
+    page size and order of pages, not on one page size alone.
+    index_topk: the keys that a query of sparse MLA attends to, 0 = all. index_shape: heads and dim
+    of its indexer. index_dtype: how index keys are stored. exact_index: they and the queries are
+    small integers, so that scores are exact and many are equal.
     """
 
     feature: str
@@ -47,12 +52,17 @@ class Case:
     sinks: bool = False
     is_causal: bool = True
     scale_by: float = 1.0
+    dual_chunk: DualChunk | None = None
     encoder_lens: tuple[int, ...] | None = None
     trees: tuple[Parents, ...] | None = None
     padding: int = 0
     strides: Strides = "packed"
     leftover_spec: bool = False
     shared_kv: bool = False
+    index_topk: int = 0
+    index_shape: tuple[int, int] = (8, 32)
+    index_dtype: IndexDtype = "bf16"
+    exact_index: bool = False
     device_lengths: bool = False
     all_dtypes: bool = False
     sweep: bool = True
@@ -113,6 +123,7 @@ class Case:
             sinks=self.sinks,
             cross=self.encoder_lens is not None,
             encoder=not self.is_causal,
+            dual_chunk=self.dual_chunk,
         )
         spec = Speculation(topk=self.topk, num_draft_tokens=self.drafts or 1) if self.topk else None
         return Requirements(
@@ -128,7 +139,7 @@ class Case:
 class RaggedCase:
     """Attention without a cache: query_lens and key_lens per request, heads = (q, kv).
 
-    phase: ENCODE is a vision tower, PREFILL an encoder layer, or MLA's prefill (kind "mla").
+    phase: ENCODE is a vision tower, PREFILL an encoder layer, or MLA's prefill (a latent kind).
     """
 
     feature: str
@@ -148,13 +159,13 @@ class RaggedCase:
     @property
     def cells(self) -> frozenset[str]:
         """The cells of the support matrix that this case is evidence for."""
-        if self.kind == "mla":
+        if self.kind in LATENT_KINDS:
             return frozenset({"chunked_prefix_cache"})
         return frozenset({"multimodal" if self.phase is Phase.ENCODE else "encoder"})
 
     def needs(self, dtype: str) -> Requirements:
         """Return what a row must declare to be asked for this case."""
-        latent = self.kind == "mla"  # its ragged heads (192/128) are no dims of the latent cache
+        latent = self.kind in LATENT_KINDS  # ragged heads (192/128) are no dims of the cache
         layer = LayerRequirements(
             kind=self.kind,
             head_dim=None if latent else self.dims[0],

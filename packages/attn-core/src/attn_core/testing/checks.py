@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+from attn_core.cache.pool import IndexDtype
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
-from attn_core.spec.kinds import Kind, Phase
+from attn_core.spec.kinds import LATENT_KINDS, SERVING, Kind, Phase
 from attn_core.spec.requirements import Requirements
-from attn_core.testing import case_catalog, metamorphic, neighbours
+from attn_core.testing import case_catalog, metamorphic, neighbours, sparse_catalog
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.dual_chunk_cases import DUAL_CHUNK
 from attn_core.testing.far import far_pages
 from attn_core.testing.fuzz_session import run_session, run_two_sessions, session_cells
 from attn_core.testing.harness import Bench
@@ -27,7 +29,12 @@ from attn_core.testing.shapes import (
     points,
     shape_cases,
 )
+from attn_core.testing.sparse_passes import run_sparse, selection_beside_nan
+from attn_core.testing.sparse_session import run_sparse_session
 from attn_core.testing.tolerance import Measure
+
+RELATED = {**case_catalog.RELATED, "dsa": sparse_catalog.RELATED}
+GRAPHS = {**case_catalog.GRAPHS, "dsa": sparse_catalog.GRAPHS}
 
 Flaw = Callable[[Capabilities], str | None]  # what a row lacks that Requirements do not say
 
@@ -76,8 +83,7 @@ def templates(
     serving = [r for r in rows if r.phases != {Phase.ENCODE}]
     if serving:
         base = base_point(serving)
-        paged = case_catalog.PAGED if kind == "mha" else case_catalog.LATENT
-        for case in (*paged, *shape_cases(kind, serving)):
+        for case in (*_PAGED[kind], *shape_cases(kind, serving)):
             options = points(case, serving)
             for point in _one(options, case, serving) if reduced else options:
                 yield partial(_paged, case, point)
@@ -85,17 +91,43 @@ def templates(
             yield partial(_paged, case, replace(base, page_size=page_size))
         finest = replace(base, dtype=dtypes(serving)[0])
         yield from _related_cases(kind, base, finest)
-        yield partial(_session, kind, finest, "auto", passes)
-        for store in ("auto", "fp8_e4m3"):
-            yield partial(_session, kind, base, store, passes // 3)
-        yield partial(_session, kind, base, "auto", passes // 10, ask=run_two_sessions)
-    for ragged_case in (c for c in case_catalog.RAGGED if c.kind == kind):
+        for name, point in (("whole", base), ("decode", base)) if kind == "dsa" else ():
+            case = sparse_catalog.RELATED[name]
+            yield partial(_related, f"index-beside-nan-{name}", case, point, selection_beside_nan)
+        if kind == "dsa":
+            for store in ("bf16", "fp8_e4m3"):
+                yield partial(_sparse_session, base, store, passes // 4)
+        else:
+            yield from _sessions(kind, base, finest, passes)
+    ragged = [_of_kind(case, kind) for case in case_catalog.RAGGED]
+    for ragged_case in (c for c in ragged if c.kind == kind):
         for dtype in dict.fromkeys((dtypes(rows)[0], dtypes(rows)[-1])):
             yield partial(_ragged, ragged_case, dtype, run_ragged)
-    for ragged_case in (c for c in case_catalog.RAGGED_BESIDE_NAN if c.kind == kind):
+    beside = [_of_kind(case, kind) for case in case_catalog.RAGGED_BESIDE_NAN]
+    for ragged_case in (c for c in beside if c.kind == kind):
         yield partial(_ragged, ragged_case, dtypes(rows)[-1], neighbours.ragged_beside_nan)
-    if kind == "mla":
-        yield partial(_ragged, case_catalog.PREFIX, dtypes(rows)[-1], metamorphic.prefix_in_chunks)
+    if kind in LATENT_KINDS:
+        prefix = _of_kind(case_catalog.PREFIX, kind)
+        yield partial(_ragged, prefix, dtypes(rows)[-1], metamorphic.prefix_in_chunks)
+
+
+_PAGED = {
+    "mha": (*case_catalog.PAGED, *DUAL_CHUNK),
+    "mla": case_catalog.LATENT,
+    "dsa": sparse_catalog.SPARSE,
+}
+
+
+def _of_kind(case: RaggedCase, kind: Kind) -> RaggedCase:
+    """Give a ragged case of MLA to sparse MLA too: without a cache they are the same."""
+    return replace(case, kind=kind) if kind == "dsa" and case.kind == "mla" else case
+
+
+def _sessions(kind: Kind, base: Point, finest: Point, passes: int) -> Iterator[Template]:
+    yield partial(_session, kind, finest, "auto", passes)
+    for store in ("auto", "fp8_e4m3"):
+        yield partial(_session, kind, base, store, passes // 3)
+    yield partial(_session, kind, base, "auto", passes // 10, ask=run_two_sessions)
 
 
 def _one(options: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
@@ -113,7 +145,7 @@ def _paged(case: Case, point: Point, row: Capabilities) -> Check:
         cells=case.cells | ({"lse"} if row.lse else set()),
         needs=case.needs(point.dtype, point.page_size),
         phases=case.phases,
-        run=lambda bench: run_case(bench, case, point),
+        run=lambda bench: (run_sparse if case.kind == "dsa" else run_case)(bench, case, point),
         layout=point.layout,
         flaw=_first(_no_cache, _needs_host_lengths if case.device_lengths else _none),
     )
@@ -138,7 +170,7 @@ def _ragged(
         needs=replace(case.needs(dtype), lse=merged),
         phases=(case.phase,),
         run=lambda bench: ask(bench, case, dtype),
-        flaw=_no_chunks if case.kind == "mla" else _none,
+        flaw=_no_chunks if case.kind in LATENT_KINDS else _none,
     )
 
 
@@ -148,28 +180,31 @@ def _no_chunks(row: Capabilities) -> str | None:
 
 def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]:
     """Yield the checks that put one pass beside another, and those of a row's flags."""
-    cases = case_catalog.RELATED[kind]
-    for name in ("whole", "whole-window-sinks"):
+    cases = RELATED[kind]
+    for name in ("whole", "whole-window-sinks", "whole-dual-chunk"):
         for point in (base, finest) if name in cases else ():
             yield partial(_related, f"chunks-{name}", cases[name], point, metamorphic.in_chunks)
             yield partial(
                 _related, f"then-decode-{name}", cases[name], point, metamorphic.then_decode
             )
-    for name in ("whole", "decode"):
+    chunked = [name for name in ("whole-dual-chunk",) if name in cases]
+    for name in ("whole", "decode", *chunked):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, metamorphic.pages_moved)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
         yield partial(_related, f"far-pages-{name}", cases[name], base, far_pages)
         yield partial(_related, f"beside-nan-{name}", cases[name], base, neighbours.beside_nan)
-    for name, case in case_catalog.GRAPHS[kind].items():
+    for name, case in GRAPHS[kind].items():
         yield partial(_related, f"graph-{name}", case, base, replayed)
-    for name in ("whole", "decode", "chain", "tree"):
+    passes = ("whole", "decode", "decode-equal", "chain", "tree", "whole-dual-chunk")
+    for name in (n for n in passes if n in cases and n != "decode-equal"):
         yield partial(_related, f"twice-{name}", cases[name], base, metamorphic.twice)
-    for name in ("whole", "decode", "decode-equal", "chain", "tree"):
+    for name in (n for n in passes if n in cases):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
-    for store in ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"):
+    quantised = () if kind == "dsa" else ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+    for store in ("auto", *quantised):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"
         yield partial(_related, name, case, base, neighbours.layers_of_one_plan)
-    for name, store in product(("whole", "decode"), ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")):
+    for name, store in product(("whole", "decode"), quantised):
         case = replace(cases[name], kv_dtype=store, k_scale=0.37, tensor_scales=True)
         case = replace(case, v_scale=1.7) if kind == "mha" else case
         name = f"tensor-scales-{name}-{store}"
@@ -223,6 +258,21 @@ def _no_graph(level: str, row: Capabilities) -> str | None:
     return f"cuda_graph {level} (supports {row.cuda_graph})"
 
 
+def _sparse_session(point: Point, store: IndexDtype, passes: int, row: Capabilities) -> Check:
+    case = adapted(replace(RELATED["dsa"]["decode"], exact_index=False, index_dtype=store), row)
+    return Check(
+        id=f"session-{store}-index-{point}",
+        feature="session",
+        cells=session_cells(row, "auto"),
+        needs=case.needs(point.dtype, point.page_size),
+        phases=tuple(SERVING),
+        every=True,
+        run=lambda bench: run_sparse_session(bench, case, point, passes=passes),
+        layout=point.layout,
+        flaw=_no_cache,
+    )
+
+
 def _session(
     kind: Kind,
     point: Point,
@@ -232,7 +282,7 @@ def _session(
     *,
     ask: Callable[..., Measure] = run_session,
 ) -> Check:
-    case = adapted(case_catalog.RELATED[kind]["decode"], row)
+    case = adapted(RELATED[kind]["decode"], row)
     phases = tuple(p for p in (Phase.PREFILL, Phase.DECODE) if p in row.phases)
     name = "session" if ask is run_session else "threads"
     return Check(

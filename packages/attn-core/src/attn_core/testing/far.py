@@ -74,8 +74,14 @@ def with_far_pages(inputs: Inputs, point: Point, first: int) -> Inputs:
         page_table=torch.where(view.page_table > 0, view.page_table + first, 0),
         out_cache_loc=torch.where(slots >= size, slots + first * size, slots),
     )
+    indexer = inputs.indexer
+    if indexer is not None:
+        old = indexer.topk_indices
+        indexer = dataclasses.replace(
+            indexer, topk_indices=torch.where(old >= size, old + first * size, old)
+        )
     moved = LayerCache(
         k=far(cache.k), v=None if cache.v is None else far(cache.v), layout=cache.layout
     )
     batch = dataclasses.replace(inputs.batch, views={"full": view})
-    return dataclasses.replace(inputs, cache=moved, after=moved, batch=batch)
+    return dataclasses.replace(inputs, cache=moved, after=moved, batch=batch, indexer=indexer)

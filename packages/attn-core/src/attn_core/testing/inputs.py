@@ -15,7 +15,9 @@ from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.runtime.batch import CacheView, ForwardBatch, SpecInfo
 from attn_core.runtime.graphs import without_host_lengths
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.kinds import LATENT_KINDS
 from attn_core.testing.cases import Case, RaggedCase
+from attn_core.testing.indexer import Indexer, draw_indexer
 from attn_core.testing.oracle import tree_mask
 from attn_core.testing.pools import Placement, Side, fill, place, poison, poison_blocks, raw
 from attn_core.testing.strides import restrided
@@ -43,7 +45,7 @@ class Inputs:
     """What a backend gets, and per request the keys and values in its cache, in float64.
 
     k, v: the new tokens, None where there is nothing to write. after: what the cache must hold
-    after the pass (`cache` itself, unless the kernel writes new tokens).
+    after the pass (`cache` itself, unless the kernel writes new tokens). indexer: of sparse MLA.
     """
 
     layer: AttentionLayer
@@ -56,6 +58,7 @@ class Inputs:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     real_tokens: int  # the tokens after these are padding
+    indexer: Indexer | None = None
 
 
 def make_layer(
@@ -63,7 +66,7 @@ def make_layer(
 ) -> AttentionLayer:
     """Build the layer of a case; a chunk of a prefix is attended by a causal layer too."""
     (hq, hkv), (d, dv) = case.heads, case.dims
-    causal = case.is_causal if isinstance(case, Case) else case.causal or case.kind == "mla"
+    causal = case.is_causal if isinstance(case, Case) else case.causal or case.kind in LATENT_KINDS
     keys = max(case.seq_lens if isinstance(case, Case) else case.key_lens, default=0)
     # beside so many keys a small sink is lost in the rounding to 16 bits
     weight = math.log(keys) if keys > MANY_KEYS else 0.0
@@ -80,6 +83,8 @@ def make_layer(
         sinks=torch.randn(hq, generator=rng) * 2 + weight if case.sinks else None,
         is_causal=causal,
         is_cross=cross,
+        dual_chunk=case.dual_chunk if isinstance(case, Case) else None,
+        index_topk=case.index_topk or None if isinstance(case, Case) else None,
     )
 
 
@@ -132,16 +137,23 @@ def make_inputs(
         else (keys.blocks, None if values is None else values.blocks),
         layout=point.layout,
     )
+    indexer = None
+    if case.index_topk:
+        draw = torch.Generator().manual_seed(seed + 2)
+        index, indexer = draw_indexer(case, placed, page_size, dtype, draw)
+        after = dataclasses.replace(after, index=index)
     layer = make_layer(case, rng, scale_by=case.scale_by, cross=cross)
     batch = _batch(case, placed, page_size)
     truth_k = keys.truth
     truth_v = tuple(k[..., : case.dims[1]] for k in truth_k) if values is None else values.truth
-    q = torch.randn(batch.num_tokens, *(case.heads[0], case.dims[0]), generator=rng).to(dtype)
+    q = torch.randn(batch.num_tokens, *layer.query_shape, generator=rng).to(dtype)
     k = v = None
     if not cross and not case.shared_kv:
         k = _new_tokens(case, truth_k, batch.num_tokens, dtype)
         v = None if values is None else _new_tokens(case, truth_v, batch.num_tokens, dtype)
-    q, *rest = restrided(case.strides, [x for x in (q, k, v) if x is not None])
+    rows = q.flatten(1, -2)  # the queries of dual chunk attention are heads of one projection
+    rows, *rest = restrided(case.strides, [x for x in (rows, k, v) if x is not None])
+    q = rows.view(q.shape)
     k = None if k is None else rest[0]
     v = None if v is None else rest[1]
     return Inputs(
@@ -155,6 +167,7 @@ def make_inputs(
         keys=truth_k,
         values=truth_v,
         real_tokens=sum(case.query_lens),
+        indexer=indexer,
     )
 
 

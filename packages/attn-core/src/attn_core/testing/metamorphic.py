@@ -48,7 +48,10 @@ def _partly(
         return None if x is None else torch.cat([x[r] for r in rows])
 
     q = torch.cat([inputs.q[r] for r in rows])
-    part = dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
+    indexer = inputs.indexer and inputs.indexer.of(lambda x: torch.cat([x[r] for r in rows]))
+    part = dataclasses.replace(
+        inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v), indexer=indexer
+    )
     return part, rows
 
 
@@ -106,13 +109,20 @@ def with_pages_moved(inputs: Inputs, point: Point) -> Inputs:
     table = moved[view.page_table.long()].int()
     slots = view.out_cache_loc
     assert slots is not None  # make_inputs gives slots
-    slots = moved[slots // point.page_size] * point.page_size + slots % point.page_size
+    size = point.page_size
+    slots = moved[slots // size] * size + slots % size
+    indexer = inputs.indexer
+    if indexer is not None:
+        old = indexer.topk_indices.long()
+        new = torch.where(old < 0, -1, moved[old.clamp(min=0) // size] * size + old % size)
+        indexer = dataclasses.replace(indexer, topk_indices=new.int())
     view = dataclasses.replace(view, page_table=table, out_cache_loc=slots)
     return dataclasses.replace(
         inputs,
         cache=mapped(inputs.cache, move),
         after=mapped(inputs.after, move),
         batch=dataclasses.replace(inputs.batch, views={"full": view}),
+        indexer=indexer,
     )
 
 

@@ -55,14 +55,20 @@ def picked(
     )
     tokens = tokens_of(case, requests).to(device)
 
-    def pick(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+    def present(x: Tensor) -> Tensor:
         return torch.cat([x[tokens], x.new_zeros(padding * extra, *x.shape[1:])])
 
-    q = torch.cat([inputs.q[tokens], inputs.q.new_zeros(padding * extra, *inputs.q.shape[1:])])
+    def pick(x: Tensor | None) -> Tensor | None:
+        return None if x is None else present(x)
+
     return dataclasses.replace(
-        inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v), real_tokens=len(tokens)
+        inputs,
+        batch=batch,
+        q=present(inputs.q),
+        k=pick(inputs.k),
+        v=pick(inputs.v),
+        real_tokens=len(tokens),
+        indexer=inputs.indexer and inputs.indexer.of(present),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_core.ops.quant import to_fp8
+from attn_core.spec.dual_chunk import DualChunk
 
 
 def visible_keys(
@@ -76,9 +77,8 @@ def attend_one(
     heads, kv_heads = q.shape[0], k.shape[1]
     if rounds is not None:
         q = to_fp8(q, rounds, 1.0).to(q)
-    grouped = q.view(kv_heads, heads // kv_heads, -1)  # query head h reads KV head h // group
     if products is None:
-        products = (grouped @ k.permute(1, 2, 0)).view(heads, -1)
+        products = _products(q, k)
     scores = products * scale  # [Hq, n]
     if logit_cap is not None:
         scores = torch.tanh(scores / logit_cap) * logit_cap
@@ -91,6 +91,12 @@ def attend_one(
         p = to_fp8(p / top, rounds, 1.0).to(p) * top
     out = (p.reshape(kv_heads, heads // kv_heads, -1) @ v.transpose(0, 1)).view(heads, -1)
     return out, _log_sum_exp(logits)
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Return q · k [Hq, n] of a query [Hq, D], whose head h reads KV head h // group."""
+    heads, kv_heads = q.shape[0], k.shape[1]
+    return (q.view(kv_heads, heads // kv_heads, -1) @ k.permute(1, 2, 0)).view(heads, -1)
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
@@ -136,40 +142,54 @@ def attend_request(
     parents: Sequence[int] | None = None,
     logit_cap: float | None = None,
     sinks: Tensor | None = None,
+    dual_chunk: DualChunk | None = None,
     queries: Sequence[int] | None = None,
+    selected: Sequence[Tensor] | None = None,
     order: int = 0,
     rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the queries of one request, computed in `dtype`.
 
-    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `order` 1 adds up
-    scores in turn, 2 and on in other orders. Returns out [n or picked, Hq, Dv] and LSE [n or
+    q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `selected` are the
+    keys of each query, in place of those that it sees; `order` 1 adds up scores in turn, 2 and on
+    in other orders. With dual_chunk, q is [n, 3, Hq, D]; a key that lies 0, 1 or more chunks before
+    a query meets its first, second or third. Returns out [n or picked, Hq, Dv] and LSE [n or
     picked, Hq]. The rest is as in visible_keys and attend_one.
     """
     n, s = q.shape[0], k.shape[0]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rng = torch.Generator().manual_seed(order)
     if order > 1:
-        dims = torch.randperm(q.shape[2], generator=rng)
+        dims = torch.randperm(q.shape[-1], generator=rng)
         q, k = q[..., dims], k[..., dims]
-    in_turn = products_in_turn(q, k) if order == 1 else None
-    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
+    rotations = q.unsqueeze(1) if dual_chunk is None else q  # [n, 1 or 3, Hq, D]
+    in_turn = [products_in_turn(x, k) for x in rotations.unbind(1)] if order == 1 else None
+    outs, lses = [q.new_zeros(0, q.shape[-2], v.shape[2])], [q.new_zeros(0, q.shape[-2])]
     for i in range(n) if queries is None else queries:
-        seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
+        if selected is not None:
+            seen = selected[i].tolist()
+        else:
+            seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
         indices = torch.tensor(seen, dtype=torch.int64)
         picked: Tensor | slice = indices
         if order > 1:
             picked = indices[torch.randperm(len(seen), generator=rng)]
         elif seen and seen == list(range(seen[0], seen[-1] + 1)):
             picked = slice(seen[0], seen[-1] + 1)
+        products = None if in_turn is None else [x[i][:, indices] for x in in_turn]
+        if dual_chunk is not None:
+            length = dual_chunk.chunk_len
+            apart = (s - n + i) // length - torch.arange(s)[picked] // length
+            intra, succ, inter = products or [_products(x, k[picked]) for x in rotations[i]]
+            products = [torch.where(apart == 0, intra, torch.where(apart == 1, succ, inter))]
         out, lse = attend_one(
-            q[i],
+            rotations[i, 0],
             k[picked],
             v[picked],
             scale=scale,
             logit_cap=logit_cap,
             sinks=sinks,
-            products=None if in_turn is None else in_turn[i][:, indices],
+            products=None if products is None else products[0],
             rounds=rounds,
         )
         outs.append(out[None])

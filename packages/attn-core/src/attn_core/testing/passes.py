@@ -74,6 +74,7 @@ def attend(
     if metadata is None:
         metadata = backend.init_forward_metadata(batch)
     shape = (batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
+    indexer = inputs.indexer
     out = q.new_full(shape, torch.nan) if preallocated else None
     got = backend.forward(
         q,
@@ -85,6 +86,7 @@ def attend(
         metadata,
         out=out,
         return_lse=return_lse,
+        topk_indices=None if indexer is None else indexer.topk_indices,
     )
     if cache is None:
         pages = sorted(set(changed(_parts(inputs.after), _parts(target))))

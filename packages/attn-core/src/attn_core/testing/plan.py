@@ -14,7 +14,7 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 from attn_core.testing.checks import Check, templates
 from attn_core.testing.linear_checks import linear_templates
 
-KINDS: tuple[Kind, ...] = ("mha", "mla", "gdn", "kda")  # what the suite has cases for
+KINDS: tuple[Kind, ...] = ("mha", "mla", "dsa", "gdn", "kda")  # what the suite has cases for
 
 
 @dataclass(frozen=True, kw_only=True)

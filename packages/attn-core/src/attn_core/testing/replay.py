@@ -46,8 +46,18 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
     out = inputs.q.new_full(shape, torch.nan)
 
     def run(batch: ForwardBatch, metadata: Metadata, q: Tensor, *new: Tensor) -> Tensor:
+        selection = None
+        if inputs.indexer is not None:
+            new, (q_index, weights) = new[:-2], new[-2:]
+            selection = backend.index_topk(
+                q_index, weights, inputs.layer, inputs.cache, batch, metadata
+            )
         k, v = (*new, None, None)[:2]
-        got = backend.forward(q, k, v, inputs.layer, inputs.cache, batch, metadata, out=out)
+        got = backend.forward(
+            *(q, k, v, inputs.layer, inputs.cache, batch, metadata),
+            out=out,
+            topk_indices=selection,
+        )
         returned(got, shape, out.dtype, out=out, return_lse=False)
         return out
 
@@ -88,7 +98,9 @@ def _served(backend: AttentionBackend) -> HybridDispatcher:
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
-    return [x for x in (inputs.q, inputs.k, inputs.v) if x is not None]
+    tensors = [x for x in (inputs.q, inputs.k, inputs.v) if x is not None]
+    indexer = inputs.indexer
+    return tensors if indexer is None else [*tensors, indexer.q_index, indexer.weights]
 
 
 def _tokens(requests: Sequence[int], n: int) -> Tensor:
@@ -115,13 +127,19 @@ def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) 
     )
     tokens = _tokens(real, n).to(device)
 
-    def pick(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+    def present(x: Tensor) -> Tensor:
         new = x.new_zeros(len(order) * n, *x.shape[1:])
         new[: len(tokens)] = x[tokens]
         return new
 
-    q = inputs.q.new_zeros(len(order) * n, *inputs.q.shape[1:])
-    q[: len(tokens)] = inputs.q[tokens]
-    return dataclasses.replace(inputs, batch=batch, q=q, k=pick(inputs.k), v=pick(inputs.v))
+    def pick(x: Tensor | None) -> Tensor | None:
+        return None if x is None else present(x)
+
+    return dataclasses.replace(
+        inputs,
+        batch=batch,
+        q=present(inputs.q),
+        k=pick(inputs.k),
+        v=pick(inputs.v),
+        indexer=inputs.indexer and inputs.indexer.of(present),
+    )

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
-from attn_core.spec.kinds import Kind
+from attn_core.spec.kinds import LATENT_KINDS, Kind
 from attn_core.spec.page_size import takes_page
 from attn_core.testing.cases import FINEST_FIRST, Case, RaggedCase
 from attn_core.testing.inputs import Point
@@ -38,7 +38,7 @@ def _heads(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
     if "heads" in case.fixed or fits(hq, hkv):
         return hq, hkv
     groups = sorted(row.group_sizes) or [hq // hkv, 2, 1]
-    latent = case.kind == "mla" and hkv == 1  # there is one latent
+    latent = case.kind in LATENT_KINDS and hkv == 1  # there is one latent
     for q in sorted(row.q_heads) or [groups[0] * (1 if latent else 2)]:
         for kv in [1] if latent else [q // g for g in groups if q % g == 0]:
             if fits(q, kv):
@@ -48,7 +48,7 @@ def _heads(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
 
 def _dims(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
     d, dv = case.dims
-    if "dims" in case.fixed or case.kind == "mla":  # 576/512, and 192/128 without a cache
+    if "dims" in case.fixed or case.kind in LATENT_KINDS:  # 576/512, and 192/128 without a cache
         return d, dv
     if not row.head_dims or d in row.head_dims:
         return d, dv
@@ -62,7 +62,7 @@ def shape_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[Case]:
 
     Every declared value is asked; where a row takes any, a few odd ones are.
     """
-    latent = kind == "mla"
+    latent = kind in LATENT_KINDS
     pairs = {(d, d) for r in rows for d in r.head_dims}
     if any(not r.head_dims for r in rows):
         pairs |= {(d, d) for d in _DIMS}
@@ -76,7 +76,8 @@ def shape_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[Case]:
     heads |= {(q, 1) for r in rows if not r.group_sizes for q in r.q_heads}
     if any(not r.q_heads and not r.group_sizes for r in rows):
         heads |= set(_HEADS)
-    shape = {"kind": kind, "dims": (576, 512) if latent else (64, 64)}
+    shape: dict[str, object] = {"kind": kind, "dims": (576, 512) if latent else (64, 64)}
+    shape |= {"index_topk": 16} if kind == "dsa" else {}
     for hq, hkv in sorted({(q, 1 if latent else kv) for q, kv in heads}):
         yield from _both(
             f"heads-{hq}-{hkv}", Case, heads=(hq, hkv), fixed=frozenset({"heads"}), **shape
@@ -88,7 +89,9 @@ def page_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[tuple[Case,
 
     And of a window that leaves whole pages behind.
     """
-    shape = {"kind": "mla", "heads": (4, 1), "dims": (576, 512)} if kind == "mla" else {}
+    latent: dict[str, object] = {"kind": kind, "heads": (4, 1), "dims": (576, 512)}
+    shape = latent if kind in LATENT_KINDS else {}
+    shape |= {"index_topk": 16} if kind == "dsa" else {}
     for p in page_sizes(rows):
         lens = tuple(n for n in (p - 1, p, p + 1, 2 * p) if n)
         edges = Case(feature="page-edges", query_lens=(1,) * len(lens), seq_lens=lens)

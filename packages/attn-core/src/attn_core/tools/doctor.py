@@ -15,7 +15,14 @@ from packaging.version import Version
 
 import attn_core
 from attn_core.plugins import profiles
-from attn_core.plugins.dependencies import Libraries, Pin, alternatives, shortfall, used
+from attn_core.plugins.dependencies import (
+    Libraries,
+    Pin,
+    alternatives,
+    shortfall,
+    strangers,
+    used,
+)
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, probe_device, torch_build
@@ -48,6 +55,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *(_npu(here, libraries) if device is None else ()),
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
+        *_strangers(registry.pins),
     ]
 
 
@@ -239,6 +247,19 @@ def _group(
         verdict = "; ".join(t for t in (turn, text) if t)
         key = ("installed", name.name, verdict)
         yield key, Finding(name.name, version, level, verdict, fix)
+
+
+def _strangers(pins: tuple[Pin, ...]) -> Iterator[Finding]:
+    """Name every distribution that has the module of a kernel library and is another project."""
+    for pin in pins:
+        for name in strangers(pin):
+            yield Finding(
+                name,
+                f"has the module {pin.module}",
+                "problem",
+                f"an unrelated project: {pin.distribution} cannot be imported beside it",
+                f"pip uninstall -y {name} && {pin.pip} --force-reinstall --no-deps",
+            )
 
 
 def _turn(name: Requirement, group: str, libraries: Libraries) -> str:

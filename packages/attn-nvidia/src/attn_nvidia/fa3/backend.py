@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attn_core import (
@@ -44,11 +44,13 @@ class FA3(AttentionBackend):
     a request of its own with a page table of what it sees. With a window the second does it all.
     """
 
+    planner: ClassVar[type[Planner]] = Planner
+
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         library = load(config.row.requires[0])
         self._paged, self._ragged = library.paged, library.ragged
-        self._planner = Planner(config, library)
+        self._planner = self.planner(config, library)
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._layers = {layer: self._prepare(layer) for layer in config.layers}
         self._kinds = {x.kind for x in self._layers.values() if self._in_cache(x.kind.layer)}

@@ -33,10 +33,12 @@ class CallGroup(NamedTuple):
 class Call(NamedTuple):
     """One call over the cache: the arguments that all layers of a kind share.
 
-    tokens: the page table names single tokens. last: the call that counts the sinks.
+    tokens: the page table names single tokens. last: the call that counts the sinks. rotation: of
+    the three queries of dual chunk attention, the one that this call takes.
     """
 
     arguments: dict[str, Any]
+    rotation: int = 0
     tokens: bool = False
     last: bool = True
 

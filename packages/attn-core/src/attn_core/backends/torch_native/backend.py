@@ -13,13 +13,15 @@ from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
 from attn_core.backends.torch_native.plan import Limits, Piece, Planner
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
+from attn_core.ops.dual_chunk import cut_at_chunks
 from attn_core.ops.merge import merge_states
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_call, refuse_unplanned, refuse_window
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
 
-Plans = Mapping[LayerGroup, tuple[Piece, ...]]
+Pieces = tuple[Piece, ...]
+Plans = Mapping[LayerGroup, tuple[Pieces, ...]]  # of one rotation of the queries or of three
 States = list[tuple[Tensor, Tensor | None]]  # an output and its LSE per tile
 
 # Bytes of K and V that a core gathers at once and reads while they are in its cache. Smaller tiles
@@ -82,13 +84,48 @@ class TorchNative(AttentionBackend):
         for name, view in batch.views.items():
             known = view.seq_lens_host
             key_lens[name] = view.seq_lens.tolist() if known is None else known
-        plans = {}
+        plans: dict[LayerGroup, tuple[Pieces, ...]] = {}
         for group, limits in self._limits.items():
-            if group.view in batch.views:
-                table = batch.views[group.view].page_table
-                blocks_of = paged(table, self.config.page_size // limits.block)
-                plans[group] = planner.plan(group, key_lens[group.view], blocks_of, limits)
+            if group.view not in batch.views:
+                continue
+            table, split = batch.views[group.view].page_table, self.config.page_size // limits.block
+            lengths = key_lens[group.view]
+            if group.dual_chunk is not None:
+                plans[group] = self._in_chunks(group, query_lens, lengths, table, limits)
+            else:
+                plans[group] = (planner.plan(group, lengths, paged(table, split), limits),)
         return plans
+
+    def _in_chunks(
+        self,
+        group: LayerGroup,
+        query_lens: Sequence[int],
+        key_lens: Sequence[int],
+        table: Tensor,
+        limits: Limits,
+    ) -> tuple[Pieces, ...]:
+        """Plan attention to a query's own chunk, to the one before and to all earlier ones."""
+        assert group.dual_chunk is not None
+        cut = cut_at_chunks(
+            torch.tensor([0, *query_lens], device=table.device).cumsum(0, dtype=torch.int32),
+            max(query_lens, default=0),
+            torch.tensor(key_lens, dtype=torch.int32, device=table.device),
+            table,
+            max_seq_len=max(key_lens, default=0),
+            chunk_len=group.dual_chunk.chunk_len,
+            page_size=self.config.page_size,
+        )
+        planner = Planner(cut.cu_seqlens_q.diff().tolist(), self._dtype, table.device)
+        split = self.config.page_size // limits.block
+        return tuple(
+            planner.plan(
+                group._replace(causal=i == 0),
+                keys.seq_lens.tolist(),
+                paged(keys.page_table, split),
+                limits,
+            )
+            for i, keys in enumerate(cut.keys)
+        )
 
     def forward(
         self,
@@ -107,11 +144,20 @@ class TorchNative(AttentionBackend):
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         group = layer.group
-        pieces = metadata.get(group)
-        if pieces is None:
+        plan = metadata.get(group)
+        if plan is None:
             refuse_unplanned(layer, metadata)
         block = self._limits[group].block
-        return self._attend(q, layer, cache, pieces, block, out, return_lse)
+        if len(plan) == 1:
+            one = q if group.dual_chunk is None else q[:, 0]
+            return self._attend(one, layer, cache, plan[0], block, out, return_lse)
+        parts = [
+            self._attend(q[:, i], layer, cache, pieces, block, None, True)
+            for i, pieces in enumerate(plan)
+        ]
+        merged, lse = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+        out = merged if out is None else out.copy_(merged)
+        return (out, lse) if return_lse else out
 
     def forward_ragged(
         self,

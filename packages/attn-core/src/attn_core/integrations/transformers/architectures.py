@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.transformers.dual_chunk import ChunkRotary, read_rotary
 from attn_core.integrations.transformers.linear_modules import is_linear, linear_layer
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
@@ -35,7 +36,8 @@ class ModelAttention:
 
     layers: those with keys and values in the cache; layer_id is the cache layer. Layers with a
     window lie in the view "window", the others in "full". latent: they are MLA, absorbed.
-    linear_layers: those with a state instead. vision_layers: those of the vision tower.
+    linear_layers: those with a state instead. vision_layers: those of the vision tower. rotary: of
+    a model with dual chunk attention.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -45,6 +47,7 @@ class ModelAttention:
     linear_modules: tuple[Any, ...] = ()
     vision_layers: tuple[AttentionLayer, ...] = ()
     vision_modules: tuple[nn.Module, ...] = ()
+    rotary: ChunkRotary | None = None
 
 
 def check_supported(config: Mapping[str, object]) -> None:
@@ -81,15 +84,20 @@ def read_attention(model: Any) -> ModelAttention:
             f"{sorted(windows)} and states in {sorted(linear)}; attn-core needs one cache layer "
             "for each, and one with keys and values"
         )
-    tower = _vision_modules(model)
+    tower, rotary = _vision_modules(model), read_rotary(model)
+    chunks = None if rotary is None else rotary.dual_chunk
     return ModelAttention(
-        layers=tuple(_layer(i, by_layer[i], text, window) for i, window in windows.items()),
+        layers=tuple(
+            replace(_layer(i, by_layer[i], text, window), dual_chunk=chunks)
+            for i, window in windows.items()
+        ),
         modules=tuple(by_layer[i] for i in windows),
         latent=any(_is_latent(m) for m in by_layer.values()),
         linear_layers=tuple(linear_layer(i, linear_by_layer[i]) for i in sorted(linear)),
         linear_modules=tuple(linear_by_layer[i] for i in sorted(linear)),
         vision_layers=tuple(_vision_layer(i, m) for i, m in enumerate(tower)),
         vision_modules=tower,
+        rotary=rotary,
     )
 
 

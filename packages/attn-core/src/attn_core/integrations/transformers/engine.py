@@ -229,6 +229,9 @@ class Engine:
         cache = DynamicCache(config=config) if cache is None else cache
         requests = self._adopt(cache)
         requests.begin(tokens.shape[0], tokens.shape[1], padding_mask(arguments, requests.columns))
+        if self._attention.rotary is not None and requests.current.batch is not None:
+            shape = (tokens.shape[0], tokens.shape[1])
+            arguments["position_ids"] = requests.current.chunk_positions(shape)
         return _Call(cache, requests, tokens, kept, arguments.get("past_key_values") is None)
 
     @eager

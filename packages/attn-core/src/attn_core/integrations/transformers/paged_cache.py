@@ -62,7 +62,7 @@ class PagedCache:
             )
         self.selection, self.device, self.page_size = selection, device, selection.page_size
         self.layers, self.linear_layers = attention.layers, attention.linear_layers
-        self.latent = attention.latent
+        self.latent, self.rotary = attention.latent, attention.rotary
         self.windows: dict[str, int | None] = {}
         for x in self.layers:
             known = self.windows.get(x.view)

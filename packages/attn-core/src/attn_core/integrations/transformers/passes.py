@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from attn_core.integrations.transformers.dual_chunk import ChunkRotary, PassRotation
 from attn_core.ops.conv import ConvPlan, conv_decode, conv_extend, conv_verify
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
@@ -44,6 +46,7 @@ class Pass:
     real: int64 [N], which of the B · T tokens are no padding; None means all of them.
     parts: what linear layers run, one part after another.
     lens, seen: what the requests hold after the pass, as in Sequences.
+    rotary: of a model with dual chunk attention.
     """
 
     dispatcher: HybridDispatcher
@@ -53,6 +56,21 @@ class Pass:
     parts: tuple[Part, ...]
     lens: list[int]
     seen: Tensor
+    rotary: ChunkRotary | None = None
+
+    @cached_property
+    def _rotation(self) -> PassRotation:
+        assert self.rotary is not None
+        assert self.batch is not None
+        return self.rotary.of(self.batch)
+
+    def chunk_positions(self, shape: tuple[int, int]) -> Tensor:
+        """Return the place of each token in its chunk, int64 [B, T], 0 for padding."""
+        positions = self._rotation.positions
+        if self.real is None:
+            return positions.view(shape)
+        flat = positions.new_zeros(shape[0] * shape[1])
+        return flat.index_copy_(0, self.real, positions).view(shape)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor | None, layer: AttentionLayer
@@ -71,6 +89,8 @@ class Pass:
             return x if self.real is None else x[self.real]
 
         q, k, v = ragged(query), ragged(key), None if value is None else ragged(value)
+        if layer.dual_chunk is not None:
+            q = self._rotation.queries(q)
         out = self.dispatcher.forward(q, k, v, layer, self.batch, self.metadata)
         assert isinstance(out, Tensor)  # no LSE was asked for
         if self.real is not None:

@@ -157,7 +157,7 @@ class Sequences:
         metadata = memory.dispatcher.init_forward_metadata(batch)
         real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(memory.device)
         parts = () if self._states is None else self._states.parts(batch, metadata, real)
-        current = Pass(memory.dispatcher, batch, metadata, real, parts, lens, seen)
+        current = Pass(memory.dispatcher, batch, metadata, real, parts, lens, seen, memory.rotary)
         self._pass = memory.running = current
 
     def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:

@@ -216,7 +216,12 @@ PREFILL = (HopperPrefill(),)
 
 
 def _fits(shape: Shape) -> bool:
-    """Say whether keys and values are of the queries' 16 bits, in pages that divide well."""
+    """Say whether keys and values are of the queries' 16 bits, in pages that divide well.
+
+    These kernels do not know the chunks of dual chunk attention.
+    """
+    if shape.group.dual_chunk is not None:
+        return False
     block, page = hopper_block(shape.group.head_dim, shape.group.v_head_dim), shape.page_size
     if block is None or shape.dtype not in _DTYPES or shape.dtype != shape.kv_cache_dtype:
         return False

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Queries(NamedTuple):
-    """Queries [T, Hq, D]."""
+    """Queries [T, Hq, D], of dual chunk attention [T, 3 · Hq, D]."""
 
     ptr: Any
     token_stride: Any
@@ -81,7 +81,8 @@ class Constants(NamedTuple):
     D, DV: columns of keys and values. D1, D2: the tiles of D. BDV: DV as a power of two.
     LATENT: values are the first columns of the keys. FP4: two values a byte.
     SPLIT_FP8_COLUMNS: see load_split_columns. SAME_STRIDES: of K and V.
-    INT64_OFFSETS: offsets into the stores need 64 bits. MASK: see masks.py.
+    INT64_OFFSETS: offsets into the stores need 64 bits. MASK: see masks.py. CHUNK: tokens of a
+    chunk of dual chunk attention, 0 without it.
     """
 
     HEADS: int
@@ -102,6 +103,7 @@ class Constants(NamedTuple):
     USE_SINKS: bool
     MASK: int
     WINDOW: bool
+    CHUNK: int
 
 
 class MergeConstants(NamedTuple):
@@ -143,7 +145,9 @@ class Keys(NamedTuple):
 
     cache: KVCache, at that head. table: its row of the page table. first, length: keys before
     `first` and from `length` on are never read. prefix: keys before the first query. tree: Tree, at
-    this request. window: tokens that a query sees. drafts: n of the tree's mask [n, n].
+    this request. window: tokens that a query sees. drafts: n of the tree's mask [n, n]. Of dual
+    chunk attention: chunk, whose queries see these keys, and seen_by_all, the key before which all
+    rows see them.
     """
 
     cache: Any
@@ -154,6 +158,8 @@ class Keys(NamedTuple):
     tree: Any
     window: Any
     drafts: Any
+    chunk: Any
+    seen_by_all: Any
 
 
 class State(NamedTuple):

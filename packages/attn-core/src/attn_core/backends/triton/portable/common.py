@@ -62,6 +62,9 @@ def attention_mask(j, qi, keys, C: tl.constexpr):
     A window counts positions, and the branches of a tree of drafts share them.
     """
     seen = (j < keys.length)[None, :] & (qi >= 0)[:, None]
+    if C.CHUNK:
+        chunk = (keys.prefix + qi) // C.CHUNK
+        seen = seen & (j >= keys.first)[None, :] & (chunk == keys.chunk)[:, None]
     if C.MASK == MASK_CAUSAL:
         seen = seen & (j[None, :] <= keys.prefix + qi[:, None])
         if C.WINDOW:
@@ -167,6 +170,8 @@ def attention_loop(
                 edge = edge | (start + BN > keys.prefix)
             if C.WINDOW:
                 edge = True
+            if C.CHUNK:
+                edge = (start < keys.first) | (start + BN > keys.seen_by_all)
             if edge:
                 seen = attention_mask(j, tile.qi, keys, C)
                 s = tl.where(seen, s, -float("inf"))

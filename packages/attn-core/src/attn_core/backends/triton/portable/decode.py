@@ -25,6 +25,7 @@ from attn_core.backends.triton.portable.common import (
     init_state,
     store_tile,
 )
+from attn_core.backends.triton.portable.dual_chunk import dual_chunk_loop
 from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load_tile
 
 
@@ -102,11 +103,22 @@ def decode_splits(
                 Tree(tree.mask + b.to(tl.int64) * drafts * drafts, tree.positions + query),
                 window,
                 drafts,
+                0,
+                0,
             )
             state = init_state(BM, C.BDV, C.SPLIT_FP8_COLUMNS)
-            state = attention_loop(
-                tile, state, keys, scales, lo, hi, BN, MASKED_AT_EDGES, STAGES, C
-            )
+            if C.CHUNK:
+                first_query = (row_block % SPLIT.ROW_BLOCKS) * BM // C.GROUP
+                last_query = ((row_block % SPLIT.ROW_BLOCKS) * BM + BM - 1) // C.GROUP
+                last_query = tl.minimum(last_query, queries - 1)
+                state = dual_chunk_loop(
+                    q, row, query, queries, head, state, keys, scales, lo, hi, first_query,
+                    last_query, BN, STAGES, C,
+                )  # fmt: skip
+            else:
+                state = attention_loop(
+                    tile, state, keys, scales, lo, hi, BN, MASKED_AT_EDGES, STAGES, C
+                )
             acc = concat_acc(state, BM, C.BDV, C.SPLIT_FP8_COLUMNS)
             dv = tl.arange(0, C.BDV)
             if stop - unit == units:

@@ -178,6 +178,7 @@ class LayerArguments:
             USE_SINKS=layer.sinks is not None,
             MASK=0,
             WINDOW=layer.sliding_window is not None,
+            CHUNK=0 if layer.dual_chunk is None else layer.dual_chunk.chunk_len,
         )
         even = fp8 and not any(x % 2 for x in (stores.v.ptr.data_ptr(), *v))
         scales = Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, _v_scale(cache))

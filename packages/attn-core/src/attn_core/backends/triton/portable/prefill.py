@@ -18,6 +18,7 @@ from attn_core.backends.triton.portable.common import (
     init_state,
     store_tile,
 )
+from attn_core.backends.triton.portable.dual_chunk import dual_chunk_loop
 from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load_tile
 
 
@@ -102,15 +103,26 @@ def extend_tiles(
             Tree(tree.mask + b.to(tl.int64) * drafts * drafts, tree.positions + query),
             window,
             drafts,
+            0,
+            0,
         )
         state = init_state(BM, C.BDV, C.SPLIT_FP8_COLUMNS)
-        if C.WINDOW:
+        if C.CHUNK:
+            first_query = index * BM // C.GROUP
+            state = dual_chunk_loop(
+                q, row, query, queries, head, state, keys, scales, lo, hi, first_query,
+                last_query, BN, STAGES, C,
+            )  # fmt: skip
+        else:
+            if C.WINDOW:
+                state = attention_loop(
+                    tile, state, keys, scales, lo, unmasked_lo, BN, MASKED, STAGES, C
+                )
             state = attention_loop(
-                tile, state, keys, scales, lo, unmasked_lo, BN, MASKED, STAGES, C
+                tile, state, keys, scales, unmasked_lo, unmasked_hi, BN, UNMASKED, STAGES, C
             )
-        state = attention_loop(
-            tile, state, keys, scales, unmasked_lo, unmasked_hi, BN, UNMASKED, STAGES, C
-        )
-        state = attention_loop(tile, state, keys, scales, unmasked_hi, hi, BN, MASKED, STAGES, C)
+            state = attention_loop(
+                tile, state, keys, scales, unmasked_hi, hi, BN, MASKED, STAGES, C
+            )
         acc = concat_acc(state, BM, C.BDV, C.SPLIT_FP8_COLUMNS)
         store_tile(out, tile, state, acc, sinks, scales.v, C)

@@ -1,0 +1,1 @@
+"""Our own kernels of sparse MLA (DSA): index scores, their selection, attention over it."""

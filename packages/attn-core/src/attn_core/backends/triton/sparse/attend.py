@@ -1,0 +1,74 @@
+"""Absorbed MLA over the selected slots of each query: every query token has keys of its own."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernel: a parameter is a pointer or a number, which no annotation says.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["keys", "row_stride", "out_split", "lse_split"])
+def attend_selected(
+    q, q_token, q_head, latents, page_stride, token_stride, topk_indices, row_stride, keys, scale,
+    out, out_split, out_token, out_head, lse, lse_split, lse_token,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Attend with C.BM heads of a token to a part of its slots, `keys` of them or fewer.
+
+    Slots are valid first. Writes the output and the natural LSE of the part; a part without slots
+    gives zeros and -inf.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(2)
+    head = tl.program_id(1) * C.BM + tl.arange(0, C.BM)
+    live = head < C.HEADS
+    d = tl.arange(0, C.BDV)
+    rope = tl.arange(0, C.BDR)
+    of_v = d < C.DV
+    of_rope = rope < C.DR
+    at = token * q_token + head * q_head
+    q1 = tl.load(q + at[:, None] + d[None, :], mask=live[:, None] & of_v[None, :], other=0.0)
+    if C.DR > 0:
+        at_rope = at[:, None] + C.DV + rope[None, :]
+        q2 = tl.load(q + at_rope, mask=live[:, None] & of_rope[None, :], other=0.0)
+    m = tl.full((C.BM,), -float("inf"), tl.float32)
+    total = tl.full((C.BM,), 0.0, tl.float32)
+    acc = tl.full((C.BM, C.BDV), 0.0, tl.float32)
+    first = part * keys
+    own = topk_indices + token * row_stride
+    count = tl.full((), 0, tl.int32)
+    for start in range(first, tl.minimum(first + keys, C.TOPK), C.BN):
+        n = start + tl.arange(0, C.BN)
+        slot = tl.load(own + n, mask=n < C.TOPK, other=-1)
+        count += tl.sum((slot >= 0).to(tl.int32))
+    for start in range(first, first + count, C.BN):
+        n = start + tl.arange(0, C.BN)
+        used = n < first + count
+        slot = tl.load(own + n, mask=used, other=0).to(tl.int64)
+        base = (slot // C.PAGE) * page_stride + (slot % C.PAGE) * token_stride
+        inside = used[:, None] & of_v[None, :]
+        k1 = tl.load(latents + base[:, None] + d[None, :], mask=inside, other=0.0)
+        s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        if C.DR > 0:
+            inside = used[:, None] & of_rope[None, :]
+            k2 = tl.load(latents + base[:, None] + C.DV + rope[None, :], mask=inside, other=0.0)
+            s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
+        s = tl.where(used[None, :], s, -float("inf"))
+        new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+        p = tl.exp2(s * (scale * LOG2E) - new[:, None])
+        shrink = tl.exp2(m - new)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(k1.dtype), k1, input_precision="ieee")
+        m = new
+    empty = total == 0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    at = part.to(tl.int64) * out_split + token * out_token + head * out_head
+    inside = live[:, None] & of_v[None, :]
+    tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    state = tl.where(empty, -float("inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    tl.store(lse + part.to(tl.int64) * lse_split + token * lse_token + head, state, mask=live)

@@ -1,0 +1,41 @@
+"""Write and read the index keys of sparse MLA (DSA), on any device and without a sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.paged_tensor import put, take
+from attn_core.ops.quant import from_fp8, to_fp8
+
+_SMALLEST = 1e-4  # the magnitude that an FP8 key's scale stands for at least
+_E4M3_MAX = 448.0
+
+
+def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
+    """Write index keys [N, dim] into token slots int64 [N], in the format of the cache.
+
+    FP8 computes one float32 scale per key: its largest magnitude, at least 1e-4, over 448. A
+    Hadamard transform is the caller's, of queries and keys alike. Raises UnsupportedError without
+    index keys.
+    """
+    values, scales = cache.index_keys
+    x = keys.detach()
+    if scales is None:
+        return put(values, "NHD", slots, x.to(values.dtype))
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=_SMALLEST) / _E4M3_MAX
+    put(values, "NHD", slots, to_fp8(x, values.dtype, scale))
+    put(scales, "NHD", slots, scale[:, 0])
+
+
+def read_index(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gather token slots, int64 of any shape S, as index keys [*S, dim] in `dtype`.
+
+    FP8 is dequantised in float32. Raises UnsupportedError without index keys.
+    """
+    values, scales = cache.index_keys
+    stored = take(values, "NHD", slots)
+    if scales is None:
+        return stored.to(dtype)
+    return from_fp8(stored, take(scales, "NHD", slots)[..., None], dtype)

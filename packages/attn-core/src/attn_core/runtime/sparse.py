@@ -1,0 +1,113 @@
+"""Sparse MLA (DSA): when a pass attends to all keys, and what its indexer and selection must be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.errors import BatchError, UnsupportedError
+from attn_core.ops.index import write_index
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.run_errors import backend_errors
+
+
+def select_keys(
+    backend: AttentionBackend,
+    q_index: Tensor,
+    k_index: Tensor | None,
+    weights: Tensor,
+    layer: AttentionLayer,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    metadata: Metadata,
+) -> Tensor | None:
+    """Write new index keys and return the slots that each query attends to, None for all keys.
+
+    The arguments are those of HybridDispatcher.index_topk. Without slots in the layer's view the
+    engine has written the keys.
+    """
+    check_indexer(backend.config, q_index, k_index, weights, layer, batch)
+    slots = batch.views[layer.view].out_cache_loc
+    if k_index is not None and slots is not None:
+        write_index(cache, k_index, slots)
+    if dense_pass(layer, batch):
+        return None
+    with backend_errors(backend.config, "index_topk", batch, layer):
+        return backend.index_topk(q_index, weights, layer, cache, batch, metadata)
+
+
+def dense_pass(layer: AttentionLayer, batch: ForwardBatch) -> bool:
+    """Say whether a layer of sparse MLA attends to all keys in this pass.
+
+    It does in an extend whose requests hold at most layer.index_topk tokens: all of them would be
+    selected. Only the index keys must be written. Decode and verification always select, so that a
+    graph serves every length.
+    """
+    topk = layer.index_topk
+    if topk is None or batch.forward_mode is not ForwardMode.EXTEND:
+        return False
+    return batch.views[layer.view].max_seq_len <= topk
+
+
+def check_topk(topk_indices: Tensor | None, layer: AttentionLayer, batch: ForwardBatch) -> None:
+    """Raise BatchError for a selection that does not fit the pass, or for a missing one.
+
+    Without one a layer attends to all keys, which the model was not trained for beyond
+    layer.index_topk.
+    """
+    if topk_indices is None:
+        view = batch.views.get(layer.view)
+        longest = 0 if view is None else view.max_seq_len
+        if layer.index_topk is not None and longest > layer.index_topk:
+            raise BatchError(
+                f"layer {layer.layer_id} attends to {layer.index_topk} keys per query, this pass "
+                f"has up to {longest} and no topk_indices; take them from index_topk, or from the "
+                "layer whose selection it shares"
+            )
+        return
+    shape, rows = topk_indices.shape, batch.num_tokens
+    if topk_indices.dtype != torch.int32 or len(shape) != 2 or shape[0] != rows:
+        raise BatchError(
+            f"layer {layer.layer_id}: topk_indices {topk_indices.dtype} {list(shape)} (expected "
+            f"int32 [{rows}, keys]: token slots of the layer's view, then -1)"
+        )
+    if topk_indices.stride(-1) != 1:
+        raise BatchError(
+            f"layer {layer.layer_id}: topk_indices with stride {topk_indices.stride(-1)} in their "
+            "last dimension (expected 1)"
+        )
+
+
+def check_indexer(
+    config: BackendConfig,
+    q_index: Tensor,
+    k_index: Tensor | None,
+    weights: Tensor,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+) -> None:
+    """Raise for what index_topk cannot take: UnsupportedError by row or layer, else BatchError."""
+    if config.row.kind != "dsa" or layer.index_topk is None:
+        raise UnsupportedError(
+            f"index_topk: layer {layer.layer_id} has index_topk {layer.index_topk}, the chosen row "
+            f"of {config.name} is of kind {config.row.kind!r} (expected a number and 'dsa')"
+        )
+    tokens = batch.num_tokens
+    if q_index.dim() != 3 or q_index.shape[0] != tokens or q_index.stride(-1) != 1:
+        raise BatchError(
+            f"layer {layer.layer_id}: q_index {list(q_index.shape)} (expected [{tokens}, index "
+            "heads, index dim], its last dimension dense)"
+        )
+    _, heads, dim = q_index.shape
+    if weights.shape != (tokens, heads) or weights.dtype != torch.float32:
+        raise BatchError(
+            f"layer {layer.layer_id}: weights {weights.dtype} {list(weights.shape)} (expected "
+            f"float32 {[tokens, heads]})"
+        )
+    if k_index is not None and k_index.shape != (tokens, dim):
+        raise BatchError(
+            f"layer {layer.layer_id}: k_index {list(k_index.shape)} (expected {[tokens, dim]})"
+        )

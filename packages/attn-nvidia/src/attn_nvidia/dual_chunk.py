@@ -1,0 +1,59 @@
+"""dual_chunk_flash_attn: the dual chunk attention of Qwen2.5-1M, over FlashAttention-3."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attn_core import AttentionLayer, ForwardBatch, LayerCache, cut_at_chunks
+from torch import Tensor
+
+from attn_nvidia.fa3.backend import FA3
+from attn_nvidia.fa3.plan import Call, CallGroup, Plan, Planner
+
+
+class ChunkPlanner(Planner):
+    """Plans a call for the keys of the queries' own chunk, of the chunk before and of all others.
+
+    Lengths and page tables are cut on the device. A pass whose requests all fit into one chunk, or
+    into two, has as many calls.
+    """
+
+    def plan(self, kind: CallGroup, batch: ForwardBatch, captured: Plan | None = None) -> Plan:
+        """Return the calls of one kind of layers, the first with the intra queries."""
+        chunks, view = kind.layer.dual_chunk, batch.views[kind.layer.view]
+        if chunks is None:
+            return super().plan(kind, batch, captured)
+        size = self.config.page_size
+        cut = cut_at_chunks(
+            batch.cu_seqlens_q,
+            batch.max_q_len,
+            view.seq_lens,
+            view.page_table,
+            max_seq_len=view.max_seq_len,
+            chunk_len=chunks.chunk_len,
+            page_size=size,
+        )
+        queries = (cut.cu_seqlens_q, cut.max_q_len)
+        return tuple(
+            Call(self._call(kind, *queries, keys.seq_lens, keys.page_table, size, causal=causal), i)
+            for i, (keys, causal) in enumerate(zip(cut.keys, (True, False, False), strict=False))
+        )
+
+
+class DualChunkFlashAttn(FA3):
+    """At most three calls of flash_attn_with_kvcache a layer, merged by their log-sum-exp."""
+
+    planner: ClassVar[type[Planner]] = ChunkPlanner
+
+    def _run(
+        self,
+        call: Call,
+        arguments: dict[str, Any],
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Any:
+        one = q.select(1, call.rotation)
+        return super()._run(call, arguments, one, layer, cache, out, return_lse)

@@ -1,0 +1,1 @@
+"""AITER, AMD's library of kernels."""

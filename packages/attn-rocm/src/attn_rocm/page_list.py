@@ -1,0 +1,76 @@
+"""The pages of a pass as AMD's kernels read them: one list, in which each request has its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from attn_core import CacheView
+from torch import Tensor
+
+from attn_rocm.workspace import workspace
+
+
+@dataclass(frozen=True, eq=False)
+class PageList:
+    """The kernel's pages of all requests, all int32.
+
+    Request b has indices[indptr[b]:indptr[b + 1]]; its last page holds last_page_len[b] tokens.
+    indptr [B + 1], last_page_len [B]. Entries past the last request repeat its last page.
+    With a gap the list has 2 · B requests: each is followed by one that repeats its last page `gap`
+    times and belongs to no query, for a kernel that looks ahead and multiplies by 0 what it reads
+    there, so that it never reads another request's numbers, or a NaN.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+    @classmethod
+    def of(
+        cls, view: CacheView, page_size: int, kernel_page: int, size: int, *, gap: int = 0
+    ) -> PageList:
+        """List the pages of a view in `size` entries; never syncs. kernel_page divides page_size.
+
+        size: at least num_pages(view, kernel_page), and the gaps.
+        """
+        lengths = view.seq_lens
+        counts = (lengths + (kernel_page - 1)) // kernel_page
+        every = torch.stack((counts, torch.full_like(counts, gap)), 1).flatten() if gap else counts
+        indptr = torch.nn.functional.pad(every.cumsum(0, dtype=torch.int32), (1, 0))
+        entry = torch.arange(size, dtype=torch.int32, device=indptr.device)
+        step = 2 if gap else 1
+        first, end = indptr[:-1:step], indptr[step::step].contiguous()
+        request = torch.searchsorted(end, entry, right=True).clamp_(max=lengths.shape[0] - 1)
+        page = torch.minimum(entry - first[request], counts[request] - 1).clamp_(min=0)
+        parts = page_size // kernel_page
+        indices = view.page_table[request, page // parts] * parts + page % parts
+        last = (lengths - (counts - 1) * kernel_page).clamp_(min=0)
+        return cls(indptr, indices.int(), torch.where(counts > 0, last, 0).int())
+
+    def shared(self, use: str) -> PageList:
+        """Return the list of a capture, whose indices lie where those of other captures do."""
+        buffer = workspace(self.indices.device, use, self.indices.nbytes).view(torch.int32)
+        indices = buffer[: self.indices.shape[0]].copy_(self.indices)
+        return replace(self, indices=indices)
+
+    def refill(self, view: CacheView, page_size: int, kernel_page: int, *, gap: int = 0) -> None:
+        """List the pages of a replay into the tensors of its capture."""
+        fresh = PageList.of(view, page_size, kernel_page, self.indices.shape[0], gap=gap)
+        for old, new in (
+            (self.indptr, fresh.indptr),
+            (self.indices, fresh.indices),
+            (self.last_page_len, fresh.last_page_len),
+        ):
+            old.copy_(new)
+
+
+def num_pages(view: CacheView, kernel_page: int, *, captured: bool = False) -> int:
+    """Return how many pages all requests have, or a bound where the host does not know.
+
+    captured: the bound of every replay, whose requests are no longer than max_seq_len.
+    """
+    lengths = view.seq_lens_host
+    if captured or lengths is None:
+        lengths = (view.max_seq_len,) * view.page_table.shape[0]
+    return sum(-(-n // kernel_page) for n in lengths)

@@ -1,0 +1,1 @@
+"""Wave, kernels that are compiled per shape of a layer."""

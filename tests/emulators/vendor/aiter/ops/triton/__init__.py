@@ -1,0 +1,1 @@
+"""AITER's Triton kernels."""

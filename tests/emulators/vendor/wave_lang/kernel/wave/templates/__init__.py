@@ -1,0 +1,1 @@
+"""Wave 3.9.1 for the CPU: its templates make kernels that run in float32."""

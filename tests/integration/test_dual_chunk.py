@@ -1,0 +1,141 @@
+"""A Qwen2 with dual_chunk_attention_config says what the definition says, computed apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from attn_core.errors import UnsupportedError
+from attn_core.integrations.transformers import enable
+from tiny_models import tiny
+
+SIZE, LOCAL = 24, 8
+LENGTH = SIZE - LOCAL
+CHUNKS = {"chunk_size": SIZE, "local_size": LOCAL}
+
+
+def model_of(**more: int) -> Any:
+    return tiny("qwen2", dual_chunk_attention_config={**CHUNKS, **more})
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [T, H, D] to positions [T]."""
+    half = x.shape[-1] // 2
+    speed = 1e4 ** (-torch.arange(half) / half)
+    angle = positions.float()[:, None, None] * speed
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def attend(module: Any, x: Tensor, f: float) -> Tensor:
+    """Attend over whole sequences [1, T, hidden] by the definition, f on queries and keys."""
+    shape = (x.shape[1], -1, module.head_dim)
+    q, k, v = (p(x[0]).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj))
+    i = torch.arange(len(q))
+    group, within = q.shape[1] // k.shape[1], i % LENGTH
+    k = (rotated(k, within) * f).repeat_interleave(group, 1)
+    v = v.repeat_interleave(group, 1)
+    apart = i[:, None] // LENGTH - i // LENGTH
+    scores = torch.full((q.shape[1], len(q), len(q)), -math.inf)
+    places = (
+        within,
+        (within + LENGTH).clamp(max=SIZE),
+        torch.full_like(i, min(2 * LENGTH - 1, SIZE)),
+    )
+    for relation, place in enumerate(places):
+        met = (apart.clamp(max=2) == relation) & (apart >= 0)
+        score = torch.einsum("ihd,jhd->hij", rotated(q, place) * f, k) * module.scaling
+        scores = torch.where(met, score, scores)
+    scores = scores.masked_fill(i > i[:, None], -math.inf)
+    out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+    return module.o_proj(out.flatten(1))[None]
+
+
+@contextmanager
+def by_definition(model: Any, f: float = 1.0) -> Iterator[None]:
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        return attend(self, hidden_states, f), None
+
+    with mock.patch.object(type(model.model.layers[0].self_attn), "forward", forward):
+        yield
+
+
+PROMPTS = [3 * LENGTH + 5, LENGTH - 1, 2 * LENGTH]
+
+
+def prompts() -> list[Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 128, (n,), generator=rng) for n in PROMPTS]
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(x, (longest - len(x), 0)) for x in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(x)).long() for x in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Tensor, new: int) -> list[int]:
+    tokens = prompt.tolist()
+    for _ in range(new):
+        with by_definition(model):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tokens_are_those_of_the_definition(page_size: int) -> None:
+    model, rows, new = model_of(), prompts(), 24
+    want = [greedy(model, row, new) for row in rows]
+    with enable(model, page_size=page_size) as engine:
+        assert engine.layers[0].dual_chunk is not None
+        out = model.generate(**padded(rows), max_new_tokens=new, do_sample=False)
+    assert out[:, -new:].tolist() == want
+    plain = tiny("qwen2")
+    plain.load_state_dict(model.state_dict())
+    with enable(plain, page_size=page_size):
+        other = plain.generate(**padded(rows), max_new_tokens=new, do_sample=False)
+    assert not torch.equal(other, out)  # equality would prove nothing if chunks made no difference
+
+
+@pytest.mark.parametrize("trained", [0, 20])
+def test_logits_of_a_prompt_beyond_the_trained_length(trained: int) -> None:
+    model, row = (
+        model_of(original_max_position_embeddings=trained) if trained else model_of(),
+        prompts()[0],
+    )
+    f = 0.1 * math.log(len(row) / trained) + 1 if trained else 1.0
+    with torch.no_grad():
+        with by_definition(model, f):
+            want = model(row[None], use_cache=False).logits
+        with enable(model, page_size=4):
+            got = model(row[None]).logits
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
+
+
+def test_padding_and_missing_position_ids_change_nothing() -> None:
+    model, rows = model_of(), prompts()
+    with enable(model, page_size=4), torch.no_grad():
+        together = model(**padded(rows)).logits
+        for row, logits in zip(rows, together, strict=True):
+            torch.testing.assert_close(model(row[None]).logits[0], logits[-len(row) :])
+
+
+def test_another_family_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="dual_chunk_attention_config in a llama model"):
+        enable(tiny("llama", dual_chunk_attention_config=CHUNKS))
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny("qwen2", dual_chunk_attention_config=CHUNKS, rope_parameters=scaled)
+    with pytest.raises(UnsupportedError, match=r"rope_type .linear. .supports qwen2"):
+        enable(model)

@@ -1,0 +1,211 @@
+"""Faults of sparse MLA: which keys are selected, how index keys are read, what is attended to."""
+
+import torch
+from sparse_reference import SparseReference
+
+
+class TiesToTheLastKey(SparseReference):
+    def pick(self, scores, topk):
+        turned = scores.flip(0).argsort(descending=True, stable=True)[:topk]
+        return (len(scores) - 1 - turned).sort().values
+
+
+class TiesByArrival(SparseReference):
+    """Equal scores are taken in no order, as atomics leave them."""
+
+    def pick(self, scores, topk):
+        mixed = torch.randperm(len(scores))
+        picked = mixed[scores[mixed].argsort(descending=True, stable=True)[:topk]]
+        return picked.sort().values
+
+
+class NegativeZeroBelowZero(SparseReference):
+    """Scores are ranked by their bits, where -0 and 0 differ; here every second zero is -0."""
+
+    def pick(self, scores, topk):
+        odd = torch.arange(len(scores)) % 2 == 1
+        return super().pick(torch.where((scores == 0) & odd, -1e-30, scores), topk)
+
+
+class OneKeyTooFew(SparseReference):
+    def pick(self, scores, topk):
+        return super().pick(scores, topk - 1)
+
+
+class SmallestScores(SparseReference):
+    def pick(self, scores, topk):
+        return super().pick(-scores, topk)
+
+
+class FirstKeysWithoutScores(SparseReference):
+    """The scores are skipped, as if all keys were selected."""
+
+    def pick(self, scores, topk):
+        return torch.arange(min(topk, len(scores)))
+
+
+class FirstKeysInVerification(SparseReference):
+    def index_topk(self, q_index, weights, layer, cache, batch, metadata):
+        self.verifies = batch.spec is not None
+        return super().index_topk(q_index, weights, layer, cache, batch, metadata)
+
+    def pick(self, scores, topk):
+        if self.verifies:
+            return torch.arange(min(topk, len(scores)))
+        return super().pick(scores, topk)
+
+
+class SelectsUnsorted(SparseReference):
+    def pick(self, scores, topk):
+        return scores.argsort(descending=True, stable=True)[:topk]
+
+
+class QuerySeesTheNextKey(SparseReference):
+    def seen(self, rows, i):
+        return min(super().seen(rows, i) + 1, rows.length)
+
+
+class QueryDoesNotSeeItself(SparseReference):
+    def seen(self, rows, i):
+        return max(1, super().seen(rows, i) - 1)
+
+
+class QueriesSeeAllKeys(SparseReference):
+    def seen(self, rows, i):
+        return rows.length
+
+
+class DraftsCountedTwice(SparseReference):
+    def seen(self, rows, i):
+        return max(1, super().seen(rows, i) - (rows.queries if rows.queries > 1 else 0))
+
+
+class PlanarReadAsInterleaved(SparseReference):
+    """A page of values and then scales is read token by token."""
+
+    def planes(self, index, size, dim):
+        tokens = index.unflatten(1, (size, dim + 4))
+        return tokens[..., :dim], tokens[..., dim:]
+
+
+class IndexScalesOfTheNextPage(SparseReference):
+    def planes(self, index, size, dim):
+        values, scales = super().planes(index, size, dim)
+        return values, scales.roll(1, 0)
+
+
+class IndexScaleIgnored(SparseReference):
+    def scaled(self, values, scales):
+        return values
+
+
+class IndexScaleOfTheNextToken(SparseReference):
+    def scaled(self, values, scales):
+        return values * scales.roll(1, 0)
+
+
+class PagesForTokens(SparseReference):
+    """A page is taken for the slot of its first token."""
+
+    def named(self, seen, picked, rows, cache):
+        size = cache.page_size
+        return rows.table[picked // size] + picked % size
+
+
+class PositionsForSlots(SparseReference):
+    def named(self, seen, picked, rows, cache):
+        return picked
+
+
+class TableRowOfTheFirstRequest(SparseReference):
+    def index_topk(self, q_index, weights, layer, cache, batch, metadata):
+        self.table = metadata["batch"].views[layer.view].page_table
+        return super().index_topk(q_index, weights, layer, cache, batch, metadata)
+
+    def named(self, seen, picked, rows, cache):
+        size = cache.page_size
+        return self.table[0].long()[picked // size] * size + picked % size
+
+
+class ReluMissing(SparseReference):
+    def relu(self, products):
+        return products
+
+
+class ReluOfTheSum(SparseReference):
+    def index_scores(self, q, w, keys):
+        return (w @ (q @ keys.T)).relu()
+
+
+class HeadWeightsIgnored(SparseReference):
+    def weights(self, weights, token):
+        return torch.ones_like(weights[token])
+
+
+class HeadWeightsOfTheNextHead(SparseReference):
+    def weights(self, weights, token):
+        return weights[token].roll(1)
+
+
+class HeadWeightsOfTheFirstToken(SparseReference):
+    def weights(self, weights, token):
+        return weights[0]
+
+
+class ScoresInHalfPrecision(SparseReference):
+    def index_scores(self, q, w, keys):
+        return super().index_scores(q, w, keys).bfloat16().float()
+
+
+class UnusedSlotsAreSlotZero(SparseReference):
+    def used(self, slots):
+        return slots.clamp(min=0)
+
+
+class UnusedSlotsAreTheLastSlot(SparseReference):
+    def used(self, slots):
+        return slots
+
+
+class FirstSlotsOnly(SparseReference):
+    def used(self, slots):
+        return super().used(slots)[:128]
+
+
+class LastSlotForgotten(SparseReference):
+    def used(self, slots):
+        found = super().used(slots)
+        return found[: max(1, len(found) - 1)]
+
+
+class SlotsInOrderOnly(SparseReference):
+    """A search that takes the slots of a query to rise."""
+
+    def used(self, slots):
+        found = super().used(slots)
+        rising = found >= found.cummax(0).values if len(found) else found
+        return found[rising] if len(found) else found
+
+
+class SelectionIgnored(SparseReference):
+    def forward(self, *args, topk_indices=None, **options):
+        return super().forward(*args, **options)
+
+
+class SelectionOfTheCapture(SparseReference):
+    """The selection of the first pass is kept, as memory of a graph may be."""
+
+    kept = None
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.keeps = True
+
+    keeps = False
+
+    def index_topk(self, *args):
+        chosen = super().index_topk(*args)
+        if not self.keeps:
+            return chosen
+        self.kept = chosen if self.kept is None else self.kept
+        return self.kept

@@ -1,0 +1,127 @@
+"""Our kernels of sparse MLA at their edges: bits of scores, borders of blocks, parts of keys."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attn_core.backends.triton.sparse import launch
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.runtime.batch import CacheView
+from attn_core.runtime.layer import AttentionLayer
+
+PAGE = 16
+
+
+def selection(scores, topk, visible=None):
+    """Select from scores [n, L] of one request per row, each in pages of its own, backwards."""
+    from attn_core.backends.triton.sparse.topk import select_topk
+
+    n, length = scores.shape
+    pages = -(-length // PAGE)
+    table = torch.arange(n * pages).flip(0).view(n, pages).int()
+    lengths = torch.tensor(visible or [length] * n, dtype=torch.int32)
+    chosen = torch.full((n, topk), -7, dtype=torch.int32)
+    select_topk[(n,)](
+        scores.contiguous(), length, table, pages, lengths, torch.arange(n + 1).int(),
+        torch.arange(n).int(), 0, chosen, topk, PAGE, 64, 32,
+    )  # fmt: skip
+    return chosen, table.long()
+
+
+def right(scores, topk, table, seen):
+    best = scores[:seen].argsort(descending=True, stable=True)[:topk].sort().values
+    slots = table[best // PAGE] * PAGE + best % PAGE
+    return torch.cat([slots, slots.new_full((topk - len(slots),), -1)]).int()
+
+
+@pytest.mark.parametrize("topk", [1, 13, 64, 199])
+def test_every_magnitude_is_ranked(topk):
+    """Both signs, subnormals, infinities and numbers that differ in their last bit alone."""
+    rng = torch.Generator().manual_seed(topk)
+    bits = torch.randint(-(2**31), 2**31, (3, 200), generator=rng).int()
+    scores = bits.view(torch.float32).nan_to_num(nan=1.0, posinf=torch.inf, neginf=-torch.inf)
+    scores[1] = 1.0 + torch.randint(0, 4, (200,), generator=rng) * 2.0**-23
+    scores[2, ::7], scores[2, 1::7] = torch.inf, 1e-42
+    chosen, table = selection(scores, topk)
+    for row in range(3):
+        assert torch.equal(chosen[row], right(scores[row], topk, table[row], 200)), row
+
+
+def test_the_two_zeros_are_equal():
+    scores = torch.zeros(1, 100)
+    scores[0, ::2] = -0.0
+    chosen, table = selection(scores, 40)
+    assert torch.equal(chosen[0], right(scores[0].abs(), 40, table[0], 100))
+
+
+def test_equal_scores_go_to_the_earliest_across_blocks():
+    scores = torch.zeros(2, 300)
+    scores[0, [5, 63, 64, 200, 299]] = 3.0
+    scores[1, 100:] = -1.0
+    chosen, table = selection(scores, 70)
+    for row in range(2):
+        assert torch.equal(chosen[row], right(scores[row], 70, table[row], 300))
+
+
+def test_what_a_query_does_not_see_is_not_read():
+    scores = torch.full((4, 130), torch.nan)
+    visible = [0, 1, 40, 41]
+    for row, seen in enumerate(visible):
+        scores[row, :seen] = torch.arange(seen).float()
+    chosen, table = selection(scores, 40, visible)
+    for row, seen in enumerate(visible):
+        assert torch.equal(chosen[row], right(scores[row], 40, table[row], seen)), seen
+
+
+def test_a_padded_row_of_negative_length_selects_nothing():
+    chosen, _ = selection(torch.zeros(1, 40), 20, [-3])
+    assert (chosen == -1).all()
+
+
+def test_scores_in_parts_of_bounded_memory(monkeypatch):
+    """Some queries at a time where all scores would not fit: the same selection."""
+    rng = torch.Generator().manual_seed(0)
+    tokens, length, topk = 21, 90, 16
+    cache = LayerCache(
+        k=torch.zeros(8, PAGE, 1, 48), v=None, index=torch.randn(8, PAGE, 32, generator=rng)
+    )
+    view = CacheView(
+        page_table=torch.tensor([[3, 1, 7, 2, 5, 4], [6, 0, 0, 0, 0, 0]], dtype=torch.int32),
+        seq_lens=torch.tensor([length, 9], dtype=torch.int32),
+        out_cache_loc=None,
+        max_seq_len=length,
+    )
+    cu, requests = torch.tensor([0, 18, tokens]).int(), torch.tensor([0] * 18 + [1] * 3).int()
+    q, w = torch.randn(tokens, 4, 32, generator=rng), torch.rand(tokens, 4, generator=rng)
+
+    def select():
+        return launch.index_topk(q, w, cache, view, cu, requests, topk, queries=18)
+
+    whole = select()
+    monkeypatch.setattr(launch, "MOST_SCORES", 5 * length)
+    assert torch.equal(select(), whole)
+    assert (whole[18:, 9:] == -1).all()
+
+
+@pytest.mark.parametrize("processors", [0, 1, 64])
+def test_a_selection_in_parts(processors):
+    """However its keys are cut, a query attends to the same; empty parts weigh nothing."""
+    rng = torch.Generator().manual_seed(1)
+    latents = torch.randn(30, PAGE, 1, 48, generator=rng)
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=3, num_kv_heads=1, head_dim=48, v_head_dim=32, scale=0.2
+    )
+    q, counts = torch.randn(4, 3, 48, generator=rng), [300, 129, 1, 0]
+    slots = torch.full((4, 300), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        slots[row, :count] = torch.randperm(480, generator=rng)[:count].int()
+    out, lse = torch.full((4, 3, 32), torch.nan), torch.full((4, 3), torch.nan)
+    cache = LayerCache(k=latents, v=None)
+    launch.attend(q, layer, cache, slots, out, lse, processors=processors)
+    for row, count in enumerate(counts):
+        keys = latents.view(-1, 48)[slots[row, :count].long()].double()
+        scores = q[row].double() @ keys.T * 0.2
+        torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+        want = scores.softmax(-1) @ keys[:, :32] if count else torch.zeros(3, 32).double()
+        torch.testing.assert_close(out[row].double(), want, atol=1e-5, rtol=1e-5)
