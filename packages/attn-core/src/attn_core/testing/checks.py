@@ -10,7 +10,7 @@ from itertools import product
 from attn_core.cache.pool import IndexDtype
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
-from attn_core.spec.kinds import LATENT_KINDS, SERVING, Kind, Phase
+from attn_core.spec.kinds import LATENT_KINDS, Kind, Phase
 from attn_core.spec.requirements import Requirements
 from attn_core.testing import case_catalog, metamorphic, neighbours, sparse_catalog
 from attn_core.testing.cases import Case, RaggedCase
@@ -265,7 +265,7 @@ def _sparse_session(point: Point, store: IndexDtype, passes: int, row: Capabilit
         feature="session",
         cells=session_cells(row, "auto"),
         needs=case.needs(point.dtype, point.page_size),
-        phases=tuple(SERVING),
+        phases=(Phase.PREFILL, Phase.DECODE),
         every=True,
         run=lambda bench: run_sparse_session(bench, case, point, passes=passes),
         layout=point.layout,
