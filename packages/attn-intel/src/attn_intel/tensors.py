@@ -76,7 +76,4 @@ class Scales:
 
 def capturing(device: torch.device) -> bool:
     """Say whether a graph is captured: what is written now has its value from the replay on."""
-    if device.type != "xpu":
-        return False
-    asked = getattr(torch.xpu, "is_current_stream_capturing", None)  # torch 2.10 has no graphs
-    return asked is not None and bool(asked())
+    return device.type == "xpu" and torch.xpu.is_current_stream_capturing()

@@ -18,6 +18,7 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    UnsupportedError,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -178,6 +179,11 @@ class IntelXPU(AttentionBackend):
         """Attend without a cache; nothing is planned."""
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
+        if not self.config.row.encoder:
+            raise UnsupportedError(
+                f"layer {layer.layer_id} attends without a cache, for which the chosen row of "
+                f"{self.config.name} has no kernels; select with LayerRequirements(encoder=True)"
+            )
         if not (q.shape[0] and k.shape[0]):
             return empty_attention(q, layer, out, return_lse)
         arguments = {
