@@ -77,7 +77,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def contracts(session: nox.Session) -> None:
-    """Compare our calls and the emulated libraries with the vendors' wheels: 550 MB, kept."""
+    """Compare our calls and the emulated libraries with the vendors' wheels: 700 MB, kept."""
     install(session, *TOOLS, "pip", extras="[triton]")
     for pin in vendor_pins():
         unpacked = WHEELS / pin.replace("==", "-")

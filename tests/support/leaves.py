@@ -78,6 +78,12 @@ LIBRARIES = (
         namespace="npu",
         ops=("npu_fused_infer_attention_score_v2", "npu_scatter_pa_kv_cache"),
     ),
+    Library(
+        distribution="vllm-xpu-kernels",
+        path="vllm_xpu_kernels/_vllm_fa2_C.abi3.so",
+        namespace="_vllm_fa2_C",
+        ops=("varlen_fwd",),
+    ),
 )
 
 # torch infers it from the C++ function, so that no text of it is in the library

@@ -151,8 +151,10 @@ def test_what_is_built():
     nvidia |= {"dual_chunk_flash_attn"}
     rocm = {"aiter", "wave"}
     ascend = {"ascend"}
+    intel = {"intel_xpu"}
     linear = {("linear", name) for name in ("torch_native", "triton", "flashinfer", "cutedsl")}
-    assert built == {("softmax", name) for name in core | nvidia | rocm | ascend} | linear
+    softmax = core | nvidia | rocm | ascend | intel
+    assert built == {("softmax", name) for name in softmax} | linear
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "simulated"])

@@ -26,8 +26,8 @@ def attn_register_pins() -> Sequence[Pin]:
         ),
         Pin(
             distribution="vllm-xpu-kernels",
-            torch="==2.13.*",
+            torch="==2.14.*",
             version="==0.1.16.2",
-            why="built for torch 2.13.0+xpu",
+            why="built for torch 2.14.0+xpu",
         ),
     ]

@@ -1,0 +1,105 @@
+"""The rows of intel_xpu and intel_amx: what Intel's kernels do, per device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from attn_core import Capabilities, Phase
+
+HALF: Final = frozenset({"fp16", "bf16"})
+FP8: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
+ENCODE: Final = frozenset({Phase.ENCODE})
+FEW: Final = frozenset(range(1, 9))  # query heads per KV head in one tile of the decode kernel
+
+
+def xpu() -> Sequence[Capabilities]:
+    """Return intel_xpu's rows: the combinations for which the library's wheel has kernels.
+
+    The kernels take head dims, windows, sinks and log-sum-exps as compile-time constants, and the
+    wheel of 0.1.16 has those of widely used models. For any other it computes in PyTorch, request
+    by request. A soft cap is a parameter that no kernel receives. There are none for dg2 (Arc A).
+    """
+    plain = Capabilities(
+        kind="mha",
+        create="attn_intel.xpu.backend:IntelXPU",
+        device="xpu",
+        archs={"pvc", "bmg"},
+        requires=["vllm-xpu-kernels>=0.1.16,<0.1.17"],
+        dtypes=HALF,
+        kv_dtypes=HALF | FP8,
+        priority=30,
+        page_sizes={64, 128},
+        head_dims={128},
+        cross_attention=True,
+        encoder=True,
+        max_verify_topk=1,
+        lse=True,
+        deterministic=True,
+        cuda_graph="decode",
+        requires_finite_padding=True,  # whole tiles of V are loaded, 0 · NaN would leak
+        tensor_scales=True,
+    )
+    # 64 has no log-sum-exp without a cache, so it has one with a cache alone, or none
+    small = replace(plain, head_dims=frozenset({64}), lse=False)
+    cached = replace(small, lse=True, encoder=False)
+    large = replace(plain, head_dims=frozenset({256}), cross_attention=False)
+    few = replace(large, head_dims=frozenset({96, 192, 512}), group_sizes=FEW, encoder=False)
+    window = replace(plain, cross_attention=False, encoder=False, sliding_window=True, lse=False)
+    windows = replace(window, head_dims=frozenset({64, 96, 256}), group_sizes=FEW)
+    sinks = replace(window, group_sizes=FEW, sliding_window=False, sinks=True)
+    both = replace(sinks, head_dims=frozenset({64}), sliding_window=True)  # gpt-oss
+    vision = replace(
+        plain,
+        phases=ENCODE,
+        page_sizes=frozenset(),
+        cross_attention=False,
+        head_dims=frozenset({64, 80, 96, 128, 256}),
+        kv_dtypes=HALF,
+        tensor_scales=False,
+        max_verify_topk=0,
+        lse=False,
+        cuda_graph="never",
+    )
+    return [plain, small, cached, large, few, window, windows, sinks, both, vision]
+
+
+def amx() -> Sequence[Capabilities]:
+    """Return intel_amx's rows, which are declared and not implemented."""
+    # SGLang's CPU operators; the distribution is built from its source tree, there is no wheel.
+    row = Capabilities(
+        kind="mha",
+        device="cpu",
+        archs={"amx"},
+        requires=["sglang-kernel-cpu>=0.4"],
+        dtypes=HALF,
+        kv_dtypes=HALF,
+        priority=30,
+        sliding_window=True,
+        logit_cap=True,
+        sinks=True,
+        cross_attention=True,
+        encoder=True,
+        needs_host_lengths=True,
+    )
+    # Intel's archived extension has no sinks, no cross attention and keeps heads before tokens.
+    ipex = replace(
+        row,
+        requires=("intel-extension-for-pytorch>=2.8",),
+        layouts=frozenset({"HND"}),
+        sinks=False,
+        cross_attention=False,
+        encoder=False,
+    )
+    mla = replace(
+        row,
+        kind="mla",
+        head_dims=frozenset({576}),
+        head_dim_pairs=frozenset({(576, 512)}),
+        sliding_window=False,
+        sinks=False,
+        cross_attention=False,
+        encoder=False,
+    )
+    return [row, ipex, mla, replace(row, phases=ENCODE)]

@@ -1,0 +1,1 @@
+"""vllm-xpu-kernels, the library of kernels for Intel GPUs."""
