@@ -86,15 +86,15 @@ def test_not_implemented_is_a_note_on_a_simulated_device():
 
 
 def test_implemented_only_and_what_runs_today():
-    asked = ("select", "--device", "xpu:bmg", "--json")
+    asked = ("select", "--device", "cpu:amx", "--json")
     got = data(*asked)
-    assert got["prefill"] == "intel_xpu"
+    assert got["prefill"] == "intel_amx"
     today = data(*asked, "--implemented-only")
     assert got["runs_today"] == {"prefill": today["prefill"], "decode": today["decode"]}
     assert today["runs_today"] == {}
     implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}
     assert today["prefill"] in implemented
-    refused = attn(*asked, "--implemented-only", "--attention-backend", "intel_xpu")
+    refused = attn(*asked, "--implemented-only", "--attention-backend", "intel_amx")
     assert refused.returncode == 3
 
 

@@ -188,8 +188,8 @@ def test_a_placeholder_is_not_advised(monkeypatch):
 
 def test_nothing_helps_only_where_nothing_does():
     """A backend that is only declared is not created here, whatever is changed."""
-    here, library = Device("xpu", "bmg", None), {"vllm-xpu-kernels": "0.1.16"}
-    answer = why_not("intel_xpu", Requirements(), here, REGISTRY, library)
+    here, library = Device("cpu", "amx", None), {"sglang-kernel-cpu": "0.4.5"}
+    answer = why_not("intel_amx", Requirements(), here, REGISTRY, library)
     assert answer.fixes is None
 
 
