@@ -17,8 +17,9 @@ from attn_core.tools.matrix import CELLS
 from launch_site import NotDeclared, Site
 from launch_sites import SHARED
 
-# What is no kernel of its own: a graph captures the same launches, fa4 never splits keys.
-NONE = {"triton": {"cuda_graph"}, "fa4": {"cuda_graph", "deterministic"}}
+# What is no kernel of its own: a graph captures the same launches; fa4 never splits keys, and reads
+# an FP4 cache in 16 bits.
+NONE = {"triton": {"cuda_graph"}, "fa4": {"cuda_graph", "deterministic", "fp4_kv"}}
 CHIPS = [
     *(
         pytest.param(launch_sites.chip(arch), launch_sites.SITES, id=f"triton-{arch}")
