@@ -115,7 +115,7 @@ def sparse_leaves() -> Leaves:
     """Return the kernel of flash_mla_sparse_fwd; the fork's says in which unit its LSE is."""
     leaf = importlib.import_module("flash_mla_leaf")
 
-    def legacy(q, kv, indices, scale, d_v, sink, length, log2, stats):
+    def legacy(q, kv, indices, scale, d_v, sink=None, length=None, log2=False, stats=True):
         assert stats
         assert not log2
         return [*leaf.sparse_prefill(q, kv, indices, scale, d_v, sink, length)]
