@@ -124,11 +124,7 @@ def test_nothing_is_padded_or_copied_at_the_models_shapes(calls):
 
 
 @pytest.mark.parametrize(
-    ("found", "module"),
-    [
-        (SGLANG | FORK, "flash_mla"),
-        (SGLANG, "sgl_kernel.flash_mla"),
-    ],
+    ("found", "module"), [(SGLANG | FORK, "flash_mla"), (SGLANG, "sgl_kernel.flash_mla")]
 )
 def test_flashmla_is_the_first_library_that_is_found(found, module, monkeypatch):
     real = importlib.metadata.version

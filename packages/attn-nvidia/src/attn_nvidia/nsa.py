@@ -144,7 +144,8 @@ class NSA(AttentionBackend):
     ) -> Output:
         """Call flash_mla_sparse_fwd over the slots of the whole cache; it reads no slot for -1.
 
-        Its LSE is natural, without the sinks, and +inf for a query without keys.
+        Its LSE is natural, though sglang-kernel's docstring says base 2. It leaves the sinks out
+        and is +inf for a query without keys.
         """
         heads, topk = q.shape[1], topk_indices.shape[1]
         if heads % _HEADS:

@@ -209,7 +209,7 @@ def nsa() -> Sequence[Capabilities]:
         min_runtime="12.3",
         requires=[
             f"flash-attn-3 or {SGL_KERNEL}",
-            f"sgl-flash-mla or {SGL_KERNEL}",
+            "sgl-flash-mla or sglang-kernel>=0.4.5",  # sinks, and an LSE that is natural
             "triton>=3.4",  # selects the keys
         ],
         dtypes={"bf16"},
