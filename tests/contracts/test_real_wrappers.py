@@ -73,6 +73,8 @@ def leaves_of(name: str) -> Leaves:
         return {(*sgl, op): getattr(leaf, op) for op in ("fwd", "get_scheduler_metadata")}
     if name == "cutlass_mla":
         return cutlass_leaves()
+    if name == "nsa":
+        return leaves_of("fa3") | sparse_leaves()
     leaf = importlib.import_module("flash_mla_leaf")
 
     def schedule(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk):
@@ -106,6 +108,25 @@ def leaves_of(name: str) -> Leaves:
         **{(*where, op): f for where in (sgl, fork) for op, f in both.items()},
         (*sgl, "fwd_kvcache_mla"): decode,
         (*fork, "dense_decode_fwd"): dense,
+    }
+
+
+def sparse_leaves() -> Leaves:
+    """Return the kernel of flash_mla_sparse_fwd; the fork's says in which unit its LSE is."""
+    leaf = importlib.import_module("flash_mla_leaf")
+
+    def legacy(q, kv, indices, scale, d_v, sink=None, length=None, log2=False, stats=True):
+        assert stats
+        assert not log2
+        return [*leaf.sparse_prefill(q, kv, indices, scale, d_v, sink, length)]
+
+    def attend(*arguments):
+        return [*leaf.sparse_prefill(*arguments)]
+
+    op = "sparse_prefill_fwd"
+    return {
+        ("sglang-kernel", "sgl_kernel", op): attend,
+        ("sgl-flash-mla", "flash_mla_legacy", op): legacy,
     }
 
 
@@ -180,6 +201,24 @@ def test_flashmla_calls_its_libraries_as_they_want(
     mine = {op: n for op, n in calls.items() if op.startswith(namespace)}
     assert all(mine.values()), calls
     assert not any(n for op, n in calls.items() if op not in mine), "the other library was called"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "op"),
+    [("sglang-kernel", "sgl_kernel"), ("sgl-flash-mla", "flash_mla_legacy")],
+)
+def test_nsa_calls_its_libraries_as_they_want(
+    wheels: None, monkeypatch: pytest.MonkeyPatch, distribution: str, op: str
+) -> None:
+    """fa3 is sglang-kernel's in both; flashmla_sparse is what is found first."""
+    found = SGL | {distribution: pinned()[distribution]}
+    monkeypatch.setattr("attn_core.plugins.dependencies.installed", lambda groups: found)
+    asked = checks("nsa", found | {"triton": "3.4"})
+    with over(leaves_of("nsa")) as calls:
+        run("nsa", [c for c in asked if not c.check.alone])  # those are for an accelerator's memory
+    sparse = {name: n for name, n in calls.items() if name.endswith("sparse_prefill_fwd")}
+    assert [name for name, n in sparse.items() if n] == [f"{op}.sparse_prefill_fwd"]
+    assert calls["sgl_kernel.fwd"]
 
 
 def test_cutlass_mla_calls_sglang_kernel_as_it_wants(wheels: None) -> None:

@@ -53,6 +53,7 @@ LIBRARIES = (
             "fwd_kvcache_mla_fp8",
             "get_mla_decoding_metadata",
             "get_mla_decoding_metadata_dense_fp8",
+            "sparse_prefill_fwd",
         ),
     ),
     Library(
@@ -70,6 +71,7 @@ LIBRARIES = (
             "fwd_kvcache_mla_fp8",
             "get_mla_decoding_metadata",
             "get_mla_decoding_metadata_dense_fp8",
+            "sparse_prefill_fwd",
         ),
     ),
     Library(

@@ -148,7 +148,7 @@ def test_what_is_built():
     built = {key for key, spec in REGISTRY.backends.items() if spec.implemented}
     core = {"torch_native", "flex_attention", "triton"}
     nvidia = {"flashinfer", "fa3", "fa4", "trtllm_mha", "trtllm_mla", "cutlass_mla", "flashmla"}
-    nvidia |= {"dual_chunk_flash_attn"}
+    nvidia |= {"dual_chunk_flash_attn", "nsa"}
     rocm = {"aiter", "wave"}
     ascend = {"ascend"}
     intel = {"intel_xpu"}

@@ -1,4 +1,4 @@
-"""FlashMLA's compiled dense decode of sm90, in float32: what both of its builds call."""
+"""FlashMLA's compiled dense decode and sparse prefill of sm90, in float32, as both builds call."""
 
 import attn_reference
 import torch
@@ -50,6 +50,63 @@ def decode_fp8(
     lengths = (seqlens_k, tiles, num_splits)
     scales = (descale_q.item(), descale_k.item())
     return _attend(q, kcache, block_table, *lengths, head_size_v, softmax_scale, is_causal, scales)
+
+
+def sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
+    """Attend with q [T, H, 576] to kv [slots, 1, 576] at indices [T, 1, K], those in range.
+
+    Returns out [T, H, 512], the largest logit and the natural LSE, both [T, H]: without keys they
+    are zeros, -inf and +inf. Sinks shrink the output and leave the LSE.
+    """
+    tokens, heads, dim = q.shape
+    for name, t in (("q", q), ("kv", kv)):
+        if t.dtype != torch.bfloat16:
+            raise RuntimeError(f"{name} must have dtype ScalarType::BFloat16")
+    if indices.dtype != torch.int32:
+        raise RuntimeError("indices must have dtype ScalarType::Int")
+    for name, t in (("q", q), ("kv", kv), ("indices", indices)):
+        if t.dim() != 3:
+            raise RuntimeError(f"{name} must have 3 dimensions")
+        if t.stride(-1) != 1:
+            raise RuntimeError(f"{name} must have contiguous last dimension")
+    if dim != 576:
+        raise RuntimeError(f"Unsupported d_qk: {dim}")
+    if kv.shape[1:] != (1, dim):
+        raise RuntimeError("kv must have shape (s_kv, h_kv, d_qk)")
+    if d_v != 512:
+        raise RuntimeError("Invalid d_v")
+    if heads not in (64, 128):
+        raise RuntimeError(f"Unsupported h_q: {heads}")
+    topk = indices.shape[2]
+    if indices.shape != (tokens, 1, topk):
+        raise RuntimeError("indices must have shape (s_q, h_kv, topk)")
+    if topk % 128 or not topk:
+        raise RuntimeError(f"Invalid topk: {topk}")
+    misplaced = [x % 8 for x in (q.data_ptr() // 2, *q.stride()[:2])]
+    assert not any(misplaced), "TMA takes addresses and strides of 16 bytes"
+    if attn_sink is not None:
+        if attn_sink.dtype != torch.float32:
+            raise RuntimeError("attn_sink must have dtype ScalarType::Float")
+        if attn_sink.shape != (heads,):
+            raise RuntimeError("attn_sink must have shape (h_q)")
+        if not attn_sink.is_contiguous():
+            raise RuntimeError("attn_sink must have contiguous last dimension")
+    if topk_length is not None:
+        raise NotImplementedError("no emulation of this one")
+    keys = []
+    for row in indices[:, 0]:
+        slots = row[(row >= 0) & (row < len(kv))].long()
+        keys.append(kv[slots])
+    values = [k[..., :512] for k in keys]
+    found, total = attn_reference.attend(
+        q, keys, values, query_lens=[1] * tokens, scale=sm_scale, sinks=attn_sink,
+        sinks_in_lse=False,
+    )  # fmt: skip
+    peak = torch.full((tokens, heads), -torch.inf)
+    for t, k in enumerate(keys):
+        if len(k):
+            peak[t] = (q[t].float() @ k[:, 0].float().T * sm_scale).amax(-1)
+    return found.bfloat16(), peak, total.masked_fill(total == -torch.inf, torch.inf)
 
 
 def _attend(

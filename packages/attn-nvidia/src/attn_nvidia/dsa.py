@@ -1,6 +1,7 @@
 """Which kernels serve sparse MLA (DSA): the documented rules, as pure functions of their inputs.
 
-select() does not read them: they are for an engine, and for the backend nsa once it is built.
+select() does not read them: they are for an engine, and for the backend nsa, which serves those of
+a bf16 cache on sm90.
 Source: SGLang's DSA backend (srt/layers/attention/dsa_backend.py, srt/arg_groups/overrides.py).
 """
 
@@ -52,8 +53,8 @@ def sub_backends(
 ) -> SubBackends:
     """Return the documented default kernels for a device and a store.
 
-    The documented system has them on more devices than the rows of nsa declare, which are sm90,
-    sm100 and sm103: an answer for another device says nothing about what can be selected there.
+    The documented system has them on more devices than the rows of nsa declare, which are for sm90:
+    an answer for another device says nothing about what can be selected there.
     glm: the model is of the GLM family, which has a kernel of its own on sm120.
     """
     if device.type == "xpu":

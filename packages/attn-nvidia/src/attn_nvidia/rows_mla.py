@@ -201,20 +201,36 @@ def fa4() -> Sequence[Capabilities]:
 
 def nsa() -> Sequence[Capabilities]:
     """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules."""
-    fp8 = Capabilities(
+    row = Capabilities(
         kind="dsa",
+        create="attn_nvidia.nsa:NSA",
         device="cuda",
-        archs={"sm90", "sm100", "sm103"},
-        requires=[f"sgl-flash-mla or {SGL_KERNEL}"],
+        archs=HOPPER,
+        min_runtime="12.3",
+        requires=[
+            f"flash-attn-3 or {SGL_KERNEL}",
+            "sgl-flash-mla or sglang-kernel>=0.4.5",  # sinks, and an LSE that is natural
+            "triton>=3.4",  # selects the keys
+        ],
         dtypes={"bf16"},
-        kv_dtypes={"bf16"} | E4M3,
+        kv_dtypes={"bf16"},
         priority=30,
         page_sizes={64},
         head_dims={LATENT},
-        head_dim_pairs={LATENT_PAIR},
+        head_dim_pairs={LATENT_PAIR, RAGGED_PAIR},
+        chunked_prefix=True,
         max_verify_topk=1,
         max_session_topk=1,
+        lse=True,
+        deterministic=True,
         cuda_graph="uniform",
+        requires_finite_padding=True,  # dense passes load pages by TMA
     )
-    sinks = replace(fp8, kv_dtypes=frozenset({"bf16"}), sinks=True)  # sinks need a bf16 cache
-    return [fp8, sinks]
+    sinks = replace(
+        row,
+        sinks=True,
+        head_dim_pairs=frozenset({LATENT_PAIR}),  # before absorption fa3 runs, which has none here
+        chunked_prefix=False,
+        requires_finite_padding=False,
+    )
+    return [row, sinks]

@@ -1,4 +1,4 @@
-"""flash_mla 1.0.0 (sgl-flash-mla), its dense decode of sm90; metadata as the real one keeps it."""
+"""flash_mla 1.0.0 (sgl-flash-mla), its kernels of sm90; metadata as the real one keeps it."""
 
 import dataclasses
 
@@ -109,3 +109,21 @@ def flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, meta.tile_scheduler_metadata,
         meta.num_splits, softmax_scale, causal,
     )  # fmt: skip
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    if not use_legacy:
+        raise NotImplementedError("no emulation of the current kernels, which have no sm90")
+    if return_log2_lse is not None:
+        raise NotImplementedError("no emulation of this one")
+    return flash_mla_leaf.sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)

@@ -1,4 +1,4 @@
-"""sgl_kernel.flash_mla 0.4.5, its dense decode of sm90."""
+"""sgl_kernel.flash_mla 0.4.5, its dense decode and sparse prefill of sm90."""
 
 import dataclasses
 
@@ -89,3 +89,15 @@ def flash_mla_with_kvcache(
     if indices is not None or is_fp8_kvcache:
         raise NotImplementedError("no emulation of this one")
     return flash_mla_leaf.decode(*arguments)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return flash_mla_leaf.sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)

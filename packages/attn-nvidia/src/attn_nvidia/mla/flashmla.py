@@ -16,6 +16,16 @@ from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 _MODULES = {"sgl-flash-mla": "flash_mla", "sglang-kernel": "sgl_kernel.flash_mla"}
 
 
+def load(name: str, group: str) -> tuple[Any, dict[str, bool]]:
+    """Import the FlashMLA of an any-of group that the backend `name` uses.
+
+    Returns the module and the arguments that select its kernels of sm90: the current kernels of the
+    fork have none. Raises BackendError where none is installed.
+    """
+    module = _MODULES[chosen_distribution(name, group)]
+    return importlib.import_module(module), {"use_legacy": True} if module == "flash_mla" else {}
+
+
 class _Schedule(NamedTuple):
     """Which tiles a multiprocessor takes: as the call takes it, and the tensors behind it."""
 
@@ -33,10 +43,7 @@ class FlashMLA(MlaDecode):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        module = _MODULES[chosen_distribution(config.name, config.row.requires[0])]
-        self._library: Any = importlib.import_module(module)
-        # the current kernels of the fork have neither dense decode nor sm90
-        self._legacy = {"use_legacy": True} if module == "flash_mla" else {}
+        self._library, self._legacy = load(config.name, config.row.requires[0])
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._kernels: dict[str, Any] = self._legacy | (
             {"is_fp8_kvcache": True} if self._fp8 else {}
