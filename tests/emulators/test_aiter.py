@@ -37,11 +37,20 @@ class TestAiter(BackendSuite):
     device = "rocm:gfx942"
     on = "cpu"
     libraries = AITER
+    passes = 20
+    reduced = True
+
+
+@pytest.mark.long
+class TestWhole(TestAiter):
+    """Every point of every case, as the evidence counts them."""
+
     passes = 60
+    reduced = False
 
 
 @pytest.mark.long  # the same wrapper again
-class TestMI350(TestAiter):
+class TestMI350(TestWhole):
     device = "rocm:gfx950"
     passes = 20
 

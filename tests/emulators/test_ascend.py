@@ -28,11 +28,20 @@ class TestAscend(BackendSuite):
     device = "npu:910b"
     on = "cpu"
     libraries = NPU
+    passes = 20
+    reduced = True
+
+
+@pytest.mark.long
+class TestWhole(TestAscend):
+    """Every point of every case, as the evidence counts them."""
+
     passes = 60
+    reduced = False
 
 
 @pytest.mark.long  # the same wrapper again
-class TestA3(TestAscend):
+class TestA3(TestWhole):
     device = "npu:910c"
     passes = 20
 

@@ -27,6 +27,14 @@ class TestDualChunkFlashAttn(BackendSuite):
     on = "cpu"
     libraries: ClassVar = SGL
     passes = 10
+    reduced = True
+
+
+@pytest.mark.long
+class TestWhole(TestDualChunkFlashAttn):
+    """Every point of every case, as the evidence counts them."""
+
+    reduced = False
 
 
 @pytest.mark.usefixtures("ampere")

@@ -25,11 +25,20 @@ class TestBattlemage(BackendSuite):
     device = "xpu:bmg"
     on = "cpu"
     libraries = XPU
+    passes = 20
+    reduced = True
+
+
+@pytest.mark.long
+class TestWhole(TestBattlemage):
+    """Every point of every case, as the evidence counts them."""
+
     passes = 60
+    reduced = False
 
 
 @pytest.mark.long  # the same wrapper again
-class TestPonteVecchio(TestBattlemage):
+class TestPonteVecchio(TestWhole):
     device = "xpu:pvc"
     passes = 20
 

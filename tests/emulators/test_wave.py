@@ -29,11 +29,20 @@ class TestWave(BackendSuite):
     device = "rocm:gfx942"
     on = "cpu"
     libraries = WAVE
+    passes = 20
+    reduced = True
+
+
+@pytest.mark.long
+class TestWhole(TestWave):
+    """Every point of every case, as the evidence counts them."""
+
     passes = 60
+    reduced = False
 
 
 @pytest.mark.long  # the same kernels again
-class TestMI350(TestWave):
+class TestMI350(TestWhole):
     device = "rocm:gfx950"
     passes = 20
 
