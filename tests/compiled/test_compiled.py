@@ -145,7 +145,7 @@ def test_what_no_row_declares_is_left_out():
 
 def test_a_size_that_is_compiled_for_is_seen():
     kernel = {"name": "k", "specialised": ["batch", "rows"], "shared": 0, "registers": 9}
-    site = {"site": "s", "kernels": [kernel | {"spills": 0}]}
+    site = {"site": "s", "kernels": [kernel | {"spills": 0, "overwritten": []}]}
     assert list(faults("sm90", site, hot=True)) == [
         "s: k is compiled for sizes of a pass: ['batch', 'rows']"
     ]
