@@ -24,6 +24,7 @@ PREFILLS = ("dsa-prefill", "dsa-mixed", "dsa-odd-number", "dsa-empty")
 DECODES = ("dsa-decode", "dsa-verify-chain", "dsa-draft-extend", "dsa-draft-decode")
 
 
+@pytest.mark.long  # its indexer runs in Triton's interpreter
 class TestNSA(BackendSuite):
     name = "nsa"
     kinds = ("dsa",)
