@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode, SpecInfo
+from attn_core.spec.device import parse_device
+from attn_core.testing.plan import plan
+from attn_core.testing.runner import run_check
 from triton_passes import DEVICE, Requests, launches, make_layer
 
 if not torch.cuda.is_available() or torch.version.hip:
@@ -41,6 +45,7 @@ PASSES = {
     "tree-window": ((*CUT, "decode_splits"), {"drafts": True, "layer": {"sliding_window": 50}}),
 }
 OTHERS = ("_merge",)  # what stands beside attention
+SPARSE = ("index_scores", "select_topk", "attend_selected")  # of sparse MLA
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -88,3 +93,13 @@ def test_what_stands_beside_attention_stays_in_its_memory():
         merged, _ = merge_states(out, lse)
     assert {*OTHERS} <= {*names} or DEVICE.type == "cpu"
     assert torch.allclose(merged, torch.ones_like(merged))
+
+
+@pytest.mark.parametrize("name", ["dsa-prefill", "dsa-decode", "dsa-verify-chain"])
+def test_a_selection_stays_in_its_memory(name):
+    spec, device = load_plugins().get("triton"), parse_device("cuda:sm90")
+    found = plan(spec, device, {"triton": "3.6"}, kinds=("dsa",), passes=1, reduced=True)
+    planned = next(p for p in found if p.row is not None and p.check.feature == name)
+    with launches() as names:
+        run_check(planned, spec, DEVICE)
+    assert {*SPARSE} <= {*names} or DEVICE.type == "cpu"
