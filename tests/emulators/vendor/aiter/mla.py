@@ -66,7 +66,7 @@ def mla_decode_fwd(
             assert t.numel() == 1, "one number per tensor"
             scale *= t.item()
     args = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
-    _run(q, kv_buffer, o, *args, sm_scale, scale, kv_scale.item() if fp8 else 1.0)
+    _computed(q, kv_buffer, o, *args, sm_scale, scale, kv_scale.item() if fp8 else 1.0)
     unwritten = torch.full(o.shape[:2], torch.nan)  # final_lse is allocated and never filled
     return torch.full((o.shape[0], 4, *o.shape[1:]), torch.nan), unwritten
 
@@ -92,11 +92,11 @@ def mla_prefill_fwd(
     queries = qo_indptr.diff().tolist()
     assert max(queries) <= max_seqlen_q, "max_seqlen_q is below a query: not computed"
     args = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
-    _run(q, kv_buffer, o, *args, sm_scale, 1.0, 1.0)
+    _computed(q, kv_buffer, o, *args, sm_scale, 1.0, 1.0)
     return o, torch.full((o.shape[0], 1, o.shape[1], 1), torch.nan)
 
 
-def _run(
+def _computed(
     q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, sm_scale, scale, kv_scale
 ):
     batch, heads = qo_indptr.shape[0] - 1, q.shape[1]

@@ -49,7 +49,7 @@ def mha_batch_prefill_func(
     keys = [k[kv_page_indices[a:b].long()] for a, b in pairwise(ends)]
     # whole tiles are loaded, masked scores have weight 0
     values = [v[kv_page_indices[a : b + (a - b) % TILE].long()] for a, b in pairwise(ends)]
-    return _run(
+    return _computed(
         q, keys, values, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, softmax_scale,
         logits_soft_cap, causal, window_size, return_lse, out,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def flash_attn_varlen_func(
     int32(cu_seqlens_k, "cu_seqlens_k", (batch + 1,))
     lengths = cu_seqlens_k.diff().tolist()
     keys, values = split(k, cu_seqlens_k), split(v, cu_seqlens_k, tile=TILE)
-    return _run(
+    return _computed(
         q, keys, values, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, softmax_scale,
         logits_soft_cap, causal, window_size, return_lse, out,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def _operands(q, k, v):
     check(k.shape == (*v.shape[:2], q.shape[2]), "k must have shape (tokens, num_heads_k, head)")
 
 
-def _run(
+def _computed(
     q, keys, values, cu_seqlens_q, lengths, max_seqlen_q, max_seqlen_k, scale, softcap, causal,
     window_size, return_lse, out,
 ):  # fmt: skip
