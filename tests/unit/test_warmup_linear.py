@@ -160,7 +160,7 @@ def test_no_kernel_is_compiled_after_a_warmup():
 
     def kernels():
         kept = [b._arguments(layer) for b in backends]
-        return {key for x in kept for key in (*x.launchers, *x.scans)}
+        return {key for x in kept for key in (*x.launchers, *x.prefills)}
 
     warmup(dispatcher)
     before = kernels()

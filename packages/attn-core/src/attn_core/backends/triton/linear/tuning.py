@@ -83,3 +83,12 @@ def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool, alone: bool) -
     if arch == "sm90" and k_dim <= 128:
         return Launch(rows=_tile(64, v_dim, k_dim, 16), warps=4, stages=3 if alone else 2)
     return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=8, stages=2)
+
+
+def programs_ahead(arch: str, v_dim: int, k_dim: int, scans: int, processors: int) -> int:
+    """Return how many programs prepare GDN's chunks while `scans` others scan them, 0 for none.
+
+    A multiprocessor has two that prepare, or one beside one that scans.
+    """
+    takes = arch == "sm90" and k_dim == 128 and v_dim % 64 == 0
+    return 2 * processors - scans if takes and scans <= processors else 0

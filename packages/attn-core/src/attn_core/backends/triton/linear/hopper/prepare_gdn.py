@@ -37,12 +37,10 @@ def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
 
 
 @gluon.jit
-def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
-    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
-    c = gl.program_id(0) // C.HV
-    hv = gl.program_id(0) % C.HV
+def prepare_chunk(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare chunk `c` for value head `hv`."""
     h = hv // C.GROUP
-    at = gl.program_id(0).to(gl.int64)
+    at = (c * C.HV + hv).to(gl.int64)
     first = gl.load(chunks.start + c).to(gl.int64)
     count = gl.load(chunks.count + c)
     dtype: gl.constexpr = inputs.k.ptr.dtype.element_ty
@@ -112,3 +110,10 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     q_tile._keep_alive()
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
     store_solved(work, at, blocks, P, k_norm, beta, below, tiles)
+
+
+@gluon.jit
+def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
+    item = gl.program_id(0)
+    prepare_chunk(item // C.HV, item % C.HV, inputs, weights, numbers, chunks, work, C)
