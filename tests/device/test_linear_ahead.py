@@ -97,7 +97,7 @@ def test_replays_of_a_captured_graph():
 
 
 def test_two_streams_and_a_busy_device():
-    """Two callers whose scans fill the device, beside one that keeps it busy: none waits forever."""
+    """Two callers whose scans fill the device, beside one that keeps it busy: all end."""
     callers = [Prompts((4096, 4000), (0, 1), (16, 32)) for _ in range(2)]
     wanted = [x.at_first() for x in callers]
     factor = torch.randn(4096, 4096)

@@ -98,7 +98,7 @@ def plan_prefill(
     ready = table
     if ahead:
         ready = torch.zeros(*heads, common.V // 64, dtype=torch.int32, device=device)
-    work = Workspace(T, factors, decay, *spread, ready=ready)
+    work = Workspace._make((T, factors, decay, *spread, ready))
     return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), programs <= processors, ahead)
 
 
@@ -135,7 +135,7 @@ def prefill(
     rows, stored = rows_of(out), states_of(state)
     spots = slots if checkpoints is None else checkpoints
     key = (
-        *(fresh is None, checkpoints is None, plan.alone, plan.ahead > 0),
+        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead > 0),
         *like((*inputs, rows, stored)),
         *map(alike, (*places, spots)),
     )
