@@ -53,7 +53,7 @@ def scan(common: Constants, inputs: Inputs, *, alone: bool) -> tuple[Launcher, i
     if alone or common.V % 128:
         return _scan_alone(common, ahead=False), 64
     stages = 2 if common.PER_CHANNEL else 3
-    return Launcher(scan_hopper, 2, stages, False, common, num_warps=4), 128
+    return Launcher(scan_hopper, stages, common, num_warps=4), 128
 
 
 def _scan_alone(common: Constants, *, ahead: bool) -> Launcher:

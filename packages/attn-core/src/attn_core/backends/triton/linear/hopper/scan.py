@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.linear.hopper.ahead import forget, wait_ready
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, barrier
 
 
@@ -27,26 +26,22 @@ def copy_rows(tile, ptr, offsets, inside):
 
 
 @gluon.jit
-def load_chunks(loaded, GROUPS: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr):
+def load_chunks(loaded, C: gl.constexpr):
     """Copy each chunk's keys, queries, values, T over P · T, and factors."""
-    ring, tiles, inputs, work, ready, request, hv, tile = loaded
+    ring, tiles, inputs, work, request, hv, tile = loaded
     k_tile, q_tile, v_tile, T_tile, f_tile, o_tile = tiles
     begin, tokens, first, num_chunks = request
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     N: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     F: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    VALUES: gl.constexpr = L if GROUPS == 2 else N
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
     d = gl.arange(0, C.K, gl.SliceLayout(0, L))
-    v_token = gl.arange(0, CHUNK, gl.SliceLayout(1, VALUES))
-    v_row = tile * 64 + gl.arange(0, 64 * GROUPS, gl.SliceLayout(0, VALUES))
+    v_row = tile * 64 + d
     both = gl.arange(0, 2 * CHUNK, gl.SliceLayout(1, N))
     columns = gl.arange(0, CHUNK, gl.SliceLayout(0, N))
     square = both[:, None] * CHUNK + columns[None, :]
     f = gl.arange(0, 128, F)
     for j in range(num_chunks):
-        if AHEAD:
-            wait_ready(ready + j * (C.HV * C.V // 64 // GROUPS))
         ring.wait_free(j)
         stage = ring.stage(j)
         start = (begin + j * CHUNK).to(gl.int64)
@@ -73,8 +68,8 @@ def load_chunks(loaded, GROUPS: gl.constexpr, AHEAD: gl.constexpr, C: gl.constex
             f_at = gl.where(f < 64, work.decay + chunk + f * 0, factors + 64 + f)
             async_copy.async_copy_global_to_shared(f_tile.index(2 * stage + 1), f_at)
         v = inputs.v.ptr + start * inputs.v.token_stride + hv * inputs.v.head_stride
-        rows = v_token[:, None] * inputs.v.token_stride + v_row[None, :]
-        copy_rows(v_tile.index(stage), v, rows, (j * CHUNK + v_token < tokens)[:, None])
+        rows = i[:, None] * inputs.v.token_stride + v_row[None, :]
+        copy_rows(v_tile.index(stage), v, rows, inside)
         T = work.T + chunk * (2 * CHUNK * CHUNK)
         async_copy.async_copy_global_to_shared(T_tile.index(stage), T + square)
         async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
@@ -190,31 +185,27 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def scan_hopper(
     inputs, out, states, slots, checkpoints, chunks, work,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Do what scan_chunks does, with GROUPS · 64 rows of a state in one program.
+    """Do what scan_chunks does, with 128 rows of a state in one program.
 
-    Grid: (B · HV · V / 64 / GROUPS). STAGES: chunks that are in shared memory. AHEAD: the chunks
-    are prepared meanwhile, by prepare_gdn_ahead.
+    Grid: (B · HV · V / 128). STAGES: chunks that are in shared memory.
     """
-    TILES: gl.constexpr = C.V // 64 // GROUPS
-    tile = gl.program_id(0) % TILES * GROUPS
+    TILES: gl.constexpr = C.V // 128
+    tile = gl.program_id(0) % TILES * 2
     hv = gl.program_id(0) // TILES % C.HV
     b = gl.load(chunks.order + gl.program_id(0) // (TILES * C.HV))
     begin = gl.load(chunks.cu_seqlens + b)
     tokens = gl.load(chunks.cu_seqlens + b + 1) - begin
     num_chunks = gl.where(gl.load(slots.read + b) >= 0, (tokens + CHUNK - 1) // CHUNK, 0)
-    first = gl.load(chunks.first + b)
-    request = (begin, tokens, first, num_chunks)
-    ready = work.ready + first * (C.HV * TILES) + gl.program_id(0) % (C.HV * TILES)
+    request = (begin, tokens, gl.load(chunks.first + b), num_chunks)
     T: gl.constexpr = inputs.v.ptr.dtype.element_ty
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 128], T)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 64 * GROUPS], T)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * CHUNK, CHUNK], T)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], KEYS)
     q_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], KEYS)
-    v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 64 * GROUPS], VALUES)
+    v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], KEYS)
     o_tile = k_tile
     FACTORS: gl.constexpr = STAGES if C.PER_CHANNEL else 2 * STAGES
     if C.PER_CHANNEL:
@@ -222,28 +213,15 @@ def scan_hopper(
     T_tile = gl.allocate_shared_memory(T, [STAGES, 2 * CHUNK, CHUNK], SQUARE)
     f_tile = gl.allocate_shared_memory(gl.float32, [FACTORS, 128], PLAIN)
     y_tiles = gl.allocate_shared_memory(
-        T, [GROUPS, CHUNK, 64], gl.NVMMASharedLayout.get_default_for([CHUNK, 64], T)
+        T, [2, CHUNK, 64], gl.NVMMASharedLayout.get_default_for([CHUNK, 64], T)
     )
     ring = new_channel(k_tile, STAGES)
-    init_barriers((ring,), 128, GROUPS)
+    init_barriers((ring,), 128, 2)
     tiles = (k_tile, q_tile, v_tile, T_tile, f_tile, o_tile)
     carried = (ring, tiles, y_tiles, out, states, slots, checkpoints, work, request, b, hv, tile)
-    loaded = (ring, tiles, inputs, work, ready, request, hv, tile)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (carry, (carried, 0, C)),
-                (carry, (carried, 1, C)),
-                (load_chunks, (loaded, 2, AHEAD, C)),
-            ],
-            [4, 4],
-            [216, 56],
-        )
-    else:
-        gl.warp_specialize(
-            [(carry, (carried, 0, C)), (load_chunks, (loaded, 1, AHEAD, C))],
-            [4],
-            [56 if AHEAD else 128],
-        )
-    if AHEAD:
-        forget(ready, C.HV * TILES, (tokens + CHUNK - 1) // CHUNK)
+    loaded = (ring, tiles, inputs, work, request, hv, tile)
+    gl.warp_specialize(
+        [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (load_chunks, (loaded, C))],
+        [4, 4],
+        [216, 56],
+    )

@@ -97,12 +97,13 @@ def carry(carried, C: gl.constexpr):
     column = gl.arange(0, C.K, gl.SliceLayout(0, W))
     at = (hv * C.V + row)[:, None] * C.K + column[None, :]
     S = load_state(states, slots, b, at, C)
+    if num_chunks > 0:
+        ring.wait_full(0)
+        hopper.fence_async_shared()
     for j in range(num_chunks):
         stage = ring.stage(j)
         rounded = S.to(dtype)
         state = gl.convert_layout(rounded, AX)
-        ring.wait_full(j)
-        hopper.fence_async_shared()
         k = k_tile.index(stage)
         sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         hand.wait_free(j)
@@ -132,6 +133,9 @@ def carry(carried, C: gl.constexpr):
             u = u * f_out[None, :]
         u = gl.convert_layout(u.to(dtype), WX)
         S = hopper.warpgroup_mma(u, k, S, is_async=True)
+        if j + 1 < num_chunks:  # while the product runs
+            ring.wait_full(j + 1)
+            hopper.fence_async_shared()
         S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
         ring.release(j)
         if C.CHECKPOINTS:
