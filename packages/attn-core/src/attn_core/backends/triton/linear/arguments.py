@@ -103,6 +103,7 @@ class Workspace(NamedTuple):
     k_in, q_in, k_out [chunks, Hv, 64, K]: keys and queries with a decay per channel; these replace
     the factors.
     ready int32 [chunks, Hv, programs]: zeros, where each program of `scan` waits for a chunk.
+    taken int32 [1]: zero, how many chunks and heads were taken to be prepared.
     """
 
     T: Any
@@ -112,6 +113,7 @@ class Workspace(NamedTuple):
     q_in: Any
     k_out: Any
     ready: Any
+    taken: Any
 
 
 class Constants(NamedTuple):

@@ -28,7 +28,7 @@ from attn_core.backends.triton.linear.scan import scan_chunks
 from attn_core.backends.triton.linear.tuning import (
     FROM_SHARED,
     prepare_launch,
-    programs_ahead,
+    prepares_ahead,
     scan_launch,
 )
 from attn_core.backends.triton.variants import has_gluon
@@ -41,16 +41,21 @@ CHUNK = 64
 class PrefillPlan:
     """The chunks of a pass, and a workspace that its layers share, one after another.
 
-    alone: each tile of 64 rows of a state can have a multiprocessor to itself.
-    ahead: programs that prepare chunks while others scan them; 0 prepares all chunks first.
+    scans: tiles of 64 rows of the states. ahead: chunks are prepared while others are scanned.
     """
 
     chunks: Chunks
     work: Workspace
     num_chunks: int
     batch: int
-    alone: bool
-    ahead: int
+    scans: int
+    processors: int
+    ahead: bool
+
+    @property
+    def alone(self) -> bool:
+        """Say whether each tile of a state can have a multiprocessor to itself."""
+        return self.scans <= self.processors
 
 
 def plan_prefill(
@@ -72,9 +77,8 @@ def plan_prefill(
     pinned = device.type == "cuda"
     if pinned:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    programs, ahead = len(query_lens) * common.HV * -(-common.V // 64), 0
-    if not common.PER_CHANNEL:
-        ahead = programs_ahead(layer.arch, common.V, common.K, programs, processors)
+    scans = len(query_lens) * common.HV * -(-common.V // 64)
+    ahead = not common.PER_CHANNEL and prepares_ahead(layer.arch, scans, processors)
     turn = []
     if ahead:
         places = [j for n in counts for j in range(n)]
@@ -95,11 +99,13 @@ def plan_prefill(
     decay = empty(*wide, store=torch.float32)
     spread = [empty(CHUNK, common.K) if common.PER_CHANNEL else T for _ in range(3)]
     factors = decay if common.PER_CHANNEL else empty(3, CHUNK, store=torch.float32)
-    ready = table
+    waits = (table, table)
     if ahead:
-        ready = torch.zeros(*heads, common.V // 64, dtype=torch.int32, device=device)
-    work = Workspace._make((T, factors, decay, *spread, ready))
-    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), programs <= processors, ahead)
+        programs = total * common.HV * -(-common.V // 64)
+        zeros = torch.zeros(1 + programs, dtype=torch.int32, device=device)
+        waits = (zeros[1:], zeros)
+    work = Workspace._make((T, factors, decay, *spread, *waits))
+    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), scans, processors, ahead)
 
 
 def prefill(
@@ -135,7 +141,7 @@ def prefill(
     rows, stored = rows_of(out), states_of(state)
     spots = slots if checkpoints is None else checkpoints
     key = (
-        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead > 0),
+        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead),
         *like((*inputs, rows, stored)),
         *map(alike, (*places, spots)),
     )
@@ -145,7 +151,9 @@ def prefill(
         kernels = layer.prefills[key] = _kernels(layer, constants, inputs, plan)
     given = (inputs, weights, layer.numbers, plan.chunks, plan.work)
     if kernels.ahead:
-        kernels.prepare.launch((plan.ahead, 1, 1), (*given, plan.num_chunks))
+        kernels.prepare.launch(
+            (4 * plan.processors, 1, 1), (*given, plan.num_chunks, plan.scans, plan.processors)
+        )
     elif plan.num_chunks:
         kernels.prepare.launch((plan.num_chunks * common.HV, 1, 1), given)
     kernels.scan.launch(
@@ -159,8 +167,8 @@ def _kernels(
     layer: LinearArguments, constants: Constants, inputs: Inputs, plan: PrefillPlan
 ) -> PrefillKernels:
     """Return what prepares the chunks and what carries the states through them."""
-    own, ahead = _kernels_of(layer.arch), plan.ahead > 0
-    if own is not None and ahead and own.takes(layer.common, inputs):
+    own = _kernels_of(layer.arch)
+    if own is not None and plan.ahead and own.takes(layer.common, inputs):
         chosen: PrefillKernels = own.ahead(layer.common, constants)
         return chosen
     prepare = None if own is None else own.prepare(layer.common, inputs)

@@ -85,10 +85,9 @@ def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool, alone: bool) -
     return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=8, stages=2)
 
 
-def programs_ahead(arch: str, v_dim: int, k_dim: int, scans: int, processors: int) -> int:
-    """Return how many programs prepare GDN's chunks while `scans` others scan them, 0 for none.
+def prepares_ahead(arch: str, scans: int, processors: int) -> bool:
+    """Say whether GDN's chunks are prepared while `scans` programs scan them.
 
-    A multiprocessor has two that prepare, or one beside one that scans.
+    Each of these has a multiprocessor to itself, and at least as many prepare.
     """
-    takes = arch == "sm90" and k_dim == 128 and v_dim % 64 == 0
-    return 2 * processors - scans if takes and scans <= processors else 0
+    return arch == "sm90" and 2 * scans <= processors

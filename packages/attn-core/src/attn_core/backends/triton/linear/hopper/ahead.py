@@ -46,7 +46,7 @@ def wait_ready(ready):
 
 
 @gluon.jit
-def forget(ready, STRIDE: gl.constexpr, count):
+def forget(work, ready, STRIDE: gl.constexpr, count):
     """Leave the numbers of all chunks of a request as the next layer wants to find them."""
     tl.extra.cuda.gdc_wait()  # all are announced: not each was waited for
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -54,6 +54,7 @@ def forget(ready, STRIDE: gl.constexpr, count):
     zero = gl.full([128], 0, gl.int32, L)
     for j in range(0, count, 128):
         gl.store(ready + (j + i) * STRIDE, zero, mask=j + i < count)
+    gl.store(work.taken, 0)
 
 
 @gluon.jit(noinline=True)
@@ -62,17 +63,37 @@ def prepare_apart(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr
     prepare_chunk(c, hv, inputs, weights, numbers, chunks, work, C)
 
 
-@gluon.jit(do_not_specialize=["num_chunks"])
+@gluon.jit
+def stays(scans, processors):
+    """Say whether a program prepares chunks, or leaves its multiprocessor to one that scans.
+
+    The first program stays wherever it is, so that all chunks are prepared in any case.
+    """
+    here = gl.inline_asm_elementwise(
+        "mov.u32 $0, %smid;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    taken = (here + 1) * scans // processors - here * scans // processors
+    return (taken == 0) | (gl.program_id(0) == 0)
+
+
+@gluon.jit(do_not_specialize=["num_chunks", "scans", "processors"])
 def prepare_gdn_ahead(
-    inputs, weights, numbers, chunks, work, num_chunks, WAITING: gl.constexpr, C: gl.constexpr
-):
+    inputs, weights, numbers, chunks, work, num_chunks, scans, processors,
+    WAITING: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     """Do what prepare_gdn_hopper does, the first chunks of all requests and heads first.
 
-    Grid: any number of programs. WAITING: programs of the scan for each chunk and value head.
+    Grid: as many programs as the device has room for. scans: the programs of the scan. WAITING: of
+    these, how many wait for a chunk and value head.
     """
     tl.extra.cuda.gdc_launch_dependents()
-    for item in range(gl.program_id(0), num_chunks * C.HV, gl.num_programs(0)):
+    num_items = num_chunks * C.HV
+    item = num_items
+    if stays(scans, processors):
+        item = gl.atomic_add(work.taken, 1, sem="relaxed")
+    while item < num_items:
         c = gl.load(chunks.turn + item // C.HV)
         hv = item % C.HV
         prepare_apart(c, hv, inputs, weights, numbers, chunks, work, C)
         announce(work.ready + (c * C.HV + hv) * WAITING, WAITING)
+        item = gl.atomic_add(work.taken, 1, sem="relaxed")

@@ -57,16 +57,17 @@ def scan(common: Constants, inputs: Inputs, *, alone: bool) -> tuple[Launcher, i
 
 
 def _scan_alone(common: Constants, *, ahead: bool) -> Launcher:
-    """Return what carries 64 rows of a state in each program, of 120 registers a thread."""
-    options = {"launch_pdl": True} if ahead else {}
-    return Launcher(scan_alone, 2, 2, ahead, common, num_warps=4, maxnreg=120, **options)
+    """Return what carries 64 rows of a state in each program, with a multiprocessor to itself."""
+    stages, options = 2 if common.PER_CHANNEL else 3, {"launch_pdl": True} if ahead else {}
+    last = (stages, 3, 1, 4, ahead, common)
+    return Launcher(scan_alone, *last, num_warps=4, maxnreg=168, **options)
 
 
 def ahead(common: Constants, constants: Constants) -> PrefillKernels:
     """Return kernels that prepare GDN's chunks and scan them at once.
 
     common: what prepares is compiled for. constants: what carries the states is.
-    One program of each can share a multiprocessor.
+    Four programs of the first share a multiprocessor.
     """
     return PrefillKernels(
         Launcher(prepare_gdn_ahead, common.V // 64, common, num_warps=4, maxnreg=128),

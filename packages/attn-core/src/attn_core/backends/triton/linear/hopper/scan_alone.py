@@ -24,7 +24,16 @@ W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
-def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
+def prefetch(ptr):
+    """Bring the lines of memory that a tile of pointers lies in to the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_chunks(loaded, FETCH: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr):
     """Copy each chunk's keys, values, T and factors, and for the outputs queries and P · T."""
     keys, queries, inputs, work, ready, request, hv, tile = loaded
     carries, k_tile, v_tile, T_tile, f_tile, o_tile = keys
@@ -47,6 +56,19 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
         T = work.T + chunk * (2 * CHUNK * CHUNK)
         h = hv // C.GROUP
         inside = (j * CHUNK + i < tokens)[:, None]
+        if FETCH > 0:
+            later = begin + gl.minimum((j + FETCH) * CHUNK + f // 2, tokens - 1)
+            later = later.to(gl.int64)
+            v_line = inputs.v.ptr + hv * inputs.v.head_stride + tile * 64
+            prefetch(v_line + later * inputs.v.token_stride)
+            if not C.PER_CHANNEL:
+                k_line = inputs.k.ptr + h * inputs.k.head_stride + f % 2 * 64
+                prefetch(k_line + later * inputs.k.token_stride)
+                q_line = inputs.q.ptr + h * inputs.q.head_stride + f % 2 * 64
+                prefetch(q_line + later * inputs.q.token_stride)
+            if not AHEAD:
+                other = gl.minimum(j + FETCH, num_chunks - 1) - j
+                prefetch(T + (other * C.HV).to(gl.int64) * (2 * CHUNK * CHUNK) + f * 64)
         if AHEAD:
             wait_ready(ready + j * (C.HV * C.V // 64))
         carries.wait_free(j)
@@ -185,7 +207,8 @@ def write_chunks(written, C: gl.constexpr):
 @gluon.jit
 def scan_alone(
     inputs, out, states, slots, checkpoints, chunks, work,
-    STAGES: gl.constexpr, HANDED: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, HANDED: gl.constexpr, FETCH: gl.constexpr,
+    AHEAD: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Do what scan_chunks does, with 64 rows of a state in one program.
 
@@ -214,14 +237,14 @@ def scan_alone(
     if C.PER_CHANNEL:
         o_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], WIDE)
     f_tile = gl.allocate_shared_memory(gl.float32, [FACTORS, 128], PLAIN)
-    q_tile = gl.allocate_shared_memory(T, [2, CHUNK, 128], WIDE)
-    P_tile = gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE)
-    g_tile = gl.allocate_shared_memory(gl.float32, [2, 128], PLAIN)
+    q_tile = gl.allocate_shared_memory(T, [QUERIES, CHUNK, 128], WIDE)
+    P_tile = gl.allocate_shared_memory(T, [QUERIES, CHUNK, CHUNK], SQUARE)
+    g_tile = gl.allocate_shared_memory(gl.float32, [QUERIES, 128], PLAIN)
     state_tile = gl.allocate_shared_memory(T, [HANDED, 64, 128], WIDE)
     x_tile = gl.allocate_shared_memory(T, [HANDED, 64, CHUNK], SQUARE)
     y_tile = gl.allocate_shared_memory(T, [CHUNK, 64], SQUARE)
     carries = new_channel(k_tile, STAGES)
-    writes = new_channel(q_tile, 2)
+    writes = new_channel(q_tile, QUERIES)
     hand = new_channel(state_tile, HANDED)
     init_barriers((carries,), 128, 1)
     init_barriers((writes,), 128, 1)
@@ -233,9 +256,13 @@ def scan_alone(
     written = (queries, handed, y_tile, out, request, hv, tile)
     loaded = (keys, queries, inputs, work, ready, request, hv, tile)
     gl.warp_specialize(
-        [(carry, (carried, C)), (write_chunks, (written, C)), (load_chunks, (loaded, AHEAD, C))],
+        [
+            (carry, (carried, C)),
+            (write_chunks, (written, C)),
+            (load_chunks, (loaded, FETCH, AHEAD, C)),
+        ],
         [4, 4],
-        [88, 72],
+        [120, 136],
     )
     if AHEAD:
-        forget(ready, C.HV * TILES, count)
+        forget(work, ready, C.HV * TILES, count)
