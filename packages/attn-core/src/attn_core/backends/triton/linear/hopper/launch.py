@@ -59,7 +59,7 @@ def scan(common: Constants, inputs: Inputs, *, alone: bool) -> tuple[Launcher, i
 def _scan_alone(common: Constants, *, ahead: bool) -> Launcher:
     """Return what carries 64 rows of a state in each program, with a multiprocessor to itself."""
     stages, options = 2 if common.PER_CHANNEL else 3, {"launch_pdl": True} if ahead else {}
-    last = (stages, 3, 1, 4, ahead, common)
+    last = (stages, 3, 1, ahead, common)
     return Launcher(scan_alone, *last, num_warps=4, maxnreg=168, **options)
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.linear.hopper.ahead import forget, wait_ready
+from attn_core.backends.triton.linear.hopper.ahead import forget, ready_until
 from attn_core.backends.triton.linear.hopper.scan import copy_rows, load_state, write_outputs
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, A, barrier
 
@@ -24,16 +24,7 @@ W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
-def prefetch(ptr):
-    """Bring the lines of memory that a tile of pointers lies in to the L2 cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def load_chunks(loaded, FETCH: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexpr):
+def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
     """Copy each chunk's keys, values, T and factors, and for the outputs queries and P · T."""
     keys, queries, inputs, work, ready, request, hv, tile = loaded
     carries, k_tile, v_tile, T_tile, f_tile, o_tile = keys
@@ -48,6 +39,7 @@ def load_chunks(loaded, FETCH: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexp
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, N))
     square = token[:, None] * CHUNK + column[None, :]
     f = gl.arange(0, 128, F)
+    known = 0
     for j in range(num_chunks):
         start = (begin + j * CHUNK).to(gl.int64)
         chunk = ((first + j) * C.HV + hv).to(gl.int64)
@@ -56,21 +48,9 @@ def load_chunks(loaded, FETCH: gl.constexpr, AHEAD: gl.constexpr, C: gl.constexp
         T = work.T + chunk * (2 * CHUNK * CHUNK)
         h = hv // C.GROUP
         inside = (j * CHUNK + i < tokens)[:, None]
-        if FETCH > 0:
-            later = begin + gl.minimum((j + FETCH) * CHUNK + f // 2, tokens - 1)
-            later = later.to(gl.int64)
-            v_line = inputs.v.ptr + hv * inputs.v.head_stride + tile * 64
-            prefetch(v_line + later * inputs.v.token_stride)
-            if not C.PER_CHANNEL:
-                k_line = inputs.k.ptr + h * inputs.k.head_stride + f % 2 * 64
-                prefetch(k_line + later * inputs.k.token_stride)
-                q_line = inputs.q.ptr + h * inputs.q.head_stride + f % 2 * 64
-                prefetch(q_line + later * inputs.q.token_stride)
-            if not AHEAD:
-                other = gl.minimum(j + FETCH, num_chunks - 1) - j
-                prefetch(T + (other * C.HV).to(gl.int64) * (2 * CHUNK * CHUNK) + f * 64)
         if AHEAD:
-            wait_ready(ready + j * (C.HV * C.V // 64))
+            if j >= known:
+                known = ready_until(ready, C.HV * C.V // 64, j, num_chunks)
         carries.wait_free(j)
         at = carries.stage(j)
         if C.PER_CHANNEL:
@@ -207,7 +187,7 @@ def write_chunks(written, C: gl.constexpr):
 @gluon.jit
 def scan_alone(
     inputs, out, states, slots, checkpoints, chunks, work,
-    STAGES: gl.constexpr, QUERIES: gl.constexpr, HANDED: gl.constexpr, FETCH: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, HANDED: gl.constexpr,
     AHEAD: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Do what scan_chunks does, with 64 rows of a state in one program.
@@ -259,7 +239,7 @@ def scan_alone(
         [
             (carry, (carried, C)),
             (write_chunks, (written, C)),
-            (load_chunks, (loaded, FETCH, AHEAD, C)),
+            (load_chunks, (loaded, AHEAD, C)),
         ],
         [4, 4],
         [120, 136],
