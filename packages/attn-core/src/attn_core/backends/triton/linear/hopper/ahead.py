@@ -30,12 +30,15 @@ def announce(ready, WAITING: gl.constexpr):
 
 @gluon.jit
 def missing(ready, i):
-    """Return the first of 32 chunks that was not announced, 32 if all were."""
+    """Return the first of 128 chunks that was not announced, 128 if all were.
+
+    All threads return the same number, since each chunk was asked for by one of them.
+    """
     found = gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ready],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return gl.min(gl.where(found == 0, i, 32), 0)
+    return gl.min(gl.where(found == 0, i, 128), 0)
 
 
 @gluon.jit
@@ -44,12 +47,12 @@ def ready_until(ready, STRIDE: gl.constexpr, j, count):
 
     What was written before a chunk was announced can be read from here on.
     """
-    i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))
+    i = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     ready += gl.minimum(j + i, count - 1) * STRIDE
     found = missing(ready, i)
     while found == 0:
         found = missing(ready, i)
-    barrier()  # each thread asked for one chunk
+    barrier()  # what one thread was told holds for all
     return j + found
 
 
