@@ -48,6 +48,7 @@ class LinearArguments:
     arch: "sm90", "gfx942" or another architecture.
     common: the constants of all launches, without those of a pass.
     scans: launchers of prefill's second kernel, and how many rows of V a program of each has.
+    fused: launchers of prefill in one kernel, None for inputs that it does not take.
     """
 
     arch: str
@@ -56,6 +57,7 @@ class LinearArguments:
     common: Constants
     launchers: dict[Hashable, Launcher] = field(default_factory=dict)
     scans: dict[Hashable, tuple[Launcher, int]] = field(default_factory=dict)
+    fused: dict[Hashable, Launcher | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: Any, arch: str) -> LinearArguments:

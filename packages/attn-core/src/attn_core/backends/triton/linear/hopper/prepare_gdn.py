@@ -22,6 +22,8 @@ from attn_core.backends.triton.linear.hopper.solve import (
     sums,
 )  # fmt: skip
 
+GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+
 
 @gluon.jit
 def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
@@ -37,47 +39,29 @@ def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
 
 
 @gluon.jit
-def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
-    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
-    c = gl.program_id(0) // C.HV
-    hv = gl.program_id(0) % C.HV
-    h = hv // C.GROUP
-    at = gl.program_id(0).to(gl.int64)
-    first = gl.load(chunks.start + c).to(gl.int64)
-    count = gl.load(chunks.count + c)
-    dtype: gl.constexpr = inputs.k.ptr.dtype.element_ty
-    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, C.K], dtype)
-    H: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
-    k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
-    q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
-    below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], H)
-    copy_rows(k_tile, inputs.k, first, h, count, C)
-    copy_rows(q_tile, inputs.q, first, h, count, C)
-    async_copy.commit_group()
+def load_raw_gates(inputs, first, hv, inside_count):
+    """Return g and beta [64] of a chunk as they are: each warp has the numbers of all tokens."""
+    i = gl.arange(0, CHUNK, GATES)
+    inside = i < inside_count
+    g = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    beta = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    return gl.load(g, mask=inside, other=0.0), gl.load(beta, mask=inside, other=0.0)
 
-    # each warp has the numbers of all tokens
-    S: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+
+@gluon.jit
+def prepare_chunk(k_tile, q_tile, below, g, beta, count, a_log, bias, numbers, C: gl.constexpr):
+    """Return what `solve` takes, P as float16, the factors of Workspace and the chunk's decay.
+
+    k_tile, q_tile [64, K]: in shared memory. below: where L outside of its diagonal blocks goes.
+    g, beta: of load_raw_gates. Of the products none is in flight in the end.
+    """
     R: gl.constexpr = gl.SliceLayout(1, A)
     N: gl.constexpr = gl.SliceLayout(0, A)
-    i = gl.arange(0, CHUNK, S)
-    inside = i < count
-    a_log, bias = head_weights(weights, hv, 0, C)
-    g = gl.load(
-        inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride,
-        mask=inside, other=0.0,
-    )  # fmt: skip
-    beta = gl.load(
-        inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride,
-        mask=inside, other=0.0,
-    )  # fmt: skip
+    inside = gl.arange(0, CHUNK, GATES) < count
     g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
     beta = gl.where(inside, update_rate(beta, C), 0.0)
     G = gl.associative_scan(g, 0, sums)
     total = gl.sum(g, 0)
-
-    async_copy.wait_group(0)
-    hopper.fence_async_shared()
-    barrier()
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     k_columns = k_tile.permute((1, 0))
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
@@ -99,14 +83,43 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     row = k_norm * gl.convert_layout(beta, R)
     mask = row[:, None] * gl.where((r // 16)[:, None] > (n // 16)[None, :], 1.0, 0.0)
     below.store((Z * mask).to(gl.float16))
-    f_at = work.factors + at * (3 * CHUNK) + r
     into = gl.exp2(G_row)
-    gl.store(f_at, into * k_norm)
-    gl.store(f_at + CHUNK, into * q_norm)
-    gl.store(f_at + 2 * CHUNK, gl.exp2(total * LOG2_E - G_row) * k_norm)
-    gl.store(work.decay + at, gl.exp(total))
+    factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
     P = (gl.where(lower, qk, 0.0) * decay * q_norm[:, None]).to(gl.float16)
+    return blocks, P, k_norm, beta, factors, gl.exp(total)
+
+
+@gluon.jit
+def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
+    c = gl.program_id(0) // C.HV
+    hv = gl.program_id(0) % C.HV
+    h = hv // C.GROUP
+    at = gl.program_id(0).to(gl.int64)
+    first = gl.load(chunks.start + c).to(gl.int64)
+    count = gl.load(chunks.count + c)
+    dtype: gl.constexpr = inputs.k.ptr.dtype.element_ty
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, C.K], dtype)
+    H: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
+    k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
+    q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
+    below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], H)
+    copy_rows(k_tile, inputs.k, first, h, count, C)
+    copy_rows(q_tile, inputs.q, first, h, count, C)
+    async_copy.commit_group()
+    a_log, bias = head_weights(weights, hv, 0, C)
+    g, beta = load_raw_gates(inputs, first, hv, count)
+    async_copy.wait_group(0)
+    hopper.fence_async_shared()
+    barrier()
+    blocks, P, k_norm, beta, factors, decay = prepare_chunk(
+        k_tile, q_tile, below, g, beta, count, a_log, bias, numbers, C
+    )
+    f_at = work.factors + at * (3 * CHUNK) + gl.arange(0, CHUNK, gl.SliceLayout(1, A))
+    for i in gl.static_range(3):
+        gl.store(f_at + i * CHUNK, factors[i])
+    gl.store(work.decay + at, decay)
     barrier()  # from here on, no warp's products read q and k: what follows may take their place
     k_tile._keep_alive()
     q_tile._keep_alive()

@@ -130,29 +130,38 @@ def store_square(ptr, x):
 
 
 @gluon.jit
-def store_solved(work, at, N, P, norm, beta, below, tiles):
-    """Write T and P · T of a chunk and head.
+def solve(N, norm, beta, below, first, second):
+    """Return T [64, 64] of a chunk and head, in float32.
 
     N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm, beta [64]: of the rows.
-    below: L outside of its diagonal blocks, in shared memory. tiles: four, of which the first may
-    be `below`.
+    below: L outside of its diagonal blocks, in shared memory. first, second: tiles to work with.
     A mask is multiplied: it is one for whole blocks of 16.
     """
-    H: gl.constexpr = tiles.dtype
+    H: gl.constexpr = first.dtype
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, A))[:, None] // 16
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, A))[None, :] // 16
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     D = on_diagonal(inverse_of_blocks(N, norm, beta, H))
-    share(tiles.index(1), D)
+    share(first, D)
     U = product(D, below, zero) * gl.where(between(i, j, 1), -1.0, 0.0)
-    D = product(U, tiles.index(1), D)
-    share(tiles.index(2), D)
+    D = product(U, first, D)
+    share(second, D)
     U = product(D, below, zero) * gl.where(between(i, j, 2), -1.0, 0.0)
     column = gl.convert_layout(beta, gl.SliceLayout(0, A))
-    T = product(U, tiles.index(2), D) * column[None, :]
+    return product(U, second, D) * column[None, :]
+
+
+@gluon.jit
+def store_solved(work, at, N, P, norm, beta, below, tiles):
+    """Write T and P · T of a chunk and head: see `solve`.
+
+    tiles: four, of which the first may be `below`.
+    """
+    T = solve(N, norm, beta, below, tiles.index(1), tiles.index(2))
     share(tiles.index(3), T)
     ptr = work.T + at * (2 * CHUNK * CHUNK)
     store_square(ptr, T)
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     store_square(ptr + CHUNK * CHUNK, product(P, tiles.index(3), zero))
 
 
