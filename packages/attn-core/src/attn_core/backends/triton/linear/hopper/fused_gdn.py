@@ -16,10 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
 from attn_core.backends.triton.linear.gates import head_weights
-from attn_core.backends.triton.linear.hopper.prepare_gdn import load_raw_gates, prepare_chunk
+from attn_core.backends.triton.linear.hopper.prepare_gdn import (
+    load_raw_gates,
+    prepare_chunk,
+)
 from attn_core.backends.triton.linear.hopper.scan import write_outputs
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
+    LINE,
     A,
     barrier,
     product,
@@ -29,6 +33,7 @@ from attn_core.backends.triton.linear.hopper.solve import (
 
 W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 STAGES = gl.constexpr(3)  # chunks whose tokens are in shared memory
+TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 SOLVED = gl.constexpr(2)  # chunks that are solved ahead
 
 
@@ -64,9 +69,9 @@ def zero_rows(tiles, stage, count):
 def solve_chunks(given, C: gl.constexpr):
     """Fill `solved` with T, P · T and factors of each chunk, and copy the tokens of the next one.
 
-    work: float16, three tiles [64, 64].
+    work: float16, three tiles [64, 64]. lines: float32 [3, 64].
     """
-    ring, solved, tiles, work, maps, inputs, weights, numbers, request, hv = given
+    ring, solved, tiles, work, lines, maps, inputs, weights, numbers, request, hv = given
     k_tile, q_tile, v_tile, T_tile, f_tile = tiles
     begin, tokens, first, num_chunks = request
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
@@ -92,16 +97,16 @@ def solve_chunks(given, C: gl.constexpr):
             hopper.fence_async_shared()
             barrier()
         below = work.index(0)
-        blocks, P, k_norm, beta, factors, decay = prepare_chunk(
-            k_tile.index(stage), q_tile.index(stage), below, g, beta, left, a_log, bias, numbers, C
+        k, q = k_tile.index(stage), q_tile.index(stage)
+        blocks, P, k_norm, factors, decay = prepare_chunk(
+            k, q, below, lines, g, beta, left, a_log, bias, numbers, C
         )
         solved.wait_free(j)
-        for i in gl.static_range(3):
-            f_tile.index(4 * place + i).store(factors[i])
-        f_tile.index(4 * place + 3).store(
-            gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A)) * decay
-        )
-        T = solve(blocks, k_norm, beta, below, work.index(1), work.index(2))
+        kept = gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A)) * decay
+        pairs = gl.join(gl.join(factors[0], factors[2]), gl.join(factors[1], kept))
+        lines_of = f_tile._reinterpret(gl.float32, [SOLVED, 4, CHUNK], TABLE).index(place)
+        lines_of.store(gl.permute(gl.reshape(pairs, (CHUNK, 4)), (1, 0)))
+        T = solve(blocks, k_norm, lines.index(1), below, work.index(1), work.index(2))
         share(work.index(1), T)
         found = T_tile.index(place)
         found.slice(0, CHUNK).store(T.to(T_tile.dtype))
@@ -200,12 +205,12 @@ def fused_gdn_hopper(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * CHUNK, CHUNK], T)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], ROWS)
     q_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], ROWS)
     v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], ROWS)
     T_tile = gl.allocate_shared_memory(T, [SOLVED, 2 * CHUNK, CHUNK], SQUARE)
-    f_tile = gl.allocate_shared_memory(gl.float32, [4 * SOLVED, CHUNK], PLAIN)
+    f_tile = gl.allocate_shared_memory(gl.float32, [4 * SOLVED, CHUNK], LINE)
+    lines = gl.allocate_shared_memory(gl.float32, [3, CHUNK], LINE)
     work = gl.allocate_shared_memory(gl.float16, [3, CHUNK, CHUNK], HALF)
     y_tiles = gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], OUT)
     ring = new_channel(k_tile, STAGES)
@@ -215,9 +220,9 @@ def fused_gdn_hopper(
     hopper.fence_async_shared()
     tiles = (k_tile, q_tile, v_tile, T_tile, f_tile)
     carried = (ring, solved, tiles, y_tiles, out, states, slots, checkpoints, request, b, hv)
-    given = (ring, solved, tiles, work, maps, inputs, weights, numbers, request, hv)
+    given = (ring, solved, tiles, work, lines, maps, inputs, weights, numbers, request, hv)
     gl.warp_specialize(
         [(carry_rows, (carried, 0, C)), (carry_rows, (carried, 1, C)), (solve_chunks, (given, C))],
         [4, 4],
-        [184, 136],
+        [176, 152],
     )

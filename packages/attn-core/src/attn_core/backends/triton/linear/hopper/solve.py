@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 CHUNK = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of [64] in shared memory
 # of [64, 64] as a product of four warps leaves it, and of four blocks [16, 16]
 A = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 B = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
@@ -77,14 +78,13 @@ def between(row, column, SIZE: gl.constexpr):
 def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
     """Return the inverses [4, 16, 16] of I + beta · norm · N below the diagonal.
 
-    norm · N [4, 16, 16] is symmetric. norm, beta [64]: of the rows.
+    norm · N [4, 16, 16] is symmetric. norm [64], and beta in shared memory: of the rows.
     """
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-    beta = gl.reshape(beta, (4, 16))
-    row = gl.convert_layout(beta, gl.SliceLayout(2, B))
-    column = gl.convert_layout(beta, gl.SliceLayout(1, B))
     norm = gl.convert_layout(gl.reshape(norm, (4, 16)), gl.SliceLayout(2, B))
+    beta = beta._reinterpret(gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    row, column = beta.load(gl.SliceLayout(2, B)), beta.load(gl.SliceLayout(1, B))
     N = (
         N
         * gl.expand_dims(norm, 2)
@@ -133,8 +133,9 @@ def store_square(ptr, x):
 def solve(N, norm, beta, below, first, second):
     """Return T [64, 64] of a chunk and head, in float32.
 
-    N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm, beta [64]: of the rows.
-    below: L outside of its diagonal blocks, in shared memory. first, second: tiles to work with.
+    N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm [64]: of the rows.
+    In shared memory: beta [64], of the rows; below, L, and in its diagonal blocks and above them
+    anything finite; first and second, tiles to work with.
     A mask is multiplied: it is one for whole blocks of 16.
     """
     H: gl.constexpr = first.dtype
@@ -147,22 +148,17 @@ def solve(N, norm, beta, below, first, second):
     D = product(U, first, D)
     share(second, D)
     U = product(D, below, zero) * gl.where(between(i, j, 2), -1.0, 0.0)
-    column = gl.convert_layout(beta, gl.SliceLayout(0, A))
-    return product(U, second, D) * column[None, :]
+    return product(U, second, D) * beta.load(gl.SliceLayout(0, A))[None, :]
 
 
 @gluon.jit
-def store_solved(work, at, N, P, norm, beta, below, tiles):
-    """Write T and P · T of a chunk and head: see `solve`.
-
-    tiles: four, of which the first may be `below`.
-    """
-    T = solve(N, norm, beta, below, tiles.index(1), tiles.index(2))
-    share(tiles.index(3), T)
+def store_solved(work, at, T, P, tile):
+    """Write T and P · T of a chunk and head. tile: where T is to be multiplied."""
+    share(tile, T)
     ptr = work.T + at * (2 * CHUNK * CHUNK)
     store_square(ptr, T)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    store_square(ptr + CHUNK * CHUNK, product(P, tiles.index(3), zero))
+    store_square(ptr + CHUNK * CHUNK, product(P, tile, zero))
 
 
 @gluon.jit
