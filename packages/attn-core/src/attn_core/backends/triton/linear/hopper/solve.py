@@ -112,6 +112,27 @@ def product(a, tile, acc):
 
 
 @gluon.jit
+def columns_of(x):
+    """Return four times 16 columns."""
+    left, right = halves(x)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def sum_of_two(a, I: gl.constexpr, b, J: gl.constexpr, tile, acc):
+    """Return acc + a · rows I + b · rows J, of the 16 rows each that a tile has."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    a = gl.convert_layout(a.to(tile.dtype), OPERAND, assert_trivial=True)
+    b = gl.convert_layout(b.to(tile.dtype), OPERAND, assert_trivial=True)
+    acc = hopper.warpgroup_mma(a, tile.slice(16 * I, 16), acc, is_async=True)
+    acc = hopper.warpgroup_mma(b, tile.slice(16 * J, 16), acc, is_async=True)
+    acc, _, _ = hopper.warpgroup_mma_wait(0, deps=[acc, a, b])
+    return acc
+
+
+@gluon.jit
 def share(tile, x):
     """Store x where the products of all warps read it."""
     tile.store(x.to(tile.dtype))
@@ -136,19 +157,24 @@ def solve(N, norm, beta, below, first, second):
     N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm [64]: of the rows.
     In shared memory: beta [64], of the rows; below, L, and in its diagonal blocks and above them
     anything finite; first and second, tiles to work with.
-    A mask is multiplied: it is one for whole blocks of 16.
+    Blocks of 16 are joined to 32, and these to 64: of D, the inverses of two neighbours, and L
+    between them it is D - D · L · D. Of each product two blocks of columns are not zero.
     """
     H: gl.constexpr = first.dtype
-    i = gl.arange(0, CHUNK, gl.SliceLayout(1, A))[:, None] // 16
-    j = gl.arange(0, CHUNK, gl.SliceLayout(0, A))[None, :] // 16
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     D = on_diagonal(inverse_of_blocks(N, norm, beta, H))
     share(first, D)
-    U = product(D, below, zero) * gl.where(between(i, j, 1), -1.0, 0.0)
-    D = product(U, first, D)
+    _, d1, _, d3 = columns_of(D)
+    u0, _, u2, _ = columns_of(sum_of_two(d1, 1, d3, 3, below, zero))
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, u0.type.layout))[:, None] // 16
+    u0 = u0 * gl.where(i == 1, -1.0, 0.0)
+    u2 = u2 * gl.where(i == 3, -1.0, 0.0)
+    D = sum_of_two(u0, 0, u2, 2, first, D)
     share(second, D)
-    U = product(D, below, zero) * gl.where(between(i, j, 2), -1.0, 0.0)
-    return product(U, second, D) * beta.load(gl.SliceLayout(0, A))[None, :]
+    _, _, d2, d3 = columns_of(D)
+    u0, u1, _, _ = columns_of(sum_of_two(d2, 2, d3, 3, below, zero))
+    T = sum_of_two(-u0, 0, -u1, 1, second, D)
+    return T * beta.load(gl.SliceLayout(0, A))[None, :]
 
 
 @gluon.jit
