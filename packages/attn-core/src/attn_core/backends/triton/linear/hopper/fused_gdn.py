@@ -98,7 +98,7 @@ def solve_chunks(given, C: gl.constexpr):
             barrier()
         below = work.index(0)
         k, q = k_tile.index(stage), q_tile.index(stage)
-        blocks, P, k_norm, factors, decay = prepare_chunk(
+        D, P, factors, decay = prepare_chunk(
             k, q, below, lines, g, beta, left, a_log, bias, numbers, C
         )
         solved.wait_free(j)
@@ -106,7 +106,7 @@ def solve_chunks(given, C: gl.constexpr):
         pairs = gl.join(gl.join(factors[0], factors[2]), gl.join(factors[1], kept))
         lines_of = f_tile._reinterpret(gl.float32, [SOLVED, 4, CHUNK], TABLE).index(place)
         lines_of.store(gl.permute(gl.reshape(pairs, (CHUNK, 4)), (1, 0)))
-        T = solve(blocks, k_norm, lines.index(1), below, work.index(1), work.index(2))
+        T = solve(D, lines.index(1), below, work.index(1), work.index(2))
         share(work.index(1), T)
         found = T_tile.index(place)
         found.slice(0, CHUNK).store(T.to(T_tile.dtype))

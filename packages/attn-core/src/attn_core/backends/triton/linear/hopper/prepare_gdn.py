@@ -18,6 +18,7 @@ from attn_core.backends.triton.linear.hopper.solve import (
     A,
     barrier,
     diagonal_blocks,
+    inverse_of_blocks,
     norms_of,
     solve,
     store_solved,
@@ -71,29 +72,31 @@ def prepare_chunk(
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     k_columns = k_tile.permute((1, 0))
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
-    qq = hopper.warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     lines.index(0).store(G)
     lines.index(1).store(beta)
     barrier()
     G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
-    kk = hopper.warpgroup_mma_wait(1, deps=[kk])
+    kk = hopper.warpgroup_mma_wait(0, deps=[kk])
+    qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
     k_norm = norms_of(kk, numbers.eps, C.NORM)
     lines.index(2).store(k_norm)
-    qq = hopper.warpgroup_mma_wait(0, deps=[qq])
-    q_norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
     barrier()
     decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(2).load(N)[None, :]
     Z = kk * decay
-    qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
     blocks = diagonal_blocks(Z)
     below.store((Z * (k_norm * lines.index(1).load(R))[:, None]).to(gl.float16))
-    into = gl.exp2(G_row)
-    factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
     r = gl.arange(0, CHUNK, R)
     n = gl.arange(0, CHUNK, N)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
-    P = (gl.where(r[:, None] >= n[None, :], qk, 0.0) * decay * q_norm[:, None]).to(gl.float16)
-    return blocks, P, k_norm, factors, gl.exp(total)
+    qq = hopper.warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    P = gl.where(r[:, None] >= n[None, :], qk, 0.0) * decay
+    qq = hopper.warpgroup_mma_wait(0, deps=[qq])
+    q_norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
+    into = gl.exp2(G_row)
+    factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
+    P = (P * q_norm[:, None]).to(gl.float16)
+    D = inverse_of_blocks(blocks, k_norm, lines.index(1), gl.float16)
+    return D, P, factors, gl.exp(total)
 
 
 @gluon.jit
@@ -120,7 +123,7 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     async_copy.wait_group(0)
     hopper.fence_async_shared()
     barrier()
-    blocks, P, k_norm, factors, decay = prepare_chunk(
+    D, P, factors, decay = prepare_chunk(
         k_tile, q_tile, below, lines, g, beta, count, a_log, bias, numbers, C
     )
     f_at = work.factors + at * (3 * CHUNK) + gl.arange(0, CHUNK, gl.SliceLayout(1, A))
@@ -131,5 +134,5 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     k_tile._keep_alive()
     q_tile._keep_alive()
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
-    T = solve(blocks, k_norm, lines.index(1), below, tiles.index(1), tiles.index(2))
+    T = solve(D, lines.index(1), below, tiles.index(1), tiles.index(2))
     store_solved(work, at, T, P, tiles.index(3))

@@ -22,6 +22,7 @@ from attn_core.backends.triton.linear.hopper.solve import (
     A,
     B,
     barrier,
+    inverse_of_blocks,
     norms_of,
     on_diagonal,
     solve,
@@ -253,5 +254,5 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     line = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
     below, first, second = tiles.index(0), tiles.index(1), tiles.index(2)
     line.store(beta)
-    T = solve(L_near, one, line, below, first, second)
-    store_solved(work, at, T, P, tiles.index(3))
+    D = inverse_of_blocks(L_near, one, line, gl.float16)
+    store_solved(work, at, solve(D, line, below, first, second), P, tiles.index(3))

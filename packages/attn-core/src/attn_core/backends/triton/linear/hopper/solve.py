@@ -76,7 +76,7 @@ def between(row, column, SIZE: gl.constexpr):
 
 @gluon.jit
 def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
-    """Return the inverses [4, 16, 16] of I + beta · norm · N below the diagonal.
+    """Return the inverses of four blocks of I + beta · norm · N below the diagonal, as [64, 64].
 
     norm · N [4, 16, 16] is symmetric. norm [64], and beta in shared memory: of the rows.
     """
@@ -99,7 +99,7 @@ def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
         if level < 3:
             Y = Y - times(Y, U, DTYPE)
         X = X_next
-    return X
+    return on_diagonal(X)
 
 
 @gluon.jit
@@ -121,13 +121,13 @@ def columns_of(x):
 
 
 @gluon.jit
-def sum_of_two(a, I: gl.constexpr, b, J: gl.constexpr, tile, acc):
-    """Return acc + a · rows I + b · rows J, of the 16 rows each that a tile has."""
+def sum_of_two(a, FIRST: gl.constexpr, b, SECOND: gl.constexpr, tile, acc):
+    """Return acc + a · x + b · y, of a tile's four times 16 rows x the FIRST and y the SECOND."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     a = gl.convert_layout(a.to(tile.dtype), OPERAND, assert_trivial=True)
     b = gl.convert_layout(b.to(tile.dtype), OPERAND, assert_trivial=True)
-    acc = hopper.warpgroup_mma(a, tile.slice(16 * I, 16), acc, is_async=True)
-    acc = hopper.warpgroup_mma(b, tile.slice(16 * J, 16), acc, is_async=True)
+    acc = hopper.warpgroup_mma(a, tile.slice(16 * FIRST, 16), acc, is_async=True)
+    acc = hopper.warpgroup_mma(b, tile.slice(16 * SECOND, 16), acc, is_async=True)
     acc, _, _ = hopper.warpgroup_mma_wait(0, deps=[acc, a, b])
     return acc
 
@@ -151,18 +151,15 @@ def store_square(ptr, x):
 
 
 @gluon.jit
-def solve(N, norm, beta, below, first, second):
+def solve(D, beta, below, first, second):
     """Return T [64, 64] of a chunk and head, in float32.
 
-    N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm [64]: of the rows.
-    In shared memory: beta [64], of the rows; below, L, and in its diagonal blocks and above them
+    D: of inverse_of_blocks. In shared memory: beta [64], of the rows; below, L, and in its diagonal blocks and above them
     anything finite; first and second, tiles to work with.
     Blocks of 16 are joined to 32, and these to 64: of D, the inverses of two neighbours, and L
     between them it is D - D · L · D. Of each product two blocks of columns are not zero.
     """
-    H: gl.constexpr = first.dtype
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    D = on_diagonal(inverse_of_blocks(N, norm, beta, H))
     share(first, D)
     _, d1, _, d3 = columns_of(D)
     u0, _, u2, _ = columns_of(sum_of_two(d1, 1, d3, 3, below, zero))
