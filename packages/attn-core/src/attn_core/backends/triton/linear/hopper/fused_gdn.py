@@ -133,13 +133,13 @@ def carry_rows(carried, TILE: gl.constexpr, C: gl.constexpr):
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, A)
     row = TILE * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
     column = gl.arange(0, C.K, gl.SliceLayout(0, W))
-    at = (hv * C.V + row)[:, None] * C.K + column[None, :]
+    at = ((hv * C.V + row) * C.K)[:, None]  # a row's columns are at constants from there
     slot = gl.load(slots.read + b).to(gl.int64)
     known = slot >= 0
     if C.FRESH:
         known = known & (gl.load(slots.fresh + b) == 0)
-    source = states.ptr + gl.maximum(slot, 0) * states.slot_stride + at
-    S = gl.load(source, mask=(at >= 0) & known, other=0.0).to(gl.float32)
+    source = states.ptr + gl.maximum(slot, 0) * states.slot_stride + at + column[None, :]
+    S = gl.load(source, mask=(column >= 0)[None, :] & known, other=0.0).to(gl.float32)
     for j in range(num_chunks):
         stage = ring.stage(j)
         place = solved.stage(j)
@@ -176,11 +176,11 @@ def carry_rows(carried, TILE: gl.constexpr, C: gl.constexpr):
         if C.CHECKPOINTS:
             kept = gl.load(checkpoints + first + j).to(gl.int64)
             if kept >= 0:
-                target = states.ptr + kept * states.slot_stride + at
+                target = states.ptr + kept * states.slot_stride + at + column[None, :]
                 gl.store(target, S.to(states.ptr.dtype.element_ty))
     write = gl.load(slots.write + b).to(gl.int64)
     if (write >= 0) & (slot >= 0):
-        target = states.ptr + write * states.slot_stride + at
+        target = states.ptr + write * states.slot_stride + at + column[None, :]
         gl.store(target, S.to(states.ptr.dtype.element_ty))
 
 
@@ -224,5 +224,5 @@ def fused_gdn_hopper(
     gl.warp_specialize(
         [(carry_rows, (carried, 0, C)), (carry_rows, (carried, 1, C)), (solve_chunks, (given, C))],
         [4, 4],
-        [176, 152],
+        [184, 136],
     )

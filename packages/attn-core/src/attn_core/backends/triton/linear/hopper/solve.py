@@ -154,8 +154,8 @@ def store_square(ptr, x):
 def solve(D, beta, below, first, second):
     """Return T [64, 64] of a chunk and head, in float32.
 
-    D: of inverse_of_blocks. In shared memory: beta [64], of the rows; below, L, and in its diagonal blocks and above them
-    anything finite; first and second, tiles to work with.
+    D: of inverse_of_blocks. In shared memory: beta [64], of the rows; below, L, and in its diagonal
+    blocks and above them anything finite; first and second, tiles to work with.
     Blocks of 16 are joined to 32, and these to 64: of D, the inverses of two neighbours, and L
     between them it is D - D · L · D. Of each product two blocks of columns are not zero.
     """
