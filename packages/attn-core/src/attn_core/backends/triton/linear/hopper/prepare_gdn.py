@@ -53,8 +53,9 @@ def load_raw_gates(inputs, first, hv, inside_count):
 
 @gluon.jit
 def prepare_chunk(
-    k_tile, q_tile, below, lines, g, beta, count, a_log, bias, numbers, C: gl.constexpr
-):
+    k_tile, q_tile, below, lines, AT: gl.constexpr, g, beta, count, a_log, bias, numbers,
+    C: gl.constexpr,
+):  # fmt: skip
     """Return what `solve` takes, P as float16, the factors of Workspace and the chunk's decay.
 
     k_tile, q_tile [64, K]: in shared memory. below: where L goes. lines: float32 [3, 64], to work
@@ -72,19 +73,21 @@ def prepare_chunk(
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     k_columns = k_tile.permute((1, 0))
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
-    lines.index(0).store(G)
-    lines.index(1).store(beta)
+    lines.index(AT).store(G)
+    lines.index(AT + 1).store(beta)
     barrier()
-    G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
+    G_row, G_column = lines.index(AT).load(R), lines.index(AT).load(N)
     kk = hopper.warpgroup_mma_wait(0, deps=[kk])
     qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
     k_norm = norms_of(kk, numbers.eps, C.NORM)
-    lines.index(2).store(k_norm)
+    lines.index(AT + 2).store(k_norm)
     barrier()
-    decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(2).load(N)[None, :]
+    decay = (
+        gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(AT + 2).load(N)[None, :]
+    )
     Z = kk * decay
     blocks = diagonal_blocks(Z)
-    below.store((Z * (k_norm * lines.index(1).load(R))[:, None]).to(gl.float16))
+    below.store((Z * (k_norm * lines.index(AT + 1).load(R))[:, None]).to(gl.float16))
     r = gl.arange(0, CHUNK, R)
     n = gl.arange(0, CHUNK, N)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
@@ -95,7 +98,7 @@ def prepare_chunk(
     into = gl.exp2(G_row)
     factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
     P = (P * q_norm[:, None]).to(gl.float16)
-    D = inverse_of_blocks(blocks, k_norm, lines.index(1), gl.float16)
+    D = inverse_of_blocks(blocks, k_norm, lines.index(AT + 1), gl.float16)
     return D, P, factors, gl.exp(total)
 
 
@@ -124,7 +127,7 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     hopper.fence_async_shared()
     barrier()
     D, P, factors, decay = prepare_chunk(
-        k_tile, q_tile, below, lines, g, beta, count, a_log, bias, numbers, C
+        k_tile, q_tile, below, lines, 0, g, beta, count, a_log, bias, numbers, C
     )
     f_at = work.factors + at * (3 * CHUNK) + gl.arange(0, CHUNK, gl.SliceLayout(1, A))
     for i in gl.static_range(3):
