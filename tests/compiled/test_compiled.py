@@ -106,14 +106,16 @@ def test_hot_launches_of_sparse_mla(arch):
 
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_linear_attention(arch):
-    names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
-    sites = judged(arch, *names, hot=True)
+    prefill = ("gdn-prefill-few", "kda-prefill", "gdn-prefill")
+    sites = judged(arch, "gdn-decode", "gdn-verify-tree", "gdn-commit", *prefill, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     kernels = [[k["name"] for k in site["kernels"]] for site in sites]
-    names = (["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"])
+    gdn, kda = ["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"]
+    names = [gdn, kda, gdn]
     if arch == "sm90":
-        names = ([f"prepare_{kind}_hopper", "scan_hopper"] for kind in ("gdn", "kda"))
-    assert kernels[3:] == [*names]
+        names = [[f"prepare_{kind}_hopper", "scan_hopper"] for kind in ("gdn", "kda")]
+        names.append(["fused_gdn_hopper"])
+    assert kernels[3:] == names
 
 
 @pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])
