@@ -3,8 +3,6 @@
 Run: `pytest tests/device/test_linear_kernels.py`. The interpreter's tests have the rest.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from linear_reference import draw, make_linear_layer
@@ -17,7 +15,7 @@ from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 
 KERNELS = (  # each runs below
     "prepare_gdn", "prepare_kda", "scan_chunks", "decode_states", "verify_gdn", "verify_kda",
-    "commit_drafts", "prepare_gdn_hopper", "prepare_kda_hopper", "scan_hopper", "fused_gdn_hopper",
+    "commit_drafts", "prepare_gdn_hopper", "prepare_kda_hopper", "scan_hopper",
 )  # fmt: skip
 DEVICE = torch.device("cuda")
 MODEL = {"heads": (2, 4), "dims": (128, 128)}
@@ -158,63 +156,6 @@ def test_equal_prompts_that_fill_the_device_have_equal_bits(kind):
         got = prefill(kept, *raw, again, slots, plan).unflatten(0, (batch, n))
         assert torch.equal(got, want.expand_as(got))
         assert torch.equal(again, one.expand_as(again))
-
-
-LENGTHS = {
-    "one": (1,),
-    "borders": (63, 64, 65, 0, 1, 128, 127),
-    "long": (1000, 4096, 5),
-    "empty": (0, 70),
-}
-
-
-@pytest.mark.skipif(arch() != "sm90", reason="one kernel is of a Hopper")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("heads", [(2, 4), (3, 3)], ids=["gva", "mha"])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_one_kernel_has_the_bits_of_two(name, heads, dtype):
-    """Strided tokens, a slot that is none, one that is fresh and NaN, checkpoints, NaN nearby."""
-    lens = LENGTHS[name]
-    batch, total = len(lens), sum(lens)
-    layer = make_linear_layer(**{**MODEL, "heads": heads}, gate="softplus", norm=1e-6)
-    kept, drawn = launch.LinearArguments.of(layer, arch()), draw(layer, total, dtype=dtype)
-    sizes = [x[0].numel() for x in drawn.raw[:3]]
-    packed = torch.cat([x.flatten(1) for x in drawn.raw[:3]], 1)
-    parts = packed.split(sizes, 1)
-    tokens = [p.unflatten(1, x.shape[1:]) for p, x in zip(parts, drawn.raw, strict=False)]
-    plan = plan_prefill(kept, lens, dtype=dtype, device=DEVICE)
-    chunks = plan.num_chunks
-    state = states_of(layer, 2 * batch + chunks)
-    slots, out_slots = torch.arange(batch).int(), torch.arange(batch).int() + batch
-    fresh = torch.zeros(batch, dtype=torch.bool)
-    if batch > 2:
-        fresh[0], slots[1], out_slots[2] = True, -1, 2
-        state[0] = torch.nan
-        packed[lens[0] : lens[0] + lens[1]] = torch.nan  # of the request without a slot
-    spots = torch.arange(chunks).int() + 2 * batch
-    spots[::2] = -1
-    found = []
-    for processors in (1, 1 << 20):  # that few are filled by any states, and that many by none
-        own, out = state.clone(), torch.zeros(total, *tokens[2].shape[1:], dtype=dtype)
-        got = prefill(
-            kept, *tokens, *drawn.raw[3:], own, slots, replace(plan, processors=processors),
-            slots_out=out_slots, fresh=fresh, checkpoints=spots, out=out,
-        )  # fmt: skip
-        assert got is out
-        found.append((out, own))
-    assert len(kept.fused) == 1
-    begin = 0
-    for n, slot, to, new in zip(
-        lens, slots.tolist(), out_slots.tolist(), fresh.tolist(), strict=True
-    ):
-        if n and slot >= 0 and n < 2000:
-            start = torch.zeros_like(state[slot]) if new else state[slot]
-            want, after = drawn[begin : begin + n].run(start)
-            close(found[0][0][begin : begin + n], want, 5e-3)
-            close(found[0][1][to], after[-1], 5e-3)
-        begin += n
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1].nan_to_num(7.0), found[1][1].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])

@@ -41,7 +41,7 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
     """Launch an operation for parts of one projection and the states of one layer of several."""
     if chip.arch == "sm75":
         raise NotDeclared("linear attention (needs sm80)")
-    checkpoints, processors = more.pop("checkpoints", None), more.pop("processors", 1)
+    checkpoints, alone = more.pop("checkpoints", None), more.pop("alone", False)
     tokens_dtype = more.pop("tokens", torch.bfloat16)
     layer = make_layer(**model, **more)
     (hk, hv), (k, v) = model["heads"], model["dims"]
@@ -66,7 +66,7 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
         commit(kept, states, records, slots, slots, tree_mask=mask)
     else:
         plan = plan_prefill(kept, LENGTHS, dtype=tokens_dtype, device=META)
-        plan = dataclasses.replace(plan, processors=processors)
+        plan = dataclasses.replace(plan, processors=1000) if alone else plan
         spots = int32(plan.num_chunks) if checkpoints else None
         prefill(kept, *tokens, states[0], slots, plan, checkpoints=spots)
 
@@ -83,8 +83,7 @@ LINEAR = {
         ("gdn-commit", "commit", QWEN, {}),
         ("gdn-commit-tree", "commit", QWEN, {"drafts": 8, "tree": True}),
         ("gdn-prefill", "prefill", QWEN, {}),
-        ("gdn-prefill-few", "prefill", QWEN, {"processors": 100}),
-        ("gdn-prefill-alone", "prefill", QWEN, {"processors": 1000}),
+        ("gdn-prefill-alone", "prefill", QWEN, {"alone": True}),
         ("gdn-prefill-64", "prefill", QWEN | {"dims": (64, 128)}, {}),
         ("gdn-prefill-bf16", "prefill", QWEN, {"checkpoints": True, **BF16}),
         ("kda-decode", "decode", KIMI, {}),
@@ -92,7 +91,7 @@ LINEAR = {
         ("kda-verify-tree", "verify", KIMI, {"drafts": 8, "tree": True}),
         ("kda-commit", "commit", KIMI, {}),
         ("kda-prefill", "prefill", KIMI, {}),
-        ("kda-prefill-alone", "prefill", KIMI, {"processors": 1000}),
+        ("kda-prefill-alone", "prefill", KIMI, {"alone": True}),
         ("kda-prefill-fp16", "prefill", KIMI, {"tokens": torch.float16}),
         ("kda-prefill-bounded", "prefill", KIMI, {"bound": -5.0}),
     )

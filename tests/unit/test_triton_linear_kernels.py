@@ -8,7 +8,6 @@ pytest.importorskip("triton")
 from attn_core.backends.triton.linear import gates, launch
 from attn_core.backends.triton.linear import verify as kernels
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
-from attn_core.backends.triton.linear.tuning import fills
 from attn_core.errors import UsageError
 from linear_reference import draw, make_linear_layer
 
@@ -276,23 +275,6 @@ class TestPrefill:
 def test_head_dims_that_no_kernel_takes():
     with pytest.raises(UsageError, match="supports K of 16, 32, 64, 128 or 256"):
         launch.LinearArguments.of(make_linear_layer(dims=(96, 96)), "sm90")
-
-
-@pytest.mark.parametrize(
-    ("lens", "heads", "filled"),
-    [
-        ([1024] * 16, 32, True),
-        ([1024] * 16, 8, True),
-        ([4096] * 3, 32, False),
-        ([4096] * 4, 32, True),
-        ([8192], 32, False),
-        ([8192] + [64] * 100, 32, False),
-        ([0, 0], 32, False),
-    ],
-)
-def test_states_fill_a_device_where_the_longest_does_not_last_longer(lens, heads, filled):
-    chunks = [-(-n // 64) for n in lens]
-    assert fills(sum(chunks) * heads, max(chunks), 132) == filled
 
 
 def test_a_plan_is_made_on_the_host_whatever_the_default_device_is():

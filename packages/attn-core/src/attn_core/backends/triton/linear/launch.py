@@ -48,7 +48,6 @@ class LinearArguments:
     arch: "sm90", "gfx942" or another architecture.
     common: the constants of all launches, without those of a pass.
     scans: launchers of prefill's second kernel, and how many rows of V a program of each has.
-    fused: launchers of prefill in one kernel, None for inputs that it does not take.
     """
 
     arch: str
@@ -57,7 +56,6 @@ class LinearArguments:
     common: Constants
     launchers: dict[Hashable, Launcher] = field(default_factory=dict)
     scans: dict[Hashable, tuple[Launcher, int]] = field(default_factory=dict)
-    fused: dict[Hashable, Launcher | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: Any, arch: str) -> LinearArguments:

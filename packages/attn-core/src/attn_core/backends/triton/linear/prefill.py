@@ -25,12 +25,7 @@ from attn_core.backends.triton.linear.operands import (
 from attn_core.backends.triton.linear.prepare import prepare_gdn
 from attn_core.backends.triton.linear.prepare_kda import prepare_kda
 from attn_core.backends.triton.linear.scan import scan_chunks
-from attn_core.backends.triton.linear.tuning import (
-    FROM_SHARED,
-    fills,
-    prepare_launch,
-    scan_launch,
-)
+from attn_core.backends.triton.linear.tuning import FROM_SHARED, prepare_launch, scan_launch
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.ops.triton.launcher import Launcher, alike
 
@@ -39,15 +34,11 @@ CHUNK = 64
 
 @dataclass(frozen=True, eq=False)
 class PrefillPlan:
-    """The chunks of a pass, and a workspace that its layers share, one after another.
-
-    longest: the chunks of the longest request. processors: multiprocessors of the device.
-    """
+    """The chunks of a pass, and a workspace that its layers share, one after another."""
 
     chunks: Chunks
     work: Workspace
     num_chunks: int
-    longest: int
     batch: int
     processors: int
 
@@ -89,8 +80,7 @@ def plan_prefill(
     processors = 1
     if pinned:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    longest = max(counts, default=0)
-    return PrefillPlan(Chunks(*pieces), work, total, longest, len(query_lens), processors)
+    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), processors)
 
 
 def prefill(
@@ -125,18 +115,6 @@ def prefill(
     inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
     rows, stored = rows_of(out), states_of(state)
     tensors = like((*inputs, rows, stored))
-    spots = slots if checkpoints is None else checkpoints
-    constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
-    pass_key = (fresh is None, checkpoints is None, *tensors, *map(alike, (*places, spots)))
-    own = _kernels_of(layer.arch)
-    if own is not None and fills(plan.num_chunks * common.HV, plan.longest, plan.processors):
-        if pass_key not in layer.fused:
-            layer.fused[pass_key] = own.fused(constants, inputs)
-        fused = layer.fused[pass_key]
-        if fused is not None:
-            args = (weights, layer.numbers, rows, stored, places, spots, plan.chunks)
-            own.launch_fused(fused, plan.batch * common.HV, inputs, args)
-            return out
     if plan.num_chunks:
         key = ("prepare", *tensors)
         launcher = layer.launchers.get(key)
@@ -144,10 +122,15 @@ def prefill(
             launcher = layer.launchers[key] = _prepare(layer, inputs)
         programs = plan.num_chunks * common.HV
         launcher.launch((programs, 1, 1), (inputs, weights, layer.numbers, plan.chunks, plan.work))
+    spots = slots if checkpoints is None else checkpoints
     alone = slots.shape[0] * common.HV * -(-common.V // 64) <= plan.processors
-    key = (alone, *pass_key)
+    key = (
+        *("scan", fresh is None, checkpoints is None, alone, *tensors),
+        *map(alike, (*places, spots)),
+    )
     scan = layer.scans.get(key)
     if scan is None:
+        constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
         scan = layer.scans[key] = _scan(layer, constants, inputs, alone=alone)
     launcher, height = scan
     launcher.launch(

@@ -69,15 +69,6 @@ def prepare_launch(arch: str, k_dim: int, *, per_channel: bool, wide: bool) -> L
     return Launch(rows=min(32 if new and not wide else 16, k_dim), warps=8)
 
 
-def fills(chunks: int, longest: int, processors: int) -> bool:
-    """Say whether states alone keep a device busy, one a multiprocessor, a chunk after the other.
-
-    chunks: of all states. longest: of the state with the most. Then one kernel runs them; if not,
-    all chunks are prepared at once, and then scanned.
-    """
-    return 0 < 3 * processors * longest <= 4 * chunks
-
-
 @cache
 def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool, alone: bool) -> Launch:
     """Choose for scan_chunks. wide: tokens of float32, which take twice the memory.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_core.backends.triton.hopper.stores import SWIZZLED
 from attn_core.backends.triton.linear.arguments import Constants, Inputs, Rows
-from attn_core.backends.triton.linear.hopper.fused_gdn import fused_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_kda import prepare_kda_hopper
 from attn_core.backends.triton.linear.hopper.scan import scan_hopper
-from attn_core.ops.triton.launcher import Launcher, MapOf
+from attn_core.ops.triton.launcher import Launcher
 
 
 def copied(*rows: Rows) -> bool:
@@ -50,44 +45,3 @@ def scan(common: Constants, inputs: Inputs, *, alone: bool) -> tuple[Launcher, i
     groups = 1 if alone or common.V % 128 else 2
     stages = 3 if groups == 2 and not common.PER_CHANNEL else 2
     return Launcher(scan_hopper, groups, stages, common, num_warps=4), 64 * groups
-
-
-def fused(common: Constants, inputs: Inputs) -> Launcher | None:
-    """Return what runs all chunks of a request in one kernel, None as above.
-
-    TMA copies tokens whose heads lie side by side.
-    """
-    tokens = (inputs.q, inputs.k, inputs.v)
-    fits = not common.PER_CHANNEL and common.K == common.V == 128
-    fits = fits and inputs.v.ptr.dtype.itemsize == 2 and copied(*tokens)
-    for x in tokens:
-        fits = fits and x.head_stride == 128 and x.token_stride >= x.ptr.shape[1] * 128
-    if not fits:
-        return None
-    return Launcher(fused_gdn_hopper, common, num_warps=4)
-
-
-def maps_of(*tokens: Rows) -> tuple[MapOf, ...]:
-    """Return how TMA reads tokens [T, H, D] whose heads lie side by side: as rows [T, H · D]."""
-    return tuple(
-        MapOf(x.ptr.data_ptr(), (x.ptr.shape[0], x.ptr[0].numel()), (x.token_stride, 1))
-        for x in tokens
-    )
-
-
-def descriptors_of(*tokens: Rows) -> tuple[TensorDescriptor, ...]:
-    """Return the same as Triton takes it: 64 tokens of a head at a time."""
-    return tuple(
-        TensorDescriptor(x.ptr, [*of.shape], [*of.strides], [64, 128], SWIZZLED)
-        for x, of in zip(tokens, maps_of(*tokens), strict=True)
-    )
-
-
-def launch_fused(launcher: Launcher, programs: int, inputs: Inputs, args: tuple[Any, ...]) -> None:
-    """Launch it. programs: requests · value heads. args: of fused_gdn_hopper after `inputs`."""
-    tokens = (inputs.k, inputs.q, inputs.v)
-    launcher.launch(
-        (programs, 1, 1),
-        (*maps_of(*tokens), inputs, *args),
-        lambda: (*descriptors_of(*tokens), inputs, *args),
-    )

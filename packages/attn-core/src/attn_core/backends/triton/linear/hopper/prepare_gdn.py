@@ -25,8 +25,6 @@ from attn_core.backends.triton.linear.hopper.solve import (
     sums,
 )  # fmt: skip
 
-GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
-
 
 @gluon.jit
 def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
@@ -42,52 +40,48 @@ def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
 
 
 @gluon.jit
-def load_raw_gates(inputs, first, hv, inside_count):
-    """Return g and beta [64] of a chunk as they are: each warp has the numbers of all tokens."""
-    i = gl.arange(0, CHUNK, GATES)
-    inside = i < inside_count
+def load_gates(inputs, weights, numbers, first, hv, count, C: gl.constexpr):
+    """Return the log decays and rates [64] of a chunk: each warp has those of all tokens."""
+    i = gl.arange(0, CHUNK, gl.BlockedLayout([2], [32], [4], [0]))
+    inside = i < count
+    a_log, bias = head_weights(weights, hv, 0, C)
     g = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    g = gl.load(g, mask=inside, other=0.0)
     beta = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
-    return gl.load(g, mask=inside, other=0.0), gl.load(beta, mask=inside, other=0.0)
+    beta = gl.load(beta, mask=inside, other=0.0)
+    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
+    return g, gl.where(inside, update_rate(beta, C), 0.0)
 
 
 @gluon.jit
-def prepare_chunk(
-    k_tile, q_tile, below, lines, AT: gl.constexpr, g, beta, count, a_log, bias, numbers,
-    C: gl.constexpr,
-):  # fmt: skip
+def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexpr):
     """Return what `solve` takes, P as float16, the factors of Workspace and the chunk's decay.
 
     k_tile, q_tile [64, K]: in shared memory. below: where L goes. lines: float32 [3, 64], to work
-    with; the second is beta. g, beta: of load_raw_gates. No product is in flight in the end.
+    with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
     A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
     no number is used, but none overflows.
     """
     R: gl.constexpr = gl.SliceLayout(1, A)
     N: gl.constexpr = gl.SliceLayout(0, A)
-    inside = gl.arange(0, CHUNK, GATES) < count
-    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
-    beta = gl.where(inside, update_rate(beta, C), 0.0)
     G = gl.associative_scan(g, 0, sums) * LOG2_E
     total = gl.sum(g, 0)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     k_columns = k_tile.permute((1, 0))
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
-    lines.index(AT).store(G)
-    lines.index(AT + 1).store(beta)
+    lines.index(0).store(G)
+    lines.index(1).store(beta)
     barrier()
-    G_row, G_column = lines.index(AT).load(R), lines.index(AT).load(N)
+    G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
     kk = hopper.warpgroup_mma_wait(0, deps=[kk])
     qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
     k_norm = norms_of(kk, numbers.eps, C.NORM)
-    lines.index(AT + 2).store(k_norm)
+    lines.index(2).store(k_norm)
     barrier()
-    decay = (
-        gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(AT + 2).load(N)[None, :]
-    )
+    decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(2).load(N)[None, :]
     Z = kk * decay
     blocks = diagonal_blocks(Z)
-    below.store((Z * (k_norm * lines.index(AT + 1).load(R))[:, None]).to(gl.float16))
+    below.store((Z * (k_norm * lines.index(1).load(R))[:, None]).to(gl.float16))
     r = gl.arange(0, CHUNK, R)
     n = gl.arange(0, CHUNK, N)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
@@ -98,7 +92,7 @@ def prepare_chunk(
     into = gl.exp2(G_row)
     factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
     P = (P * q_norm[:, None]).to(gl.float16)
-    D = inverse_of_blocks(blocks, k_norm, lines.index(AT + 1), gl.float16)
+    D = inverse_of_blocks(blocks, k_norm, lines.index(1), gl.float16)
     return D, P, factors, gl.exp(total)
 
 
@@ -121,14 +115,11 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     copy_rows(k_tile, inputs.k, first, h, count, C)
     copy_rows(q_tile, inputs.q, first, h, count, C)
     async_copy.commit_group()
-    a_log, bias = head_weights(weights, hv, 0, C)
-    g, beta = load_raw_gates(inputs, first, hv, count)
+    g, beta = load_gates(inputs, weights, numbers, first, hv, count, C)
     async_copy.wait_group(0)
     hopper.fence_async_shared()
     barrier()
-    D, P, factors, decay = prepare_chunk(
-        k_tile, q_tile, below, lines, 0, g, beta, count, a_log, bias, numbers, C
-    )
+    D, P, factors, decay = prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C)
     f_at = work.factors + at * (3 * CHUNK) + gl.arange(0, CHUNK, gl.SliceLayout(1, A))
     for i in gl.static_range(3):
         gl.store(f_at + i * CHUNK, factors[i])
