@@ -45,6 +45,18 @@ LATENT = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
 }
+SPARSE = {
+    **LATENT,
+    "head_dim": 16,
+    "q_lora_rank": 32,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_topk": 5,  # fewer than the tokens of a prompt: else every key is selected
+    "index_n_heads": 16,  # with few heads many scores are 0, and eager breaks ties at random
+    "index_head_dim": 32,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 QWEN3_5 = {
     **HYBRID,
@@ -67,6 +79,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+    },
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": {
+        **SPARSE,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "full", "shared", "full"],
     },
     "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_5_text": HYBRID,

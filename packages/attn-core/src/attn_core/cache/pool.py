@@ -19,7 +19,7 @@ from attn_core.cache.layer_cache import (
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
 
-IndexDtype = Literal["bf16", "fp8_e4m3"]
+IndexDtype = Literal["fp32", "fp16", "bf16", "fp8_e4m3"]
 
 
 class CachePool(Protocol):
@@ -50,7 +50,7 @@ class KVPool:
     layout: "NHD" or "HND", as in LayerCache.
     kind: "mla" and "dsa" store the latent once and no V.
     index_dim: above 0, layers of sparse MLA (DSA) also store index keys of so many dims.
-    index_dtype: "bf16", or "fp8_e4m3" with a scale per key.
+    index_dtype: "bf16", "fp16", "fp32", or "fp8_e4m3" with a scale per key.
     index_layers: the ids of the layers with an indexer; None = all. A layer that shares another
     layer's selection has none, and stores no index keys.
     scales: for FP8 and FP4 only: layer_id → (k_scale, v_scale), 1.0 if absent, each a number or a
@@ -115,7 +115,7 @@ class KVPool:
             index = (
                 zeros((pages, size * (self.index_dim + SCALE_BYTES)), torch.uint8)
                 if fp8
-                else zeros((pages, size, self.index_dim), torch.bfloat16)
+                else zeros((pages, size, self.index_dim), TORCH_DTYPES[self.index_dtype])
             )
         return LayerCache(
             k=kv[0],
