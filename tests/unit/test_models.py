@@ -916,9 +916,9 @@ def test_keys_that_are_always_selected_are_said():
 
 
 def test_an_indexer_is_of_sparse_layers_that_do_not_share():
-    with pytest.raises(UsageError, match="kind mla with index_topk .expected kind dsa"):
+    with pytest.raises(UsageError, match=r"kind mla with index_topk .expected kind dsa"):
         mla(4, index_topk=2048)
-    with pytest.raises(UsageError, match="kind dsa with index_heads .expected none with shares"):
+    with pytest.raises(UsageError, match=r"kind dsa with index_heads .expected none with shares"):
         mla(4, kind="dsa", index_topk=2048, index_heads=4, shares_topk=True)
-    with pytest.raises(UsageError, match="index_topk 0 .expected 1 or more"):
+    with pytest.raises(UsageError, match=r"index_topk 0 .expected 1 or more"):
         mla(4, kind="dsa", index_topk=0)

@@ -53,8 +53,8 @@ class LayerCache:
     FP4 (e2m1): uint8 [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales =
     (k, v) e4m3 [..., D / 16]. Other formats have no scales.
     index: index keys of sparse MLA (DSA), bf16, fp16 or fp32 [pages, page_size, dim]; in FP8, where
-    a key has a scale of its own, uint8 [pages, page_size · (dim + 4)]: first the page's values, e4m3
-    [page_size, dim], then its scales, float32 [page_size].
+    a key has a scale of its own, uint8 [pages, page_size · (dim + 4)]: first the page's values,
+    e4m3 [page_size, dim], then its scales, float32 [page_size].
     k_scale, v_scale: a number, or a float32 tensor of one element on the device of the pages. A
     tensor is read in each pass and never on the host, so it may be calibrated, or written by a
     graph, after the cache was created. Rows with tensor_scales accept it.

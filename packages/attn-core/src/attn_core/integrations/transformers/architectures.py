@@ -38,8 +38,8 @@ class ModelAttention:
     layers: those with keys and values in the cache; layer_id is the cache layer. Layers with a
     window lie in the view "window", the others in "full". kind: "mla" is absorbed, and so is "dsa",
     sparse MLA. indexers: of the layers of kind "dsa" that share no other layer's selection, by
-    layer_id. linear_layers: those with a state instead. vision_layers: those of the vision tower. rotary: of
-    a model with dual chunk attention.
+    layer_id. linear_layers: those with a state instead. vision_layers: those of the vision tower.
+    rotary: of a model with dual chunk attention.
     """
 
     layers: tuple[AttentionLayer, ...]

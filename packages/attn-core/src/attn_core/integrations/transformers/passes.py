@@ -105,7 +105,7 @@ class Pass:
         """Write index keys and select for one layer of sparse MLA: int32 [B, T, K], padding -1.
 
         q_index [B, T, Hi, Di], k_index [B, T, Di], weights float32 [B, T, Hi]. The selection holds
-        token slots, as HybridDispatcher.index_topk; it is not read where a pass attends to all keys.
+        token slots, as HybridDispatcher.index_topk; a pass that attends to all keys reads none.
         """
         shape, chosen = (q_index.shape[0], q_index.shape[1]), None
         if self.batch is not None:
