@@ -95,10 +95,9 @@ class LayerRequirements:
                 )
 
     def _check_indexer(self) -> None:
+        none: tuple[str, ...] = ("index_heads", "index_dim") if self.shares_topk else ()
         if self.kind != "dsa":
             none = ("index_topk", "index_heads", "index_dim", "shares_topk")
-        else:
-            none = ("index_heads", "index_dim") if self.shares_topk else ()
         if beside := [name for name in none if getattr(self, name)]:
             expected = "kind dsa" if self.kind != "dsa" else "none with shares_topk"
             raise UsageError(

@@ -182,6 +182,7 @@ def _mask(
             "the model asks for a mask that is more than causal (packed sequences, bidirectional "
             "blocks); attn-core takes one request a row and a 2-D attention_mask"
         )
+    return None
 
 
 def padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:

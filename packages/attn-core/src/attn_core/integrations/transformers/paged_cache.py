@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from attn_core.cache.allocator import PageAllocator
 from attn_core.cache.page_table import num_pages_for
-from attn_core.cache.pool import KVPool
+from attn_core.cache.pool import IndexDtype, KVPool
 from attn_core.errors import OutOfPagesError, UsageError
 from attn_core.integrations.transformers.architectures import ModelAttention
 from attn_core.integrations.transformers.passes import Pass
@@ -202,7 +203,7 @@ class PagedCache:
                 kind=self.kind,
                 layout=self.selection.layout,
                 index_dim=next((x.head_dim for x in self._indexers.values()), 0),
-                index_dtype=self._dtype,  # exactly what the model's own cache holds
+                index_dtype=cast(IndexDtype, self._dtype),  # exactly what the model's own cache holds
                 index_layers=self._indexers.keys(),
             )
         except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
