@@ -203,7 +203,7 @@ class PagedCache:
                 kind=self.kind,
                 layout=self.selection.layout,
                 index_dim=next((x.head_dim for x in self._indexers.values()), 0),
-                index_dtype=cast(IndexDtype, self._dtype),  # exactly what the model's own cache holds
+                index_dtype=cast(IndexDtype, self._dtype),  # as its own cache
                 index_layers=self._indexers.keys(),
             )
         except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
