@@ -104,7 +104,7 @@ def index_topk(
             )  # fmt: skip
         select_topk[(count,)](
             scores, scores.stride(0), table, table.stride(0), *lengths, first, chosen,
-            topk, size, min(_ROW, power_of_two(longest)), min(1024, power_of_two(topk)),
+            topk, size, _ROW, min(1024, power_of_two(topk)),
             num_warps=8,
         )  # fmt: skip
     return chosen
