@@ -24,6 +24,7 @@ from attn_core.integrations.sglang.server import (
     captures,
     check_arguments,
     check_draft_model,
+    check_sparse,
     check_tree_masks,
     check_version,
     draft_shape,
@@ -66,6 +67,7 @@ class AttnCoreBackend(AttentionBackend):
         args = runner.server_args
         check_version(args)
         check_arguments(args)
+        check_sparse(runner.model_config.hf_config)  # a draft model's, too
         self.is_draft_model = bool(runner.is_draft_worker)
         if self.is_draft_model:
             check_draft_model(args)

@@ -23,6 +23,7 @@ from attn_core.integrations.sglang.server import (
     NAME,
     TESTED,
     TREES,
+    check_sparse,
     drafts,
     has_version,
     verifies,
@@ -81,19 +82,22 @@ def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named
 
 
 def _windowed_models(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
-    """Let attn_core serve models whose windows and sinks its rows declare."""
-    if NAME in args.get_attention_backends() and _architecture(args) in WINDOWED_MODELS:
-        return _under_stand_in(function, args, *rest, **named)
+    """Let attn_core serve models whose windows and sinks its rows declare; refuse sparse ones."""
+    if NAME in args.get_attention_backends():
+        config = _config(args)
+        check_sparse(config)
+        if config is not None and config.architectures[0] in WINDOWED_MODELS:
+            return _under_stand_in(function, args, *rest, **named)
     return function(args, *rest, **named)
 
 
-def _architecture(args: Any) -> str:
-    """Return the model's class; "" for weights that another server sends with their config."""
+def _config(args: Any) -> Any:
+    """Return the model's config; None for weights that another server sends with their config."""
     from sglang.srt import server_args
 
     if server_args.parse_connector_type(args.model_path) == server_args.ConnectorType.INSTANCE:
-        return ""
-    return str(args.get_model_config().hf_config.architectures[0])
+        return None
+    return args.get_model_config().hf_config
 
 
 def _paged_trees(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
@@ -177,7 +181,7 @@ GATES = (
     Gate(
         target="sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
         seen=TESTED,
-        does="gpt-oss and EXAONE 4 accept attn_core",
+        does="gpt-oss and EXAONE 4 accept attn_core, models of sparse MLA are refused",
         kind="AROUND",
         hook=_windowed_models,
     ),

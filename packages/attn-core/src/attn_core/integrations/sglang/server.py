@@ -203,6 +203,19 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def check_sparse(config: Any) -> None:
+    """Raise UnsupportedError for a model of sparse MLA (DSA), whose indexer needs SGLang's backend.
+
+    config: of transformers.
+    """
+    if getattr(config, "index_topk", None) is not None:
+        raise UnsupportedError(
+            f"{' '.join(config.architectures)} has sparse MLA (DSA, index_topk "
+            f"{config.index_topk}) with --attention-backend {NAME}: SGLang's indexer selects keys "
+            "by the plans of SGLang's own backend; use --attention-backend dsa"
+        )
+
+
 def check_tree_masks(args: Any) -> None:
     """Raise UnsupportedError if SGLang's workers build other tree masks than attn-core reads."""
     if not verifies(args) or draft_shape(args)[0] == 1:
