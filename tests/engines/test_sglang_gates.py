@@ -78,7 +78,9 @@ def test_a_sparse_model_is_refused_where_its_backend_is_created():
     runner = SimpleNamespace(
         server_args=server_args(), model_config=SimpleNamespace(hf_config=config)
     )
-    with pytest.raises(UnsupportedError, match=r"GlmMoeDsaForCausalLMNextN .* use --attention-back"):
+    with pytest.raises(
+        UnsupportedError, match=r"GlmMoeDsaForCausalLMNextN .* use --attention-back"
+    ):
         AttnCoreBackend(runner)
 
 
