@@ -5,9 +5,7 @@ import pkgutil
 from types import SimpleNamespace
 
 import pytest
-from attn_core.errors import UnsupportedError
 from attn_core.integrations.sglang import gates
-from attn_core.integrations.sglang.backend import AttnCoreBackend
 from attn_core.integrations.sglang.gates import GATES, STAND_IN
 from engine_logits import CONFIGS
 from engine_passes import server_args
@@ -54,34 +52,6 @@ def test_windowed_models_accept_the_name(server, config):
     assert args.get_attention_backends() == ("attn_core", "attn_core")
     with pytest.raises(AssertionError, match=r"required|requires"):
         server(config, attention_backend="flashinfer")
-
-
-SPARSE = CONFIGS["deepseek"] | {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 64,
-    "index_topk": 16,
-    "index_n_heads": 4,
-    "index_head_dim": 128,
-}
-
-
-@pytest.mark.parametrize("phase", ["attention", "prefill_attention", "decode_attention"])
-def test_models_of_sparse_mla_are_refused_by_name_before_anything_is_loaded(server, phase):
-    names = {"attention_backend": "dsa"} | {f"{phase}_backend": "attn_core"}
-    with pytest.raises(UnsupportedError, match=r"^DeepseekV32ForCausalLM has sparse MLA .DSA, in"):
-        server(SPARSE, **names)
-
-
-def test_a_sparse_model_is_refused_where_its_backend_is_created():
-    config = SimpleNamespace(architectures=["GlmMoeDsaForCausalLMNextN"], index_topk=2048)
-    runner = SimpleNamespace(
-        server_args=server_args(), model_config=SimpleNamespace(hf_config=config)
-    )
-    with pytest.raises(
-        UnsupportedError, match=r"GlmMoeDsaForCausalLMNextN .* use --attention-back"
-    ):
-        AttnCoreBackend(runner)
 
 
 def test_the_other_phase_keeps_its_test(server):

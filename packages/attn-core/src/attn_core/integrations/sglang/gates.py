@@ -23,7 +23,6 @@ from attn_core.integrations.sglang.server import (
     NAME,
     TESTED,
     TREES,
-    check_sparse,
     drafts,
     has_version,
     verifies,
@@ -82,10 +81,9 @@ def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named
 
 
 def _windowed_models(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
-    """Let attn_core serve models whose windows and sinks its rows declare; refuse sparse ones."""
+    """Let attn_core serve models whose windows and sinks its rows declare."""
     if NAME in args.get_attention_backends():
         config = _config(args)
-        check_sparse(config)
         if config is not None and config.architectures[0] in WINDOWED_MODELS:
             return _under_stand_in(function, args, *rest, **named)
     return function(args, *rest, **named)
@@ -181,7 +179,7 @@ GATES = (
     Gate(
         target="sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
         seen=TESTED,
-        does="gpt-oss and EXAONE 4 accept attn_core, models of sparse MLA are refused",
+        does="gpt-oss and EXAONE 4 accept attn_core",
         kind="AROUND",
         hook=_windowed_models,
     ),

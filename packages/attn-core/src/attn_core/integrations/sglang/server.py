@@ -19,6 +19,7 @@ NAME = "attn_core"  # of --attention-backend
 TESTED = SpecifierSet(">=0.5.15,<0.5.18")
 TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in other ways
 DRAFTS = SpecifierSet("==0.5.16.*")  # whose draft workers call attn_core's backends
+SPARSE = SpecifierSet("==0.5.16.*")  # whose indexers and pool of index keys were read
 LINEAR = SpecifierSet("==0.5.16.*")  # whose pool of states and passes were read
 DRAFTED = ("EAGLE", "EAGLE3", "STANDALONE")  # the algorithms of those workers
 # SGLang's arguments that change what a pass is, and what to do without each
@@ -203,17 +204,40 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def check_sparse(config: Any) -> None:
-    """Raise UnsupportedError for a model of sparse MLA (DSA), whose indexer needs SGLang's backend.
+def index_topk(config: Any) -> int | None:
+    """Return the keys that a query of sparse MLA (DSA) selects; None for another model.
 
-    config: of transformers.
+    config: of transformers; None is unknown.
     """
-    if getattr(config, "index_topk", None) is not None:
-        raise UnsupportedError(
-            f"{' '.join(config.architectures)} has sparse MLA (DSA, index_topk "
-            f"{config.index_topk}) with --attention-backend {NAME}: SGLang's indexer selects keys "
-            "by the plans of SGLang's own backend; use --attention-backend dsa"
+    topk: int | None = getattr(config, "index_topk", None)
+    return topk
+
+
+def check_sparse(args: Any, config: Any) -> None:
+    """Raise UnsupportedError for what is not served beside sparse MLA (DSA), if a model has it."""
+    topk = index_topk(config)
+    if topk is None:
+        return
+    refused = {
+        f"SGLang {importlib.metadata.version('sglang')} (tested with {SPARSE})": not has_version(
+            SPARSE
+        ),
+        "another backend for one phase": set(args.get_attention_backends()) != {NAME},
+        "speculation": args.speculative_algorithm is not None,
+        "keys that are always selected (index_init_tokens, index_local_tokens)": any(
+            getattr(config, f"index_{x}_tokens", 0) for x in ("init", "local")
+        ),
+        "CUDA graphs of prefill (--cuda-graph-backend-prefill disabled leaves them out)": _graphs(
+            args, "prefill"
         )
+        not in ("", "disabled"),
+    }
+    for what, present in refused.items():
+        if present:
+            raise UnsupportedError(
+                f"{' '.join(config.architectures)} has sparse MLA (DSA, index_topk {topk}), which "
+                f"{NAME} does not serve with {what}; use --attention-backend dsa"
+            )
 
 
 def check_tree_masks(args: Any) -> None:
