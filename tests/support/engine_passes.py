@@ -76,7 +76,7 @@ def dsa_pool(layers=1, dtype=torch.bfloat16):
 def runner(modules, pool, page, *, draft=False, config=None, **args):
     """Return what the adapter reads of a ModelRunner; requests lie on shuffled pages.
 
-    config: of transformers, of which the adapter reads what sparse MLA has.
+    config: of transformers, which is read for sparse MLA.
     """
     table = torch.zeros(ROWS, CONTEXT, dtype=torch.int32)
     each = CONTEXT // page
@@ -91,7 +91,7 @@ def runner(modules, pool, page, *, draft=False, config=None, **args):
         is_draft_worker=draft,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=table, size=ROWS - 1),
-        model_config=SimpleNamespace(hf_config=config or SimpleNamespace()),
+        model_config=SimpleNamespace(hf_config=config),
         model=torch.nn.ModuleList(modules),
     )
 

@@ -28,7 +28,6 @@ from attn_core.integrations.sglang.server import (
     check_tree_masks,
     check_version,
     draft_shape,
-    index_topk,
     speculation,
     verifies,
 )
@@ -68,7 +67,6 @@ class AttnCoreBackend(AttentionBackend):
         args = runner.server_args
         check_version(args)
         check_arguments(args)
-        check_sparse(args, runner.model_config.hf_config)
         self.is_draft_model = bool(runner.is_draft_worker)
         if self.is_draft_model:
             check_draft_model(args)
@@ -81,8 +79,10 @@ class AttnCoreBackend(AttentionBackend):
         rows = runner.req_to_token_pool.size
         if self.is_draft_model and tree is None:  # a branch is a row of its own
             rows, topk = rows * topk, 1
-        topk_keys = index_topk(runner.model_config.hf_config)
-        self.layers, self._unfolded = layers_of(runner.model, self.pool, topk_keys)
+        index_topk = None
+        if self.pool.is_sparse:
+            index_topk = check_sparse(args, runner.model_config.hf_config)
+        self.layers, self._unfolded = layers_of(runner.model, self.pool, index_topk)
         needs = {LayerRequirements.of(layer, self.pool.kind) for layer in self.layers.values()}
         needs |= {layer.requirements for layer in served_layers(runner).values()}
         requirements = Requirements(

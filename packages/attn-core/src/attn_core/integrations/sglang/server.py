@@ -204,20 +204,12 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def index_topk(config: Any) -> int | None:
-    """Return the keys that a query of sparse MLA (DSA) selects; None for another model.
+def check_sparse(args: Any, config: Any) -> int:
+    """Return the keys that a query of a model of sparse MLA (DSA) selects.
 
-    config: of transformers; None is unknown.
+    config: of transformers. Raises UnsupportedError for what is not served beside sparse MLA.
     """
-    topk: int | None = getattr(config, "index_topk", None)
-    return topk
-
-
-def check_sparse(args: Any, config: Any) -> None:
-    """Raise UnsupportedError for what is not served beside sparse MLA (DSA), if a model has it."""
-    topk = index_topk(config)
-    if topk is None:
-        return
+    topk: int = config.index_topk
     refused = {
         f"SGLang {importlib.metadata.version('sglang')} (tested with {SPARSE})": not has_version(
             SPARSE
@@ -238,6 +230,7 @@ def check_sparse(args: Any, config: Any) -> None:
                 f"{' '.join(config.architectures)} has sparse MLA (DSA, index_topk {topk}), which "
                 f"{NAME} does not serve with {what}; use --attention-backend dsa"
             )
+    return topk
 
 
 def check_tree_masks(args: Any) -> None:
