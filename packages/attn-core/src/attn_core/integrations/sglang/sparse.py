@@ -42,10 +42,8 @@ def _forward(
     """
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
-    from attn_core.integrations.sglang.backend import AttnCoreBackend
-
     backend = get_attn_backend()
-    if not isinstance(backend, AttnCoreBackend):
+    if not hasattr(backend, "planned"):  # of AttnCoreBackend
         raise UnsupportedError(
             f"layer {layer_id} selects keys in a pass of {type(backend).__name__}; use one "
             "--attention-backend for all passes"
