@@ -174,6 +174,7 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(name: str) -> None:
         assert engine.num_held == 6
 
 
+@pytest.mark.long
 def test_a_compiled_model_selects_and_attends_in_one_operator_each() -> None:
     types = ["full", "shared"]  # two layers without experts
     how = {"num_hidden_layers": 2, "indexer_types": types, "first_k_dense_replace": 2}

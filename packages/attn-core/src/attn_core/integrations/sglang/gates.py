@@ -82,20 +82,18 @@ def _under_stand_in(function: Callable[..., Any], args: Any, *rest: Any, **named
 
 def _windowed_models(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
     """Let attn_core serve models whose windows and sinks its rows declare."""
-    if NAME in args.get_attention_backends():
-        config = _config(args)
-        if config is not None and config.architectures[0] in WINDOWED_MODELS:
-            return _under_stand_in(function, args, *rest, **named)
+    if NAME in args.get_attention_backends() and _architecture(args) in WINDOWED_MODELS:
+        return _under_stand_in(function, args, *rest, **named)
     return function(args, *rest, **named)
 
 
-def _config(args: Any) -> Any:
-    """Return the model's config; None for weights that another server sends with their config."""
+def _architecture(args: Any) -> str:
+    """Return the model's class; "" for weights that another server sends with their config."""
     from sglang.srt import server_args
 
     if server_args.parse_connector_type(args.model_path) == server_args.ConnectorType.INSTANCE:
-        return None
-    return args.get_model_config().hf_config
+        return ""
+    return str(args.get_model_config().hf_config.architectures[0])
 
 
 def _paged_trees(function: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
