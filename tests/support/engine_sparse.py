@@ -43,7 +43,7 @@ def in_float32(model: torch.nn.Module) -> None:
 
 def stored(keys: torch.Tensor) -> torch.Tensor:
     """Return index keys as SGLang's pool holds them: FP8, with a float32 scale per key."""
-    scale = keys.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    scale = keys.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) * (1 / 448)
     return (keys / scale).to(torch.float8_e4m3fn).double() * scale.double()
 
 
