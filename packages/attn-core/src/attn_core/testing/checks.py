@@ -191,6 +191,8 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
     for name in ("whole", "decode", *chunked):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, metamorphic.pages_moved)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
+    stored = [name for name in ("decode-fp8",) if name in cases]
+    for name in ("whole", "decode", *chunked, *stored):
         yield partial(_related, f"far-pages-{name}", cases[name], base, far_pages)
         yield partial(_related, f"beside-nan-{name}", cases[name], base, neighbours.beside_nan)
     for name, case in GRAPHS[kind].items():

@@ -45,7 +45,11 @@ class IndexStrides(NamedTuple):
 
 
 class AttendConstants(NamedTuple):
-    """What attend_selected is compiled for: latents of DV + DR columns, BM heads by BN keys."""
+    """What attend_selected is compiled for: latents of DV + DR columns, BM heads by BN keys.
+
+    The strides are those of latents, of their rope parts and of FP8's scales. Compiled in, an odd
+    one is known to be a multiple of what a load takes at once.
+    """
 
     HEADS: int
     DV: int
@@ -56,6 +60,13 @@ class AttendConstants(NamedTuple):
     BN: int
     BDV: int
     BDR: int
+    FP8: bool
+    PAGE_STRIDE: int
+    TOKEN_STRIDE: int
+    ROPE_PAGE: int
+    ROPE_TOKEN: int
+    SCALES_PAGE: int
+    SCALES_TOKEN: int
 
 
 def index_topk(
@@ -130,9 +141,12 @@ def attend(
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
     block_m, block_n, warps = _tile(heads, q.dtype, arch)
     blocks = triton.cdiv(heads, block_m)
+    fp8 = cache.latent_dim > 0
+    values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
     constants = AttendConstants(
         *(heads, v_dim, dim - v_dim, cache.page_size, topk, block_m, block_n),
-        *(power_of_two(v_dim), power_of_two(dim - v_dim)),
+        *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8),
+        *(x.stride(axis) for x in (values, rope, scales) for axis in (0, 1)),
     )
     most = max(1, topk // FEWEST_KEYS)
     wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
@@ -143,7 +157,7 @@ def attend(
         partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
         states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
     attend_selected[(tokens, blocks, parts)](
-        q, *q.stride()[:2], cache.k, cache.k.stride(0), cache.k.stride(1),
+        q, *q.stride()[:2], values.view(torch.uint8) if fp8 else values, rope, scales,
         topk_indices, topk_indices.stride(0), keys, layer.scale,
         partial, *partial.stride()[:3], states, *states.stride()[:2], constants,
         num_warps=warps, num_stages=1 if q.dtype == torch.float32 else 2,
