@@ -45,10 +45,10 @@ def _write(
         tl.store(values + page * values_page + inner * values_token + d, code.to(tl.uint8))
         tl.store(scales + page * scales_page + inner * scales_token + block, scale)
     else:
-        d = tl.arange(0, ROPE_BLOCK)
-        x = tl.load(k + (LATENT + d) * k_dim, mask=d < ROPE, other=0.0)
-        at = rope + page * rope_page + inner * rope_token + d
-        tl.store(at, x.to(tl.bfloat16), mask=d < ROPE)
+        r = tl.arange(0, ROPE_BLOCK)
+        y = tl.load(k + (LATENT + r) * k_dim, mask=r < ROPE, other=0.0)
+        at = rope + page * rope_page + inner * rope_token + r
+        tl.store(at, y.to(tl.bfloat16), mask=r < ROPE)
 
 
 def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:

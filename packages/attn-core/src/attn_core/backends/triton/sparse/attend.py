@@ -78,8 +78,8 @@ def attend_selected(
         s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if C.DR > 0:
             inside = used[:, None] & of_rope[None, :]
-            at_rope = page * C.ROPE_PAGE + inner * C.ROPE_TOKEN
-            k2 = tl.load(rope_parts + at_rope[:, None] + rope[None, :], mask=inside, other=0.0)
+            of_slot = rope_parts + (page * C.ROPE_PAGE + inner * C.ROPE_TOKEN)[:, None]
+            k2 = tl.load(of_slot + rope[None, :], mask=inside, other=0.0)
             s += tl.dot(q2, tl.trans(k2.to(q2.dtype)), input_precision="ieee")
         s = tl.where(used[None, :], s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))

@@ -139,9 +139,9 @@ def attend(
     """
     tokens, heads, dim = q.shape
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
-    block_m, block_n, warps = _tile(heads, q.dtype, arch)
-    blocks = triton.cdiv(heads, block_m)
     fp8 = cache.latent_dim > 0
+    block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
+    blocks = triton.cdiv(heads, block_m)
     values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
     constants = AttendConstants(
         *(heads, v_dim, dim - v_dim, cache.page_size, topk, block_m, block_n),
@@ -166,9 +166,11 @@ def attend(
         merge_states(partial, states, into=(out, lse))
 
 
-def _tile(heads: int, dtype: torch.dtype, arch: str | None) -> tuple[int, int, int]:
+def _tile(
+    heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool
+) -> tuple[int, int, int]:
     """Return heads and keys of a tile, and its warps."""
-    if dtype == torch.float32:
+    if fp8 or dtype == torch.float32:  # FP8's values too are float32 before they are multiplied
         return 16, 16, 4
     # 32 heads halve what is gathered; on sm80 and gfx942 their sums do not fit the registers
     return (32, 32, 8) if heads > 16 and arch == "sm90" else (16, 32, 4)
