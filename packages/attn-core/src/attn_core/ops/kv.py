@@ -25,7 +25,8 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA); k None writes nothing.
     slots int64 [N] = page · page_size + offset; padding goes to slot 0.
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
-    scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises UsageError if only one of v and the V pool is present.
+    scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
+    UsageError if only one of v and the V pool is present.
     """
     if k is None:
         return

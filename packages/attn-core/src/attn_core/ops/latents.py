@@ -22,7 +22,7 @@ def to_latents(x: Tensor, latent_dim: int) -> Tensor:
     its 128 values NaN.
     Source: the quantiser of FlashMLA's tests, whose kernels read this store.
     """
-    values = x[..., :latent_dim].float().unflatten(-1, (-1, LATENT_BLOCK))
+    values = torch.unflatten(x[..., :latent_dim].float(), -1, (-1, LATENT_BLOCK))
     top = values.abs().contiguous().view(torch.int32).amax(-1)  # in this order NaN is the largest
     scale = (top.view(torch.float32) / _E4M3_MAX).clamp(min=SMALLEST).view(torch.int32)
     scale = (scale + _MANTISSA) & _INFINITY  # up to the next power of two
@@ -35,5 +35,5 @@ def to_latents(x: Tensor, latent_dim: int) -> Tensor:
 def from_latents(tokens: Tensor, latent_dim: int, dtype: torch.dtype) -> Tensor:
     """Decode what to_latents wrote: uint8 [..., bytes] → [..., D] in `dtype`, through float32."""
     values, scales, rope = split_latents(tokens, latent_dim)
-    wide = values.float().unflatten(-1, (-1, LATENT_BLOCK)) * scales[..., None]
+    wide = torch.unflatten(values.float(), -1, (-1, LATENT_BLOCK)) * scales[..., None]
     return torch.cat([wide.flatten(-2), rope.float()], -1).to(dtype)

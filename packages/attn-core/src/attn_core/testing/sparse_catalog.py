@@ -86,3 +86,9 @@ GRAPHS: dict[str, Case] = {
     "decode-fp8": _decode("decode", 70, 3, 41, 130, 1, 16, **_EXACT, **_LATENTS),
     "chain": _chain("chain", 70, 9, 33, 130, 4, 16, **_EXACT),
 }
+# Heads and stores of a session; its passes are random.
+SESSIONS: dict[str, Case] = {
+    "bf16-index": _decode("session", 1),
+    "fp8_e4m3-index": _decode("session", 1, **_FP8),
+    "fp8_e4m3": _decode("session", 1, **_LATENTS),
+}

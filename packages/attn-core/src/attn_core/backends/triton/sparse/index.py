@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attn_core.backends.triton.sparse.e4m3 import from_e4m3
 
+
 @triton.jit
 def load_index_keys(keys, scales, table, position, seen, strides, C: tl.constexpr):
     """Return index keys [BN, BD] in the dtype that they are multiplied in, and scales [BN]."""

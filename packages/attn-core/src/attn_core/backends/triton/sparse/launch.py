@@ -166,9 +166,7 @@ def attend(
         merge_states(partial, states, into=(out, lse))
 
 
-def _tile(
-    heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool
-) -> tuple[int, int, int]:
+def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:
     """Return heads and keys of a tile, and its warps."""
     if fp8 or dtype == torch.float32:  # FP8's values too are float32 before they are multiplied
         return 16, 16, 4
