@@ -35,13 +35,57 @@ class TestNSA(BackendSuite):
     reduced = True
 
 
-class Pass:
-    """A pass of the suite on the row of nsa, with `sinks` on its second row."""
+class Named(BackendSuite):
+    """The suite on the rows of one kernel; each declares its store, and some a phase alone."""
 
-    def __init__(self, case, *, sinks=False, **changes):
+    name = "nsa"
+    kinds = ("dsa",)
+    device = "cuda:sm90"
+    on = "cpu"
+    libraries = LIBRARIES
+    passes = 12
+    reduced = True
+    sub_backend = ""
+
+    @classmethod
+    def spec(cls):
+        spec = super().spec()
+        rows = [r for r in spec.capabilities if r.sub_backend == cls.sub_backend]
+        return dataclasses.replace(spec, capabilities=rows)
+
+
+@pytest.mark.long
+class TestFlashmlaSparse(Named):
+    sub_backend = "flashmla_sparse"
+
+
+@pytest.mark.long
+class TestFlashmlaKV(Named):
+    sub_backend = "flashmla_kv"
+
+
+@pytest.mark.long
+class TestFlashmlaAuto(Named):
+    sub_backend = "flashmla_auto"
+
+
+@pytest.mark.long
+class TestFA3(Named):
+    sub_backend = "fa3"
+
+
+class Pass:
+    """A pass of the suite on the first row of nsa with these sinks, store and kernel."""
+
+    def __init__(self, case, *, sinks=False, named=None, **changes):
         spec = load_plugins().get("nsa")
         self.case = dataclasses.replace(CASES[case], sinks=sinks, **changes)
-        self.row = next(r for r in spec.capabilities if r.sinks == sinks)
+        store = "bf16" if self.case.kv_dtype == "auto" else self.case.kv_dtype
+        self.row = next(
+            r
+            for r in spec.capabilities
+            if r.sinks == sinks and store in r.kv_dtypes and named in (None, r.sub_backend)
+        )
         self.point = Point(dtype="bf16", page_size=64)
         self.bench = Bench(spec=spec, row=self.row, torch_device=torch.device("cpu"), arch="sm90")
         self.inputs, self.right = prepared(self.bench, self.case, self.point)
@@ -64,12 +108,12 @@ class Pass:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the calls of both kernels: flashmla_sparse and fa3."""
-    leaves = {"flash_mla_leaf": "sparse_prefill", "fa3_leaf": "fwd"}
-    return [
-        counted(monkeypatch, importlib.import_module(module), name)
-        for module, name in leaves.items()
-    ]
+    """Count the calls of the kernels: flashmla_sparse, fa3 and flashmla_kv."""
+    leaves = [
+        ("flash_mla_leaf", "sparse_prefill"), ("fa3_leaf", "fwd"),
+        ("flash_mla_leaf", "sparse_decode"),
+    ]  # fmt: skip
+    return [counted(monkeypatch, importlib.import_module(m), name) for m, name in leaves]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +128,88 @@ def test_each_pass_runs_the_documented_kernel(case, sinks, kernel, calls):
     that = Pass(case, sinks=sinks)
     that.check()
     that.check(preallocated=True)
-    assert [len(x) for x in calls] == ([2, 0] if kernel == "flashmla_sparse" else [0, 2])
+    assert [len(x) for x in calls] == ([2, 0, 0] if kernel == "flashmla_sparse" else [0, 2, 0])
+
+
+KERNELS = ("flashmla_sparse", "fa3", "flashmla_kv")
+FP8 = {"kv_dtype": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("named", "kernel", "store"),
+    [
+        (None, "flashmla_kv", FP8),
+        ("flashmla_kv", "flashmla_kv", FP8),
+        ("flashmla_sparse", "flashmla_sparse", FP8),
+        ("flashmla_auto", "flashmla_kv", FP8),
+        ("flashmla_auto", "flashmla_sparse", {}),
+        ("flashmla_sparse", "flashmla_sparse", {}),
+        ("fa3", "fa3", {}),
+    ],
+)
+@pytest.mark.parametrize("case", ["dsa-prefill", "dsa-verify-chain", "dsa-few-keys"])
+def test_a_row_runs_the_kernel_of_its_name(named, kernel, store, case, calls):
+    Pass(case, named=named, **store).check()
+    assert [len(x) for x in calls] == [name == kernel for name in KERNELS]
+
+
+@pytest.mark.parametrize("case", ["dsa-all-keys-fp8", "dsa-all-keys-decode-fp8"])
+@pytest.mark.parametrize("named", ["flashmla_kv", "flashmla_sparse"])
+def test_over_fp8_a_pass_without_a_selection_selects_all(named, case, calls):
+    Pass(case, named=named).check()
+    assert [len(x) for x in calls] == [name == named for name in KERNELS]
+
+
+def test_flashmla_kv_reads_the_latents_in_place(calls):
+    that = Pass("dsa-decode-fp8", heads=(64, 1), index_topk=128)
+    that.run()
+    (((q, kv, indices, *_), _),) = calls[2]
+    for given, held in (
+        (q, that.inputs.q), (kv, that.inputs.cache.k), (indices, that.inputs.indexer.topk_indices)
+    ):  # fmt: skip
+        assert given.data_ptr() == held.data_ptr()
+    assert (kv.shape, kv.dtype) == (that.inputs.cache.k.shape, torch.float8_e4m3fn)
+
+
+def test_the_layers_of_a_pass_share_a_schedule_and_passes_do_not(calls):
+    that = Pass("dsa-decode-fp8")
+    inputs, backend = that.inputs, that.backend
+    first, second = (backend.init_forward_metadata(inputs.batch) for _ in range(2))
+    for metadata in (first, first, second):
+        got, lse = backend.forward(
+            *(inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata),
+            topk_indices=inputs.indexer.topk_indices, return_lse=True,
+        )  # fmt: skip
+        compare((got, lse), that.right, inputs.real_tokens, torch.bfloat16, "output")
+    tiles = [args[5] for args, _ in calls[2]]
+    assert [t is None for t in tiles] == [True, False, True]
+
+
+@pytest.mark.parametrize("named", ["flashmla_kv", "flashmla_sparse"])
+def test_over_fp8_a_query_without_keys_gives_zeros(named):
+    that = Pass("dsa-decode-fp8", named=named)
+    inputs, none = that.inputs, torch.full_like(that.inputs.indexer.topk_indices, -1)
+    out, lse = that.backend.forward(
+        *(inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch),
+        that.backend.init_forward_metadata(inputs.batch),
+        topk_indices=none, return_lse=True,
+    )  # fmt: skip
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+def test_shared_pages_are_gathered_for_each_request():
+    """Two requests with a page in common: any of its copies has the same latents."""
+    that = Pass("dsa-prefill-fp8", named="flashmla_sparse")
+    inputs, view = that.inputs, that.inputs.batch.views["full"]
+    table = view.page_table.clone()
+    used = -(-that.case.seq_lens[1] // that.point.page_size)
+    table[0, 1:] = table[1, used - 1]  # behind request 0's only page
+    batch = dataclasses.replace(
+        inputs.batch, views={"full": dataclasses.replace(view, page_table=table)}
+    )
+    that.inputs = dataclasses.replace(inputs, batch=batch)
+    that.check()
 
 
 @pytest.mark.parametrize("case", ["dsa-all-keys", "dsa-all-keys-decode"])
@@ -92,7 +217,7 @@ def test_each_pass_runs_the_documented_kernel(case, sinks, kernel, calls):
 def test_a_pass_without_a_selection_attends_to_all_keys(case, sinks, calls):
     """fa3's absorbed kernel has no sinks: with them every visible slot is selected."""
     Pass(case, sinks=sinks).check()
-    assert [len(x) for x in calls] == ([1, 0] if sinks else [0, 1])
+    assert [len(x) for x in calls] == ([1, 0, 0] if sinks else [0, 1, 0])
 
 
 def test_fa3_reads_a_selection_in_place_as_pages_of_one_token(calls):
@@ -179,10 +304,29 @@ def _selection_of_the_first_token(monkeypatch):
 def _padded_with_slot_0(monkeypatch):
     real = nsa.NSA._flashmla_sparse
 
-    def sparse(self, q, layer, cache, topk_indices, out, return_lse):
-        return real(self, q, layer, cache, topk_indices.clamp(min=0), out, return_lse)
+    def sparse(self, q, layer, latents, topk_indices, out, return_lse):
+        return real(self, q, layer, latents, topk_indices.clamp(min=0), out, return_lse)
 
     monkeypatch.setattr(nsa.NSA, "_flashmla_sparse", sparse)
+
+
+def _fp8_padded_with_slot_0(monkeypatch):
+    real = nsa.NSA._flashmla_kv
+
+    def sparse(self, q, layer, cache, topk_indices, *more):
+        return real(self, q, layer, cache, topk_indices.clamp(min=0), *more)
+
+    monkeypatch.setattr(nsa.NSA, "_flashmla_kv", sparse)
+
+
+def _slots_of_the_pool_in_what_was_gathered(monkeypatch):
+    real = nsa.NSA._gathered
+
+    def gathered(self, layer, cache, batch, topk_indices):
+        latents, _ = real(self, layer, cache, batch, topk_indices)
+        return latents, topk_indices
+
+    monkeypatch.setattr(nsa.NSA, "_gathered", gathered)
 
 
 def _selection_ignored(monkeypatch):
@@ -211,6 +355,21 @@ def test_a_mistake_is_seen(mistake, case, monkeypatch):
         that.check()
 
 
+@pytest.mark.parametrize(
+    ("mistake", "case", "named"),
+    [
+        (_fp8_padded_with_slot_0, "dsa-few-keys", "flashmla_kv"),
+        (_slots_of_the_pool_in_what_was_gathered, "dsa-prefill-fp8", "flashmla_sparse"),
+        (_selection_ignored, "dsa-prefill-fp8", "flashmla_kv"),
+    ],
+)
+def test_a_mistake_over_fp8_is_seen(mistake, case, named, monkeypatch):
+    that = Pass(case, named=named, **FP8)
+    mistake(monkeypatch)
+    with pytest.raises(CheckFailed):
+        that.check()
+
+
 @pytest.mark.parametrize("change", ["sinks", "future", "first"])
 def test_a_mistake_with_sinks_is_seen(change, monkeypatch):
     that = Pass("dsa-all-keys", sinks=True)
@@ -219,13 +378,13 @@ def test_a_mistake_with_sinks_is_seen(change, monkeypatch):
             nsa.NSA, "_padded_sinks", lambda self, layer: torch.full((64,), -torch.inf)
         )
     else:
-        real = nsa.NSA._every_slot
+        real = nsa.every_slot
 
-        def wrong(self, layer, batch):
-            slots = real(self, layer, batch)
+        def wrong(layer, batch, page_size):
+            slots = real(layer, batch, page_size)
             return slots.roll(-1, 0) if change == "future" else slots[:1].expand_as(slots)
 
-        monkeypatch.setattr(nsa.NSA, "_every_slot", wrong)
+        monkeypatch.setattr(nsa, "every_slot", wrong)
     with pytest.raises(CheckFailed):
         that.check()
 
@@ -295,3 +454,61 @@ def test_the_emulation_takes_slots_out_of_range_for_none():
     assert torch.allclose(peak[0], scores.amax(-1))
     assert (out[1] == 0).all()
     assert (lse[1] == torch.inf).all()
+
+
+KV = {"heads": 64, "topk": 64, "dim": 576, "dtype": torch.bfloat16, "store": torch.uint8,
+      "bytes": 656, "page": 64, "d_v": 512, "causal": False, "fp8": True}  # fmt: skip
+
+
+def kv_call(library, meta=None, tokens=2, slots=(0,), **changes):
+    """Call flash_mla_with_kvcache over two pages of zeros."""
+    asked = KV | changes
+    module = importlib.import_module(library)
+    indices = torch.full((tokens, 1, asked["topk"]), -1, dtype=torch.int32)
+    indices[:, 0, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+    return module.flash_mla_with_kvcache(
+        torch.zeros(tokens, 1, asked["heads"], asked["dim"], dtype=asked["dtype"]),
+        torch.zeros(2, asked["page"], 1, asked["bytes"], dtype=torch.uint8).view(asked["store"]),
+        None, None, asked["d_v"], meta or module.get_mla_metadata()[0],
+        causal=asked["causal"], is_fp8_kvcache=asked["fp8"], indices=indices,
+        **({"use_legacy": True} if library == "flash_mla" else {}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["flash_mla", "sgl_kernel.flash_mla"])
+@pytest.mark.parametrize(
+    ("change", "error", "why"),
+    [
+        ({"heads": 16}, RuntimeError, "Unsupported h_q: 16"),
+        ({"topk": 100}, RuntimeError, "Invalid topk: 100"),
+        ({"dim": 512}, RuntimeError, "Unsupported d_qk 512"),
+        ({"d_v": 256}, RuntimeError, "d_v 256"),
+        ({"dtype": torch.float16}, RuntimeError, "q must be a bfloat16"),
+        ({"store": torch.bfloat16}, RuntimeError, "key must have dtype"),
+        ({"bytes": 576}, RuntimeError, "kcache must have shape"),
+        ({"page": 32}, RuntimeError, "kcache must have shape"),
+        ({"causal": True}, AssertionError, "causal must be False"),
+        ({"fp8": False}, AssertionError, "is_fp8_kvcache must be True"),
+    ],
+)
+def test_the_emulated_decode_refuses_what_the_library_refuses(library, change, error, why):
+    with pytest.raises(error, match=why):
+        kv_call(library, **change)
+
+
+@pytest.mark.parametrize("library", ["flash_mla", "sgl_kernel.flash_mla"])
+def test_the_emulated_decode_knows_minus_1_alone_and_its_schedules(library):
+    out, lse = kv_call(library, slots=(5, 127))
+    assert out.isfinite().all()
+    assert lse.shape == (2, 64, 1)
+    for beyond in (128, -2):
+        assert kv_call(library, slots=(5, beyond))[0].isnan().any()
+    out, lse = kv_call(library, slots=())
+    assert not out.any()
+    assert (lse == torch.inf).all()
+    meta, _ = importlib.import_module(library).get_mla_metadata()
+    kv_call(library, meta)
+    kv_call(library, meta)
+    for other in ({"tokens": 3}, {"heads": 128}, {"topk": 128}):
+        with pytest.raises(AssertionError, match="inconsistent"):
+            kv_call(library, meta, **other)

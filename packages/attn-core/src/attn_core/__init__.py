@@ -51,6 +51,7 @@ _HOME = {
         "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
     ),
     "runtime.dispatcher": "HybridDispatcher",
+    "runtime.sparse": "every_slot",
     "runtime.graphs": "GraphRunner",
     "runtime.torch_ops": "CompiledAttention",
 }

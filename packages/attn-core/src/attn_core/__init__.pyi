@@ -79,6 +79,7 @@ from attn_core.runtime.linear import Gate as Gate
 from attn_core.runtime.linear import LinearLayer as LinearLayer
 from attn_core.runtime.linear import gated as gated
 from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
+from attn_core.runtime.sparse import every_slot as every_slot
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix

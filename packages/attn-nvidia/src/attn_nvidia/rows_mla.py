@@ -200,7 +200,11 @@ def fa4() -> Sequence[Capabilities]:
 
 
 def nsa() -> Sequence[Capabilities]:
-    """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules."""
+    """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules.
+
+    A row with a sub_backend runs that kernel; the first, which has none, runs the documented one of
+    each phase.
+    """
     row = Capabilities(
         kind="dsa",
         create="attn_nvidia.nsa:NSA",
@@ -233,4 +237,25 @@ def nsa() -> Sequence[Capabilities]:
         chunked_prefix=False,
         requires_finite_padding=False,
     )
-    return [row, sinks]
+    fp8 = replace(
+        row,
+        kv_dtypes=E4M3,
+        deterministic=False,  # FlashMLA's decode cuts the keys by the batch
+        requires_finite_padding=False,  # every pass over the cache is a selection
+        sub_backend="flashmla_kv",
+    )
+    named = [replace(row, priority=5, sub_backend=name) for name in ("flashmla_sparse", "fa3")]
+    gathers = replace(fp8, deterministic=True, sub_backend="flashmla_sparse")
+    sinks = replace(sinks, sub_backend="flashmla_sparse")
+    prefill = [gathers, *(replace(r, sub_backend="flashmla_auto") for r in (row, sinks, fp8))]
+    prefill = [replace(r, priority=5, phases=PREFILL) for r in prefill]
+    return [row, sinks, fp8, *named, *prefill]
+
+
+NSA_REFUSED: Final = {
+    "tilelang": "its kernels are written in TileLang, which no row here runs; take flashmla_sparse "
+    "over a bf16 cache, or the backend triton by --attention-backend triton",
+    "aiter": "it is AMD's; on ROCm triton runs sparse MLA by --attention-backend triton",
+    "trtllm": "it is Blackwell's, where no row here runs it; take --attention-backend triton",
+    "flashmla_q8": "no row here runs it; take flashmla_kv, which reads the same FP8 cache",
+}
