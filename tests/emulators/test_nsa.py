@@ -77,7 +77,7 @@ class TestFA3(Named):
 class Pass:
     """A pass of the suite on the first row of nsa with these sinks, store and kernel."""
 
-    def __init__(self, case, *, sinks=False, named=None, **changes):
+    def __init__(self, case, *, sinks=False, named=None, page_size=64, **changes):
         spec = load_plugins().get("nsa")
         self.case = dataclasses.replace(CASES[case], sinks=sinks, **changes)
         store = "bf16" if self.case.kv_dtype == "auto" else self.case.kv_dtype
@@ -86,7 +86,7 @@ class Pass:
             for r in spec.capabilities
             if r.sinks == sinks and store in r.kv_dtypes and named in (None, r.sub_backend)
         )
-        self.point = Point(dtype="bf16", page_size=64)
+        self.point = Point(dtype="bf16", page_size=page_size)
         self.bench = Bench(spec=spec, row=self.row, torch_device=torch.device("cpu"), arch="sm90")
         self.inputs, self.right = prepared(self.bench, self.case, self.point)
         self.backend = create(self.bench, self.case, self.inputs, self.point)
@@ -158,6 +158,11 @@ def test_a_row_runs_the_kernel_of_its_name(named, kernel, store, case, calls):
 def test_over_fp8_a_pass_without_a_selection_selects_all(named, case, calls):
     Pass(case, named=named).check()
     assert [len(x) for x in calls] == [name == named for name in KERNELS]
+
+
+@pytest.mark.parametrize("named", ["flashmla_kv", "flashmla_sparse"])
+def test_fp8_pages_may_be_larger(named):
+    Pass("dsa-decode-fp8", named=named, page_size=128).check()
 
 
 def test_flashmla_kv_reads_the_latents_in_place(calls):

@@ -29,6 +29,7 @@ from attn_nvidia.fa3.plan import NO_WINDOW, Call, CallGroup, Plans
 from attn_nvidia.mla.flashmla import load
 
 _HEADS: Final = 64  # FlashMLA's sparse kernels have 64 query heads or 128
+_PAGE: Final = 64  # flashmla_kv's; slots are the same in larger ones
 _KEYS: Final = 128  # they take the keys of a query in steps of so many
 
 
@@ -62,12 +63,9 @@ class NSA(AttentionBackend):
         sinks = any(layer.sinks is not None for layer in config.layers)
         self._store: Store = "fp8_e4m3" if config.kv_cache_dtype == "fp8_e4m3" else "bf16"
         self._device = Device("cuda", config.arch)
-        named = config.row.sub_backend
-        self._kernels = (
-            SubBackends(named, named)
-            if named
-            else sub_backends(self._device, self._store, sinks=sinks)
-        )
+        self._kernels = sub_backends(self._device, self._store, sinks=sinks)
+        if named := config.row.sub_backend:
+            self._kernels = SubBackends(named, named)
         self._fa3 = FA3MLA(config)
         self._flashmla, self._build = load(config.name, config.row.requires[1])
         self._sinks: dict[AttentionLayer, Tensor] = {}
@@ -221,7 +219,7 @@ class NSA(AttentionBackend):
             schedules[key], _ = self._flashmla.get_mla_metadata()  # the first call fills it
         result, lse = self._flashmla.flash_mla_with_kvcache(
             align16(q)[:, None],
-            cache.k.view(torch.float8_e4m3fn),
+            cache.k.view(torch.float8_e4m3fn).view(-1, _PAGE, 1, cache.k.shape[-1]),
             None,
             None,
             layer.v_head_dim,

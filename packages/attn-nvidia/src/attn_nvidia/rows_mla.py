@@ -202,8 +202,7 @@ def fa4() -> Sequence[Capabilities]:
 def nsa() -> Sequence[Capabilities]:
     """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules.
 
-    A row with a sub_backend runs that kernel; the first, which has none, runs the documented one of
-    each phase.
+    A row with a sub_backend runs that kernel; those without run the documented one of each phase.
     """
     row = Capabilities(
         kind="dsa",
@@ -244,12 +243,12 @@ def nsa() -> Sequence[Capabilities]:
         requires_finite_padding=False,  # every pass over the cache is a selection
         sub_backend="flashmla_kv",
     )
-    named = [replace(row, priority=5, sub_backend=name) for name in ("flashmla_sparse", "fa3")]
+    # a row of its own kernel stands before that with sinks, whose tails may be anything
+    named = [replace(r, sub_backend="flashmla_sparse") for r in (row, sinks)]
     gathers = replace(fp8, deterministic=True, sub_backend="flashmla_sparse")
-    sinks = replace(sinks, sub_backend="flashmla_sparse")
     prefill = [gathers, *(replace(r, sub_backend="flashmla_auto") for r in (row, sinks, fp8))]
-    prefill = [replace(r, priority=5, phases=PREFILL) for r in prefill]
-    return [row, sinks, fp8, *named, *prefill]
+    named += [replace(row, sub_backend="fa3"), *(replace(r, phases=PREFILL) for r in prefill)]
+    return [row, sinks, fp8, *(replace(r, priority=5) for r in named)]
 
 
 NSA_REFUSED: Final = {

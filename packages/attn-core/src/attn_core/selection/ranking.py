@@ -132,6 +132,9 @@ class RowJudge:
         field, kernel = self.overrides.sub_backend(chosen.phase)
         if kernel is not None and family == "softmax":
             return f"{kernel}, named by {flag_of(field)}"
+        if chosen.row.sub_backend:
+            unnamed = replace(chosen, row=replace(chosen.row, sub_backend=""))
+            return f"{chosen.row.sub_backend}, {self.reason(unnamed, family)}"
         if name is not None:
             return f"named by {flag}"
         if chosen.spec.name in self.overrides.prefer:

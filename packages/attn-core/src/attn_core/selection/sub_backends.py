@@ -22,10 +22,11 @@ def flag_of(field: str) -> str:
 def sub_backend_gaps(row: Capabilities, phase: Phase, overrides: Overrides) -> tuple[Mismatch, ...]:
     """Return the mismatch of a row that runs another kernel than the one that is named."""
     field, name = overrides.sub_backend(phase)
-    if name is None or row.family != "softmax" or row.sub_backend == name:
+    if name is None or row.kind != "dsa" or row.sub_backend == name:
         return ()
-    runs = f"this row runs {row.sub_backend}" if row.sub_backend else "not named for this row"
-    fix = Fix("overrides", ((field, None),), FixCost.NAME, f"no {flag_of(field)}")
+    runs = f"runs {row.sub_backend}" if row.sub_backend else "runs no kernel of this name"
+    # dearer than what lets a row of this name fit
+    fix = Fix("overrides", ((field, None),), FixCost.FEATURE, f"no {flag_of(field)}")
     return (Mismatch(field, f"{flag_of(field)} {name}", runs, (fix,)),)
 
 
