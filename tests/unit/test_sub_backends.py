@@ -60,9 +60,9 @@ def test_drafts_are_verified_by_the_kernel_of_their_role():
 
 
 def test_a_backend_without_the_kernel_does_not_take_its_place():
-    with pytest.raises(NoBackendError, match="fa3 .runs no kernel of this name."):
+    with pytest.raises(NoBackendError, match=r"fa3 .runs no kernel of this name."):
         chosen(attention_backend="triton", nsa_decode_backend="fa3")
-    with pytest.raises(NoBackendError, match="nsa: device cuda:sm100 .supports"):
+    with pytest.raises(NoBackendError, match=r"nsa: device cuda:sm100 .supports"):
         chosen(device=parse_device("cuda:sm100"), nsa_decode_backend="fa3")
     beside = chosen(prefill_attention_backend="triton", nsa_decode_backend="fa3")
     assert (beside.backend("prefill"), beside.backend("decode")) == ("triton", "nsa")
