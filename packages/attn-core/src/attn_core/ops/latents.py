@@ -6,27 +6,18 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LATENT_BLOCK, split_latents
-from attn_core.ops.quant import to_fp8
-
-SMALLEST = 1e-4  # of a scale, before it is rounded up to a power of two
-_E4M3_MAX = 448.0
-_INFINITY = 0x7F800000  # its bits as a float32; those of NaN are above
-_MANTISSA = 0x7FFFFF
+from attn_core.ops.quant import power_of_two_scale, to_fp8
 
 
 def to_latents(x: Tensor, latent_dim: int) -> Tensor:
     """Encode latents [..., D], any float dtype, as uint8 [..., bytes], what LayerCache.k stores.
 
-    The scale of 128 values is 2^ceil(log2(max(a / 448, 1e-4))), a their largest magnitude: a power
-    of two, so that what is stored times its scale is exact in bfloat16. A NaN or an infinity makes
-    its 128 values NaN.
+    The scale of 128 values is a power of two (power_of_two_scale), so that what is stored times its
+    scale is exact in bfloat16. A NaN or an infinity makes its 128 values NaN.
     Source: the quantiser of FlashMLA's tests, whose kernels read this store.
     """
     values = torch.unflatten(x[..., :latent_dim].float(), -1, (-1, LATENT_BLOCK))
-    top = values.abs().contiguous().view(torch.int32).amax(-1)  # in this order NaN is the largest
-    scale = (top.view(torch.float32) / _E4M3_MAX).clamp(min=SMALLEST).view(torch.int32)
-    scale = (scale + _MANTISSA) & _INFINITY  # up to the next power of two
-    scale = torch.where(top > _INFINITY, top, scale).view(torch.float32)
+    scale = power_of_two_scale(values)
     stored = to_fp8(values, torch.float8_e4m3fn, scale[..., None]).flatten(-2)
     rope = x[..., latent_dim:].to(torch.bfloat16).contiguous()
     return torch.cat([part.view(torch.uint8) for part in (stored, scale, rope)], -1)

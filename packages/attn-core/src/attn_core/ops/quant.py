@@ -7,6 +7,9 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import FP4_BLOCK, Scale
 
+SMALLEST = 1e-4  # of a scale of e4m3, before it is rounded up to a power of two
+_INFINITY = 0x7F800000  # its bits as a float32; those of NaN are above
+_MANTISSA = 0x7FFFFF
 _FP4_MAX = 6.0
 _E4M3_MAX = 448.0
 
@@ -25,6 +28,18 @@ def from_fp8(x: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
     if not isinstance(scale, Tensor) and scale == 1.0:
         return x.to(dtype)
     return (x.float() * scale).to(dtype)
+
+
+def power_of_two_scale(x: Tensor) -> Tensor:
+    """Return a scale float32 [...] for each group of numbers [..., n] that are stored in e4m3.
+
+    2^ceil(log2(max(a / 448, 1e-4))), a the largest magnitude. What is stored times such a scale is
+    exact in bfloat16. Of a group with a NaN the scale is NaN, with an infinity infinite.
+    """
+    top = x.float().abs().contiguous().view(torch.int32).amax(-1)  # so NaN is the largest
+    scale = (top.view(torch.float32) / _E4M3_MAX).clamp(min=SMALLEST).view(torch.int32)
+    scale = (scale + _MANTISSA) & _INFINITY  # up to the next power of two
+    return torch.where(top > _INFINITY, top, scale).view(torch.float32)
 
 
 def to_fp4(x: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ def _chain(feature: str, *seq_lens: int, **fields: object) -> Case:
 
 
 _FP8 = {"index_dtype": "fp8_e4m3"}
+_V32 = {**_FP8, "fp8_queries": True, "index_shape": (32, 128)}  # heads as GLM-5 has them
 _EXACT = {"exact_index": True}
 _LATENTS = {"kv_dtype": "fp8_e4m3"}  # a scale per 128 values of a token
 
@@ -38,6 +39,9 @@ SPARSE: tuple[Case, ...] = (
     _decode("dsa-decode", 65, 15, 16, 17, 130, all_dtypes=True),
     _case("dsa-prefill-fp8-index", (9, 70), (40, 70), **_FP8),
     _decode("dsa-decode-fp8-index", 65, 15, 130, **_FP8),
+    _case("dsa-prefill-fp8-queries", (9, 40), (90, 40), **_V32),
+    _decode("dsa-decode-fp8-queries", 65, 15, 130, **_V32, **_EXACT, sweep=False),
+    _chain("dsa-verify-fp8-queries", 21, 68, **_V32, padding=1, sweep=False),
     _case("dsa-prefill-fp8", (9, 70), (40, 70), **_LATENTS),
     _decode("dsa-decode-fp8", 65, 15, 16, 17, 130, all_dtypes=True, **_LATENTS),
     _case("dsa-ties", (9, 70), (40, 70), **_EXACT),

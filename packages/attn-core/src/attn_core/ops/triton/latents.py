@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache
 from attn_core.errors import UsageError
-from attn_core.ops.latents import SMALLEST
+from attn_core.ops.quant import SMALLEST
 from attn_core.ops.triton.kv import fp8_bits
 
 _BLOCK = tl.constexpr(LATENT_BLOCK)

@@ -91,6 +91,26 @@ class TritonSparse(AttentionBackend):
             queries=batch.max_q_len,
         )
 
+    def select(
+        self,
+        scores: Tensor,
+        first: int,
+        chosen: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: SparsePlan,
+    ) -> None:
+        """Select by scores float32 [n, L] that were computed elsewhere, for queries from `first`.
+
+        Writes token slots into chosen int32 [T, K].
+        """
+        launch.select(
+            *(scores, first, scores.shape[0], batch.views[layer.view], batch.cu_seqlens_q),
+            *(metadata.requests, chosen),
+            page_size=cache.page_size,
+        )
+
     def forward(
         self,
         q: Tensor,

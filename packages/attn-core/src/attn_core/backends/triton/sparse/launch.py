@@ -84,6 +84,8 @@ def index_topk(
 
     requests: int32 [T], the request of each token. queries: the most that a request has.
     """
+    if q_index.dtype is torch.float8_e4m3fn:
+        q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
     tokens, heads, dim = q_index.shape
     chosen = torch.empty(tokens, topk, dtype=torch.int32, device=q_index.device)
     keys, scales = cache.index_keys
@@ -113,12 +115,32 @@ def index_topk(
                 count, first, scores, scores.stride(0), topk, constants,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
-        select_topk[(count,)](
-            scores, scores.stride(0), table, table.stride(0), *lengths, first, chosen,
-            topk, size, min(_ROW, power_of_two(longest)), min(1024, power_of_two(topk)),
-            num_warps=8,
-        )  # fmt: skip
+        select(scores, first, count, view, cu_seqlens_q, requests, chosen, page_size=size)
     return chosen
+
+
+def select(
+    scores: Tensor,
+    first: int,
+    count: int,
+    view: CacheView,
+    cu_seqlens_q: Tensor,
+    requests: Tensor,
+    chosen: Tensor,
+    *,
+    page_size: int,
+) -> None:
+    """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
+
+    scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
+    What a query does not see is not read.
+    """
+    table, topk, longest = view.page_table, chosen.shape[1], view.max_seq_len
+    select_topk[(count,)](
+        scores, scores.stride(0), table, table.stride(0), view.seq_lens, cu_seqlens_q, requests,
+        first, chosen, topk, page_size, min(_ROW, power_of_two(longest)),
+        min(1024, power_of_two(topk)), num_warps=8,
+    )  # fmt: skip
 
 
 def attend(
