@@ -6,15 +6,16 @@ import importlib
 import pytest
 import torch
 from attn_core.errors import BackendError
+from attn_core.ops.index import to_fp8_queries
 from attn_core.plugins.registry import load_plugins
 from attn_core.testing import BackendSuite
 from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import attend, compare, create, prepared
 from attn_core.testing.sparse_catalog import SPARSE
-from attn_core.testing.sparse_passes import chosen
+from attn_core.testing.sparse_passes import check_selection, chosen
 from attn_core.testing.tolerance import CheckFailed
-from attn_nvidia import nsa
+from attn_nvidia import indexer, nsa
 from mla_passes import counted
 
 SGLANG, FORK = {"sglang-kernel": "0.4.5"}, {"sgl-flash-mla": "1.0.0"}
@@ -517,3 +518,203 @@ def test_the_emulated_decode_knows_minus_1_alone_and_its_schedules(library):
     for other in ({"tokens": 3}, {"heads": 128}, {"topk": 128}):
         with pytest.raises(AssertionError, match="inconsistent"):
             kv_call(library, meta, **other)
+
+
+# DeepGEMM's scores
+
+SCORES = ("fp8_mqa_logits", "fp8_paged_mqa_logits")
+V32 = {
+    "index_dtype": "fp8_e4m3", "fp8_queries": True, "index_shape": (32, 128), "exact_index": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Count the calls of DeepGEMM: of gathered keys and of pages."""
+    import deep_gemm
+
+    return [counted(monkeypatch, deep_gemm, name) for name in SCORES]
+
+
+def select(that):
+    """Select as the pass does; it is compared with the oracle's selection."""
+    got = chosen(that.backend, that.inputs)
+    table = that.inputs.batch.views["full"].page_table
+    check_selection(got, that.case, that.inputs.indexer, table, that.point.page_size)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("case", "calls_of"),
+    [
+        ("dsa-prefill", [2, 0]),
+        ("dsa-empty", [1, 0]),
+        ("dsa-mixed", [3, 0]),
+        ("dsa-decode", [0, 1]),
+        ("dsa-decode-padded", [0, 1]),
+        ("dsa-verify-chain", [0, 1]),
+        ("dsa-draft-extend", [0, 1]),
+        ("dsa-device-lengths", [0, 1]),
+    ],
+)
+def test_deep_gemm_scores_fp8_queries(case, calls_of, scored):
+    """Prompts gather the keys of each request; the others read the pages in place."""
+    select(Pass(case, **V32))
+    assert [len(x) for x in scored] == calls_of
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_its_selection_is_that_of_scores_that_are_not_exact(heads, scored):
+    select(Pass("dsa-decode", **V32 | {"exact_index": False, "index_shape": (heads, 128)}))
+    assert any(map(len, scored))
+
+
+@pytest.mark.parametrize(
+    ("change", "page_size"),
+    [
+        ({"fp8_queries": False}, 64),
+        ({"index_dtype": "bf16"}, 64),
+        ({"index_shape": (16, 128)}, 64),
+        ({"index_shape": (32, 64)}, 64),
+        ({"index_topk": 200}, 64),
+        ({}, 128),
+    ],
+)
+def test_what_it_is_not_built_for_triton_scores(change, page_size, scored):
+    """Its pages are of 64, its heads 32 or 64 of 128; up to K keys nothing is scored."""
+    select(Pass("dsa-decode", page_size=page_size, **V32 | change))
+    assert not any(scored)
+
+
+def test_without_the_library_triton_scores(monkeypatch, scored):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "sgl-deep-gemm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    that = Pass("dsa-decode", **V32)
+    assert that.backend._deep_gemm is None
+    select(that)
+    assert not any(scored)
+
+
+@pytest.mark.parametrize("case", ["dsa-prefill", "dsa-decode"])
+def test_scores_of_bounded_memory(case, monkeypatch, scored):
+    that = Pass(case, **V32)
+    whole = select(that)
+    monkeypatch.setattr(indexer, "_MOST_SCORES", 3 * 192)
+    assert torch.equal(select(that), whole)
+    assert sum(map(len, scored)) > (4 if case == "dsa-prefill" else 2)
+
+
+def test_a_replay_scores_by_the_lengths_on_the_device(scored):
+    that = Pass("dsa-decode", **V32)
+    right = select(that)
+    batch, asked = that.inputs.batch, that.inputs.indexer
+    view = batch.views["full"]
+    lengths = view.seq_lens.clone()
+    view.seq_lens.fill_(1)
+    metadata = that.backend.init_forward_metadata_capture_cuda_graph(batch)
+    view.seq_lens.copy_(lengths)
+    that.backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
+    got = that.backend.index_topk(
+        asked.q_index, asked.weights, that.inputs.layer, that.inputs.cache, batch, metadata
+    )
+    assert torch.equal(got, right)
+
+
+def _one_key_too_few(monkeypatch):
+    real = indexer.DeepGemmIndexer._paged
+
+    def paged(self, q_index, weights, visible, *more):
+        return real(self, q_index, weights, visible - 1, *more)
+
+    monkeypatch.setattr(indexer.DeepGemmIndexer, "_paged", paged)
+
+
+def _keys_of_the_first_request(monkeypatch):
+    real, kept = indexer.DeepGemmIndexer._keys, []
+
+    def keys(self, cache, pages):
+        kept.append(real(self, cache, pages))
+        return kept[0]
+
+    monkeypatch.setattr(indexer.DeepGemmIndexer, "_keys", keys)
+
+
+def _weights_of_the_first_query(monkeypatch):
+    real = indexer.DeepGemmIndexer._gathered
+
+    def gathered(self, q_index, weights, *more):
+        return real(self, q_index, weights[:1].expand_as(weights).contiguous(), *more)
+
+    monkeypatch.setattr(indexer.DeepGemmIndexer, "_gathered", gathered)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (_one_key_too_few, "dsa-decode"),
+        (_keys_of_the_first_request, "dsa-prefill"),
+        (_weights_of_the_first_query, "dsa-prefill"),
+    ],
+)
+def test_a_mistake_in_the_scores_is_seen(mistake, case, monkeypatch):
+    that = Pass(case, **V32)
+    mistake(monkeypatch)
+    with pytest.raises(CheckFailed):
+        select(that)
+
+
+def test_queries_are_quantised_for_it():
+    """By powers of two, so that small integers stay what they are, and scales go to the weights."""
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randint(-3, 4, (5, 32, 128), generator=rng).bfloat16()
+    weights = torch.rand(5, 32, generator=rng)
+    q[3] *= 1024.0
+    q8, scaled = to_fp8_queries(q, weights)
+    assert (q8.dtype, scaled.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert torch.equal(q8.float() * (scaled / weights)[..., None], q.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"heads": 16}, "Unsupported num_heads"),
+        ({"page": 32}, "block_kv == 64"),
+        ({"lengths": torch.int64}, "kInt"),
+        ({"q": torch.bfloat16}, "float8_e4m3fn"),
+        ({"weights": torch.bfloat16}, "float32"),
+    ],
+)
+def test_the_emulated_scores_refuse_what_the_library_refuses(change, why):
+    import deep_gemm
+
+    heads, page = change.get("heads", 32), change.get("page", 64)
+    lengths = torch.tensor([[3], [70]], dtype=change.get("lengths", torch.int32))
+    call = (
+        torch.zeros(2, 1, heads, 128).to(change.get("q", torch.float8_e4m3fn)),
+        torch.zeros(4, page, 1, 132, dtype=torch.uint8),
+        torch.zeros(2, heads, dtype=change.get("weights", torch.float32)),
+    )
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    schedule = torch.zeros(133, 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=why):
+        deep_gemm.fp8_paged_mqa_logits(*call, lengths, table, schedule, 128)
+
+
+def test_the_emulated_scores_are_garbage_beside_a_context_and_by_another_schedule():
+    import deep_gemm
+
+    lengths = torch.tensor([[3], [70]], dtype=torch.int32)
+    q = torch.zeros(2, 1, 32, 128).to(torch.float8_e4m3fn)
+    call = (q, torch.zeros(4, 64, 1, 132, dtype=torch.uint8), torch.zeros(2, 32))
+    table, sms = torch.zeros(2, 2, dtype=torch.int32), deep_gemm.get_num_sms()
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, sms)
+    logits = deep_gemm.fp8_paged_mqa_logits(*call, lengths, table, schedule, 128)
+    assert logits.isnan().sum(1).tolist() == [125, 58]
+    other = deep_gemm.get_paged_mqa_logits_metadata(lengths + 64, 64, sms)
+    assert deep_gemm.fp8_paged_mqa_logits(*call, lengths, table, other, 128).isnan().all()

@@ -26,11 +26,10 @@ from attn_nvidia.common.tensors import align16, copy_to_out, empty_attention
 from attn_nvidia.dsa import Store, SubBackends, flashmla_auto, sub_backends
 from attn_nvidia.fa3.mla import FA3MLA
 from attn_nvidia.fa3.plan import NO_WINDOW, Call, CallGroup, Plans
-from attn_nvidia.mla.flashmla import load
+from attn_nvidia.indexer import DeepGemmIndexer
+from attn_nvidia.mla.flashmla import SPARSE_HEADS, load, padded
 
-_HEADS: Final = 64  # FlashMLA's sparse kernels have 64 query heads or 128
 _PAGE: Final = 64  # flashmla_kv's; slots are the same in larger ones
-_KEYS: Final = 128  # they take the keys of a query in steps of so many
 
 
 class NSAPlan(NamedTuple):
@@ -53,7 +52,8 @@ class NSA(AttentionBackend):
 
     Those are flashmla_sparse in prefill and fa3 in decode over bf16 latents, flashmla_kv over FP8
     ones; with learnable sinks, which need bf16, flashmla_sparse. Keys are selected by triton's
-    indexer. Passes over bf16 latents without a selection are FlashAttention-3's absorbed MLA.
+    indexer, from DeepGEMM's scores where it is installed and the queries are FP8. Passes over bf16
+    latents without a selection are FlashAttention-3's absorbed MLA.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -73,7 +73,8 @@ class NSA(AttentionBackend):
         row = next(r for r in triton.capabilities if r.kind == "dsa" and r.device == "cuda")
         # without layers it plans no attention
         indexer = replace(config, name=triton.name, row=row, layers=())
-        self._indexer = create_backend(triton, indexer)
+        self._indexer: Any = create_backend(triton, indexer)
+        self._deep_gemm = DeepGemmIndexer.load(self._indexer)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> NSAPlan:
         """Plan the pass; nothing is read to the host."""
@@ -101,8 +102,11 @@ class NSA(AttentionBackend):
         batch: ForwardBatch,
         metadata: NSAPlan,
     ) -> Tensor:
-        """Choose the keys of each query by triton's indexer, whose ties go to the earliest key."""
-        return self._indexer.index_topk(q_index, weights, layer, cache, batch, metadata.indexer)
+        """Choose the keys of each query; ties go to the earliest key. See DeepGemmIndexer."""
+        indexer, longest = self._deep_gemm, batch.views[layer.view].max_seq_len
+        if indexer is None or not indexer.takes(q_index, layer, cache, longest):
+            indexer = self._indexer
+        return indexer.index_topk(q_index, weights, layer, cache, batch, metadata.indexer)
 
     def forward(
         self,
@@ -171,7 +175,7 @@ class NSA(AttentionBackend):
         +inf for a query without keys.
         """
         heads = q.shape[1]
-        q, topk_indices = _padded(q, topk_indices)
+        q, topk_indices = padded(q, topk_indices)
         result, _, lse = self._flashmla.flash_mla_sparse_fwd(
             align16(q),
             latents.view(-1, 1, layer.head_dim),
@@ -194,7 +198,7 @@ class NSA(AttentionBackend):
         if padded is None:
             assert layer.sinks is not None
             heads = layer.num_q_heads
-            padded = torch.nn.functional.pad(layer.sinks.float(), (0, -heads % _HEADS))
+            padded = torch.nn.functional.pad(layer.sinks.float(), (0, -heads % SPARSE_HEADS))
             self._sinks[layer] = padded
         return padded
 
@@ -213,7 +217,7 @@ class NSA(AttentionBackend):
         It reads no slot for -1. Its LSE is natural, [T, H, 1], and +inf for a query without keys.
         """
         heads = q.shape[1]
-        q, topk_indices = _padded(q, topk_indices)
+        q, topk_indices = padded(q, topk_indices)
         key = (q.shape[1], topk_indices.shape[1])
         if key not in schedules:
             schedules[key], _ = self._flashmla.get_mla_metadata()  # the first call fills it
@@ -287,13 +291,3 @@ class NSA(AttentionBackend):
         if metadata.dense is not None:
             self._fa3.init_forward_metadata_replay_cuda_graph(batch, metadata.dense)
         self._indexer.init_forward_metadata_replay_cuda_graph(batch, metadata.indexer)
-
-
-def _padded(q: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad heads with zeros and selections with -1 to what FlashMLA's kernels take."""
-    heads, topk = q.shape[1], topk_indices.shape[1]
-    if heads % _HEADS:
-        q = torch.nn.functional.pad(q, (0, 0, 0, -heads % _HEADS))
-    if topk % _KEYS:
-        topk_indices = torch.nn.functional.pad(topk_indices, (0, -topk % _KEYS), value=-1)
-    return q, topk_indices
