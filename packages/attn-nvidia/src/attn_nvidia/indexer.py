@@ -24,17 +24,18 @@ class DeepGemmIndexer:
     read the pages in place, each query a request of its own.
     """
 
-    def __init__(self, library: Any, selects: Any) -> None:
+    def __init__(self, library: Any, selects: Any, multiprocessors: int) -> None:
         self._library, self._selects = library, selects
+        self._multiprocessors = multiprocessors
 
     @staticmethod
-    def load(selects: Any) -> DeepGemmIndexer | None:
-        """Return an indexer where the library is installed."""
+    def load(selects: Any, multiprocessors: int) -> DeepGemmIndexer | None:
+        """Return an indexer where the library is installed; None elsewhere."""
         try:
             importlib.metadata.version(_DISTRIBUTION)
         except importlib.metadata.PackageNotFoundError:
             return None
-        return DeepGemmIndexer(importlib.import_module("deep_gemm"), selects)
+        return DeepGemmIndexer(importlib.import_module("deep_gemm"), selects, multiprocessors)
 
     def takes(
         self, q_index: Tensor, layer: AttentionLayer, cache: LayerCache, longest: int
@@ -113,7 +114,7 @@ class DeepGemmIndexer:
     ) -> Tensor:
         library, lengths = self._library, visible[:, None].contiguous()
         assert cache.index is not None
-        schedule = library.get_paged_mqa_logits_metadata(lengths, _PAGE, library.get_num_sms())
+        schedule = library.get_paged_mqa_logits_metadata(lengths, _PAGE, self._multiprocessors)
         scores: Tensor = library.fp8_paged_mqa_logits(
             q_index[:, None],
             cache.index.view(-1, _PAGE, 1, cache.index.shape[1] // _PAGE),

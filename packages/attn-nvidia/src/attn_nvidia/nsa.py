@@ -74,7 +74,7 @@ class NSA(AttentionBackend):
         # without layers it plans no attention
         indexer = replace(config, name=triton.name, row=row, layers=())
         self._indexer: Any = create_backend(triton, indexer)
-        self._deep_gemm = DeepGemmIndexer.load(self._indexer)
+        self._deep_gemm = DeepGemmIndexer.load(self._indexer, config.multiprocessors)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> NSAPlan:
         """Plan the pass; nothing is read to the host."""

@@ -3,12 +3,7 @@
 import torch
 
 _FP8 = torch.float8_e4m3fn
-_SMS = 132
 _BLOCK = 256  # scores of a row are stored in steps of so many
-
-
-def get_num_sms():
-    return _SMS
 
 
 def fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits=False, max_seqlen_k=0):
@@ -72,7 +67,8 @@ def fp8_paged_mqa_logits(
     if clean_logits or indices is not None:
         raise NotImplementedError("no emulation of this one")
     logits = _garbage(batch * next_n, max_context_len)
-    if not torch.equal(schedule_meta, get_paged_mqa_logits_metadata(context_lens, 64, _SMS)):
+    sms = len(schedule_meta) - 1
+    if not torch.equal(schedule_meta, get_paged_mqa_logits_metadata(context_lens, 64, sms)):
         return logits
     planes = kv_cache.flatten(1)
     values = planes[:, : 64 * dim].contiguous().view(_FP8).view(-1, 64, dim)
