@@ -12,11 +12,12 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache
 from attn_core.errors import UsageError
-from attn_core.ops.quant import SMALLEST
+from attn_core.ops.quant import BELOW_1_75, EIGHT, INFINITY, SMALLEST
 from attn_core.ops.triton.kv import fp8_bits
 
 _BLOCK = tl.constexpr(LATENT_BLOCK)
-_SMALLEST = tl.constexpr(SMALLEST)
+_INFINITY, _BELOW_1_75 = tl.constexpr(INFINITY), tl.constexpr(BELOW_1_75)
+_EIGHT, _SMALLEST = tl.constexpr(EIGHT), tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -37,9 +38,8 @@ def _write(
         x = tl.load(k + d * k_dim).to(tl.float32)
         # as integers NaN is the largest magnitude
         top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        scale = tl.maximum(tl.div_rn(top.to(tl.float32, bitcast=True), 448.0), _SMALLEST)
-        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        bits = tl.where(top > 0x7F800000, top, bits)
+        bits = tl.maximum(((top + _BELOW_1_75) & _INFINITY) - _EIGHT, _SMALLEST)
+        bits = tl.where(top >= _INFINITY, top, bits)  # as power_of_two_scale
         scale = bits.to(tl.float32, bitcast=True)
         code = fp8_bits(tl.div_rn(x, scale + tl.zeros_like(x)), 3, 7, 448.0)
         tl.store(values + page * values_page + inner * values_token + d, code.to(tl.uint8))
