@@ -36,6 +36,7 @@ LINEAR_ARGUMENTS = (
     "linear_attn_prefill_backend",
     "linear_attn_decode_backend",
 )
+SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 REFUSED_LINEAR: Mapping[str, str] = {  # what changes where SGLang keeps states
     "enable_linear_replayssm": "leave out --enable-linear-replayssm",
     "enable_gdn_replayssm_spec": "leave out --enable-gdn-replayssm-spec",
@@ -256,11 +257,13 @@ def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
 
     ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
     ATTN_MM_ATTENTION_BACKEND, ATTN_LINEAR_ATTN_BACKEND, ATTN_LINEAR_ATTN_PREFILL_BACKEND,
-    ATTN_LINEAR_ATTN_DECODE_BACKEND, and ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between
+    ATTN_LINEAR_ATTN_DECODE_BACKEND, ATTN_NSA_PREFILL_BACKEND, ATTN_NSA_DECODE_BACKEND, and
+    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between
     commas.
     """
     chosen: dict[str, Any] = {}
-    for name in (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, "mm_attention_backend", *_LISTS):
+    named = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
+    for name in (*named, *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "")
         if value:
             chosen[name] = tuple(value.split(",")) if name in _LISTS else value
