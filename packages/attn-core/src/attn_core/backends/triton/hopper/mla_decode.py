@@ -21,7 +21,12 @@ from attn_core.backends.triton.hopper.common import (
     zero_tail,
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
-from attn_core.backends.triton.hopper.split_kv import partial_slot, program_work, split_item
+from attn_core.backends.triton.hopper.split_kv import (
+    launch_dependents,
+    partial_slot,
+    program_work,
+    split_item,
+)
 from attn_core.backends.triton.masks import MASK_CAUSAL
 
 
@@ -330,6 +335,7 @@ def decode_mla_hopper(
 
     q_rows: [T · GROUP, 576] by [64, 64]; k_rows: [tokens, 576] by [min(PAGE, 64), 64].
     """
+    launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
     work = program_work(work_indptr, sizes, CONFIG)
     if work.start < work.end:

@@ -45,6 +45,14 @@ class SplitItem(NamedTuple):
 
 
 @gluon.jit
+def launch_dependents():
+    """Let the launch of merge_splits begin, which waits for the partial states by itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def program_work(indptr, sizes, CONFIG: gl.constexpr):
     """Return the units of this program: as many for each part, the last ones may have none."""
     num_units = gl.load(indptr + sizes.batch) * CONFIG.HEADS
