@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-
 class Work(NamedTuple):
     """Units start … end of the line of work, a program's share; indptr: see plan_splits.
 
@@ -28,7 +27,8 @@ class Work(NamedTuple):
 class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
-    start_unit … end_unit: of the tile's num_units. first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
+    start_unit … end_unit: of the tile's num_units. first_key: the first that any row sees.
+    first_block … first_block + num_blocks: of keys.
     """
 
     seq: Any
