@@ -140,7 +140,8 @@ def load_latents(
             for copy in gl.static_range(64 // ROWS):
                 token = (item.first_block + item.num_blocks - 1 - i) * 64 + copy * ROWS
                 page = gl.load(pages + gl.minimum(token, item.seq_len - 1) // CONFIG.PAGE)
-                rows = rows + (page * CONFIG.PAGE + token % CONFIG.PAGE,)
+                row = page * CONFIG.PAGE + token % CONFIG.PAGE
+                rows = rows + (row,)  # noqa: RUF005  # Triton unpacks no tuple in a tuple
             load_block(latents, high, k_rows, rows, step, block)
             step += 1
             block += 1
