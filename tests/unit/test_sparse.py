@@ -57,7 +57,7 @@ def test_fp8_index_keys_lie_planar():
     write_index(cache, new, SLOTS)
     for key, slot in zip(new, SLOTS.tolist(), strict=True):
         page, offset = cache.index[slot // PAGE], slot % PAGE
-        scale = max(key.abs().max(), torch.tensor(1e-4)) / 448
+        scale = max(key.abs().max(), torch.tensor(1e-4)) * (1 / 448)
         values = page[offset * DIM : (offset + 1) * DIM].view(torch.float8_e4m3fn)
         stored = page[PAGE * DIM + 4 * offset :][:4].view(torch.float32)
         assert torch.equal(stored[0], scale)
@@ -106,7 +106,7 @@ def test_a_layer_that_shares_a_selection_stores_no_index_keys():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"index_dtype": "fp4"}, "index_dtype 'fp4' .expected bf16 or fp8_e4m3"),
+        ({"index_dtype": "fp4"}, "index_dtype 'fp4' .expected fp32 or fp16 or bf16 or fp8"),
         ({"index_dtype": "fp8_e4m3", "index_dim": 6}, "index_dim 6 in fp8_e4m3 .* multiple of 4"),
         ({"index_dim": -1}, "index_dim -1"),
     ],

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_chunk
+from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_item
 from attn_core.backends.triton.linear.hopper.solve import barrier
 
 
@@ -59,8 +59,8 @@ def forget(work, ready, STRIDE: gl.constexpr, count):
 
 @gluon.jit(noinline=True)
 def prepare_apart(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
-    """Do what prepare_chunk does: a loop around it would keep its addresses in registers."""
-    prepare_chunk(c, hv, inputs, weights, numbers, chunks, work, C)
+    """Do what prepare_item does: a loop around it would keep its addresses in registers."""
+    prepare_item(c, hv, inputs, weights, numbers, chunks, work, C)
 
 
 @gluon.jit
