@@ -1,0 +1,62 @@
+/* Products of matrices: rows of numbers with packed columns, summed in float32. */
+#pragma once
+#include "vectors.h"
+
+enum { STEP = KS }; /* values come in multiples of it */
+
+INLINE vec multiply_add(vec sum, vec a, vec b) {
+#if PAIRS
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + a * b;
+#endif
+}
+
+/* MR rows or fewer with NV vectors of columns or fewer, all sums in registers. */
+INLINE void block(const int rows, const int vectors, const float *a, int64_t a_row, const float *b,
+                  int steps, float *c, int64_t c_row, int add) {
+    vec sums[MR][NV];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) sums[i][j] = add ? load(c + i * c_row + j * W) : all(0);
+    for (int step = 0; step < steps; step++) {
+        vec right[NV];
+        for (int j = 0; j < vectors; j++) right[j] = load(b + step * PANEL + j * W);
+        for (int i = 0; i < rows; i++) {
+            vec left = all(a[i * a_row + step]);
+            for (int j = 0; j < vectors; j++)
+                sums[i][j] = multiply_add(sums[i][j], left, right[j]);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) store(c + i * c_row + j * W, sums[i][j]);
+}
+
+#define CASE(rows, vectors) \
+    case rows * 8 + vectors: block(rows, vectors, a, a_row, b, steps, c, c_row, add); break;
+#if NV == 4
+#define CASES(rows) CASE(rows, 1) CASE(rows, 2) CASE(rows, 3) CASE(rows, 4)
+#else
+#define CASES(rows) CASE(rows, 1) CASE(rows, 2)
+#endif
+
+static void block_of(int rows, int vectors, const float *a, int64_t a_row, const float *b,
+                     int steps, float *c, int64_t c_row, int add) {
+    switch (rows * 8 + vectors) { CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) }
+}
+
+/*
+ * c [rows, columns] = a · b, or += where `add`. a has `steps` words a row, b is packed, columns
+ * are whole vectors.
+ */
+static void product(int rows, int columns, int steps, const number *a, int64_t a_row,
+                    const number *b, float *c, int64_t c_row, int add) {
+    const float *left = (const float *)a, *right = (const float *)b; /* 32-bit words */
+    for (int column = 0; column < columns; column += PANEL) {
+        int vectors = (columns - column < PANEL ? columns - column : PANEL) / W;
+        for (int row = 0; row < rows; row += MR) {
+            int some = rows - row < MR ? rows - row : MR;
+            block_of(some, vectors, left + row * a_row, a_row, right + (int64_t)column * steps,
+                     steps, c + row * c_row + column, c_row, add);
+        }
+    }
+}
