@@ -12,7 +12,6 @@
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(what) PASTE(what, LEVEL)
 #define LOG2_E 1.44269504f
-#define LN_2 0.693147181
 
 static const int BYTES[] = {4, 2, 2, 1, 1};
 
@@ -37,7 +36,7 @@ static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
     TAKE(q, ROWS * s->words * KS)
     TAKE(p, ROWS * KEYS)
     TAKE(keys, KEYS * s->words * KS)
-    TAKE(values, KEYS * s->columns)
+    TAKE(values, KEYS * round_up(s->columns, PANEL))
     TAKE(k_rows, KEYS * s->k_row)
     TAKE(v_rows, KEYS * s->v_row)
     TAKE(scores, ROWS * KEYS)
@@ -95,7 +94,7 @@ static void limit(float *scores, int columns, int low, int high, float scale, fl
 }
 
 /*
- * Turn a row of scores into probabilities, relative to the largest score so far, in base 2.
+ * Turn a row of scores into probabilities, relative to the largest score so far.
  * Returns the factor of what was summed before.
  */
 static float soften(const float *scores, int columns, float *largest_so_far, float *sum_so_far,
@@ -104,7 +103,7 @@ static float soften(const float *scores, int columns, float *largest_so_far, flo
     for (int c = 0; c < columns; c += W) most = larger(most, load(scores + c));
     float before = *largest_so_far, now = largest(most), base = now == -INFINITY ? 0 : now;
     for (int c = 0; c < columns; c += W) {
-        vec x = power_of_two(load(scores + c) - base);
+        vec x = power_of_two((load(scores + c) - base) * LOG2_E);
         total += x;
 #if PAIRS
         __m256bh half = _mm512_cvtneps_pbh((__m512)x);
@@ -113,7 +112,7 @@ static float soften(const float *scores, int columns, float *largest_so_far, flo
         store(p + c, x);
 #endif
     }
-    float factor = before == now ? 1 : power_of_two(all(before - base))[0];
+    float factor = before == now ? 1 : power_of_two(all((before - base) * LOG2_E))[0];
     *largest_so_far = now;
     *sum_so_far = *sum_so_far * factor + sum(total);
     return factor;
@@ -124,10 +123,10 @@ static void finish(const Attention *a, int64_t token, int head, const float *x, 
                    float total) {
     float unit = 1;
     if (a->sinks) {
-        float sink = a->sinks[head] * LOG2_E, base = most > sink ? most : sink;
+        float sink = a->sinks[head], base = most > sink ? most : sink;
         if (base == -INFINITY) base = 0;
-        unit = exp2f(most - base);
-        total = total * unit + exp2f(sink - base);
+        unit = expf(most - base);
+        total = total * unit + expf(sink - base);
         most = base;
     }
     float factor = total > 0 ? unit * a->v_scale / total : 0;
@@ -135,7 +134,7 @@ static void finish(const Attention *a, int64_t token, int head, const float *x, 
     for (int i = 0; i < a->v_head_dim; i++) put(a->out_type, a->out, at + i, x[i] * factor);
     if (a->lse)
         a->lse[token * a->q_heads + head] =
-            total > 0 ? (float)((most + log2((double)total)) * LN_2) : -INFINITY;
+            total > 0 ? most + logf(total) : -INFINITY;
 }
 
 /* Find the keys and values of n tokens, from `first`, for the first KV head. */
@@ -175,8 +174,7 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
     int start = a->cu_seqlens_q[request], queries = a->cu_seqlens_q[request + 1] - start;
     int length = a->table ? a->seq_lens[request]
                           : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
-    float scale = a->scale * LOG2_E, cap = a->logit_cap * LOG2_E;
-    if (cap != 0) scale = a->scale / a->logit_cap;
+    float cap = a->logit_cap, scale = cap != 0 ? a->scale / cap : a->scale;
     if (a->tree)
         for (int i = 0; i < a->drafts; i++) {
             const uint8_t *seen = a->tree + ((int64_t)request * a->drafts + i) * a->drafts;
@@ -262,7 +260,7 @@ void NAME(merge_)(const Attention *a, const Item *item, int head, float *states)
         for (int i = 0; i < item->splits; i++) {
             const float *part = states + i * size + r * columns;
             const float *largest_of = states + i * size + rows * columns;
-            float factor = exp2f(largest_of[r] - base);
+            float factor = expf(largest_of[r] - base);
             total += largest_of[rows + r] * factor;
             for (int64_t c = 0; c < columns; c++)
                 x[c] = (i ? x[c] : 0) + part[c] * factor;

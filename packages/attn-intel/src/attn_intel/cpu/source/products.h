@@ -2,7 +2,7 @@
 #pragma once
 #include "vectors.h"
 
-enum { STEP = KS }; /* values come in multiples of it */
+enum { STEP = KS, CHUNK = 64 }; /* values come in multiples of STEP */
 
 INLINE vec multiply_add(vec sum, vec a, vec b) {
 #if PAIRS
@@ -46,17 +46,21 @@ static void block_of(int rows, int vectors, const float *a, int64_t a_row, const
 
 /*
  * c [rows, columns] = a · b, or += where `add`. a has `steps` words a row, b is packed, columns
- * are whole vectors.
+ * are whole vectors. Sums of CHUNK steps are added up: what is read again stays in the first
+ * cache, and fewer small numbers are added to a large sum.
  */
 static void product(int rows, int columns, int steps, const number *a, int64_t a_row,
                     const number *b, float *c, int64_t c_row, int add) {
     const float *left = (const float *)a, *right = (const float *)b; /* 32-bit words */
-    for (int column = 0; column < columns; column += PANEL) {
+    for (int column = 0; column < columns; column += PANEL, right += (int64_t)steps * PANEL) {
         int vectors = (columns - column < PANEL ? columns - column : PANEL) / W;
-        for (int row = 0; row < rows; row += MR) {
-            int some = rows - row < MR ? rows - row : MR;
-            block_of(some, vectors, left + row * a_row, a_row, right + (int64_t)column * steps,
-                     steps, c + row * c_row + column, c_row, add);
+        for (int step = 0; step < steps; step += CHUNK) {
+            int few = steps - step < CHUNK ? steps - step : CHUNK;
+            for (int row = 0; row < rows; row += MR) {
+                int some = rows - row < MR ? rows - row : MR;
+                block_of(some, vectors, left + row * a_row + step, a_row, right + step * PANEL,
+                         few, c + row * c_row + column, c_row, add || step);
+            }
         }
     }
 }
