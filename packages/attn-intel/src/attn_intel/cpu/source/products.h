@@ -17,7 +17,7 @@ INLINE void block(const int rows, const int vectors, const float *a, int64_t a_r
                   int steps, float *c, int64_t c_row, int add) {
     vec sums[MR][NV];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) sums[i][j] = add ? load(c + i * c_row + j * W) : all(0);
+        for (int j = 0; j < vectors; j++) sums[i][j] = all(0);
     for (int step = 0; step < steps; step++) {
         vec right[NV];
         for (int j = 0; j < vectors; j++) right[j] = load(b + step * PANEL + j * W);
@@ -28,7 +28,10 @@ INLINE void block(const int rows, const int vectors, const float *a, int64_t a_r
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) store(c + i * c_row + j * W, sums[i][j]);
+        for (int j = 0; j < vectors; j++) {
+            float *to = c + i * c_row + j * W;
+            store(to, add ? load(to) + sums[i][j] : sums[i][j]);
+        }
 }
 
 #define CASE(rows, vectors) \
