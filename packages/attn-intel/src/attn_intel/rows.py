@@ -8,6 +8,8 @@ from typing import Final
 
 from attn_core import ANY_TOPK, PLAIN_DTYPES, Capabilities, Phase
 
+from attn_intel.cpu.build import KERNELS
+
 HALF: Final = frozenset({"fp16", "bf16"})
 FP8: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
 ENCODE: Final = frozenset({Phase.ENCODE})
@@ -76,7 +78,7 @@ def amx() -> Sequence[Capabilities]:
         create="attn_intel.cpu.backend:IntelAMX",
         device="cpu",
         archs={"amx", "avx512", "avx2"},
-        requires=["attn-intel-kernels"],
+        requires=[KERNELS],
         dtypes=PLAIN_DTYPES,
         kv_dtypes=PLAIN_DTYPES | FP8,
         priority=30,

@@ -1,4 +1,4 @@
-"""Compile the kernels: `python -m attn_intel.cpu.build`, and the hook that makes the wheel."""
+"""Compile the kernels, in the user's cache or for the wheel, and find them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-COMMAND: Final = "python -m attn_intel.cpu.build"
+KERNELS: Final = "attn-intel-kernels"  # as rows require them
+COMMAND: Final = "python -m attn_intel.cpu"
 SOURCE: Final = pathlib.Path(__file__).parent / "source"
 FLAGS: Final = (
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"),
@@ -96,19 +97,3 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-
-
-def main() -> None:
-    """Compile into the user's cache, unless the library is there."""
-    path = found()
-    if path is None:
-        print("attn-intel: compiling the kernels of intel_amx, about 10 s", flush=True)
-        try:
-            path = build(folders()[1])
-        except (RuntimeError, OSError) as error:
-            sys.exit(f"attn-intel: {error}")
-    print(path)
-
-
-if __name__ == "__main__":
-    main()
