@@ -33,8 +33,8 @@ static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
 #define TAKE(what, count) \
     s->what = (void *)(memory + at); \
     at = round_up(at + (count) * (int64_t)sizeof *s->what, 64);
-    TAKE(q, ROWS * s->words * KS)
-    TAKE(p, ROWS * KEYS)
+    TAKE(q, (ROWS + 16) * s->words * KS) /* products by tiles read whole tiles of rows */
+    TAKE(p, (ROWS + 16) * KEYS)
     TAKE(keys, KEYS * s->words * KS)
     TAKE(values, KEYS * round_up(s->columns, PANEL))
     TAKE(k_rows, KEYS * s->k_row)
@@ -182,6 +182,7 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             for (int j = 0; j < a->drafts; j++) s.depths[i] += seen[j] != 0;
         }
     int64_t state = state_size(a, rows);
+    begin_products();
     for (int h = 0; h < item->heads; h++) {
         for (int r = 0; r < rows; r++) {
             int at = item->row + r;
@@ -237,6 +238,7 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
         }
     }
+    end_products();
     if (states) return;
     for (int h = 0; h < item->heads; h++)
         for (int r = 0; r < rows; r++) {
