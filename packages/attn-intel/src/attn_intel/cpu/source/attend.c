@@ -1,7 +1,7 @@
 /* One work item: attention of some rows to some keys, tile by tile. Compiled once per level. */
 #include "vectors.h"
 
-#include "pack.h"
+#include "few.h"
 #if LEVEL_NUMBER == 3
 #include "tiles.h"
 #else
@@ -156,6 +156,21 @@ static void locate(const Attention *a, int request, int first, int n, int64_t *k
     }
 }
 
+/*
+ * List the rows of the next n tokens that are asked for while those of the h-th head are worked
+ * on: a share of all heads' rows, in the order of memory, which is read fastest so. Returns how
+ * many.
+ */
+static int list_ahead(const Attention *a, const Item *item, int h, const void *base,
+                      const int64_t *at, int64_t skip, int n, const char **ahead) {
+    for (int i = 0; i < n; i++) {
+        int row = h * n + i, head = item->head + row % item->heads;
+        int64_t from = at[row / item->heads] + head * skip;
+        ahead[i] = (const char *)base + from * BYTES[a->kv_type];
+    }
+    return n > 0 ? n : 0;
+}
+
 /* Read rows where they are not numbers of a product in whole vectors already. */
 static void read_rows(const Attention *a, const void *base, const int64_t *at, int64_t skip,
                       int n, int dim, int64_t padded, number *copies, const char **rows) {
@@ -203,19 +218,27 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
     for (int first = item->first; first < item->end; first += KEYS) {
         int n = item->end - first < KEYS ? item->end - first : KEYS;
         int columns = (int)round_up(n, W), steps = (int)round_up(n, STEP) / KS;
-        int64_t k_at[KEYS], v_at[KEYS];
+        int64_t k_at[KEYS], v_at[KEYS], next_k[KEYS], next_v[KEYS];
+        int after = first + n, next = item->end - after < KEYS ? item->end - after : KEYS;
         const char *k_rows[KEYS], *v_rows[KEYS];
         locate(a, request, first, n, k_at, v_at);
+        locate(a, request, after, next, next_k, next_v);
         for (int h = 0; h < item->heads; h++) {
             float *x = states ? states + (h * item->splits + item->split) * state
                               : s.outputs + h * rows * s.columns;
             float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
             float *sums = states ? largest_so_far + rows : s.sums + h * rows;
             int64_t head = item->head + h;
+            Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
+            k_ahead.n = list_ahead(a, item, h, a->k, next_k, a->k_head, next, k_ahead.rows);
             read_rows(a, a->k, k_at, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
-            pack_keys(k_rows, n, (int)s.words, s.keys);
-            product(rows, columns, (int)s.words, s.q + h * rows * s.words * KS, s.words, s.keys,
-                    s.scores, KEYS, 0);
+            const number *q = s.q + h * rows * s.words * KS;
+            if (rows <= FEW) {
+                few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
+            } else {
+                pack_keys(k_rows, n, (int)s.words, s.keys);
+                product(rows, columns, (int)s.words, q, s.words, s.keys, s.scores, KEYS, 0);
+            }
             for (int r = 0; r < rows; r++) {
                 int token = (item->row + r) / group;
                 Sight see = sight_of(a, request, token, queries, length, s.depths);
@@ -231,11 +254,20 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                     for (int c = 0; c < s.columns; c += W)
                         store(x + r * s.columns + c, load(x + r * s.columns + c) * factor);
             }
-            if (a->v)
+            if (a->v) {
+                v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
+                v_ahead.n = list_ahead(a, item, h, a->v, next_v, a->v_head, next, v_ahead.rows);
                 read_rows(a, a->v, v_at, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
                           v_rows);
-            pack_values(a->v ? v_rows : k_rows, n, steps, (int)s.columns, s.values);
-            product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
+            }
+            const char **values = a->v ? v_rows : k_rows;
+            if (rows <= FEW && s.columns % (W * KS) == 0) {
+                few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
+                            &v_ahead);
+            } else {
+                pack_values(values, n, steps, (int)s.columns, s.values);
+                product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
+            }
         }
     }
     end_products();

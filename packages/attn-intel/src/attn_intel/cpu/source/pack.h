@@ -97,6 +97,13 @@ static void pack_keys(const char **rows, int n, int words, number *to) {
     }
 }
 
+#if PAIRS
+typedef uint16_t full __attribute__((vector_size(64)));
+#define BOTH(i) i, i + 32
+#define FOUR(i) BOTH(i), BOTH(i + 1), BOTH(i + 2), BOTH(i + 3)
+#define INTERLEAVED (full){FOUR(0), FOUR(4), FOUR(8), FOUR(12)}
+#endif
+
 /* Pack n values as steps; zeros up to `steps`. The rows hold `columns` numbers, whole vectors. */
 static void pack_values(const char **rows, int n, int steps, int columns, number *to) {
     static const number zeros[4 * W] __attribute__((aligned(64)));
@@ -106,6 +113,15 @@ static void pack_values(const char **rows, int n, int steps, int columns, number
             char *words = (char *)to + 4 * (c / PANEL * (int64_t)steps * PANEL + c % PANEL);
             words += 4 * PANEL * (int64_t)step;
 #if PAIRS
+            if (c + 2 * W <= columns && key + 1 < n) {
+                full a, b;
+                memcpy(&a, rows[key] + 2 * c, sizeof a);
+                memcpy(&b, rows[key + 1] + 2 * c, sizeof b);
+                store(words, (vec)__builtin_shuffle(a, b, INTERLEAVED));
+                store(words + 4 * W, (vec)__builtin_shuffle(a, b, INTERLEAVED + 16));
+                c += W;
+                continue;
+            }
             const char *a = key < n ? rows[key] + 2 * c : (const char *)zeros;
             const char *b = key + 1 < n ? rows[key + 1] + 2 * c : (const char *)zeros;
             half_vec low, high;

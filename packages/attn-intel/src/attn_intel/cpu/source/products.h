@@ -7,14 +7,6 @@ enum { STEP = KS, CHUNK = 64 }; /* values come in multiples of STEP */
 INLINE void begin_products(void) {}
 INLINE void end_products(void) {}
 
-INLINE vec multiply_add(vec sum, vec a, vec b) {
-#if PAIRS
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    return sum + a * b;
-#endif
-}
-
 /* MR rows or fewer with NV vectors of columns or fewer, all sums in registers. */
 INLINE void block(const int rows, const int vectors, const float *a, int64_t a_row, const float *b,
                   int steps, float *c, int64_t c_row, int add) {

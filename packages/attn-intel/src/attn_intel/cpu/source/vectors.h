@@ -77,6 +77,14 @@ INLINE vec only(vec x, int low, int high) {
 }
 #endif
 
+INLINE vec multiply_add(vec sum, vec a, vec b) {
+#if PAIRS
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + a * b;
+#endif
+}
+
 /* 2 to the power of x <= 0; 0 below the normal numbers. The polynomial errs by 3e-9 at most. */
 INLINE vec power_of_two(vec x) {
     vec shifted = x + 0x1.8p23f, f = x - (shifted - 0x1.8p23f);
