@@ -2,6 +2,7 @@
 #include "vectors.h"
 
 #include "few.h"
+#include "sight.h"
 #if LEVEL_NUMBER == 3
 #include "tiles.h"
 #else
@@ -50,37 +51,6 @@ static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
 int64_t NAME(scratch_)(const Attention *a) {
     Scratch s;
     return lay_out(a, 0, &s);
-}
-
-/* What one query sees: keys [low, high), of drafts only those of its row of the tree. */
-typedef struct {
-    int low, high, position;
-    const uint8_t *drafts;
-} Sight;
-
-static Sight sight_of(const Attention *a, int request, int token, int queries, int length,
-                      const int32_t *depths) {
-    int prefix = length - queries, position = prefix + token;
-    Sight see = {0, length, position, NULL};
-    if (a->tree) {
-        see.drafts = a->tree + ((int64_t)request * a->drafts + token) * a->drafts;
-        see.position = prefix + depths[token];
-    } else if (a->causal) {
-        see.high = position + 1;
-    }
-    if (a->window && see.position - a->window >= 0) see.low = see.position - a->window + 1;
-    if (a->tree && see.low > prefix) see.low = prefix; /* drafts may be in any order */
-    return see;
-}
-
-/* Hide from a row of scores [n] of keys from `first` the drafts that its query does not see. */
-static void hide_drafts(const Attention *a, Sight see, const int32_t *depths, int prefix,
-                        int first, int n, float *scores) {
-    for (int key = first > prefix ? first : prefix; key < first + n; key++) {
-        int draft = key - prefix;
-        int old = a->window && prefix + depths[draft] <= see.position - a->window;
-        if (old || !see.drafts[draft]) scores[key - first] = -INFINITY;
-    }
 }
 
 /* Scale a row of scores, cap it, and hide what is not in the columns [low, high). */
@@ -191,11 +161,7 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                           : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
     float cap = a->logit_cap, scale = cap != 0 ? a->scale / cap : a->scale;
     if (a->tree)
-        for (int i = 0; i < a->drafts; i++) {
-            const uint8_t *seen = a->tree + ((int64_t)request * a->drafts + i) * a->drafts;
-            s.depths[i] = -1;
-            for (int j = 0; j < a->drafts; j++) s.depths[i] += seen[j] != 0;
-        }
+        for (int i = 0; i < a->drafts; i++) s.depths[i] = depth_of(a, request, i);
     int64_t state = state_size(a, rows);
     begin_products();
     for (int h = 0; h < item->heads; h++) {

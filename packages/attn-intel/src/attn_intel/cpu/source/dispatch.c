@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "sight.h"
 
 enum {
     LEAST_PART = 512, /* keys of a part, at least */
@@ -84,12 +85,7 @@ static void span(const Attention *a, int request, int queries, int length, int r
     int position = prefix + low;
     if (a->tree) { /* the least depth of these queries */
         int least = a->drafts;
-        for (int i = low; i <= high; i++) {
-            const uint8_t *seen = a->tree + ((int64_t)request * a->drafts + i) * a->drafts;
-            int depth = -1;
-            for (int j = 0; j < a->drafts; j++) depth += seen[j] != 0;
-            least = smaller(least, depth);
-        }
+        for (int i = low; i <= high; i++) least = smaller(least, depth_of(a, request, i));
         position = prefix + least;
     }
     if (a->window) *first = larger(0, position - a->window + 1);
