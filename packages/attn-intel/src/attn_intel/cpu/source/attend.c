@@ -202,7 +202,7 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             if (rows <= FEW) {
                 few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
             } else {
-                pack_keys(k_rows, n, (int)s.words, s.keys);
+                pack_keys(k_rows, n, (int)s.words, s.keys, &k_ahead);
                 product(rows, columns, (int)s.words, q, s.words, s.keys, s.scores, KEYS, 0);
             }
             for (int r = 0; r < rows; r++) {
@@ -231,7 +231,7 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                 few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
                             &v_ahead);
             } else {
-                pack_values(values, n, steps, (int)s.columns, s.values);
+                pack_values(values, n, steps, (int)s.columns, s.values, &v_ahead);
                 product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
             }
         }

@@ -2,18 +2,6 @@
 #pragma once
 #include "pack.h"
 
-/* Rows of the next keys or values, that are asked for row by row, between the products. */
-typedef struct {
-    const char *rows[KEYS];
-    int n, bytes;
-} Ahead;
-
-INLINE void ask_for(const Ahead *ahead, int i) {
-    if (i < ahead->n)
-        for (int byte = 0; byte < ahead->bytes; byte += 64)
-            __builtin_prefetch(ahead->rows[i] + byte, 0, 2);
-}
-
 enum { FEW = 6 }; /* rows for which packed numbers would be read once only */
 
 /* Add up each of W vectors: number i of the result is the sum of vector i. */

@@ -83,11 +83,24 @@ INLINE void transpose(vec *x) {
 #endif
 }
 
+/* Rows of the next keys or values, that are asked for row by row, between the products. */
+typedef struct {
+    const char *rows[KEYS];
+    int n, bytes;
+} Ahead;
+
+INLINE void ask_for(const Ahead *ahead, int i) {
+    if (i < ahead->n)
+        for (int byte = 0; byte < ahead->bytes; byte += 64)
+            __builtin_prefetch(ahead->rows[i] + byte, 0, 2);
+}
+
 /* Pack n keys as columns, zeros up to a whole vector; rows have `words` words, whole vectors. */
-static void pack_keys(const char **rows, int n, int words, number *to) {
+static void pack_keys(const char **rows, int n, int words, number *to, const Ahead *ahead) {
     for (int first = 0; first < n; first += W) {
         char *columns = (char *)to + 4 * (first / PANEL * (int64_t)words * PANEL + first % PANEL);
         int some = n - first < W ? n - first : W;
+        for (int i = 0; i < some; i++) ask_for(ahead, first + i);
         for (int word = 0; word < words; word += W) {
             vec x[W];
             for (int i = 0; i < W; i++) x[i] = i < some ? load(rows[first + i] + 4 * word) : all(0);
@@ -105,10 +118,12 @@ typedef uint16_t full __attribute__((vector_size(64)));
 #endif
 
 /* Pack n values as steps; zeros up to `steps`. The rows hold `columns` numbers, whole vectors. */
-static void pack_values(const char **rows, int n, int steps, int columns, number *to) {
+static void pack_values(const char **rows, int n, int steps, int columns, number *to,
+                        const Ahead *ahead) {
     static const number zeros[4 * W] __attribute__((aligned(64)));
     for (int step = 0; step < steps; step++) {
         int key = step * KS;
+        for (int i = key; i < key + KS; i++) ask_for(ahead, i);
         for (int c = 0; c < columns; c += W) {
             char *words = (char *)to + 4 * (c / PANEL * (int64_t)steps * PANEL + c % PANEL);
             words += 4 * PANEL * (int64_t)step;
