@@ -57,7 +57,7 @@ def test_fp8_index_keys_lie_planar():
     write_index(cache, new, SLOTS)
     for key, slot in zip(new, SLOTS.tolist(), strict=True):
         page, offset = cache.index[slot // PAGE], slot % PAGE
-        scale = max(key.abs().max(), torch.tensor(1e-4)) / 448
+        scale = max(key.abs().max(), torch.tensor(1e-4)) * (1 / 448)
         values = page[offset * DIM : (offset + 1) * DIM].view(torch.float8_e4m3fn)
         stored = page[PAGE * DIM + 4 * offset :][:4].view(torch.float32)
         assert torch.equal(stored[0], scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -58,6 +59,7 @@ class NSA(AttentionBackend):
         self._kernels = sub_backends(Device("cuda", config.arch), "bf16", sinks=sinks)
         self._fa3 = FA3MLA(config)
         self._flashmla, self._build = load(config.name, config.row.requires[1])
+        self._lse_unit = 1.0 if self._build else math.log(2.0)
         self._sinks: dict[AttentionLayer, Tensor] = {}
         triton = load_plugins().get("triton")
         row = next(r for r in triton.capabilities if r.kind == "dsa" and r.device == "cuda")
@@ -144,8 +146,8 @@ class NSA(AttentionBackend):
     ) -> Output:
         """Call flash_mla_sparse_fwd over the slots of the whole cache; it reads no slot for -1.
 
-        Its LSE is natural, though sglang-kernel's docstring says base 2. It leaves the sinks out
-        and is +inf for a query without keys.
+        The LSE of sglang-kernel is to base 2, that of sgl-flash-mla natural. Both leave the sinks
+        out and are +inf for a query without keys.
         """
         heads, topk = q.shape[1], topk_indices.shape[1]
         if heads % _HEADS:
@@ -164,7 +166,7 @@ class NSA(AttentionBackend):
         result = copy_to_out(result[:, :heads], out)
         if not return_lse:
             return result
-        lse = lse[:, :heads]
+        lse = lse[:, :heads] * self._lse_unit
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return result, lse if layer.sinks is None else lse.logaddexp(layer.sinks.float())
 

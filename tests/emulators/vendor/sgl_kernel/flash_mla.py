@@ -1,9 +1,12 @@
 """sgl_kernel.flash_mla 0.4.5, its dense decode and sparse prefill of sm90."""
 
 import dataclasses
+import math
 
 import flash_mla_leaf
 import torch
+
+LOG2E = 1 / math.log(2)
 
 
 @dataclasses.dataclass
@@ -100,4 +103,6 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return flash_mla_leaf.sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    out, peak, lse = flash_mla_leaf.sparse_prefill(*arguments)
+    return out, peak, lse * LOG2E  # to base 2, as measured on an H200; the fork has natural ones

@@ -10,21 +10,23 @@ from attn_core.cache.paged_tensor import put, take
 from attn_core.ops.quant import from_fp8, to_fp8
 
 _SMALLEST = 1e-4  # the magnitude that an FP8 key's scale stands for at least
-_E4M3_MAX = 448.0
+_UNIT = 1.0 / 448.0  # of e4m3's largest number
 
 
 def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     """Write index keys [N, dim] into token slots int64 [N], in the format of the cache.
 
-    FP8 computes one float32 scale per key: its largest magnitude, at least 1e-4, over 448. A
-    Hadamard transform is the caller's, of queries and keys alike. Raises UnsupportedError without
-    index keys.
+    FP8 computes one float32 scale per key: its largest magnitude, at least 1e-4, times 1/448. This
+    product has the same bits on every device; torch's division by a number has not. A Hadamard
+    transform is the caller's, of queries and keys alike.
+
+    Raises UnsupportedError without index keys.
     """
     values, scales = cache.index_keys
     x = keys.detach()
     if scales is None:
         return put(values, "NHD", slots, x.to(values.dtype))
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=_SMALLEST) / _E4M3_MAX
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=_SMALLEST) * _UNIT
     put(values, "NHD", slots, to_fp8(x, values.dtype, scale))
     put(scales, "NHD", slots, scale[:, 0])
 

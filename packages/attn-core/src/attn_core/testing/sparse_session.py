@@ -227,7 +227,7 @@ def _stored(keys: Tensor, case: Case) -> Tensor:
     """Return what index keys [N, Di] are once they are stored, in float64."""
     if case.index_dtype == "bf16":
         return keys.bfloat16().double()
-    scale = keys.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    scale = keys.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) * (1 / 448)
     return (keys.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
 
 

@@ -102,9 +102,12 @@ class TorchNativeSparse(AttentionBackend):
         tokens, v_dim = q.shape[0], layer.v_head_dim
         out = q.new_empty(tokens, layer.num_q_heads, v_dim) if out is None else out
         lse = torch.empty(tokens, layer.num_q_heads, dtype=torch.float32, device=q.device)
-        if not self.config.deterministic:  # there the sums of a request depend on no other's length
+        numbers = topk_indices.shape[1] * q.shape[2]
+        if self.config.deterministic:  # a GPU's product of several queries depends on their number
+            numbers = _MOST_NUMBERS
+        else:
             topk_indices = topk_indices[:, : batch.views[layer.view].max_seq_len]
-        for part in _parts(slice(0, tokens), topk_indices.shape[1] * q.shape[2]):
+        for part in _parts(slice(0, tokens), numbers):
             slots = topk_indices[part].long()
             unused = slots < 0
             latents = read_kv(cache, slots.clamp(min=0), torch.float32)[0].squeeze(-2)
