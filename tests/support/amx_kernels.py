@@ -55,13 +55,13 @@ def build_edited(monkeypatch, folder, *, source=None, levels=None):
         return build.build(folder)
 
 
-def emulated_tiles(monkeypatch, folder):
+def emulated_tiles(monkeypatch, folder, source=None):
     """Compile the AMX level over tiles in plain C; skip where the CPU has no AVX512_BF16."""
     kernels = library.Kernels(str(compiled()))
     if kernels.level < library.LEVELS.index("avx512_bf16"):
         pytest.skip("all but the tiles of the AMX level needs a CPU with AVX512_BF16")
     flags = (*build.LEVELS["avx512_bf16"], "-include", str(EMULATED))
-    return build_edited(monkeypatch, folder, levels={"amx_bf16": flags})
+    return build_edited(monkeypatch, folder, source=source, levels={"amx_bf16": flags})
 
 
 def spec():

@@ -18,7 +18,7 @@ KERNELS: Final = "attn-intel-kernels"  # as rows require them
 COMMAND: Final = "python -m attn_intel.cpu"
 SOURCE: Final = pathlib.Path(__file__).parent / "source"
 FLAGS: Final = (
-    *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"),
+    *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
 AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
@@ -84,8 +84,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
         objects = [f"{part}/{job[-1]}.o" for job in jobs]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             commands = [
-                (cc, *FLAGS, "-c", *job[:-1], "-o", o)
-                for job, o in zip(jobs, objects, strict=True)
+                (cc, *FLAGS, "-c", *job[:-1], "-o", o) for job, o in zip(jobs, objects, strict=True)
             ]
             list(pool.map(_run, commands))
         _run((cc, "-shared", "-o", str(whole), *objects, "-lm"))
