@@ -15,14 +15,17 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    align16,
+    copy_to_out,
     create_backend,
+    empty_attention,
     load_plugins,
     refuse_layer,
     slot_table,
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import align16, copy_to_out, empty_attention, request_of_token
+from attn_nvidia.common.tensors import request_of_token
 from attn_nvidia.dsa import sub_backends
 from attn_nvidia.fa3.mla import FA3MLA
 from attn_nvidia.fa3.plan import NO_WINDOW, Call, CallGroup, Plans

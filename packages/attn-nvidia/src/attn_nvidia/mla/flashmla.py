@@ -5,10 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import Any, NamedTuple
 
-from attn_core import AttentionLayer, BackendConfig, LayerGroup, Output, chosen_distribution
+from attn_core import (
+    AttentionLayer,
+    BackendConfig,
+    LayerGroup,
+    Output,
+    ScaleTensors,
+    align16,
+    chosen_distribution,
+    copy_to_out,
+    to_e4m3_saturating,
+)
 from torch import Tensor
 
-from attn_nvidia.common.tensors import Scales, align16, copy_to_out, to_e4m3_saturating
 from attn_nvidia.flashinfer.mla import LATENT
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 
@@ -48,7 +57,7 @@ class FlashMLA(MlaDecode):
         self._kernels: dict[str, Any] = self._legacy | (
             {"is_fp8_kvcache": True} if self._fp8 else {}
         )
-        self._scales = Scales(config.device)
+        self._scales = ScaleTensors(config.device)
 
     def plan(self, group: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
         """Schedule the tiles on the device."""
