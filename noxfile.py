@@ -1,8 +1,11 @@
 """The checks of the repository, one session each; `nox -l` lists them, `nox` runs the default."""
 
+import importlib.metadata
+import json
 import os
 import pathlib
 import shutil
+import sys
 import tomllib
 import zipfile
 
@@ -36,8 +39,8 @@ def install(session: nox.Session, *more: str, extras: str = "") -> None:
 
 
 def install_transformers(session: nox.Session, version: str) -> None:
-    """Install the test tools, and what the tests of the adapter need, with one transformers."""
-    more = (f"transformers=={version}", "tokenizers", "accelerate", "gguf")
+    """Install the test tools, and what tests of the adapter and of CI need."""
+    more = (f"transformers=={version}", "tokenizers", "accelerate", "gguf", "nox")
     install(session, *TOOLS, *more, extras="[triton]")
 
 
@@ -50,7 +53,8 @@ def vendor_pins() -> list[str]:
 def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest on every core, one thread in each: small operations gain nothing by two."""
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run("pytest", "-n", "logical", "--dist", "worksteal", *arguments, env=env)
+    options = ("-n", "logical", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", *options, *arguments, env=env)
 
 
 @nox.session
@@ -79,6 +83,12 @@ def tests(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """Compare our calls and the emulated libraries with the vendors' wheels: 700 MB, kept."""
     install(session, *TOOLS, "pip", extras="[triton]")
+    download_wheels(session)
+    run_tests(session, *(session.posargs or ["tests/contracts"]))
+
+
+def download_wheels(session: nox.Session) -> None:
+    """Unpack the vendors' wheels in build/wheels, each once, and tell the tests of them."""
     for pin in vendor_pins():
         unpacked = WHEELS / pin.replace("==", "-")
         if not unpacked.is_dir():
@@ -87,7 +97,6 @@ def contracts(session: nox.Session) -> None:
             session.run("python", "-m", "pip", "download", "-q", *how, pin)
             unpack(packed, unpacked)
     session.env["ATTN_WHEELS"] = str(WHEELS)
-    run_tests(session, *(session.posargs or ["tests/contracts"]))
 
 
 def unpack(packed: pathlib.Path, unpacked: pathlib.Path) -> None:
@@ -126,6 +135,108 @@ def sglang(session: nox.Session) -> None:
     install(session, *TOOLS, extras="[triton]")
     session.install("--no-deps", "-r", "tests/engines/sglang.txt")
     run_tests(session, *(session.posargs or ["tests/engines"]))
+
+
+def check_platform(
+    session: nox.Session, device: str, extras: tuple[str, ...] = (), emulated: str = ""
+) -> None:
+    """Check what serves a type of device: on one if it is here, else by emulations and contracts.
+
+    extras: of the platform's package, for the device. emulated: a -k expression for the tests of
+    the emulations. Arguments go to `attn check` where the device is here, else to pytest.
+    """
+    pin = share_torch(session)
+    local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
+    session.install("-c", pin, *local, *TOOLS)
+    probe = "import attn_core; print(attn_core.probe_device().type)"
+    here = ask(session, "python", "-c", probe)
+    if device not in ("cpu", here):
+        session.log(f"{session.name}: no {device} device here: emulations and contracts are run")
+        session.run("attn", "doctor")
+        session.install("-c", pin, "-e", "./packages/attn-core[triton]")
+        download_wheels(session)
+        asked = ("tests/emulators", "tests/contracts", "-m", "not long", "-k", emulated)
+        run_tests(session, *asked, *session.posargs)
+        return
+    for extra in extras:  # one that does not go with this torch is left out
+        package = f"./packages/attn-{session.name}[{extra}]"
+        session.run("pip", "install", "-c", pin, "-e", package, success_codes=[0, 1])
+    on = () if device == here else ("--device", device)
+    findings = json.loads(ask(session, "attn", "doctor", "--json", *on))
+    lacking = [
+        f"{f['subject']} ({f['fix'] or f['verdict']})" for f in findings if f["level"] != "ok"
+    ]
+    session.log(f"{session.name}: lacks {'; '.join(lacking) or 'nothing'}")
+    session.run("attn", "doctor", *on)
+    jobs = str(min(4, os.cpu_count() or 1))
+    session.run("attn", "check", *on, *(session.posargs or ["--jobs", jobs]))
+    session.run("python", "-m", "pytest", "tests/device/test_hybrid.py", "-k", device)
+
+
+def ask(session: nox.Session, *command: str) -> str:
+    """Return what a command of the session's environment prints, whatever it exits with."""
+    codes = [0, 1]
+    return str(session.run(*command, silent=True, stderr=None, success_codes=codes)).strip()
+
+
+def share_torch(session: nox.Session) -> str:
+    """Let the session see the packages of the Python that runs nox; return a file that pins torch.
+
+    pip then takes a platform's torch as installed, and puts no other in its place.
+    """
+    try:
+        torch = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        session.error(
+            f"{sys.executable}, which runs nox, has no torch: install the platform's torch and nox "
+            f"beside each other, then run `python -m nox -s {session.name}`"
+        )
+    purelib = ask(session, "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    shared = pathlib.Path(purelib) / "shared.pth"
+    shared.write_text(f"{pathlib.Path(str(torch.locate_file(''))).resolve()}\n")
+    pin = pathlib.Path(session.create_tmp()) / "torch.txt"
+    pin.write_text(f"torch=={torch.version}\n")
+    return str(pin)
+
+
+# uv does not see packages that an environment shares, so that it would install another torch
+platform = nox.session(venv_backend="virtualenv")
+AMD, HUAWEI, INTEL = (
+    "aiter or wave or rocm",
+    "ascend or torch_npu or torch-npu or real_npu",
+    "intel or xpu",
+)
+
+
+@platform
+def cpu(session: nox.Session) -> None:
+    """Check every backend that a CPU has, over the torch beside nox: `-- --quick` for less."""
+    check_platform(session, "cpu")
+
+
+@platform
+def nvidia(session: nox.Session) -> None:
+    """Check every backend on this NVIDIA GPU; without one, NVIDIA's emulations and contracts."""
+    extras = ("kernels", "fa3", "fa4", "flashmla")
+    check_platform(session, "cuda", extras, f"not ({AMD} or {HUAWEI} or {INTEL})")
+
+
+@platform
+def rocm(session: nox.Session) -> None:
+    """Check every backend on this AMD GPU; without one, AMD's emulations and contracts."""
+    check_platform(session, "rocm", ("aiter", "wave"), AMD)
+
+
+@platform
+def ascend(session: nox.Session) -> None:
+    """Check every backend on this Ascend NPU; without one, its emulations and contracts."""
+    check_platform(session, "npu", ("npu",), HUAWEI)
+
+
+@platform
+def intel(session: nox.Session) -> None:
+    """Check every backend on this Intel GPU; without one, its emulations and contracts."""
+    check_platform(session, "xpu", ("xpu",), INTEL)
 
 
 @nox.session

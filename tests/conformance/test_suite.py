@@ -293,6 +293,41 @@ def test_attn_check_names_the_fault_and_exits_1(monkeypatch, tmp_path):
     assert "failed: sinks-fp32-page16" in text.stdout
 
 
+def test_attn_check_without_a_name_checks_all_that_this_device_serves(monkeypatch, tmp_path):
+    right = replace(ROW, max_verify_topk=0, cuda_graph="never", dtypes={"fp32"})
+    spec = replace(spec_of(), capabilities=[right], create="reference:Reference")
+    others = {
+        "wrong": replace(spec, name="wrong", create="mutants.lse:SinksIgnored"),
+        "right": replace(spec, name="right"),
+        "lacking": replace(
+            spec, name="lacking", capabilities=[replace(right, requires=("absent>=2",))]
+        ),
+        "elsewhere": replace(spec, name="elsewhere", capabilities=[replace(right, device="rocm")]),
+        "declared": replace(spec, name="declared", create=None),
+    }
+    registry = load_plugins()
+    registry = replace(registry, backends={("softmax", n): s for n, s in others.items()})
+    for module in ("cli.check", "testing.parallel"):
+        monkeypatch.setattr(f"attn_core.{module}.load_plugins", lambda: registry)
+    monkeypatch.setattr("attn_core.testing.plan.templates", few_templates)
+    # few checks prove few cells
+    monkeypatch.setattr("attn_core.testing.runner.problems", lambda cells: [])
+    done = invoke("--json", "--device", "cpu", "--evidence", str(tmp_path))
+    assert done.exit_code == 1, done.output
+    assert done.stderr.count("not checked") == 1
+    assert "not checked: lacking (mha) cannot run here: absent not installed" in done.stderr
+    data = json.loads(done.stdout)
+    assert [d["backend"] for d in data] == ["right", "wrong"]
+    assert [bool(d["failures"]) for d in data] == [False, True]
+    assert {json.loads(p.read_text())["backend"] for p in tmp_path.iterdir()} == {"right", "wrong"}
+    text = invoke("--device", "cpu").stdout
+    assert "mha of right on cpu" in text
+    assert "mha of wrong on cpu" in text
+    assert text.count("failed: sinks-fp32-page16") == 1
+    registry.backends.pop(("softmax", "wrong"))
+    assert invoke("--device", "cpu").exit_code == 0
+
+
 def few_templates(kind, rows, **kwargs):
     from attn_core.testing.checks import templates
 

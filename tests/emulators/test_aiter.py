@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from attn_core import ScaleTensors, workspace
 from attn_core.errors import BackendError
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView
@@ -24,8 +25,6 @@ from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
 from attn_rocm.aiter import library, paged, unified
 from attn_rocm.page_list import PageList, num_pages
-from attn_rocm.tensors import Scales
-from attn_rocm.workspace import workspace
 
 AITER = {"amd-aiter": "0.1.7.post2.dev18"}
 CPU = torch.device("cpu")
@@ -293,7 +292,7 @@ def _lse(change):
 
 
 def _scales_ignored(monkeypatch):
-    monkeypatch.setattr(Scales, "of", lambda self, scale: torch.ones(1))
+    monkeypatch.setattr(ScaleTensors, "of", lambda self, scale: torch.ones(1))
 
 
 def _stale_lists(monkeypatch):

@@ -148,7 +148,7 @@ def _scale_of_the_latent(monkeypatch):
 
 
 def _keys_without_their_scale(monkeypatch):
-    monkeypatch.setattr(mla.Scales, "of", lambda self, scale: torch.ones(1))
+    monkeypatch.setattr(mla.ScaleTensors, "of", lambda self, scale: torch.ones(1))
 
 
 def _all_keys_for_every_query(monkeypatch):

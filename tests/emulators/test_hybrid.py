@@ -20,14 +20,19 @@ def emulated() -> dict[str, str]:
     return versions | {"triton": "3.4"}
 
 
-HOPPER = parse_device("cuda:sm90")
+DEVICES = ("cuda:sm90", "rocm:gfx942", "npu:910b", "xpu:bmg")
+SHORT = ("-plain", "-chain-decode")  # of other vendors than NVIDIA
 
 
 def pairs():
     """Yield the pairs; those with Triton, which is interpreted here, marked `long`."""
-    for param in hybrid.hybrids(HOPPER, emulated(), torch.device("cpu")):
-        marks = [*param.marks, pytest.mark.long] if "triton" in param.id else param.marks
-        yield pytest.param(*param.values, id=param.id, marks=marks)
+    for name in DEVICES:
+        device = parse_device(name)
+        for param in hybrid.hybrids(device, emulated(), torch.device("cpu")):
+            long = "triton" in param.id
+            long |= device.type != "cuda" and not any(how in param.id for how in SHORT)
+            marks = [*param.marks, pytest.mark.long] if long else param.marks
+            yield pytest.param(*param.values, id=param.id, marks=marks)
 
 
 PAIRS = [*pairs()]
@@ -77,6 +82,10 @@ REQUIRED = (
     *(f"mha-triton-{name}" for name in hybrid.VENDORS),
     *(f"mha-{name}-triton" for name in ("flashinfer", "fa3", "fa4")),
     "mla-triton-flashmla",
+    *("mha-aiter-torch_native", "mha-torch_native-aiter", "mla-torch_native-aiter"),
+    *("mha-aiter-triton", "mha-triton-aiter", "mla-triton-aiter"),
+    *("mha-ascend-torch_native", "mha-torch_native-ascend", "mla-torch_native-ascend"),
+    *("mha-intel_xpu-torch_native", "mha-torch_native-intel_xpu"),
 )
 ANY_TOPK = ("mha-fa3-flashinfer", "mha-flashinfer-fa3", "mha-triton-flashinfer", "mha-triton-fa3")
 

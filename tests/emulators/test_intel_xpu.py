@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
+from attn_core import ScaleTensors
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
-from attn_intel import tensors
 from attn_intel.xpu import backend
 
 XPU = {"vllm-xpu-kernels": "0.1.16.2"}
@@ -127,7 +127,7 @@ def cumulative(plan):
 
 
 def ignored_scales(monkeypatch):
-    monkeypatch.setattr(tensors.Scales, "of", lambda self, scale: torch.ones(1))
+    monkeypatch.setattr(ScaleTensors, "of", lambda self, scale: torch.ones(1))
 
 
 def wider(change):

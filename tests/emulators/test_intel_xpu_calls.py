@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from attn_core import ScaleTensors
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.plugins.registry import load_plugins
@@ -79,14 +80,14 @@ def test_a_version_with_other_parameters_is_named(vendor, monkeypatch):
 
 
 def test_a_scale_lies_alone_in_its_memory():
-    scales, among = tensors.Scales(CPU), torch.tensor([0.5, 2.0])
+    scales, among = ScaleTensors(CPU), torch.tensor([0.5, 2.0])
     for scale in (2.0, among[1], among[1:], torch.tensor(2.0)):
-        tensor = scales.of(scale)
+        tensor = scales.of(tensors.alone(scale))
         assert tensor.shape == (1,)
         assert tensor.item() == 2.0
         assert tensor.untyped_storage().nbytes() == 4
     alone = torch.tensor([3.0])
-    assert scales.of(alone).data_ptr() == alone.data_ptr(), "a change of it is seen"
+    assert scales.of(tensors.alone(alone)).data_ptr() == alone.data_ptr(), "a change of it is seen"
 
 
 # queries without keys, and what the suite asks of one page size alone
@@ -189,13 +190,6 @@ def test_a_row_for_the_cache_refuses_to_do_without():
     lengths = (cu_seqlens, cu_seqlens, 6, 6)
     with pytest.raises(UnsupportedError, match=r"without a cache.*LayerRequirements\(encoder=True"):
         serving.backend.forward_ragged(serving.q, k, k, LAYER, *lengths, causal=True)
-
-
-def test_a_scale_of_a_capture_is_the_graphs(monkeypatch):
-    scales = tensors.Scales(CPU)
-    monkeypatch.setattr(tensors, "capturing", lambda device: True)
-    scales.of(0.5).fill_(torch.nan)  # holds no value before the replay
-    assert scales.of(0.5).item() == 0.5
 
 
 @pytest.mark.parametrize("page_size", [64, 192])

@@ -3,12 +3,12 @@
 import logging
 from types import SimpleNamespace
 
-import attn_nvidia.common.workspace as held
+import attn_core.runtime.workspace as held
 import pytest
 import torch
+from attn_core import workspace
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.workspace import workspace
 
 CPU = torch.device("cpu")
 

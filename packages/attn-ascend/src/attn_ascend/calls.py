@@ -75,19 +75,19 @@ def calls_of(
     """
     if packs and paged:
         packs = len(set(query_lens) - {0}) > 1
-    found: list[Call] = []
+    calls: list[Call] = []
     query = key = 0
     for request, (q, k) in enumerate(zip(query_lens, key_lens, strict=True)):
         if q and k:
-            if not (found and found[-1].takes(request, q, k, paged=paged)):
-                found.append(Call(packs, q, request, (query, query), (key, key)))
-            call = found[-1]
+            if not (calls and calls[-1].takes(request, q, k, paged=paged)):
+                calls.append(Call(packs, q, request, (query, query), (key, key)))
+            call = calls[-1]
             call.queries = (call.queries[0], query + q)
             call.keys = (call.keys[0], key + k)
             call.query_lens.append(q)
             call.key_lens.append(k)
         query, key = query + q, key + k
-    return found
+    return calls
 
 
 def paged_calls(
@@ -101,12 +101,12 @@ def paged_calls(
     key_lens = view.seq_lens_host
     if key_lens is None:
         key_lens = tuple(view.seq_lens.tolist())
-    found = calls_of(query_lens, key_lens, packs=packs, paged=True)
-    for call in found:
+    calls = calls_of(query_lens, key_lens, packs=packs, paged=True)
+    for call in calls:
         call.table = table[call.requests]
         if window is not None and not call.packed and call.size == 1:
             _narrow(call, view.seq_lens[call.requests], window)
-    return found
+    return calls
 
 
 def _narrow(call: Call, lengths: Tensor, window: int) -> None:

@@ -19,9 +19,9 @@ def operator(name: str, parameters: Iterable[str]) -> Callable[..., Any]:
     ImportError where torch-npu does not load.
     """
     module = importlib.import_module("torch_npu")
-    found: Callable[..., Any] | None = getattr(module, name, None)
+    call: Callable[..., Any] | None = getattr(module, name, None)
     schema = _schema(name)
-    if found is None:
+    if call is None:
         raise BackendError(
             f"ascend: the installed torch-npu has no operator {name}; install the torch-npu whose "
             "version is that of torch, 2.11 or later, with the CANN that it was built for"
@@ -38,12 +38,12 @@ def operator(name: str, parameters: Iterable[str]) -> Callable[..., Any]:
             f"ascend: {name} of the installed torch-npu has no parameter {', '.join(lacking)} (it "
             f"has {', '.join(has)}); install torch-npu 2.11 or later"
         )
-    return found
+    return call
 
 
 def _schema(name: str) -> Any:
     for namespace in NAMESPACES:
-        found = getattr(getattr(torch.ops, namespace), name, None)
-        if found is not None:
-            return found.default._schema
+        overloads = getattr(getattr(torch.ops, namespace), name, None)
+        if overloads is not None:
+            return overloads.default._schema
     return None

@@ -72,8 +72,8 @@ class AscendMLA(AttentionBackend):
         query_lens = batch.query_lens_host
         if query_lens is None:
             query_lens = tuple(batch.cu_seqlens_q.diff().tolist())
-        found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: self._plan(query_lens, view) for name, view in found.items()}
+        views = {name: batch.views[name] for name in self._views if name in batch.views}
+        return {name: self._plan(query_lens, view) for name, view in views.items()}
 
     def _plan(self, query_lens: Sequence[int], view: CacheView) -> Plan:
         table = split_pages(view.page_table, self.config.page_size, PAGE)

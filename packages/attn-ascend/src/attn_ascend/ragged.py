@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from attn_core import (
-    AttentionBackend,
     AttentionLayer,
     BackendConfig,
-    ForwardBatch,
-    LayerCache,
     Output,
-    UnsupportedError,
+    VisionBackend,
     refuse_call,
-    refuse_layer,
     refuse_window,
 )
 from torch import Tensor
@@ -70,41 +65,12 @@ class Ragged:
         return calls_of(query_lens, key_lens, packs=packs, paged=False)
 
 
-class AscendVision(AttentionBackend):
+class AscendVision(VisionBackend):
     """Attention of a vision tower, which has no cache and no plan."""
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        for layer in config.layers:
-            refuse_layer(config, layer)
         self._ragged = Ragged(Fused())
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Raise UnsupportedError: a vision tower has no passes over a cache."""
-        self._refuse()
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: None,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
-        """Raise UnsupportedError, as init_forward_metadata does."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.config.name} was created for a vision tower, which has no cache; its layers "
-            "go through forward_ragged"
-        )
 
     def forward_ragged(
         self,

@@ -50,6 +50,12 @@ _HOME = {
     "runtime.contract_checks": (
         "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
     ),
+    "runtime.kernel_tensors": (
+        "ScaleTensors align16 contiguous16 contiguous_out copy_to_out empty_attention "
+        "to_e4m3_saturating"
+    ),
+    "runtime.vision": "VisionBackend",
+    "runtime.workspace": "workspace",
     "runtime.dispatcher": "HybridDispatcher",
     "runtime.sparse": "every_slot",
     "runtime.graphs": "GraphRunner",

@@ -74,6 +74,13 @@ from attn_core.runtime.contract_checks import refuse_unplanned as refuse_unplann
 from attn_core.runtime.contract_checks import refuse_window as refuse_window
 from attn_core.runtime.dispatcher import HybridDispatcher as HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner as GraphRunner
+from attn_core.runtime.kernel_tensors import ScaleTensors as ScaleTensors
+from attn_core.runtime.kernel_tensors import align16 as align16
+from attn_core.runtime.kernel_tensors import contiguous16 as contiguous16
+from attn_core.runtime.kernel_tensors import contiguous_out as contiguous_out
+from attn_core.runtime.kernel_tensors import copy_to_out as copy_to_out
+from attn_core.runtime.kernel_tensors import empty_attention as empty_attention
+from attn_core.runtime.kernel_tensors import to_e4m3_saturating as to_e4m3_saturating
 from attn_core.runtime.layer import AttentionLayer as AttentionLayer
 from attn_core.runtime.layer import LayerGroup as LayerGroup
 from attn_core.runtime.linear import Gate as Gate
@@ -82,6 +89,8 @@ from attn_core.runtime.linear import gated as gated
 from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
 from attn_core.runtime.sparse import every_slot as every_slot
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
+from attn_core.runtime.vision import VisionBackend as VisionBackend
+from attn_core.runtime.workspace import workspace as workspace
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix
 from attn_core.selection.mismatch import Mismatch as Mismatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from attn_core import AttentionLayer, Output
 from torch import Tensor
 
 _BASE = 64  # bytes at whose multiples a surface of blocks begins
@@ -19,16 +18,6 @@ def loads(x: Tensor) -> bool:
 def aligned(x: Tensor) -> Tensor:
     """Return x [T, H, D] itself where block loads reach it, else a dense copy."""
     return x if loads(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def empty_attention(
-    q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool
-) -> Output:
-    """Return the attention of queries without keys: zeros, the LSE [T, Hq] is -inf."""
-    if out is None:
-        out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
-    out.zero_()
-    return (out, q.new_full(out.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
 
 
 def without_keys(
@@ -49,31 +38,8 @@ def without_keys(
     return tokens - cu_seqlens_q[request] < blind[request]
 
 
-class Scales:
-    """The scales of FP8 stores as the library takes them: float32 [1], each alone in its memory.
-
-    A scale is made on first use and kept. The first use may be in a capture: then the tensor is the
-    graph's, which fills it in each replay, and the next call makes its own.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tensors: dict[float, Tensor] = {}
-        self.of(1.0)  # what most stores have
-
-    def of(self, scale: float | Tensor) -> Tensor:
-        """Return the tensor of this scale; one that lies among others is copied."""
-        if isinstance(scale, Tensor):
-            alone = scale.untyped_storage().nbytes() == scale.element_size()
-            return (scale if alone else scale.clone()).view(1)
-        tensor = self._tensors.get(scale)
-        if tensor is None:
-            tensor = torch.full((1,), scale, device=self._device)
-            if not capturing(self._device):
-                self._tensors[scale] = tensor
-        return tensor
-
-
-def capturing(device: torch.device) -> bool:
-    """Say whether a graph is captured: what is written now has its value from the replay on."""
-    return device.type == "xpu" and torch.xpu.is_current_stream_capturing()
+def alone(scale: float | Tensor) -> float | Tensor:
+    """Return a scale itself, or a copy of one that lies among others, as the library takes them."""
+    if isinstance(scale, Tensor) and scale.untyped_storage().nbytes() != scale.element_size():
+        return scale.clone()
+    return scale

@@ -19,6 +19,8 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     Output,
+    align16,
+    empty_attention,
     refuse_call,
     refuse_layer,
     refuse_mode,
@@ -29,7 +31,7 @@ from attn_core import (
 from torch import Tensor
 
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import align16, empty_attention, request_of_token
+from attn_nvidia.common.tensors import request_of_token
 
 # Its compiler is not known to bear two threads, and when it compiles is the library's decision.
 _ONE_AT_A_TIME = threading.Lock()

@@ -15,7 +15,10 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    align16,
+    copy_to_out,
     create_backend,
+    empty_attention,
     every_slot,
     load_plugins,
     read_pages,
@@ -23,7 +26,6 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import align16, copy_to_out, empty_attention
 from attn_nvidia.dsa import Store, SubBackends, flashmla_auto, sub_backends
 from attn_nvidia.fa3.mla import FA3MLA
 from attn_nvidia.fa3.plan import NO_WINDOW, Call, CallGroup, Plans

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from attn_core import CacheView
+from attn_core import (
+    CacheView,
+    workspace,
+)
 from torch import Tensor
-
-from attn_rocm.workspace import workspace
 
 
 @dataclass(frozen=True, eq=False)

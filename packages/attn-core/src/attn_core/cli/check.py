@@ -1,11 +1,12 @@
-"""`attn check`: test on this machine what a backend declares."""
+"""`attn check`: test on this machine what backends declare."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def check_command(
-    backend: Annotated[str, typer.Argument(help="Name of the backend.")],
+    backend: Annotated[
+        str | None,
+        typer.Argument(help="Name of the backend; default: all that this device serves."),
+    ] = None,
     device: Annotated[
         str | None, flag("--device", "TYPE[:ARCH]: a device of this machine.", env=False)
     ] = None,
@@ -47,28 +51,132 @@ def check_command(
 ) -> None:
     """Run the conformance suite on a backend. Exit code 1: a declared feature failed.
 
-    Features that no row declares are not run; the reason is printed.
+    Features that no row declares are not run; the reason is printed. So is that of a backend whose
+    library is not installed, where all are checked.
     """
     _check_jobs(jobs)
     registry = load_plugins()
-    registry.find(backend)  # or says which names there are
-    here, libraries = _here(device), registry.installed_libraries()
+    if backend is not None:
+        registry.find(backend)  # or says which names there are
+    here = _here(device)
     if evidence is not None:
         _check_folder(evidence)
-    from attn_core.testing import runner  # torch, which other commands do without
-    from attn_core.testing.evidence import write_evidence
-    from attn_core.testing.plan import KINDS
+    from attn_core.testing.plan import KINDS  # torch, which other commands do without
 
     if kind not in (None, *KINDS):
         raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
     kinds = tuple(k for k in KINDS if kind in (None, k))
+    done: list[_Checked] = []
+    for suites in _planned(registry, backend, here, kinds, reduced=quick):
+        checked = _check(registry, suites, jobs, evidence)
+        done.append(checked)
+        if not json:
+            checked.print(f"on {here}" if backend else f"of {checked.name} on {here}")
+        if checked.lost:
+            print(f"attn: {checked.lost}", file=sys.stderr)
+    if json:
+        reports = [checked.to_json(here) for checked in done]
+        print_json(reports[0] if backend else reports)
+    if any(checked.failures or checked.lost for checked in done):
+        raise typer.Exit(1)
+
+
+def _planned(
+    registry: Registry,
+    backend: str | None,
+    here: Device,
+    kinds: tuple[Kind, ...],
+    *,
+    reduced: bool,
+) -> Iterator[list[SuiteOptions]]:
+    """Yield what to run of the named backend, or of each that has rows for this device.
+
+    A line on stderr says why one of these cannot run; the error of the named one is raised.
+    """
+    if backend is not None:
+        yield _suites(registry, backend, here, kinds, reduced=reduced)
+        return
+    names = {
+        spec.name
+        for spec in registry.backends.values()
+        for row in spec.capabilities
+        if spec.creator(row)
+        and row.kind in kinds
+        and row.device in ("any", here.type)
+        and (not row.archs or here.arch in row.archs)
+    }
+    for name in sorted(names):
+        try:
+            suites = _suites(registry, name, here, kinds, reduced=reduced)
+        except AttnError as error:
+            print(f"attn: not checked: {error}", file=sys.stderr)
+        else:
+            yield suites
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the checks of a name came to; lost: why its evidence is not complete."""
+
+    name: str
+    outcomes: list[Outcome]
+    cells: Report
+    written: list[Path]
+    lost: str
+
+    @property
+    def failures(self) -> list[str]:
+        """What failed, and what is declared and was not proved, in sentences."""
+        from attn_core.testing import runner
+
+        failed = [o.detail for o in self.outcomes if o.status == "failed"]
+        unproved = runner.problems(self.cells)
+        return failed + [p for p in unproved if not any(p.endswith(f) for f in failed)]
+
+    def to_json(self, here: Device) -> dict[str, object]:
+        from attn_core.testing import runner
+
+        summary = runner.summary(self.outcomes, self.cells)
+        written = [str(path) for path in self.written]
+        about = {"backend": self.name, "device": str(here), **summary}
+        return {**about, "failures": self.failures, "evidence": written}
+
+    def print(self, place: str) -> None:
+        header = ["cell", "checks", "failed", "worst error", "allowed", "verdict"]
+        for kind, reports in self.cells.items():
+            rows = [_line(cell, report) for cell, report in reports.items()]
+            print_table(header, rows, title=f"{kind} {place}")
+            print()
+        reasons = dict.fromkeys(
+            (f"{o.planned.kind}: {o.planned.check.feature}", o.detail)
+            for o in self.outcomes
+            if o.status == "skipped"
+        )
+        if reasons:
+            print_table(["not declared, so not run", "the row's reason"], [*map(list, reasons)])
+            print()
+        for sentence in self.failures:
+            console().print(f"failed: {sentence}", soft_wrap=True)
+        for path in self.written:
+            console().print(f"wrote {path}", soft_wrap=True)
+
+
+def _check(
+    registry: Registry, suites: list[SuiteOptions], jobs: int, evidence: Path | None
+) -> _Checked:
+    """Run the suites of one name, and write what they prove into the folder `evidence`."""
+    from attn_core.testing import runner
+    from attn_core.testing.evidence import write_evidence
+
+    libraries = registry.installed_libraries()
     outcomes: list[Outcome] = []
     cells: Report = {}
     written: list[Path] = []
     lost = ""
     with stdout_to_stderr():  # compilers print
-        for options in _suites(registry, backend, here, kinds, reduced=quick):
+        for options in suites:
             ran, spec = _run(options, jobs), registry.get(options.backend, options.family)
+            here = options.device
             own = runner.report(ran, spec, here, libraries)
             outcomes, cells = [*outcomes, *ran], {**cells, **own}
             try:
@@ -78,22 +186,7 @@ def check_command(
                     f"--evidence {evidence}: {error.strerror or error}; the evidence is not "
                     "complete"
                 )
-    failures = [o.detail for o in outcomes if o.status == "failed"]
-    failures += [p for p in runner.problems(cells) if not any(p.endswith(f) for f in failures)]
-    if json:
-        name = registry.find(backend).name
-        data = {"backend": name, "device": str(here), **runner.summary(outcomes, cells)}
-        print_json({**data, "failures": failures, "evidence": [str(p) for p in written]})
-    else:
-        _print(outcomes, cells, f"on {here}")
-        for sentence in failures:
-            console().print(f"failed: {sentence}", soft_wrap=True)
-        for path in written:
-            console().print(f"wrote {path}", soft_wrap=True)
-    if lost:
-        print(f"attn: {lost}", file=sys.stderr)
-    if failures or lost:
-        raise typer.Exit(1)
+    return _Checked(suites[0].backend, outcomes, cells, written, lost)
 
 
 def _suites(
@@ -183,22 +276,6 @@ def _run(options: SuiteOptions, jobs: int) -> list[Outcome]:
             return run_parallel(options, jobs, step)
         here = options.device
         return runner.run_all(planned, spec, runner.torch_device(here), step, arch=here.arch)
-
-
-def _print(outcomes: Sequence[Outcome], cells: Report, place: str) -> None:
-    header = ["cell", "checks", "failed", "worst error", "allowed", "verdict"]
-    for kind, reports in cells.items():
-        rows = [_line(cell, report) for cell, report in reports.items()]
-        print_table(header, rows, title=f"{kind} {place}")
-        print()
-    reasons = dict.fromkeys(
-        (f"{o.planned.kind}: {o.planned.check.feature}", o.detail)
-        for o in outcomes
-        if o.status == "skipped"
-    )
-    if reasons:
-        print_table(["not declared, so not run", "the row's reason"], [list(r) for r in reasons])
-        print()
 
 
 def _line(cell: str, r: CellReport) -> list[str]:

@@ -24,10 +24,11 @@ from attn_core.runtime.contract_checks import (
     refuse_output,
     refuse_scales,
 )
+from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
-from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, nothing, readable
+from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
 from attn_core.runtime.routes import (
     MISSING,
     ROLE_OF_MODE,
@@ -156,7 +157,7 @@ class HybridDispatcher:
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
-            return nothing(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         route = self._by_mode.get(mode) or self._route(mode)
         config = route.backend.config
         if return_lse or topk_indices is not None:

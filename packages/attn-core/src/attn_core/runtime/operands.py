@@ -123,10 +123,3 @@ def filled(out: Tensor, result: Output) -> Output:
     if isinstance(result, Tensor):
         return out.copy_(result)
     return out.copy_(result[0]), result[1]
-
-
-def nothing(q: Tensor, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
-    """Return the output of a pass without tokens."""
-    empty = q.new_empty(0, layer.num_q_heads, layer.v_head_dim) if out is None else out
-    lse = q.new_empty(0, layer.num_q_heads, dtype=torch.float32)
-    return (empty, lse) if return_lse else empty

@@ -18,7 +18,9 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    ScaleTensors,
     UnsupportedError,
+    empty_attention,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -26,7 +28,7 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_intel.tensors import Scales, aligned, empty_attention, loads, without_keys
+from attn_intel.tensors import aligned, alone, loads, without_keys
 from attn_intel.xpu.library import load
 
 NO_WINDOW: Final = (-1, -1)
@@ -81,7 +83,7 @@ class IntelXPU(AttentionBackend):
         self._attend = load()
         self._dtype = TORCH_DTYPES[config.dtype]  # that of the sinks that the kernels read
         self._fp8 = config.kv_cache_dtype.startswith("fp8")
-        self._scales = Scales(config.device)
+        self._scales = ScaleTensors(config.device)
         self._views = {layer.view for layer in config.layers}
         self._cross = {layer.view for layer in config.layers if layer.is_cross}
         self._arguments = {layer: self._prepare(layer) for layer in config.layers}
@@ -156,9 +158,8 @@ class IntelXPU(AttentionBackend):
             return empty_attention(q, layer, out, return_lse)
         arguments = plan.arguments
         if self._fp8:
-            scale = self._scales.of
-            scales = {"k_descale": scale(cache.k_scale), "v_descale": scale(cache.v_scale)}
-            arguments = arguments | scales
+            k_scale, v_scale = (self._scales.of(alone(s)) for s in (cache.k_scale, cache.v_scale))
+            arguments = arguments | {"k_descale": k_scale, "v_descale": v_scale}
         return self._call(q, cache.k, cache.v, layer, out, return_lse, arguments, plan.blind)
 
     def forward_ragged(

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from typing import Final
 
+from attn_core import BackendConfig
+
 MIB: Final = 1 << 20
 SEMAPHORES: Final = 8 * MIB  # of XQA, at the front of its workspace
 RECOMMENDED: Final = 128 * MIB  # what FlashInfer's documentation recommends for its wrappers
+
+
+def multiprocessors(config: BackendConfig) -> int:
+    """Return the multiprocessors of the device; off CUDA those of an H200, for emulations."""
+    return config.multiprocessors or 132
 
 
 def flashinfer(

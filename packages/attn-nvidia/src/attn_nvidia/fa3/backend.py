@@ -15,15 +15,18 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     Output,
+    ScaleTensors,
+    align16,
+    empty_attention,
     merge_states,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
     refuse_window,
+    to_e4m3_saturating,
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import Scales, align16, empty_attention, to_e4m3_saturating
 from attn_nvidia.fa3.library import load
 from attn_nvidia.fa3.plan import Call, CallGroup, Plan, Planner, Plans, window_of
 
@@ -54,7 +57,7 @@ class FA3(AttentionBackend):
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._layers = {layer: self._prepare(layer) for layer in config.layers}
         self._kinds = {x.kind for x in self._layers.values() if self._in_cache(x.kind.layer)}
-        self._scales = Scales(config.device)
+        self._scales = ScaleTensors(config.device)
 
     def _in_cache(self, group: LayerGroup) -> bool:
         return True

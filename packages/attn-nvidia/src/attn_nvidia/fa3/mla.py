@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core import AttentionLayer, BackendConfig, LayerCache, LayerGroup
+from attn_core import (
+    AttentionLayer,
+    BackendConfig,
+    LayerCache,
+    LayerGroup,
+    align16,
+)
 from torch import Tensor
 
-from attn_nvidia.common.tensors import align16
 from attn_nvidia.fa3.backend import FA3
 from attn_nvidia.fa3.plan import Call
 

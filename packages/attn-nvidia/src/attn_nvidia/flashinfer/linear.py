@@ -18,13 +18,15 @@ from attn_core import (
     LinearLayer,
     StateCache,
     UnsupportedError,
+    contiguous16,
+    copy_to_out,
     gated,
 )
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import aligned, copy_to_out, packed
+from attn_nvidia.common.tensors import aligned
 from attn_nvidia.flashinfer.states import clear_states, load_states, move_states, store_states
 
 _EPS: Final = 1e-6  # of the norm in the decode kernel
@@ -111,7 +113,7 @@ class FlashInferLinear(LinearAttentionBackend):
         if gate is None or gate.lower_bound or gate.neg_eigval or layer.qk_norm != _EPS:
             zeros = torch.zeros(heads, device=self.config.device)
             return Weights(zeros, zeros, False, unit)
-        A_log, dt_bias = (packed(x.detach().float()) for x in (gate.A_log, gate.dt_bias))
+        A_log, dt_bias = (contiguous16(x.detach().float()) for x in (gate.A_log, gate.dt_bias))
         return Weights(A_log, dt_bias, True, unit)
 
     def _weights(self, layer: LinearLayer) -> Weights:
@@ -166,8 +168,8 @@ class FlashInferLinear(LinearAttentionBackend):
             unit, (log_decay, beta) = self._weights(layer).unit, gated(layer, g, beta)
             q, k = (_normalised(layer, unit, x) for x in (q, k))
             _, last = self._run(
-                self._prefill, packed(q), packed(k), packed(v),
-                g=packed(log_decay.exp()), beta=packed(beta), scale=layer.scale,
+                self._prefill, contiguous16(q), contiguous16(k), contiguous16(v),
+                g=contiguous16(log_decay.exp()), beta=contiguous16(beta), scale=layer.scale,
                 initial_state=load_states(pool, requests.reads, requests.fresh),
                 output_final_state=True, cu_seqlens=cu_seqlens, output=result, use_cp=use_cp,
             )  # fmt: skip

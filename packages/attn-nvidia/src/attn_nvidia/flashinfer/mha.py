@@ -17,16 +17,19 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     Output,
+    align16,
+    contiguous_out,
+    copy_to_out,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
     refuse_window,
+    workspace,
 )
 from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
-from attn_nvidia.common.tensors import align16, contiguous_out, copy_to_out
-from attn_nvidia.common.workspace import multiprocessors, workspace
+from attn_nvidia.common.workspace_bytes import multiprocessors
 from attn_nvidia.flashinfer.csr import query_lengths
 from attn_nvidia.flashinfer.kernels import (
     Lengths,

@@ -17,16 +17,18 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     Output,
+    align16,
+    empty_attention,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
+    workspace,
 )
 from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import align16, empty_attention
-from attn_nvidia.common.workspace import multiprocessors, workspace
+from attn_nvidia.common.workspace_bytes import multiprocessors
 from attn_nvidia.flashinfer.csr import adjacent, key_lengths, page_list, refuse_moved
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla_plan import (

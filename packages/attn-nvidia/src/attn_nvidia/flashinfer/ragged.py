@@ -6,11 +6,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from attn_core import TORCH_DTYPES, AttentionLayer, BackendConfig, LayerGroup, UnsupportedError
+from attn_core import (
+    TORCH_DTYPES,
+    AttentionLayer,
+    BackendConfig,
+    LayerGroup,
+    UnsupportedError,
+    workspace,
+)
 from torch import Tensor
 
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.workspace import workspace
 from attn_nvidia.flashinfer.kernels import FA3_DIMS, faster_prefill
 from attn_nvidia.flashinfer.wrappers import PinnedCopy
 

@@ -4,69 +4,38 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from attn_core import (
-    AttentionBackend,
     AttentionLayer,
     BackendConfig,
-    ForwardBatch,
-    LayerCache,
     Output,
-    UnsupportedError,
+    VisionBackend,
+    align16,
+    contiguous_out,
+    copy_to_out,
     refuse_call,
-    refuse_layer,
+    workspace,
 )
 from torch import Tensor
 
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import align16, contiguous_out, copy_to_out
-from attn_nvidia.common.workspace import workspace
 from attn_nvidia.common.workspace_bytes import RECOMMENDED
 from attn_nvidia.flashinfer.ragged import UnchangedTensors
 
 _ROUND = 64  # tokens: cuDNN builds a graph per longest sequence, so few different ones are asked
 
 
-class Cudnn(AttentionBackend):
+class Cudnn(VisionBackend):
     """Attention without a cache; the requests are named by offsets, nothing is planned."""
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        for layer in config.layers:
-            refuse_layer(config, layer)
         library: Any = importlib.import_module("flashinfer.cudnn")
         self._recent, self._strides = UnchangedTensors(), tuple[int, ...]()
         self._layout: Mapping[str, Tensor] = {}
         self._attend: Any = library.cudnn_batch_prefill_with_kv_cache
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Raise UnsupportedError: a vision tower has no passes over a cache."""
-        self._refuse()
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: None,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
-        """Raise UnsupportedError, as init_forward_metadata does."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.config.name} was created for a vision tower, which has no cache; its layers "
-            "go through forward_ragged"
-        )
 
     def forward_ragged(
         self,

@@ -11,11 +11,12 @@ from attn_core import (
     BackendConfig,
     LayerGroup,
     Output,
+    align16,
+    copy_to_out,
+    workspace,
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import align16, copy_to_out
-from attn_nvidia.common.workspace import workspace
 from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 

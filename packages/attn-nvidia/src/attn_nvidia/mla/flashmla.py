@@ -6,10 +6,19 @@ import importlib
 from typing import Any, Final, NamedTuple
 
 import torch
-from attn_core import AttentionLayer, BackendConfig, LayerGroup, Output, chosen_distribution
+from attn_core import (
+    AttentionLayer,
+    BackendConfig,
+    LayerGroup,
+    Output,
+    ScaleTensors,
+    align16,
+    chosen_distribution,
+    copy_to_out,
+    to_e4m3_saturating,
+)
 from torch import Tensor
 
-from attn_nvidia.common.tensors import Scales, align16, copy_to_out, to_e4m3_saturating
 from attn_nvidia.flashinfer.mla import LATENT
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 
@@ -61,7 +70,7 @@ class FlashMLA(MlaDecode):
         self._kernels: dict[str, Any] = self._legacy | (
             {"is_fp8_kvcache": True} if self._fp8 else {}
         )
-        self._scales = Scales(config.device)
+        self._scales = ScaleTensors(config.device)
 
     def plan(self, group: LayerGroup, table: Tensor, seq_lens: Tensor, queries: int) -> _Schedule:
         """Schedule the tiles on the device."""

@@ -7,12 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from attn_core import EVEN_MODES, BackendConfig, CacheView, ForwardBatch, read_pages
+from attn_core import (
+    EVEN_MODES,
+    BackendConfig,
+    CacheView,
+    ForwardBatch,
+    read_pages,
+    workspace,
+)
 from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.workspace import multiprocessors, workspace
+from attn_nvidia.common.workspace_bytes import multiprocessors
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.trtllm.mha import PlanKey, Prepared, RequestTables, TrtllmMha
 

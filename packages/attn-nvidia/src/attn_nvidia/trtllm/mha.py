@@ -16,13 +16,14 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    contiguous16,
+    contiguous_out,
+    copy_to_out,
     refuse_call,
     refuse_unplanned,
     split_cache,
 )
 from torch import Tensor
-
-from attn_nvidia.common.tensors import contiguous_out, copy_to_out, packed
 
 PlanKey = tuple[str, int | None]  # the view and the window of a layer: what a plan is made for
 Plan = TypeVar("Plan")
@@ -146,7 +147,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         this = self._prepared.get(layer.layer_id)
         if this is None or this.cache is not cache or this.layer is not layer:
             this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
-        q = packed(q)
+        q = contiguous16(q)
         buffer, lse = contiguous_out(q, layer.v_head_dim, out), None
         if q.shape[0]:
             plan = metadata.get(this.key)

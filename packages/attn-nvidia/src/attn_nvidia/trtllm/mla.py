@@ -14,22 +14,21 @@ from attn_core import (
     ForwardMode,
     LayerGroup,
     Output,
+    align16,
+    contiguous16,
+    contiguous_out,
+    copy_to_out,
+    empty_attention,
     refuse_call,
+    to_e4m3_saturating,
+    workspace,
 )
 from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
-from attn_nvidia.common.tensors import (
-    align16,
-    contiguous_out,
-    copy_to_out,
-    empty_attention,
-    packed,
-    request_of_token,
-    to_e4m3_saturating,
-)
-from attn_nvidia.common.workspace import multiprocessors, workspace
+from attn_nvidia.common.tensors import request_of_token
+from attn_nvidia.common.workspace_bytes import multiprocessors
 from attn_nvidia.flashinfer.lse import natural
 from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.flashinfer.mla_plan import PerPassCache
@@ -156,7 +155,7 @@ class TrtllmMLA(MlaDecode):
 
         def call() -> Any:
             return self._ragged(
-                packed(q),  # it takes strides of keys and values alone
+                contiguous16(q),  # it takes strides of keys and values alone
                 align16(k),
                 align16(v),
                 self._scratch(q.shape[1], v.shape[-1], lengths.shape[0], max_q),

@@ -15,13 +15,14 @@ from attn_core import (
     ForwardBatch,
     ForwardMode,
     LayerCache,
+    workspace,
 )
 from torch import Tensor
 
 from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
 from attn_nvidia.common.tensors import request_of_token
-from attn_nvidia.common.workspace import multiprocessors, workspace
+from attn_nvidia.common.workspace_bytes import multiprocessors
 from attn_nvidia.rows_mha import HOPPER
 from attn_nvidia.trtllm.mha import PlanKey, Prepared, RequestTables, TrtllmMha
 

@@ -19,22 +19,22 @@ def function(name: str, parameters: Iterable[str], module: str = "aiter") -> Cal
     Raises BackendError where the module is another project's or its function has other parameters,
     ImportError where AITER is installed and does not load.
     """
-    found = getattr(importlib.import_module(module), name, None)
-    if found is None:
+    call = getattr(importlib.import_module(module), name, None)
+    if call is None:
         raise BackendError(
             f"aiter: the installed module {module!r} has no {name}: it is not AMD's AITER, or a "
             "version of it that is not supported; the package named aiter is an unrelated project "
             "with the same module name: pip uninstall aiter, then pip install --pre "
             "--force-reinstall --no-deps amd-aiter"
         )
-    has = inspect.signature(found).parameters
+    has = inspect.signature(call).parameters
     lacking = [p for p in parameters if p not in has]
     if lacking:
         raise BackendError(
             f"aiter: {name} of the installed AITER has no parameter {', '.join(lacking)} (it has "
             f"{', '.join(has)}); install amd-aiter 0.1.7 or a build of its main branch"
         )
-    attend: Callable[..., Any] = found
+    attend: Callable[..., Any] = call
     return attend
 
 

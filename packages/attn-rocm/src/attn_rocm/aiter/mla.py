@@ -16,17 +16,21 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    ScaleTensors,
+    contiguous16,
+    contiguous_out,
+    copy_to_out,
     refuse_call,
     refuse_layer,
     refuse_mode,
     refuse_unplanned,
+    to_e4m3_saturating,
 )
 from torch import Tensor
 
 from attn_rocm.aiter.library import function
 from attn_rocm.aiter.ragged import Ragged
 from attn_rocm.page_list import PageList, num_pages
-from attn_rocm.tensors import Scales, contiguous_out, copy_to_out, packed, to_e4m3_saturating
 
 MOST_QUERIES: Final = 4  # per request, of the decode kernels
 SHARED: Final = (
@@ -74,7 +78,7 @@ class AiterMLA(AttentionBackend):
             self._ragged = Ragged()
         self._views = {x.view for x in config.layers}
         self._heads = {x.num_q_heads for x in config.layers}
-        self._scales = Scales(config.device)
+        self._scales = ScaleTensors(config.device)
         self._caches: dict[int, tuple[LayerCache, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan] | None:
@@ -101,8 +105,8 @@ class AiterMLA(AttentionBackend):
             return None  # all that it runs is ragged
         if not batch.num_tokens:
             return {}
-        found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: self._plan(batch, name, view, captured) for name, view in found.items()}
+        views = {name: batch.views[name] for name in self._views if name in batch.views}
+        return {name: self._plan(batch, name, view, captured) for name, view in views.items()}
 
     def _plan(self, batch: ForwardBatch, name: str, view: CacheView, captured: bool) -> Plan:
         cu_queries, queries = batch.cu_seqlens_q, batch.max_q_len
@@ -161,7 +165,7 @@ class AiterMLA(AttentionBackend):
             scales = {"q_scale": self._scales.of(1.0), "kv_scale": self._scales.of(cache.k_scale)}
         attend = self._decode if plan.decodes else self._prefill
         attend(
-            q=to_e4m3_saturating(q) if self._fp8 else packed(q),
+            q=to_e4m3_saturating(q) if self._fp8 else contiguous16(q),
             kv_buffer=self._tokens(layer, cache),
             o=result,
             qo_indptr=plan.cu_queries,

@@ -17,9 +17,14 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    ScaleTensors,
+    align16,
+    contiguous_out,
+    copy_to_out,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
+    workspace,
 )
 from torch import Tensor
 
@@ -27,8 +32,7 @@ from attn_rocm.aiter.library import function, triton_function
 from attn_rocm.aiter.ragged import Ragged
 from attn_rocm.aiter.tree import TreePlan
 from attn_rocm.page_list import PageList, num_pages
-from attn_rocm.tensors import Scales, align16, contiguous_out, copy_to_out, dense_heads
-from attn_rocm.workspace import workspace
+from attn_rocm.tensors import dense_heads
 
 PARTITION: Final = 256  # keys of one workgroup of the decode kernel
 _LARGEST = 32  # tokens of its largest page
@@ -106,7 +110,7 @@ class AiterPaged(AttentionBackend):
         self._page = min(config.page_size & -config.page_size, _LARGEST)
         self._views = {layer.view for layer in config.layers}
         self._columns = max((x.num_q_heads * (x.head_dim + 4) for x in config.layers), default=0)
-        self._one = Scales(config.device).of(1.0)  # the kernel has no other default
+        self._one = ScaleTensors(config.device).of(1.0)  # the kernel has no other default
         self._caches: dict[tuple[int, int], tuple[LayerCache, Tensor, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan]:
@@ -127,8 +131,8 @@ class AiterPaged(AttentionBackend):
     def _plans(self, batch: ForwardBatch, *, captured: bool) -> Mapping[str, Plan]:
         if not batch.num_tokens:
             return {}
-        found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: self._plan(batch, name, view, captured) for name, view in found.items()}
+        views = {name: batch.views[name] for name in self._views if name in batch.views}
+        return {name: self._plan(batch, name, view, captured) for name, view in views.items()}
 
     def _plan(self, batch: ForwardBatch, name: str, view: CacheView, captured: bool) -> Plan:
         size = self.config.page_size

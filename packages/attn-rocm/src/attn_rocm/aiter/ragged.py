@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from attn_core import (
-    AttentionBackend,
     AttentionLayer,
     BackendConfig,
-    ForwardBatch,
-    LayerCache,
     Output,
-    UnsupportedError,
+    VisionBackend,
+    align16,
+    empty_attention,
     refuse_call,
-    refuse_layer,
 )
 from torch import Tensor
 
 from attn_rocm.aiter.library import function
-from attn_rocm.tensors import align16, empty_attention
 
 RAGGED: Final = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
@@ -69,41 +66,12 @@ class Ragged:
         return (out, result[1].T) if return_lse else out  # the LSE is [Hq, T]
 
 
-class AiterVision(AttentionBackend):
+class AiterVision(VisionBackend):
     """Attention of a vision tower, which has no cache and no plan."""
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        for layer in config.layers:
-            refuse_layer(config, layer)
         self._ragged = Ragged()
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Raise UnsupportedError: a vision tower has no passes over a cache."""
-        self._refuse()
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        cache: LayerCache,
-        batch: ForwardBatch,
-        metadata: None,
-        *,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-        topk_indices: Tensor | None = None,
-    ) -> Output:
-        """Raise UnsupportedError, as init_forward_metadata does."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.config.name} was created for a vision tower, which has no cache; its layers "
-            "go through forward_ragged"
-        )
 
     def forward_ragged(
         self,

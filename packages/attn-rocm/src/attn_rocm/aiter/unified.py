@@ -15,6 +15,7 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    ScaleTensors,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -23,7 +24,6 @@ from attn_core import (
 from torch import Tensor
 
 from attn_rocm.aiter.library import triton_function
-from attn_rocm.tensors import Scales
 
 NO_WINDOW: Final = (-1, -1)
 TILE: Final = 64  # keys of a tile, whose pages are looked up without a bound
@@ -63,15 +63,15 @@ class AiterUnified(AttentionBackend):
         self._page = max(p for p in config.row.page_sizes if config.page_size % p == 0)
         self._views = {layer.view for layer in config.layers}
         self._fp8 = config.kv_cache_dtype.startswith("fp8")
-        self._scales = Scales(config.device)
+        self._scales = ScaleTensors(config.device)
         self._caches: dict[int, tuple[LayerCache, Tensor, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan]:
         """Bring the page table of every view into the kernel's pages and whole tiles."""
         if not batch.num_tokens:
             return {}
-        found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: Plan(view, self._table(view)) for name, view in found.items()}
+        views = {name: batch.views[name] for name in self._views if name in batch.views}
+        return {name: Plan(view, self._table(view)) for name, view in views.items()}
 
     def _table(self, view: CacheView) -> Tensor:
         table = split_pages(view.page_table, self.config.page_size, self._page)

@@ -19,6 +19,9 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    contiguous16,
+    contiguous_out,
+    copy_to_out,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -26,7 +29,6 @@ from attn_core import (
 from torch import Tensor
 
 from attn_rocm.page_list import PageList, num_pages
-from attn_rocm.tensors import contiguous_out, copy_to_out, packed
 from attn_rocm.wave.kernels import SHORT, SPLITS, LayerShape, decode_kernels, extend_kernel
 
 Heads = tuple[int, int]  # query heads and their values' head dim
@@ -107,8 +109,8 @@ class Wave(AttentionBackend):
     def _plans(self, batch: ForwardBatch, *, captured: bool) -> Mapping[str, Plan]:
         if not batch.num_tokens:
             return {}
-        found = {name: batch.views[name] for name in self._views if name in batch.views}
-        return {name: self._plan(batch, view, captured) for name, view in found.items()}
+        views = {name: batch.views[name] for name in self._views if name in batch.views}
+        return {name: self._plan(batch, view, captured) for name, view in views.items()}
 
     def _plan(self, batch: ForwardBatch, view: CacheView, captured: bool) -> Plan:
         size, b, partials = self.config.page_size, batch.batch_size, None
@@ -157,7 +159,7 @@ class Wave(AttentionBackend):
         if plan.partials is not None:
             parts, merge = decode_kernels(shape)
             outputs, sums = plan.partials[layer.num_q_heads, layer.v_head_dim]
-            parts(packed(q), keys, values, indptr, indices, outputs, sums)
+            parts(contiguous16(q), keys, values, indptr, indices, outputs, sums)
             merge(outputs, sums, indptr, result)
             return copy_to_out(result, out)
         if k is None or v is None:
@@ -165,7 +167,7 @@ class Wave(AttentionBackend):
         longest = batch.max_q_len
         extend = extend_kernel(shape, SHORT if longest <= SHORT else 2 * SHORT)
         extend(
-            packed(q), packed(k), packed(v), keys, values,
+            contiguous16(q), contiguous16(k), contiguous16(v), keys, values,
             batch.cu_seqlens_q, indptr, indices, longest, result,
         )  # fmt: skip
         return copy_to_out(result, out)

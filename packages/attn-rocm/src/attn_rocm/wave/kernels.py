@@ -112,7 +112,7 @@ def _compiled(kernel: Any, symbols: dict[Any, Any], dynamic: list[Any], **option
     compile_: Any = importlib.import_module("wave_lang.kernel.wave.compile")
     general: Any = importlib.import_module("wave_lang.kernel.wave.utils.general_utils")
     run: Any = importlib.import_module("wave_lang.kernel.wave.utils.run_utils")
-    found: Kernel = compile_.wave_compile(
+    compiled: Kernel = compile_.wave_compile(
         run.set_default_run_config(
             compile_.WaveCompileOptions(
                 subs={**symbols, **general.get_default_scheduling_params()},
@@ -124,4 +124,4 @@ def _compiled(kernel: Any, symbols: dict[Any, Any], dynamic: list[Any], **option
         ),
         kernel,
     )
-    return found
+    return compiled

@@ -21,8 +21,8 @@ from attn_core.runtime.contract_checks import (
     refuse_unplanned,
     refuse_window,
 )
+from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
-from attn_core.runtime.operands import nothing
 
 Schedules = Mapping[LayerGroup, Schedule]
 
@@ -99,7 +99,7 @@ class Triton(AttentionBackend):
         if out is not None:
             _refuse_spread(out)
         if not batch.num_tokens:
-            return nothing(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         schedule = metadata.get(layer.group)
         if schedule is None:
             refuse_unplanned(layer, metadata)
@@ -137,7 +137,7 @@ class Triton(AttentionBackend):
         if out is not None:
             _refuse_spread(out)
         if not q.shape[0]:
-            return nothing(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
         starts = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())

@@ -13,8 +13,8 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
+from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.operands import nothing
 from attn_core.runtime.sparse import dense_pass, every_slot
 
 
@@ -138,7 +138,7 @@ class TritonSparse(AttentionBackend):
         if return_lse:
             refuse_call(self.config, return_lse=return_lse, sparse=True)
         if not batch.num_tokens:
-            return nothing(q, layer, out, return_lse)
+            return empty_attention(q, layer, out, return_lse)
         tokens, heads = q.shape[:2]
         out = q.new_empty(tokens, heads, layer.v_head_dim) if out is None else out
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)

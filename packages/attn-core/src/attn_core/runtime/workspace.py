@@ -1,13 +1,13 @@
-"""Scratch memory of the kernels: one zeroed buffer per device, stream and use, shared by all."""
+"""Scratch memory of kernels: one zeroed buffer per device, stream and use, shared by all."""
 
 from __future__ import annotations
 
 import torch
-from attn_core import BackendConfig
 from torch import Tensor
 
 # Process-wide, since sharing is the point: the layers of a pass run one after the other on one
-# stream, so every backend, model and plan of that stream can use the same scratch.
+# stream, so every backend, model and plan of that stream can use the same scratch. The replays of
+# captured graphs too: each pass fills what it reads.
 _HELD: dict[tuple[torch.device, int, str], Tensor] = {}
 
 
@@ -16,8 +16,8 @@ def workspace(device: torch.device, use: str, nbytes: int) -> Tensor:
 
     Zeroed when created: kernels that need zeros (semaphores) leave zeros behind, so a use must
     never be shared by kernels of another kind. Where a larger one is asked for, a new one takes
-    its place; who captured the old one in a CUDA graph must hold on to it. Ask when planning,
-    never inside a capture. attn_nvidia.common.workspace_bytes says how much each library needs.
+    its place; who captured the old one in a graph must hold on to it. Ask when planning, never
+    inside a capture. The streams of CUDA and ROCm are told apart, those of other devices are not.
     """
     stream = 0
     if device.type == "cuda":
@@ -30,8 +30,3 @@ def workspace(device: torch.device, use: str, nbytes: int) -> Tensor:
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         _HELD[device, stream, use] = buffer
     return buffer
-
-
-def multiprocessors(config: BackendConfig) -> int:
-    """Return the multiprocessors of the device; off CUDA those of an H200, for emulations."""
-    return config.multiprocessors or 132
