@@ -17,6 +17,7 @@ from attn_core.errors import UnsupportedError, UsageError
 from attn_core.integrations.transformers import linear, mla, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import (
+    ENABLED,
     NAME,
     PagedLayer,
     padding_mask,
@@ -59,7 +60,7 @@ def enable(
     Returns the handle, also a context manager: disable() restores the model. Raises
     UnsupportedError for an unsupported model, UsageError, and what select() raises.
     """
-    if model.config._attn_implementation == NAME:
+    if ENABLED in vars(model.get_decoder()):
         raise UsageError("attn-core is enabled on this model; call disable() of its handle first")
     attention = read_attention(model)
     devices = {p.device for p in model.parameters()}
@@ -133,6 +134,7 @@ class Engine:
             return self._forward(*args, **kwargs)  # another thread has called disable()
 
         self._decoder.forward = forward
+        vars(self._decoder)[ENABLED] = True
 
     def __enter__(self) -> Engine:
         return self
@@ -195,7 +197,7 @@ class Engine:
             mla.expand_again(self._attention.modules)
             linear.detach(self._attention.linear_modules)
             vars(self._model).pop("_is_stateful", None)
-            del self._decoder.forward
+            del self._decoder.forward, vars(self._decoder)[ENABLED]
             if self._replaced is not None:
                 self._decoder.forward = self._replaced
 
