@@ -112,7 +112,7 @@ class Batches:
         if sum(lens) != num_tokens:
             raise UnsupportedError(
                 f"a pass of {num_tokens} tokens for {sum(lens)} of its requests; attn-core takes "
-                "no padding: leave CUDA graphs and torch.compile of generate_batch off"
+                "no padding"
             )
         window = min((x.layer.sliding_window or 0 for x in self._rings.values()), default=0)
         seen = [h + n if n > 1 else 0 for n, h in zip(lens, held, strict=True)]

@@ -33,12 +33,12 @@ class BatchLayer:
 class BatchPool:
     """The memory of a PagedAttentionCache, seen as pages of `page_size` tokens.
 
-    A slot is what transformers' indices count in: rows [Hkv, D] of a layer's keys. A block of a
-    layer with a window is a ring: the token at position p lies in slot p % window. page_size
-    divides the blocks and the window, so that each page holds consecutive positions.
+    Slots, in which transformers' indices count, are rows [Hkv, D] of a layer's keys. In layers with
+    a window, the blocks of a request are a ring: the token at position p is at p % window of them.
+    page_size divides the blocks and the window, so that a page holds consecutive positions.
 
-    Beside the cache lies memory for chunks: tokens of a prompt that a ring is too short for. All
-    layers with a window share it. Raises UnsupportedError for windows that differ from the model's.
+    Beside the cache is memory for prompts that are too long for a ring. The layers with a window
+    share it. Raises UnsupportedError for windows other than the model's.
     """
 
     layout = "NHD"
@@ -93,7 +93,7 @@ class BatchPool:
 
     def _pages(self, k: Tensor, v: Tensor) -> LayerCache:
         def pages(x: Tensor) -> Tensor:
-            return x[: v.shape[0]].unflatten(0, (-1, self.page_size))
+            return x[: v.shape[0]].view(-1, self.page_size, *x.shape[1:])
 
         return LayerCache(k=pages(k), v=pages(v))
 

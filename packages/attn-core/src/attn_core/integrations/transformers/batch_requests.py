@@ -143,7 +143,9 @@ class Requests:
         return begin[rows] + within
 
 
-def read_requests(arguments: Mapping[str, Any], window_group: int | None, page_size: int) -> Requests:
+def read_requests(
+    arguments: Mapping[str, Any], window_group: int | None, page_size: int
+) -> Requests:
     """Return the requests of a pass; reads their lengths from the device once.
 
     arguments: what transformers gives every layer. window_group: a group of layers with a window.

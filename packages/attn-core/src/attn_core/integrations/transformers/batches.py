@@ -20,8 +20,10 @@ from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.result import Overrides, Selection
 
 PAGED = f"paged|{NAME}"  # what transformers up to 5.17 calls NAME in continuous batching
-_RUNNING = f"{NAME}_batches"  # of a model while a manager of its batches lives; needs no masks
-_BATCHES = "_attn_core_batches"  # on a cache
+BATCHES = (
+    f"{NAME}_batches"  # what a manager makes of both names: transformers builds no masks for it
+)
+_STATE = "_attn_core_batches"  # on a cache
 _CHOICE = "_attn_core_choice"  # on a model
 
 
@@ -43,13 +45,13 @@ def enable_batches(
     """
     _read(model)
     vars(model)[_CHOICE] = _Choice(overrides, registry)
-    model.set_attn_implementation(PAGED)
+    model.set_attn_implementation(BATCHES)
 
 
 def register_batches() -> None:
     """Register the attention implementation and the manager that selects; again is harmless."""
     AttentionInterface.register(PAGED, attention)  # outside of a batch it says what is missing
-    AttentionInterface.register(_RUNNING, _attention)
+    AttentionInterface.register(BATCHES, _attention)
     continuous_api.ContinuousBatchingManager = BatchManager
 
 
@@ -70,7 +72,7 @@ class BatchManager(continuous_api.ContinuousBatchingManager):  # type: ignore[mi
         continuous_batching_config: Any,
         workload_hints: Any = None,
     ) -> None:
-        if model.config._attn_implementation in (NAME, PAGED):
+        if model.config._attn_implementation in (NAME, PAGED, BATCHES):
             self._layers = _read(model)
             sizes = [_block_size(continuous_batching_config)]
             self._page_size = math.gcd(*sizes, *(x.sliding_window or 0 for x in self._layers))
@@ -91,24 +93,19 @@ class BatchManager(continuous_api.ContinuousBatchingManager):  # type: ignore[mi
             workload_hints=workload_hints,
         )
         if self.selection is not None:
-            try:
-                _refuse_options(self.continuous_batching_config)
-            except UnsupportedError:
-                model.set_attn_implementation(self._original_attn_impl)
-                raise
+            _refuse_options(self.continuous_batching_config)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any) -> None:
-        """Let a model on attn-core stay there."""
+        """Let a model on attn-core stay there, after the manager's end too."""
         if self.selection is None:
             super().switch_to_cb_friendly_attn(model, *args)
-        elif model.config._attn_implementation != _RUNNING:
-            self._original_attn_impl = model.config._attn_implementation
-            model.set_attn_implementation(_RUNNING)
+        else:
+            model.set_attn_implementation(BATCHES)
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
-        if self.selection is not None and _BATCHES not in vars(processor.cache):
-            vars(processor.cache)[_BATCHES] = Batches(
+        if self.selection is not None and _STATE not in vars(processor.cache):
+            vars(processor.cache)[_STATE] = Batches(
                 self.selection, self._registry, self._layers, processor.cache, self._page_size
             )
         return processor
@@ -128,9 +125,8 @@ def _read(model: Any) -> tuple[AttentionLayer, ...]:
     kinds = [kind for kind, present in found.items() if present]
     if kinds:
         raise UnsupportedError(
-            f"{type(model).__name__} has {' and '.join(kinds)}, for which transformers' paged cache "
-            "has no room; generate_batch() runs decoders with keys and values alone: use enable() "
-            "and generate()"
+            f"generate_batch() of {type(model).__name__}, which has {' and '.join(kinds)}; it runs "
+            "decoders that cache keys and values alone: use enable() and generate()"
         )
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or getattr(model, "_device_mesh", None) is not None:
@@ -154,6 +150,7 @@ def _refuse_options(config: Any) -> None:
     asked = [
         name
         for name, value in (
+            ("use_async_batching", config.use_async_batching),
             ("use_cuda_graph", any(config.cuda_graph_booleans)),
             ("varlen_compile_config", config.varlen_compile_config),
             ("decode_compile_config", config.decode_compile_config),
@@ -162,8 +159,8 @@ def _refuse_options(config: Any) -> None:
     ]
     if asked:
         raise UnsupportedError(
-            f"generate_batch() with {', '.join(asked)}: attn-core plans each pass on the host, from "
-            "its lengths; leave CUDA graphs and torch.compile off"
+            f"generate_batch() with {', '.join(asked)}; attn-core plans each pass on the host, by "
+            "the lengths of its requests: leave these options out"
         )
 
 
@@ -186,11 +183,11 @@ def _attention(
 
     Raises UnsupportedError for anything asked of this layer that its AttentionLayer does not say.
     """
-    batches: Batches | None = None if cache is None else vars(cache).get(_BATCHES)
+    batches: Batches | None = None if cache is None else vars(cache).get(_STATE)
     if batches is None:
         raise UnsupportedError(
-            f"{type(module).__name__} attends outside of generate_batch() while its manager runs; "
-            "stop the manager first"
+            f"{type(module).__name__} attends without the cache of generate_batch(); for generate() "
+            "and forward passes call enable(model), or model.set_attn_implementation('sdpa')"
         )
     layer_id: int = module.layer_idx  # type: ignore[assignment]  # an int of every decoder layer
     check_call(
