@@ -186,8 +186,8 @@ def _attention(
     batches: Batches | None = None if cache is None else vars(cache).get(_STATE)
     if batches is None:
         raise UnsupportedError(
-            f"{type(module).__name__} attends without the cache of generate_batch(); for generate() "
-            "and forward passes call enable(model), or model.set_attn_implementation('sdpa')"
+            f"{type(module).__name__} attends without the cache of generate_batch(); for its other "
+            "passes call enable(model), or model.set_attn_implementation('sdpa')"
         )
     layer_id: int = module.layer_idx  # type: ignore[assignment]  # an int of every decoder layer
     check_call(
