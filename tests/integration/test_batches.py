@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Callable
@@ -358,3 +359,16 @@ def test_refuses_options_before_any_request(how: dict[str, Any], why: str) -> No
     with pytest.raises(UnsupportedError, match=why):
         batch(model, **how)
     assert batch(model) == alone("llama")
+
+
+@pytest.mark.long
+def test_benchmark_records_both_implementations(tmp_path: Any) -> None:
+    from benchmarks.generate_batch import main
+
+    path = tmp_path / "record.json"
+    shape = "--requests 3 --prompt 24 --new 4 --block 16 --blocks 200 --tokens 32 --rounds 1"
+    more = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--out", str(path)]
+    assert main([*shape.split(), *more]) == 0
+    ours_, theirs = json.loads(path.read_text())["entries"].values()
+    assert ours_["tokens_per_s"] > 0
+    assert ours_["first_tokens"] == theirs["first_tokens"]
