@@ -8,6 +8,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from attn_core.integrations.transformers import enable, enable_batches  # noqa: 
 from attn_core.integrations.transformers.batch_passes import Batches  # noqa: E402
 from attn_core.integrations.transformers.batch_pool import BatchPool  # noqa: E402
 from attn_core.integrations.transformers.batch_requests import Requests  # noqa: E402
+from attn_core.plugins.registry import load_plugins  # noqa: E402
 from attn_core.runtime.batch import ForwardMode  # noqa: E402
 from attn_core.selection.result import NoBackendError, Overrides  # noqa: E402
 from tiny_models import tiny  # noqa: E402
@@ -140,6 +142,63 @@ def test_tokens_equal_those_of_each_prompt_alone(
 def test_a_window_need_not_be_whole_blocks(name: str, window: int, size: int, tokens: int) -> None:
     got = batch(ours(name, sliding_window=window), size=size, tokens=tokens)
     assert got == alone(name, sliding_window=window)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_memory_that_nobody_wrote_may_hold_anything(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, reserve = BatchPool.__init__, BatchPool.reserve
+
+    def created(self: BatchPool, *args: Any) -> None:
+        create(self, *args)
+        for x in self.layers.values():
+            poison(self, x.layer)
+
+    def reserved(self: BatchPool, num_pages: int) -> None:
+        reserve(self, num_pages)
+        for x in self.layers.values():
+            poison(self, x.chunk)
+
+    def poison(self: BatchPool, layer: Any) -> None:
+        if layer is not None:
+            cache = self.layer(layer.layer_id)
+            cache.k.fill_(torch.nan)
+            cache.v.fill_(torch.nan)
+
+    monkeypatch.setattr(BatchPool, "__init__", created)
+    monkeypatch.setattr(BatchPool, "reserve", reserved)
+    prompts = prompts_of(4, 8, 9, 16, 7)  # blocks and windows that are full, or one token off
+    assert batch(ours(name), prompts, tokens=10) == alone(name, prompts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral"])
+def test_many_requests_of_uneven_lengths(name: str) -> None:
+    prompts = prompts_of(*(1 + 7 * i % 41 for i in range(40)))
+    assert batch(ours(name), prompts, tokens=24, blocks=90) == alone(name, prompts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_triton_reads_rings_and_chunks(name: str, planned: list[tuple[Any, ...]]) -> None:
+    pytest.importorskip("triton")
+    registry = load_plugins()
+    spec = registry.backends["softmax", "triton"]
+    rows = [
+        replace(row, device="cpu", archs=frozenset(), min_runtime=None, requires=())
+        for row in spec.capabilities
+        if (row.kind, row.device) == ("mha", "cuda")
+    ]  # Triton's interpreter takes the place of the GPU
+    backends = {**registry.backends, ("softmax", "triton"): replace(spec, capabilities=rows)}
+    model, prompts = tiny(name), prompts_of(5, 12, 17)
+    enable_batches(
+        model,
+        overrides=Overrides(attention_backend="triton"),
+        registry=replace(registry, backends=backends),
+    )
+    assert batch(model, prompts, tokens=10) == alone(name, prompts)
+    assert any("chunk" in x.views for parts in planned for x in parts)
 
 
 def test_one_plan_per_pass_over_transformers_own_memory(
