@@ -98,10 +98,12 @@ def test_every_launch(arch, evidence):
 
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_sparse_mla(arch):
-    [site] = judged(arch, "dsa-decode", hot=True)
-    assert site["faults"] == []
-    names = [k["name"] for k in site["kernels"]]
-    assert names == ["index_scores", "select_topk", "attend_selected", "_merge"]
+    *sites, write = judged(arch, "dsa-decode", "dsa-decode-fp8", "write-latents", hot=True)
+    assert [fault for site in (*sites, write) for fault in site["faults"]] == []
+    for site in sites:
+        names = [k["name"] for k in site["kernels"]]
+        assert names == ["index_scores", "select_topk", "attend_selected", "_merge"]
+    assert [k["name"] for k in write["kernels"]] == ["_write"]
 
 
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])

@@ -112,7 +112,7 @@ def leaves_of(name: str) -> Leaves:
 
 
 def sparse_leaves() -> Leaves:
-    """Return the kernel of flash_mla_sparse_fwd; the fork's says in which unit its LSE is."""
+    """Return FlashMLA's sparse kernels; the fork's says in which unit its prefill's LSE is."""
     leaf = importlib.import_module("flash_mla_leaf")
 
     def legacy(q, kv, indices, scale, d_v, sink=None, length=None, log2=False, stats=True):
@@ -123,10 +123,16 @@ def sparse_leaves() -> Leaves:
     def attend(*arguments):
         return [*leaf.sparse_prefill(*arguments)]
 
-    op = "sparse_prefill_fwd"
+    def legacy_decode(*arguments, kv_format=None):
+        assert kv_format is None
+        return leaf.sparse_decode(*arguments)
+
+    sgl, fork = ("sglang-kernel", "sgl_kernel"), ("sgl-flash-mla", "flash_mla_legacy")
     return {
-        ("sglang-kernel", "sgl_kernel", op): attend,
-        ("sgl-flash-mla", "flash_mla_legacy", op): legacy,
+        (*sgl, "sparse_prefill_fwd"): attend,
+        (*fork, "sparse_prefill_fwd"): legacy,
+        (*sgl, "sparse_decode_fwd"): leaf.sparse_decode,
+        (*fork, "sparse_decode_fwd"): legacy_decode,
     }
 
 
@@ -216,8 +222,9 @@ def test_nsa_calls_its_libraries_as_they_want(
     asked = checks("nsa", found | {"triton": "3.4"})
     with over(leaves_of("nsa")) as calls:
         run("nsa", [c for c in asked if not c.check.alone])  # those are for an accelerator's memory
-    sparse = {name: n for name, n in calls.items() if name.endswith("sparse_prefill_fwd")}
-    assert [name for name, n in sparse.items() if n] == [f"{op}.sparse_prefill_fwd"]
+    for kernel in ("sparse_prefill_fwd", "sparse_decode_fwd"):
+        sparse = {name: n for name, n in calls.items() if name.endswith(kernel)}
+        assert [name for name, n in sparse.items() if n] == [f"{op}.{kernel}"]
     assert calls["sgl_kernel.fwd"]
 
 

@@ -95,7 +95,9 @@ def test_what_stands_beside_attention_stays_in_its_memory():
     assert torch.allclose(merged, torch.ones_like(merged))
 
 
-@pytest.mark.parametrize("name", ["dsa-prefill", "dsa-decode", "dsa-verify-chain"])
+@pytest.mark.parametrize(
+    "name", ["dsa-prefill", "dsa-decode", "dsa-verify-chain", "dsa-decode-fp8"]
+)
 def test_a_selection_stays_in_its_memory(name):
     spec, device = load_plugins().get("triton"), parse_device("cuda:sm90")
     found = plan(spec, device, {"triton": "3.6"}, kinds=("dsa",), passes=1, reduced=True)

@@ -49,6 +49,18 @@ def test_windows_sinks_and_latents_are_a_dense_softmax(model, tmp_path, engine_e
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+def test_sparse_models_attend_to_what_their_indexers_select(tmp_path, engine_environment):
+    """Beside a float64 selection over FP8 index keys and a dense softmax over what it chose.
+
+    A latent on an edge of two bfloat16 numbers may fall the other way; another key is off by 1.
+    """
+    expected, _printed = logits("deepseek_v32", "dense", 64, tmp_path, engine_environment)
+    found, printed = logits("deepseek_v32", "attn_core", 64, tmp_path, engine_environment)
+    assert expected.abs().max() > 5
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+    assert "{'prefill': 'torch_native', 'decode': 'torch_native'" in printed
+
+
 @pytest.mark.parametrize(
     ("model", "beside"), [("qwen3_next", "torch_native"), ("kimi_linear", "dense")]
 )

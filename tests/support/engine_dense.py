@@ -17,16 +17,24 @@ class DenseBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool  # the models of SGLang ask for both
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen = {}
+        self.index_keys, self.chosen = {}, {}  # of sparse MLA: by layer and row of SGLang's tables
 
     def init_forward_metadata(self, forward_batch):
         pass
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        rows = forward_batch.req_pool_indices.tolist()
+    @staticmethod
+    def counts(forward_batch):
+        """Return the queries of each request."""
         if forward_batch.forward_mode.is_decode():
-            counts = [1] * len(rows)
-        else:
-            counts = forward_batch.extend_seq_lens.tolist()
+            return [1] * forward_batch.batch_size
+        return forward_batch.extend_seq_lens.tolist()
+
+    def forward_extend(
+        self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, topk_indices=None
+    ):
+        rows, counts = forward_batch.req_pool_indices.tolist(), self.counts(forward_batch)
+        if topk_indices is not None:  # SGLang's pool of sparse MLA holds bfloat16
+            k, v = (x.bfloat16().to(x.dtype) for x in (k, v))
         kv_heads = layer.tp_k_head_num
         parts = zip(
             rows,
@@ -35,13 +43,14 @@ class DenseBackend(AttentionBackend):
             v.reshape(-1, kv_heads, layer.v_head_dim).split(counts),
             strict=True,
         )
-        outs = [self._request(layer, sinks, *part) for part in parts]
+        source = None if topk_indices is None else int(topk_indices)
+        outs = [self._request(layer, sinks, source, *part) for part in parts]
         return torch.cat(outs).flatten(1).to(q.dtype)
 
     forward_decode = forward_extend
 
-    def _request(self, layer, sinks, row, q, k, v):
-        """Attend to all keys that a request of this layer has had."""
+    def _request(self, layer, sinks, source, row, q, k, v):
+        """Attend to all keys that a request has had, or to those that the layer `source` chose."""
         key = layer.layer_id, row
         if key in self.seen:
             k, v = (torch.cat(pair) for pair in zip(self.seen[key], (k, v), strict=True))
@@ -51,6 +60,8 @@ class DenseBackend(AttentionBackend):
         visible = position <= own
         if layer.sliding_window_size > -1:
             visible &= position >= own - layer.sliding_window_size
+        if source is not None:
+            visible &= self.chosen[source, row]
         return dense(q, k, v, visible, layer.scaling, sinks, layer.logit_cap or None)
 
 

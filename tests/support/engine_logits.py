@@ -106,7 +106,19 @@ CONFIGS["kimi_linear"] = CONFIGS["deepseek"] | {
     "num_shared_experts": 1,
     "num_nextn_predict_layers": 0,
 }
+CONFIGS["deepseek_v32"] = CONFIGS["deepseek"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 64,
+    "index_topk": 16,  # fewer than the tokens of the longer prompts
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk_freq": 2,  # the last layer shares the selection of the layer before it
+}
 HYBRID = ("qwen3_next", "kimi_linear")
+SPARSE = ("deepseek_v32",)
 DENSE = "triton"  # the name under which SGLang creates the dense backend: its models accept it
 PROMPTS = (37, 5, 64, 1)
 STEPS = 6
@@ -184,12 +196,20 @@ def main(model: str, backend: str, page_size: str, out: str) -> None:
 
             stand_ins()
             torch.cuda.Stream = type("Stream", (), {})  # Kimi Linear makes one on every device
+        if model in SPARSE:
+            import engine_sparse
+
+            engine_sparse.stand_ins()
+            if backend == DENSE:
+                engine_sparse.dsa_indexer.Indexer.forward = engine_sparse.select_densely
         _args, _ports, runner = load(folder, flags)
     from sglang.benchmark import one_batch
     from sglang.srt.runtime_context import get_server_args
 
     print(vars(get_server_args()).get("attn_core"))  # what /server_info prints of a scheduler
     generator = draw_weights(runner.model)
+    if model in SPARSE:
+        engine_sparse.in_float32(runner.model)
     ids = [torch.randint(0, 10000, (n,), generator=generator).tolist() for n in PROMPTS]
     logits = []
     with torch.no_grad():

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -60,8 +64,20 @@ def mla_pool(page=1, layers=1, dtype=torch.float32):
     )  # fmt: skip
 
 
-def runner(modules, pool, page, *, draft=False, **args):
-    """Return what the adapter reads of a ModelRunner; requests lie on shuffled pages."""
+def dsa_pool(layers=1, dtype=torch.bfloat16):
+    """Return SGLang's pool of sparse MLA: latents of 64 + 16 numbers and index keys of 128."""
+    return DSATokenToKVPool(
+        size=SLOTS - 64, page_size=64, dtype=dtype, kv_lora_rank=64, qk_rope_head_dim=16,
+        layer_num=layers, device="cpu", index_head_dim=128, enable_memory_saver=False,
+        kv_cache_dim=80,
+    )  # fmt: skip
+
+
+def runner(modules, pool, page, *, draft=False, config=None, **args):
+    """Return what the adapter reads of a ModelRunner; requests lie on shuffled pages.
+
+    config: of transformers, which is read for sparse MLA.
+    """
     table = torch.zeros(ROWS, CONTEXT, dtype=torch.int32)
     each = CONTEXT // page
     pages = torch.randperm(SLOTS // page - 1)[: (ROWS - 1) * each] + 1
@@ -75,6 +91,7 @@ def runner(modules, pool, page, *, draft=False, **args):
         is_draft_worker=draft,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=table, size=ROWS - 1),
+        model_config=SimpleNamespace(hf_config=config),
         model=torch.nn.ModuleList(modules),
     )
 

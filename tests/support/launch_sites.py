@@ -12,6 +12,7 @@ from attn_core.backends.triton import scheduler
 from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
 from attn_core.cache.pool import KVPool
 from attn_core.ops.triton.kv import write_kv
+from attn_core.ops.triton.latents import write_latents
 from attn_core.ops.triton.merge import merge_states
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
@@ -82,6 +83,17 @@ def write(store, layout, chip, *, tensor_scales=False):
     write_kv(pool.layer(0), meta(70, 8, 128), meta(70, 8, 128), slots)
 
 
+def write_packed(chip):
+    """Launch for new latents of sparse MLA in FP8."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype="fp8_e4m3", device=META, kind="dsa"
+    )
+    write_latents(pool.layer(0), meta(70, 1, 576), None, meta(70, dtype=torch.int64))
+
+
 def decode(**more):
     return replace(_DECODE, **more)
 
@@ -133,7 +145,10 @@ HOT: dict[str, Site] = {
     "mla-decode-16-heads": Site(case=decode(**(MLA | {"heads": (16, 1)}))),
     "dsa-decode": Site(case=decode(**DSA)),
     "dsa-decode-16-heads": Site(case=decode(**(DSA | {"heads": (16, 1)}))),
+    "dsa-decode-fp8": Site(case=decode(**DSA, kv_dtype="fp8_e4m3")),
+    "dsa-decode-16-heads-fp8": Site(case=decode(**(DSA | {"heads": (16, 1)}), kv_dtype="fp8_e4m3")),
     "dsa-extend": Site(case=extend(**DSA)),
+    "dsa-extend-fp8": Site(case=extend(**DSA, kv_dtype="fp8_e4m3")),
     "dsa-extend-bf16-index": Site(case=extend(**(DSA | {"index_dtype": "bf16"}))),
 }
 _LENS = {"query_lens": (64,), "key_lens": (64,)}
@@ -181,6 +196,7 @@ WRITES: dict[str, Launch] = {
     "write-fp8": partial(write, "fp8_e4m3", "HND"),
     "write-e5m2": partial(write, "fp8_e5m2", "NHD"),
     "write-fp4": partial(write, "fp4_e2m1", "NHD"),
+    "write-latents": write_packed,
     "write-tensor-scales": partial(write, "fp8_e4m3", "NHD", tensor_scales=True),
 }
 SITES: dict[str, Launch] = {

@@ -78,13 +78,15 @@ class SparseReference(Reference):
         self, q, k, v, layer, cache, batch, metadata, *, out=None, return_lse=False,
         topk_indices=None,
     ):  # fmt: skip
+        if topk_indices is None and cache.latent_dim:
+            topk_indices = self.every_slot(layer, cache, metadata["batch"])
         if topk_indices is None:
             return super().forward(
                 q, k, v, layer, cache, batch, metadata, out=out, return_lse=return_lse
             )
         out = self.buffer(q, layer, out)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        latents = cache.k.flatten(0, 1).squeeze(-2).float()
+        latents = self.latents(cache)
         for token in range(q.shape[0]):
             keys = latents[self.used(topk_indices[token]).long()]
             scores = q[token].float() @ keys.T * self.scale(layer)
@@ -93,6 +95,38 @@ class SparseReference(Reference):
             lse[token] = scores.logsumexp(-1)
         return (out, lse) if return_lse else out
 
+    def every_slot(self, layer, cache, batch):
+        found = torch.full((batch.num_tokens, batch.views[layer.view].max_seq_len), -1)
+        for rows in self.rows(batch, layer.view):
+            slots = self.slots(rows, cache.page_size)
+            for i in range(rows.queries):
+                seen = self.seen(rows, i)
+                found[rows.tokens.start + i, :seen] = slots[:seen]
+        return found
+
+    def latents(self, cache):
+        """The latents of every slot, float32 [slots, D]."""
+        if not cache.latent_dim:
+            return cache.k.flatten(0, 1).squeeze(-2).float()
+        values, scales, rope = self.parts(cache.k.flatten(0, 2), cache.latent_dim)
+        values = self.e4m3(values).unflatten(1, (-1, 128))
+        values = values * self.of_blocks(scales.contiguous().view(torch.float32))[..., None]
+        return torch.cat([values.flatten(1), self.rope(rope.contiguous())], 1)
+
+    def parts(self, tokens, dim):
+        """The bytes of the values, of their scales and of the rope part of each token."""
+        return tokens[:, :dim], tokens[:, dim : dim + dim // 32], tokens[:, dim + dim // 32 :]
+
+    def e4m3(self, values):
+        return values.contiguous().view(torch.float8_e4m3fn).float()
+
+    def of_blocks(self, scales):
+        """The scale of each block of 128 values of a token."""
+        return scales
+
+    def rope(self, raw):
+        return raw.view(torch.bfloat16).float()
+
     def used(self, slots):
         return slots[slots >= 0]
 
@@ -100,7 +134,7 @@ class SparseReference(Reference):
 ROW = dataclasses.replace(
     LATENT,
     kind="dsa",
-    kv_dtypes={"fp32", "bf16"},
+    kv_dtypes={"fp32", "bf16", "fp8_e4m3"},
     kv_dtype_may_differ=True,
     max_verify_topk=1,
     tensor_scales=False,

@@ -45,6 +45,18 @@ LATENT = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
 }
+SPARSE = {
+    **LATENT,
+    "head_dim": 16,
+    "q_lora_rank": 32,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "index_topk": 5,  # fewer than the tokens of a prompt: else every key is selected
+    "index_n_heads": 24,  # with few heads many scores are 0
+    "index_head_dim": 32,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 QWEN3_5 = {
     **HYBRID,
@@ -67,6 +79,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+    },
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": {
+        **SPARSE,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "full", "shared", "full"],
     },
     "qwen3_next": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_5_text": HYBRID,
@@ -106,6 +124,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
 LINEAR_AND_VISION = ("qwen3_5", "qwen3_5_moe")
+SPARSE_MLA = ("deepseek_v32", "glm_moe_dsa")
 WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 
 
@@ -131,6 +150,8 @@ def tiny(name: str, **changes: Any) -> Any:
     for module in model.modules():
         if hasattr(module, "sinks"):
             torch.nn.init.normal_(module.sinks, std=1.0)
+    if name in SPARSE_MLA:  # a token of zeros ties all its scores, and eager breaks ties at random
+        torch.nn.init.normal_(model.get_input_embeddings().weight[0], std=TINY["initializer_range"])
     return model
 
 

@@ -91,6 +91,8 @@ def check(selection, expect):
         elif key in ("assumption", "advice"):
             texts = selection.assumptions if key == "assumption" else selection.advice
             assert any(want in text for text in texts)
+        elif key == "kernels":
+            assert want == [selection.roles[r].row.sub_backend for r in ("prefill", "decode")]
         elif key == "linear" and want:
             assert want == {role: selection.backend(f"linear_{role}") for role in want}
         else:

@@ -309,14 +309,14 @@ def test_a_gpu_with_triton_writes_in_one_launch(device_type, triton, in_one_laun
     monkeypatch.setattr("attn_core.ops.kv._writer", functools.cache(kv._writer.__wrapped__))
     monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
     monkeypatch.setattr("attn_core.ops.triton.kv", kernel, raising=False)
-    chosen = [kv._writer(device_type) for _ in range(3)]
+    chosen = [kv._writer(device_type, latents=False) for _ in range(3)]
     assert chosen == [kernel.write_kv if in_one_launch else kv._write] * 3
     assert asked == ["triton"] * (device_type == "cuda"), "it is decided once"
 
 
 def test_what_was_chosen_for_the_device_writes(monkeypatch):
     seen = []
-    monkeypatch.setattr(kv, "_writer", lambda kind: seen.append(kind) or kv._write)
+    monkeypatch.setattr(kv, "_writer", lambda kind, latents: seen.append(kind) or kv._write)
     cache = pool().layer(0)
     write_kv(cache, tokens(5, 2, 32), tokens(5, 2, 16), SLOTS)
     write_kv(cache, None, None, SLOTS)

@@ -27,10 +27,23 @@ def mha(q, kv, d, **features):
     return LayerRequirements(head_dim=d, v_head_dim=d, num_q_heads=q, num_kv_heads=kv, **features)
 
 
-def mla(q, latent=512, rope=64, kind="mla"):
+def mla(q, latent=512, rope=64, **features):
     return LayerRequirements(
-        kind=kind, head_dim=latent + rope, v_head_dim=latent, num_q_heads=q, num_kv_heads=1
+        head_dim=latent + rope,
+        v_head_dim=latent,
+        num_q_heads=q,
+        num_kv_heads=1,
+        **{"kind": "mla", **features},
     )
+
+
+def dsa(q, latent=512, rope=64, *, topk=2048, heads=64, dim=128):
+    index = {"index_topk": topk, "index_heads": heads, "index_dim": dim}
+    return mla(q, latent, rope, kind="dsa", **index)
+
+
+def sharing(layer):
+    return replace(layer, index_heads=None, index_dim=None, shares_topk=True)
 
 
 def linear(kind, k_heads, v_heads, k, v, *, conv_width=4):
@@ -80,7 +93,8 @@ MODELS = {
     ),
     "deepseek-v2-lite": ([mla(16)], None, "bf16", 163840),
     "deepseek-v3": ([mla(128)], None, "bf16", 163840),
-    "deepseek-v3.2": ([mla(128, kind="dsa")], None, "bf16", 163840),
+    "deepseek-v3.2": ([dsa(128)], None, "bf16", 163840),
+    "glm-5": ([dsa(64, heads=32)], None, "bf16", 202752),
     "minicpm3-4b": ([mla(40, latent=256, rope=32)], None, "bf16", 32768),
     "qwen3-next-80b-a3b": (
         [linear("gdn", 16, 32, 128, 128), mha(16, 2, 256)],
@@ -768,7 +782,14 @@ TINY = {
     "Gemma3TextConfig": (_MIXED, [_WINDOWED, mha(4, 2, 32)]),
     "GptOssConfig": (_MIXED, [replace(_WINDOWED, sinks=True), mha(4, 2, 32, sinks=True)]),
     "DeepseekV3Config": (_MLA, [mla(4, latent=32, rope=16)]),
-    "DeepseekV32Config": (_MLA, [mla(4, latent=32, rope=16, kind="dsa")]),
+    "DeepseekV32Config": (
+        {**_MLA, "index_n_heads": 8, "index_head_dim": 32, "index_topk": 6},
+        [dsa(4, latent=32, rope=16, topk=6, heads=8, dim=32)],
+    ),
+    "GlmMoeDsaConfig": (
+        {**_MLA, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+        [dsa(4, latent=32, rope=16, heads=32), sharing(dsa(4, latent=32, rope=16, heads=32))],
+    ),
     "Qwen3NextConfig": (_GDN, [linear("gdn", 2, 4, 16, 24), mha(4, 2, 32)]),
     "Qwen3_5TextConfig": (_GDN, [linear("gdn", 2, 4, 16, 24), mha(4, 2, 32)]),
     "KimiLinearConfig": (
@@ -817,6 +838,8 @@ DEFAULTED = [
     "qwen3_5_text",
     "llama4_text",
     "gpt_bigcode",
+    "deepseek_v32",
+    "glm_moe_dsa",
 ]
 
 
@@ -828,3 +851,74 @@ def test_the_defaults_of_a_family_are_those_of_transformers(name):
     config = transformers.AutoConfig.for_model(name).to_dict()
     for key, value in FAMILIES[name].defaults.items():
         assert config[key] == value, key
+
+
+FULL, SHARED = "full", "shared"
+GLM_52 = [FULL if i < 2 or i % 4 == 2 else SHARED for i in range(78)]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"indexer_types": GLM_52},
+        {"indexer_types": None, "index_topk_pattern": "FFF" + "SSSF" * 18 + "SSS"},
+        {"index_topk_pattern": GLM_52, "index_topk_freq": 1},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 2},
+        {"index_topk_freq": 2, "num_hidden_layers": None},
+    ],
+)
+def test_layers_may_share_the_selection_of_a_layer_before_them(keys):
+    full = dsa(64, heads=32)
+    needs = requirements_from_config({**read_config(CONFIGS / "glm-5.json"), **keys})
+    assert needs.layers == (full, sharing(full))
+    assert not needs.assumptions
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"index_topk_freq": 1},
+        {"index_topk_freq": 4, "num_hidden_layers": 2},  # layers 0 and 1 come before the schedule
+        {"index_topk_freq": 4, "index_skip_topk_offset": 79},
+        {"indexer_types": [FULL] * 78 + [SHARED]},  # the last is no layer of the decoder
+        {"indexer_types": []},
+    ],
+)
+def test_layers_that_all_have_an_indexer(keys):
+    needs = requirements_from_config({**read_config(CONFIGS / "glm-5.json"), **keys})
+    assert needs.layers == (dsa(64, heads=32),)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"indexer_types": [FULL, "none"]}, "has indexers of layers .*none.* .expected"),
+        ({"indexer_types": 4}, 'has indexers of layers 4 .*"full" and "shared"'),
+        ({"index_topk_pattern": "FXS"}, "has indexers of layers 'FXS'"),
+        ({"indexer_types": [SHARED, FULL]}, "lets its first layer share"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "lets its first layer share"),
+        ({"index_topk_freq": 10**6}, "index_topk_freq = 1000000 .*at most 10000"),
+        ({"index_topk": -1}, "index_topk = -1 .*positive integer"),
+        ({"index_n_heads": "many"}, "index_n_heads = 'many'"),
+    ],
+)
+def test_a_malformed_indexer_is_an_error(keys, message):
+    with pytest.raises(ModelConfigError, match=message):
+        requirements_from_config({**read_config(CONFIGS / "glm-5.json"), **keys})
+
+
+def test_keys_that_are_always_selected_are_said():
+    config = {**read_config(CONFIGS / "glm-5.json"), "index_init_tokens": 4}
+    assert "index_init_tokens: the model always selects" in said(requirements_from_config(config))
+    config["index_init_tokens"] = 0
+    assert "index_init_tokens" not in said(requirements_from_config(config))
+
+
+def test_an_indexer_is_of_sparse_layers_that_do_not_share():
+    with pytest.raises(UsageError, match=r"kind mla with index_topk .expected kind dsa"):
+        mla(4, index_topk=2048)
+    with pytest.raises(UsageError, match=r"kind dsa with index_heads .expected none with shares"):
+        mla(4, kind="dsa", index_topk=2048, index_heads=4, shares_topk=True)
+    with pytest.raises(UsageError, match=r"index_topk 0 .expected 1 or more"):
+        mla(4, kind="dsa", index_topk=0)

@@ -106,7 +106,7 @@ def test_a_layer_that_shares_a_selection_stores_no_index_keys():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"index_dtype": "fp4"}, "index_dtype 'fp4' .expected bf16 or fp8_e4m3"),
+        ({"index_dtype": "fp4"}, "index_dtype 'fp4' .expected fp32 or fp16 or bf16 or fp8"),
         ({"index_dtype": "fp8_e4m3", "index_dim": 6}, "index_dim 6 in fp8_e4m3 .* multiple of 4"),
         ({"index_dim": -1}, "index_dim -1"),
     ],

@@ -125,3 +125,34 @@ def test_a_selection_in_parts(processors):
         torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
         want = scores.softmax(-1) @ keys[:, :32] if count else torch.zeros(3, 32).double()
         torch.testing.assert_close(out[row].double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
+    """A kernel is compiled per set of constants; none of them may follow a length."""
+    constants = set()
+
+    class Recorded:
+        def __init__(self, name, count):
+            self.name, self.count = name, count
+
+        def __getitem__(self, grid):
+            return lambda *args, **how: constants.add((self.name, args[-self.count :]))
+
+    monkeypatch.setattr(launch, "index_scores", Recorded("scores", 2))
+    monkeypatch.setattr(launch, "select_topk", Recorded("topk", 4))
+    cache = LayerCache(k=torch.zeros(1, 64, 1, 48), v=None, index=torch.zeros(1, 64, 16))
+
+    def compiled(lengths):
+        constants.clear()
+        for length in lengths:
+            lens, table = torch.tensor([length]).int(), torch.zeros(1, 1).int()
+            view = CacheView(
+                page_table=table, seq_lens=lens, out_cache_loc=None, max_seq_len=length
+            )
+            ends, request = torch.tensor([0, 1]).int(), torch.zeros(1).int()
+            q, w = torch.zeros(1, 4, 16), torch.zeros(1, 4)
+            launch.index_topk(q, w, cache, view, ends, request, 2048, queries=1)
+        return {*constants}
+
+    assert len(compiled([128, 1128, 2128])) == 2
+    assert compiled([128, 1128, 2128]) == compiled([1, 17, 300, 2048, 2049, 4097, 70_000])

@@ -1,6 +1,7 @@
 """A warm-up runs every kind of pass that serving will run, over page 0 alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,6 +111,32 @@ def test_every_kind_of_layer_runs():
     assert len(warmup(dispatcher)) == 4
 
 
+INDEXER = {"index_topk": 64, "index_heads": 2, "index_dim": 16}
+SPARSE = LayerRequirements(kind="dsa", head_dim=48, v_head_dim=32, num_q_heads=4, **INDEXER)
+
+
+def test_sparse_layers_select_in_every_pass_that_does_not_attend_to_all_keys():
+    sharing = replace(SPARSE, index_heads=None, index_dim=None, shares_topk=True)
+    dispatcher = made(SPARSE, sharing, speculation=Speculation(num_draft_tokens=3))
+    assert [dispatcher.caches.layer(i).index is None for i in (0, 1)] == [False, True]
+    selected = []
+    for backend in {*dispatcher.routes.values()}:
+
+        def index_topk(q, w, layer, cache, batch, plan, choose=backend.index_topk):
+            selected.append((batch.forward_mode, layer.layer_id, tuple(q.shape[1:])))
+            return choose(q, w, layer, cache, batch, plan)
+
+        backend.index_topk = index_topk
+    warmup(dispatcher, index_heads=2)
+    assert {(layer, shape) for _, layer, shape in selected} == {(0, (2, 16))}
+    counts = {mode: sum(m is mode for m, _, _ in selected) for mode in M if mode is not M.IDLE}
+    assert counts == {mode: 6 if mode is M.EXTEND else 3 for mode in counts}
+    with pytest.raises(UsageError, match="give index_heads, of their indexers"):
+        warmup(dispatcher)
+    with pytest.raises(UsageError, match=r"index_topk 64, index_heads None, index_dim 16: a warm"):
+        made(replace(SPARSE, index_heads=None))
+
+
 def test_flex_attention_compiles_before_the_first_request():
     pytest.importorskip("torch._inductor")
     dispatcher = made(MHA, name="flex_attention")
@@ -150,6 +177,19 @@ def test_the_command_prints_seconds_per_backend_and_pass():
     found = json.loads(attn(*SHAPE, *native, "--json").output)
     assert found["device"] == str(probe_device())
     assert [p["what"] for p in found["passes"]][:2] == ["create", "prefill"]
+
+
+def test_the_command_warms_up_the_selection_of_a_sparse_model(tmp_path):
+    keys = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "num_attention_heads": 4}
+    indexer = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16, "index_topk_freq": 2}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "glm_moe_dsa", **keys, **indexer}))
+    result = CliRunner().invoke(build_app(), ["warmup", str(config), "--json", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    passes = [x["what"] for x in json.loads(result.stdout)["passes"]]
+    assert "decode, batch size 1" in passes
+    result = CliRunner().invoke(build_app(), ["warmup", "--kind", "dsa", "--num-q-heads", "2"])
+    assert result.exit_code == 0, result.output
 
 
 def test_the_command_takes_a_model(tmp_path):

@@ -1,4 +1,4 @@
-"""FlashMLA's compiled dense decode and sparse prefill of sm90, in float32, as both builds call."""
+"""FlashMLA's compiled decode and sparse kernels of sm90, in float32, as both builds call them."""
 
 import attn_reference
 import torch
@@ -107,6 +107,71 @@ def sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=No
         if len(k):
             peak[t] = (q[t].float() @ k[:, 0].float().T * sm_scale).amax(-1)
     return found.bfloat16(), peak, total.masked_fill(total == -torch.inf, torch.inf)
+
+
+def sparse_decode(
+    q, kv, indices, topk_length, attn_sink, tiles, num_splits, extra_kv, extra_indices,
+    extra_topk_length, d_v, sm_scale,
+):  # fmt: skip
+    """Attend with q [B, s, H, 576] to FP8 latents [pages, 64, 1, 656] at indices [B, s, K].
+
+    Returns out [B, s, H, 512], the natural LSE [B, H, s] and the schedule, made where none was
+    given, int32 [parts, 8] and [B + 1]. Without keys out is 0 and the LSE +inf. Exactly -1 is no
+    key. Any other slot out of range is an address of other memory: here, NaN.
+    """
+    if q.dim() != 4 or q.dtype != torch.bfloat16:
+        raise RuntimeError("q must be a bfloat16 tensor with 4 dimensions")
+    batch, queries, heads, dim = q.shape
+    if kv.dtype not in (_FP8, torch.int8, torch.uint8):
+        raise RuntimeError("key must have dtype fp8_e4m3fn, int8 or uint8")
+    if indices.dtype != torch.int32:
+        raise RuntimeError("indices must have dtype torch.int32")
+    for name, t in (("q", q), ("key", kv), ("indices", indices)):
+        if t.stride(-1) != 1:
+            raise RuntimeError(f"{name} must have contiguous last dimension")
+    if heads not in (64, 128):
+        raise RuntimeError(f"Unsupported h_q: {heads}")
+    if dim != 576 or d_v != 512:
+        raise RuntimeError(f"Unsupported d_qk {dim}, d_v {d_v}")
+    if kv.dim() != 4 or kv.shape[1:] != (PAGE, 1, 656):
+        raise RuntimeError("kcache must have shape (num_blocks, 64, 1, bytes of a token)")
+    if kv.stride(1) != 656:
+        raise RuntimeError("kcache: the whole block must be contiguous")
+    topk = indices.shape[-1]
+    if indices.shape != (batch, queries, topk):
+        raise RuntimeError("indices must have shape (b, s_q, topk)")
+    if topk % 64 or not topk:
+        raise RuntimeError(f"Invalid topk: {topk}")
+    misplaced = [x % 8 for x in (q.data_ptr() // 2, *q.stride()[:3])]
+    assert not any(misplaced), "TMA takes addresses and strides of 16 bytes"
+    others = (topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length)
+    if any(x is not None for x in others):
+        raise NotImplementedError("no emulation of this one")
+    now = torch.zeros(PROCESSORS, _SIZE, dtype=torch.int32)
+    now[0, :4] = torch.tensor([batch, queries, heads, topk], dtype=torch.int32)
+    splits = torch.arange(batch + 1, dtype=torch.int32)
+    if tiles is None:
+        tiles, num_splits = now, splits
+    raw = kv.view(torch.uint8).reshape(-1, 656)
+    values = raw[:, :512].view(_FP8).float().view(-1, 4, 128)
+    # the kernel dequantises to bfloat16, by scales in bfloat16
+    values = values.bfloat16() * raw[:, 512:528].view(torch.float32).bfloat16()[..., None]
+    latents = torch.cat([values.flatten(1), raw[:, 528:].view(torch.bfloat16)], 1)[:, None]
+    beyond = torch.full((1, 1, 576), torch.nan, dtype=torch.bfloat16)
+    keys = []
+    for row in indices.flatten(0, 1):
+        slots = row[row != -1].long()
+        known = (slots >= 0) & (slots < len(latents))
+        keys.append(torch.where(known[:, None, None], latents[slots.where(known, 0)], beyond))
+    found, total = attn_reference.attend(
+        q.flatten(0, 1), keys, [k[..., :512] for k in keys], query_lens=[1] * (batch * queries),
+        scale=sm_scale,
+    )  # fmt: skip
+    out = found.bfloat16().view(batch, queries, heads, 512)
+    lse = total.masked_fill(total == -torch.inf, torch.inf).view(batch, queries, heads)
+    if not torch.equal(tiles, now) or not torch.equal(num_splits, splits):
+        out, lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    return out, lse.transpose(1, 2).contiguous(), tiles, num_splits
 
 
 def _attend(

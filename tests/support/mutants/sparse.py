@@ -209,3 +209,73 @@ class SelectionOfTheCapture(SparseReference):
             return chosen
         self.kept = chosen if self.kept is None else self.kept
         return self.kept
+
+
+class LatentScalesIgnored(SparseReference):
+    def of_blocks(self, scales):
+        return torch.full_like(scales, 0.125)
+
+
+class LatentScaleOfTheFirstBlock(SparseReference):
+    """One scale for all values of a token."""
+
+    def of_blocks(self, scales):
+        return scales[:, :1].expand_as(scales)
+
+
+class LatentScaleOfTheNextBlock(SparseReference):
+    def of_blocks(self, scales):
+        return scales.roll(1, 1)
+
+
+class LatentScalesOfTheNextToken(SparseReference):
+    def of_blocks(self, scales):
+        return scales.roll(1, 0)
+
+
+class LatentScalesOfSmallBlocks(SparseReference):
+    """A scale is taken for 64 values, not for 128."""
+
+    def of_blocks(self, scales):
+        half = scales.shape[1] // 2
+        return scales[:, :half].repeat_interleave(2, 1)
+
+
+class LatentsAsE5M2(SparseReference):
+    def e4m3(self, values):
+        return values.contiguous().view(torch.float8_e5m2).float()
+
+
+class RopeBehindTheValues(SparseReference):
+    """The rope part is read where the scales are."""
+
+    def parts(self, tokens, dim):
+        values, scales, rope = super().parts(tokens, dim)
+        return values, scales, tokens[:, dim : dim + rope.shape[1]]
+
+
+class RopeOfTheNextToken(SparseReference):
+    def parts(self, tokens, dim):
+        values, scales, rope = super().parts(tokens, dim)
+        return values, scales, rope.roll(1, 0)
+
+
+class RopeScaled(SparseReference):
+    """The rope part is multiplied by the scale of the last values, as if it were FP8 too."""
+
+    def latents(self, cache):
+        found = super().latents(cache)
+        if cache.latent_dim:
+            scales = self.parts(cache.k.flatten(0, 2), cache.latent_dim)[1].contiguous()
+            found[:, cache.latent_dim :] *= scales.view(torch.float32)[:, -1:]
+        return found
+
+
+class RopeAsFloat16(SparseReference):
+    def rope(self, raw):
+        return raw.view(torch.float16).float()
+
+
+class RopeForgotten(SparseReference):
+    def rope(self, raw):
+        return torch.zeros_like(super().rope(raw))

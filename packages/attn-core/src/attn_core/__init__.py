@@ -37,7 +37,7 @@ _HOME = {
     "cache.allocator": "PageAllocator",
     "ops.conv": "ConvPlan conv_commit conv_decode conv_extend conv_verify",
     "ops.dual_chunk": "ChunkKeys ChunkPass cut_at_chunks rotary_positions",
-    "ops.index": "read_index write_index",
+    "ops.index": "read_index to_fp8_queries write_index",
     "ops.kv": "copy_slots read_kv read_pages write_kv",
     "ops.merge": "merge_states",
     "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",
@@ -51,6 +51,7 @@ _HOME = {
         "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
     ),
     "runtime.dispatcher": "HybridDispatcher",
+    "runtime.sparse": "every_slot",
     "runtime.graphs": "GraphRunner",
     "runtime.torch_ops": "CompiledAttention",
 }

@@ -43,6 +43,7 @@ from attn_core.ops.dual_chunk import ChunkPass as ChunkPass
 from attn_core.ops.dual_chunk import cut_at_chunks as cut_at_chunks
 from attn_core.ops.dual_chunk import rotary_positions as rotary_positions
 from attn_core.ops.index import read_index as read_index
+from attn_core.ops.index import to_fp8_queries as to_fp8_queries
 from attn_core.ops.index import write_index as write_index
 from attn_core.ops.kv import copy_slots as copy_slots
 from attn_core.ops.kv import read_kv as read_kv
@@ -79,6 +80,7 @@ from attn_core.runtime.linear import Gate as Gate
 from attn_core.runtime.linear import LinearLayer as LinearLayer
 from attn_core.runtime.linear import gated as gated
 from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
+from attn_core.runtime.sparse import every_slot as every_slot
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.selection.diagnosis import WhyNot as WhyNot
 from attn_core.selection.mismatch import Fix as Fix

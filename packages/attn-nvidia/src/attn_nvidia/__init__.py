@@ -17,12 +17,14 @@ def _spec(
     *rows: Sequence[Capabilities],
     aliases: Sequence[str] = (),
     matrix_deviations: Mapping[str, str] | None = None,
+    refused_sub_backends: Mapping[str, str] | None = None,
 ) -> BackendSpec:
     return BackendSpec(
         name=name,
         capabilities=[row for group in rows for row in group],
         aliases=aliases,
         matrix_deviations=matrix_deviations or {},
+        refused_sub_backends=refused_sub_backends or {},
     )
 
 
@@ -85,7 +87,7 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             },
         ),
         _spec("dual_chunk_flash_attn", rows_mha.dual_chunk_flash_attn()),
-        _spec("nsa", rows_mla.nsa()),
+        _spec("nsa", rows_mla.nsa(), refused_sub_backends=rows_mla.NSA_REFUSED),
         _spec(
             "flashinfer",
             rows_linear.flashinfer(),

@@ -1,7 +1,7 @@
 """Which kernels serve sparse MLA (DSA): the documented rules, as pure functions of their inputs.
 
 select() does not read them: they are for an engine, and for the backend nsa, which serves those of
-a bf16 cache on sm90.
+sm90.
 Source: SGLang's DSA backend (srt/layers/attention/dsa_backend.py, srt/arg_groups/overrides.py).
 """
 

@@ -1,4 +1,4 @@
-"""nsa: sparse MLA (DSA) on Hopper, over FlashMLA's sparse prefill and FlashAttention-3."""
+"""nsa: sparse MLA (DSA) on Hopper, over FlashMLA's sparse kernels and FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -16,39 +16,45 @@ from attn_core import (
     LayerCache,
     Output,
     create_backend,
+    every_slot,
     load_plugins,
+    read_pages,
     refuse_layer,
-    slot_table,
 )
 from torch import Tensor
 
-from attn_nvidia.common.tensors import align16, copy_to_out, empty_attention, request_of_token
-from attn_nvidia.dsa import sub_backends
+from attn_nvidia.common.tensors import align16, copy_to_out, empty_attention
+from attn_nvidia.dsa import Store, SubBackends, flashmla_auto, sub_backends
 from attn_nvidia.fa3.mla import FA3MLA
 from attn_nvidia.fa3.plan import NO_WINDOW, Call, CallGroup, Plans
-from attn_nvidia.mla.flashmla import load
+from attn_nvidia.indexer import DeepGemmIndexer
+from attn_nvidia.mla.flashmla import SPARSE_HEADS, load, padded
 
-_HEADS: Final = 64  # flash_mla_sparse_fwd has 64 query heads or 128
-_KEYS: Final = 128  # it takes the keys of a query in steps of so many
+_PAGE: Final = 64  # flashmla_kv's; slots are the same in larger ones
 
 
 class NSAPlan(NamedTuple):
     """The plan of a pass: which kernel attends to a selection, and what the others planned.
 
     cu_seqlens_q: int32 [T + 1], every token a request of its own; None where fa3 is not the kernel.
+    dense: None over FP8 latents, where a pass without a selection selects all.
+    schedules: flashmla_kv's, by query heads and keys; the first layer of each makes it.
     """
 
     kernel: str
     cu_seqlens_q: Tensor | None
-    dense: Plans
+    dense: Plans | None
     indexer: Any
+    schedules: dict[tuple[int, int], Any]
 
 
 class NSA(AttentionBackend):
-    """The documented kernels of a bf16 cache: flashmla_sparse in prefill, fa3 in decode.
+    """The kernel that the row names, or the documented ones of the cache and the phase.
 
-    With learnable sinks flashmla_sparse attends in both. Keys are selected by triton's indexer, and
-    passes without a selection are FlashAttention-3's absorbed MLA.
+    Those are flashmla_sparse in prefill and fa3 in decode over bf16 latents, flashmla_kv over FP8
+    ones; with learnable sinks, which need bf16, flashmla_sparse. Keys are selected by triton's
+    indexer, from DeepGEMM's scores where it is installed and the queries are FP8. Passes over bf16
+    latents without a selection are FlashAttention-3's absorbed MLA.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -56,7 +62,11 @@ class NSA(AttentionBackend):
         for layer in config.layers:
             refuse_layer(config, layer)
         sinks = any(layer.sinks is not None for layer in config.layers)
-        self._kernels = sub_backends(Device("cuda", config.arch), "bf16", sinks=sinks)
+        self._store: Store = "fp8_e4m3" if config.kv_cache_dtype == "fp8_e4m3" else "bf16"
+        self._device = Device("cuda", config.arch)
+        self._kernels = sub_backends(self._device, self._store, sinks=sinks)
+        if named := config.row.sub_backend:
+            self._kernels = SubBackends(named, named)
         self._fa3 = FA3MLA(config)
         self._flashmla, self._build = load(config.name, config.row.requires[1])
         self._lse_unit = 1.0 if self._build else math.log(2.0)
@@ -65,18 +75,25 @@ class NSA(AttentionBackend):
         row = next(r for r in triton.capabilities if r.kind == "dsa" and r.device == "cuda")
         # without layers it plans no attention
         indexer = replace(config, name=triton.name, row=row, layers=())
-        self._indexer = create_backend(triton, indexer)
+        self._indexer: Any = create_backend(triton, indexer)
+        self._deep_gemm = DeepGemmIndexer.load(self._indexer, config.multiprocessors)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> NSAPlan:
         """Plan the pass; nothing is read to the host."""
         return self._plan(batch, self._indexer.init_forward_metadata(batch))
 
     def _plan(self, batch: ForwardBatch, indexer: Any) -> NSAPlan:
-        kernel, cu_seqlens_q = self._kernels.of(batch.forward_mode), None
+        kernel, cu_seqlens_q, dense = self._kernels.of(batch.forward_mode), None, None
+        if kernel == "flashmla_auto":
+            lengths = next(iter(batch.views.values())).seq_lens_host or ()
+            counts = (sum(lengths), batch.num_tokens)  # read on Blackwell alone
+            kernel = flashmla_auto(self._device, self._store, batch.forward_mode, *counts)
         if kernel == "fa3":
             device = batch.positions.device
             cu_seqlens_q = torch.arange(batch.num_tokens + 1, dtype=torch.int32, device=device)
-        return NSAPlan(kernel, cu_seqlens_q, self._fa3.init_forward_metadata(batch), indexer)
+        if self._store == "bf16":
+            dense = self._fa3.init_forward_metadata(batch)
+        return NSAPlan(kernel, cu_seqlens_q, dense, indexer, {})
 
     def index_topk(
         self,
@@ -87,8 +104,11 @@ class NSA(AttentionBackend):
         batch: ForwardBatch,
         metadata: NSAPlan,
     ) -> Tensor:
-        """Choose the keys of each query by triton's indexer, whose ties go to the earliest key."""
-        return self._indexer.index_topk(q_index, weights, layer, cache, batch, metadata.indexer)
+        """Choose the keys of each query; ties go to the earliest key. See DeepGemmIndexer."""
+        indexer, longest = self._deep_gemm, batch.views[layer.view].max_seq_len
+        if indexer is None or not indexer.takes(q_index, layer, cache, longest):
+            indexer = self._indexer
+        return indexer.index_topk(q_index, weights, layer, cache, batch, metadata.indexer)
 
     def forward(
         self,
@@ -108,12 +128,19 @@ class NSA(AttentionBackend):
         if not batch.num_tokens:
             return empty_attention(q, layer, out, return_lse)
         plans = metadata.dense
-        if topk_indices is None and layer.sinks is not None:
-            topk_indices = self._every_slot(layer, batch)
+        if topk_indices is None and (layer.sinks is not None or plans is None):
+            topk_indices = every_slot(layer, batch, self.config.page_size)  # fa3 has no sinks here
         if topk_indices is not None:
+            if metadata.kernel == "flashmla_kv":
+                schedules = metadata.schedules
+                return self._flashmla_kv(q, layer, cache, topk_indices, schedules, out, return_lse)
             if metadata.cu_seqlens_q is None:
-                return self._flashmla_sparse(q, layer, cache, topk_indices, out, return_lse)
+                latents = cache.k
+                if self._store == "fp8_e4m3":
+                    latents, topk_indices = self._gathered(layer, cache, batch, topk_indices)
+                return self._flashmla_sparse(q, layer, latents, topk_indices, out, return_lse)
             plans = self._selected(layer, topk_indices, metadata.cu_seqlens_q)
+        assert plans is not None  # without one there is a selection
         return self._fa3.forward(
             q, k, v, layer, cache, batch, plans, out=out, return_lse=return_lse
         )
@@ -139,24 +166,21 @@ class NSA(AttentionBackend):
         self,
         q: Tensor,
         layer: AttentionLayer,
-        cache: LayerCache,
+        latents: Tensor,
         topk_indices: Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
-        """Call flash_mla_sparse_fwd over the slots of the whole cache; it reads no slot for -1.
+        """Call flash_mla_sparse_fwd over bf16 latents; it reads no slot for -1.
 
         The LSE of sglang-kernel is to base 2, that of sgl-flash-mla natural. Both leave the sinks
         out and are +inf for a query without keys.
         """
-        heads, topk = q.shape[1], topk_indices.shape[1]
-        if heads % _HEADS:
-            q = torch.nn.functional.pad(q, (0, 0, 0, -heads % _HEADS))
-        if topk % _KEYS:
-            topk_indices = torch.nn.functional.pad(topk_indices, (0, -topk % _KEYS), value=-1)
+        heads = q.shape[1]
+        q, topk_indices = padded(q, topk_indices)
         result, _, lse = self._flashmla.flash_mla_sparse_fwd(
             align16(q),
-            cache.k.view(-1, 1, layer.head_dim),
+            latents.view(-1, 1, layer.head_dim),
             topk_indices[:, None],
             layer.scale,
             layer.v_head_dim,
@@ -176,23 +200,60 @@ class NSA(AttentionBackend):
         if padded is None:
             assert layer.sinks is not None
             heads = layer.num_q_heads
-            padded = torch.nn.functional.pad(layer.sinks.float(), (0, -heads % _HEADS))
+            padded = torch.nn.functional.pad(layer.sinks.float(), (0, -heads % SPARSE_HEADS))
             self._sinks[layer] = padded
         return padded
 
-    def _every_slot(self, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
-        """Select every key that a query sees, int32 [T, L], L the longest request.
+    def _flashmla_kv(
+        self,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        topk_indices: Tensor,
+        schedules: dict[tuple[int, int], Any],
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Output:
+        """Call flash_mla_with_kvcache over FP8 latents, each query a request of one token.
 
-        fa3's absorbed kernel takes no sinks, so that a dense pass with them is a selection as well.
+        It reads no slot for -1. Its LSE is natural, [T, H, 1], and +inf for a query without keys.
         """
-        view = batch.views[layer.view]
-        slots = slot_table(view.page_table, self.config.page_size, view.max_seq_len)
-        request = request_of_token(batch.cu_seqlens_q, batch.num_tokens)
-        token = torch.arange(batch.num_tokens, device=slots.device)
-        behind = batch.cu_seqlens_q[request + 1] - token
-        position = torch.arange(slots.shape[1], device=slots.device)
-        seen = position <= (view.seq_lens[request] - behind)[:, None]
-        return torch.where(seen, slots[request], -1).int()
+        heads = q.shape[1]
+        q, topk_indices = padded(q, topk_indices)
+        key = (q.shape[1], topk_indices.shape[1])
+        if key not in schedules:
+            schedules[key], _ = self._flashmla.get_mla_metadata()  # the first call fills it
+        result, lse = self._flashmla.flash_mla_with_kvcache(
+            align16(q)[:, None],
+            cache.k.view(torch.float8_e4m3fn).view(-1, _PAGE, 1, cache.k.shape[-1]),
+            None,
+            None,
+            layer.v_head_dim,
+            schedules[key],
+            softmax_scale=layer.scale,
+            is_fp8_kvcache=True,
+            indices=topk_indices[:, None],
+            **self._build,
+        )
+        result = copy_to_out(result[:, 0, :heads], out)
+        if not return_lse:
+            return result
+        lse = lse[:, :heads, 0]
+        return result, lse.masked_fill(lse == torch.inf, -torch.inf)
+
+    def _gathered(
+        self, layer: AttentionLayer, cache: LayerCache, batch: ForwardBatch, topk_indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Dequantise the pages of a pass to bf16, and name the selected slots in them."""
+        view, size = batch.views[layer.view], cache.page_size
+        pages = view.page_table[:, : -(-view.max_seq_len // size)].flatten()
+        latents, _ = read_pages(cache, pages, torch.bfloat16)
+        place = torch.empty(cache.num_pages, dtype=torch.int32, device=pages.device)
+        # of a page that several requests share, any copy will do
+        place[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+        page = topk_indices.clamp(min=0) // size
+        slots = place[page.long()] * size + topk_indices % size
+        return latents, torch.where(topk_indices < 0, -1, slots)
 
     def forward_ragged(
         self,
@@ -229,5 +290,6 @@ class NSA(AttentionBackend):
         self, batch: ForwardBatch, metadata: NSAPlan
     ) -> None:
         """Plan again for the lengths of a replay, into the tensors of the capture."""
-        self._fa3.init_forward_metadata_replay_cuda_graph(batch, metadata.dense)
+        if metadata.dense is not None:
+            self._fa3.init_forward_metadata_replay_cuda_graph(batch, metadata.dense)
         self._indexer.init_forward_metadata_replay_cuda_graph(batch, metadata.indexer)

@@ -200,7 +200,10 @@ def fa4() -> Sequence[Capabilities]:
 
 
 def nsa() -> Sequence[Capabilities]:
-    """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules."""
+    """Return the rows of sparse MLA (DeepSeek V3.2); attn_nvidia.dsa has its kernels' rules.
+
+    A row with a sub_backend runs that kernel; those without run the documented one of each phase.
+    """
     row = Capabilities(
         kind="dsa",
         create="attn_nvidia.nsa:NSA",
@@ -233,4 +236,25 @@ def nsa() -> Sequence[Capabilities]:
         chunked_prefix=False,
         requires_finite_padding=False,
     )
-    return [row, sinks]
+    fp8 = replace(
+        row,
+        kv_dtypes=E4M3,
+        deterministic=False,  # FlashMLA's decode cuts the keys by the batch
+        requires_finite_padding=False,  # every pass over the cache is a selection
+        sub_backend="flashmla_kv",
+    )
+    # a row of its own kernel stands before that with sinks, whose tails may be anything
+    named = [replace(r, sub_backend="flashmla_sparse") for r in (row, sinks)]
+    gathers = replace(fp8, deterministic=True, sub_backend="flashmla_sparse")
+    prefill = [gathers, *(replace(r, sub_backend="flashmla_auto") for r in (row, sinks, fp8))]
+    named += [replace(row, sub_backend="fa3"), *(replace(r, phases=PREFILL) for r in prefill)]
+    return [row, sinks, fp8, *(replace(r, priority=5) for r in named)]
+
+
+NSA_REFUSED: Final = {
+    "tilelang": "its kernels are written in TileLang, which no row here runs; take flashmla_sparse "
+    "over a bf16 cache, or the backend triton by --attention-backend triton",
+    "aiter": "it is AMD's; on ROCm triton runs sparse MLA by --attention-backend triton",
+    "trtllm": "it is Blackwell's, where no row here runs it; take --attention-backend triton",
+    "flashmla_q8": "no row here runs it; take flashmla_kv, which reads the same FP8 cache",
+}

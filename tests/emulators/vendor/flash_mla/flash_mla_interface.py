@@ -81,8 +81,42 @@ def flash_mla_with_kvcache(
         "tile_scheduler_metadata must be of type FlashMLASchedMeta"
     )
     assert num_splits is None, "num_splits must be None"
+    if is_fp8_kvcache is None:
+        is_fp8_kvcache = indices is not None
     if indices is not None:
-        raise NotImplementedError("no emulation of this one")
+        assert not causal, "causal must be False when sparse attention is enabled"
+        assert is_fp8_kvcache, (
+            "is_fp8_kvcache must be True, since only sparse attention with a quantized KV cache "
+            "is supported"
+        )
+        if softmax_scale is None:
+            softmax_scale = q.shape[-1] ** (-0.5)
+        asked = FlashMLASchedMeta.Config(
+            b=q.shape[0], s_q=q.shape[1], h_q=q.shape[2], page_block_size=k_cache.shape[1],
+            h_k=k_cache.shape[2], causal=causal, is_fp8_kvcache=is_fp8_kvcache,
+            topk=indices.shape[-1],
+            extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+            extra_topk=None
+            if extra_indices_in_kvcache is None
+            else extra_indices_in_kvcache.shape[-1],
+            enable_batch_invariant=enable_batch_invariant,
+        )  # fmt: skip
+        if not meta.have_initialized:
+            meta.have_initialized, meta.config = True, asked
+        assert meta.config == asked, "Your input arguments are inconsistent with sched_meta."
+        if not use_legacy:
+            raise NotImplementedError("no emulation of the current kernels, which have no sm90")
+        assert not enable_batch_invariant, (
+            "enable_batch_invariant is a 2026.09.30 feature and only exists on the current kernels"
+        )
+        if kv_format is not None:
+            raise NotImplementedError("no emulation of this one")
+        out, lse, meta.tile_scheduler_metadata, meta.num_splits = flash_mla_leaf.sparse_decode(
+            q, k_cache, indices, topk_length, attn_sink, meta.tile_scheduler_metadata,
+            meta.num_splits, extra_k_cache, extra_indices_in_kvcache, extra_topk_length,
+            head_dim_v, softmax_scale,
+        )  # fmt: skip
+        return out, lse
     assert use_legacy, (
         "Sparse attention is required: `indices` must be provided. Dense MLA decoding was "
         "removed from the current kernels; pass use_legacy=True to reach the legacy one"

@@ -1,4 +1,4 @@
-"""sgl_kernel.flash_mla 0.4.5, its dense decode and sparse prefill of sm90."""
+"""sgl_kernel.flash_mla 0.4.5, its decode and sparse kernels of sm90."""
 
 import dataclasses
 import math
@@ -71,7 +71,11 @@ def flash_mla_with_kvcache(
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** (-0.5)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        raise NotImplementedError("no emulation of this one")
+        return _with_sched_meta(
+            q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
+            is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
+            topk_length, extra_topk_length,
+        )  # fmt: skip
     assert num_splits is not None
     assert block_table is not None
     assert cache_seqlens is not None
@@ -92,6 +96,32 @@ def flash_mla_with_kvcache(
     if indices is not None or is_fp8_kvcache:
         raise NotImplementedError("no emulation of this one")
     return flash_mla_leaf.decode(*arguments)
+
+
+def _with_sched_meta(
+    q, k_cache, head_dim_v, meta, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
+    attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+):  # fmt: skip
+    assert num_splits is None, "num_splits must be None with FlashMLASchedMeta"
+    if indices is None:
+        raise NotImplementedError("no emulation of this one")
+    asked = FlashMLASchedMeta.Config(
+        b=q.shape[0], s_q=q.shape[1], h_q=q.shape[2], page_block_size=k_cache.shape[1],
+        h_k=k_cache.shape[2], causal=causal, is_fp8_kvcache=is_fp8_kvcache,
+        topk=indices.shape[-1],
+        extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+    )  # fmt: skip
+    if not meta.have_initialized:
+        meta.have_initialized, meta.config = True, asked
+    assert meta.config == asked, "Input arguments are inconsistent with FlashMLASchedMeta."
+    assert not causal, "causal must be False when sparse attention is enabled"
+    assert is_fp8_kvcache, "is_fp8_kvcache must be True for sparse attention"
+    out, lse, meta.tile_scheduler_metadata, meta.num_splits = flash_mla_leaf.sparse_decode(
+        q, k_cache, indices, topk_length, attn_sink, meta.tile_scheduler_metadata, meta.num_splits,
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length, head_dim_v, softmax_scale,
+    )  # fmt: skip
+    return out, lse
 
 
 def flash_mla_sparse_fwd(

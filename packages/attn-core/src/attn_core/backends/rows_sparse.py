@@ -8,7 +8,8 @@ from dataclasses import replace
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.spec.capabilities import Capabilities
 
-# FP8 latents have a scale per 128 columns (656 bytes a token): a store that no cache has yet.
+# "fp8_e4m3" are latents with a scale per 128 values and a rope part in bf16 (656 bytes a token).
+STORES = PLAIN_DTYPES | {"fp8_e4m3"}
 
 
 def torch_native_sparse() -> Sequence[Capabilities]:
@@ -17,7 +18,7 @@ def torch_native_sparse() -> Sequence[Capabilities]:
         kind="dsa",
         device="any",
         dtypes=PLAIN_DTYPES,
-        kv_dtypes=PLAIN_DTYPES,
+        kv_dtypes=STORES,
         priority=0,
         kv_dtype_may_differ=True,
         head_dim_pairs="any",
@@ -39,7 +40,7 @@ def triton_sparse() -> Sequence[Capabilities]:
         archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
         requires=["triton>=3.4"],
         dtypes=PLAIN_DTYPES,
-        kv_dtypes=PLAIN_DTYPES,
+        kv_dtypes=STORES,
         priority=10,
         head_dim_pairs="any",
         chunked_prefix=True,

@@ -14,7 +14,8 @@ from torch import Tensor
 from attn_core.errors import UnsupportedError, UsageError
 
 FP4_BLOCK = 16  # values that share one e4m3 scale
-SCALE_BYTES = 4  # of the float32 scale of an index key in FP8
+LATENT_BLOCK = 128  # values of a latent of sparse MLA in FP8 that share one float32 scale
+SCALE_BYTES = 4  # of a float32 scale
 Scale = float | Tensor  # a tensor: float32, one element, on the device of the pages
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -52,9 +53,12 @@ class LayerCache:
     FP8: float8, value = stored · scale, one scale per tensor.
     FP4 (e2m1): uint8 [..., D / 2], low nibble first, value = e2m1 · block · scale, block_scales =
     (k, v) e4m3 [..., D / 16]. Other formats have no scales.
-    index: index keys of sparse MLA (DSA), bf16 [pages, page_size, dim]; in FP8, where a key has a
-    scale of its own, uint8 [pages, page_size · (dim + 4)]: first the page's values, e4m3
-    [page_size, dim], then its scales, float32 [page_size].
+    Sparse MLA (DSA) in FP8, latent_dim > 0: k is uint8 [pages, page_size, 1, bytes]. A token is its
+    latent_dim values in e4m3, a float32 scale per 128 of them, and its rope part in bf16: 656 bytes
+    for 512 + 64, which split_latents takes apart.
+    index: index keys of sparse MLA (DSA), bf16, fp16 or fp32 [pages, page_size, dim]; in FP8, where
+    a key has a scale of its own, uint8 [pages, page_size · (dim + 4)]: first the page's values,
+    e4m3 [page_size, dim], then its scales, float32 [page_size].
     k_scale, v_scale: a number, or a float32 tensor of one element on the device of the pages. A
     tensor is read in each pass and never on the host, so it may be calibrated, or written by a
     graph, after the cache was created. Rows with tensor_scales accept it.
@@ -65,11 +69,14 @@ class LayerCache:
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
     block_scales: tuple[Tensor, Tensor | None] | None = None
+    latent_dim: int = 0
     index: Tensor | None = None
     layout: str = "NHD"
 
     def __post_init__(self) -> None:
-        check_scales(self.k, self.k_scale, self.v_scale, latent=self.v is None)
+        check_scales(
+            self.k, self.k_scale, self.v_scale, latent=self.v is None, packed=self.latent_dim > 0
+        )
 
     @property
     def num_pages(self) -> int:
@@ -83,6 +90,11 @@ class LayerCache:
     def launchers(self) -> dict[Any, Any]:
         """What the operations keep of these pages to be fast; it goes when the cache goes."""
         return {}
+
+    @cached_property
+    def latents(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of FP8 latents of sparse MLA: their values, scales and rope parts."""
+        return split_latents(self.k, self.latent_dim)
 
     @cached_property
     def index_keys(self) -> tuple[Tensor, Tensor | None]:
@@ -111,12 +123,33 @@ class LayerCache:
         ]
 
 
-def check_scales(k: Tensor, k_scale: Scale, v_scale: Scale, *, latent: bool) -> None:
+def split_latents(tokens: Tensor, latent_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View FP8 latents of sparse MLA, uint8 [..., bytes], as their values, scales and rope parts.
+
+    Values are e4m3 [..., latent_dim], scales float32 [..., latent_dim / 128], rope bf16.
+    """
+    scales = latent_dim + latent_dim // LATENT_BLOCK * SCALE_BYTES
+    return (
+        tokens[..., :latent_dim].view(torch.float8_e4m3fn),
+        tokens[..., latent_dim:scales].view(torch.float32),
+        tokens[..., scales:].view(torch.bfloat16),
+    )
+
+
+def latent_bytes(head_dim: int, latent_dim: int) -> int:
+    """Return the bytes of a token in FP8 latents of sparse MLA: 656 for 576 and 512."""
+    rope = (head_dim - latent_dim) * torch.bfloat16.itemsize
+    return latent_dim + latent_dim // LATENT_BLOCK * SCALE_BYTES + rope
+
+
+def check_scales(
+    k: Tensor, k_scale: Scale, v_scale: Scale, *, latent: bool, packed: bool = False
+) -> None:
     """Raise UsageError for a scale that LayerCache does not take, or that the format lacks.
 
     k: the pool. Only FP8 and FP4 have scales; other formats hold the numbers themselves, and
     backends read them without a scale.
-    latent: the values are part of the keys.
+    latent: the values are part of the keys. packed: each token has scales of its own.
     The number in a tensor is not read.
     """
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -132,6 +165,11 @@ def check_scales(k: Tensor, k_scale: Scale, v_scale: Scale, *, latent: bool) -> 
         raise UsageError(
             f"k_scale {k_scale} and v_scale {v_scale} for a cache in {k.dtype}: only FP8 and FP4 "
             "have scales; leave them out, or store fp8_e4m3, fp8_e5m2 or fp4_e2m1"
+        )
+    if packed and not (_is_one(k_scale) and _is_one(v_scale)):
+        raise UsageError(
+            f"k_scale {k_scale} and v_scale {v_scale} for FP8 latents of sparse MLA: each token "
+            "carries the scales of its own values; leave them out"
         )
     if latent and not _is_one(v_scale):
         raise UsageError(

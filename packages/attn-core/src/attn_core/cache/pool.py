@@ -10,16 +10,18 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import (
     FP4_BLOCK,
+    LATENT_BLOCK,
     SCALE_BYTES,
     TORCH_DTYPES,
     CachedLayer,
     LayerCache,
     Scale,
+    latent_bytes,
 )
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
 
-IndexDtype = Literal["bf16", "fp8_e4m3"]
+IndexDtype = Literal["fp32", "fp16", "bf16", "fp8_e4m3"]
 
 
 class CachePool(Protocol):
@@ -46,16 +48,17 @@ class KVPool:
     """The KV cache of a model: one LayerCache per softmax layer, initialised to zeros.
 
     num_pages: includes page 0, the dummy page; a mapping gives each view its own number.
-    kv_cache_dtype: a key of TORCH_DTYPES.
+    kv_cache_dtype: a key of TORCH_DTYPES. Sparse MLA (DSA) in "fp8_e4m3" has a scale per 128 values
+    of a token, and its rope part in bf16.
     layout: "NHD" or "HND", as in LayerCache.
     kind: "mla" and "dsa" store the latent once and no V.
     index_dim: above 0, layers of sparse MLA (DSA) also store index keys of so many dims.
-    index_dtype: "bf16", or "fp8_e4m3" with a scale per key.
+    index_dtype: "bf16", "fp16", "fp32", or "fp8_e4m3" with a scale per key.
     index_layers: the ids of the layers with an indexer; None = all. A layer that shares another
     layer's selection has none, and stores no index keys.
     scales: for FP8 and FP4 only: layer_id → (k_scale, v_scale), 1.0 if absent, each a number or a
     tensor as in LayerCache. Latents have no v_scale.
-    Raises UsageError, and UnsupportedError if FP4 does not support a head dim.
+    Raises UsageError, and UnsupportedError if FP4 or FP8 latents do not support a head dim.
     """
 
     def __init__(
@@ -101,6 +104,9 @@ class KVPool:
                 f"layer {layer.layer_id}: head dims {dims} in fp4_e2m1 (supports multiples of "
                 f"{FP4_BLOCK}); take fp8_e4m3 or bf16"
             )
+        packed = self.kind == "dsa" and self.kv_cache_dtype == "fp8_e4m3"
+        if packed:
+            check_latents(layer)
         shape = (pages, size, heads) if self.layout == "NHD" else (pages, heads, size)
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -108,6 +114,9 @@ class KVPool:
 
         store, per_byte = TORCH_DTYPES[self.kv_cache_dtype], 2 if fp4 else 1
         kv = [zeros((*shape, d // per_byte), store) for d in dims]
+        if packed:
+            size_of_token = latent_bytes(layer.head_dim, layer.v_head_dim)
+            kv = [zeros((*shape, size_of_token), torch.uint8)]
         blocks = [zeros((*shape, d // FP4_BLOCK), torch.float8_e4m3fn) for d in dims if fp4]
         index, own = None, self._index_layers is None or layer.layer_id in self._index_layers
         if self.index_dim and own:
@@ -115,7 +124,7 @@ class KVPool:
             index = (
                 zeros((pages, size * (self.index_dim + SCALE_BYTES)), torch.uint8)
                 if fp8
-                else zeros((pages, size, self.index_dim), torch.bfloat16)
+                else zeros((pages, size, self.index_dim), TORCH_DTYPES[self.index_dtype])
             )
         return LayerCache(
             k=kv[0],
@@ -123,6 +132,7 @@ class KVPool:
             k_scale=scale[0],
             v_scale=scale[1],
             block_scales=(blocks[0], blocks[1] if len(blocks) > 1 else None) if fp4 else None,
+            latent_dim=layer.v_head_dim if packed else 0,
             index=index,
             layout=self.layout,
         )
@@ -187,6 +197,17 @@ class KVPool:
             index_dim=index_dim,
             index_dtype=index_dtype,
             index_layers=index_layers,
+        )
+
+
+def check_latents(layer: CachedLayer) -> None:
+    """Raise UnsupportedError for a layer whose latents FP8 does not divide."""
+    latent, rope = layer.v_head_dim, layer.head_dim - layer.v_head_dim
+    if latent % LATENT_BLOCK or rope < 0 or rope % 2:
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: latents of {latent} values and {rope} of rope in fp8_e4m3 "
+            f"(supports values by {LATENT_BLOCK}, each with a scale, and an even rope part); take "
+            "bf16"
         )
 
 

@@ -136,6 +136,9 @@ def _layers(flags: InputFlags, assumed: list[str]) -> tuple[LayerRequirements, .
     if kind in ("mla", "dsa") and d is None and dv is None:
         d, dv = 576, 512
         assumed.append(f"{kind}: latent 512 + rope 64")
+    index = (2048, 64, 128) if kind == "dsa" else (None, None, None)
+    if kind == "dsa":
+        assumed.append("dsa: an indexer of 64 heads of 128 that selects 2048 keys")
     shape = {"num_q_heads": flags.num_q_heads, "num_kv_heads": flags.num_kv_heads}
     unset = [n for n, v in {"head_dim": d, **shape}.items() if v is None]
     if unset:
@@ -150,6 +153,9 @@ def _layers(flags: InputFlags, assumed: list[str]) -> tuple[LayerRequirements, .
         sliding_window=flags.sliding_window,
         logit_cap=flags.logit_cap,
         sinks=flags.sinks,
+        index_topk=index[0],
+        index_heads=index[1],
+        index_dim=index[2],
     )
     return (layer, *linear)
 
@@ -160,8 +166,8 @@ def _heads(flags: InputFlags, assumed: list[str]) -> tuple[int | None, int | Non
     owner = "--num-q-heads and --num-kv-heads"
     if q is None or kv is None:
         owner += " (the one not given was taken to fit)"
-    from attn_core.model_config.keys import Keys  # start-up: rarely needed
-    from attn_core.model_config.layers import rank_heads
+    from attn_core.model_config.heads import rank_heads  # start-up: rarely needed
+    from attn_core.model_config.keys import Keys
 
     keys = Keys({}, owner, notes=assumed)
     rank = rank_heads(keys, q or (kv or 1) * tp, kv or q or 1, tp)

@@ -26,6 +26,9 @@ def layers_as_text(needs: Requirements, model: Path) -> str:
         words.append(f"head_dim {'/'.join(str(dim) for dim in dims)}")
         words += [f"window {x.sliding_window}"] if x.sliding_window else []
         words += [f"logit cap {x.logit_cap:g}"] if x.logit_cap else []
+        words += [f"top {x.index_topk} keys"] if x.index_topk else []
+        words += [f"{x.index_heads} index heads of {x.index_dim}"] if x.index_heads else []
+        words += ["selection of the layer before"] if x.shares_topk else []
         words += [f"dual chunk attention {x.dual_chunk}"] if x.dual_chunk else []
         words += [name for name in ("sinks", "cross", "encoder") if getattr(x, name)]
         lines.append(f"  {part if part == 'vision' else x.kind:<11}{', '.join(words)}")

@@ -62,6 +62,17 @@ class BackendFlags:
     linear_attn_decode_backend: Annotated[
         Name, flag("--linear-attn-decode-backend", "… for their decode.")
     ] = None
+    nsa_prefill_backend: Annotated[
+        Name,
+        flag(
+            "--nsa-prefill-backend",
+            "Kernel of sparse MLA (dsa) for prefill.",
+            also="--dsa-prefill-backend",
+        ),
+    ] = None
+    nsa_decode_backend: Annotated[
+        Name, flag("--nsa-decode-backend", "… for decode.", also="--dsa-decode-backend")
+    ] = None
     page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.", most=1 << 16)] = None
     kv_cache_dtype: Annotated[str, flag("--kv-cache-dtype", f"One of {', '.join(KV_DTYPES)}.")] = (
         "auto"
@@ -83,6 +94,8 @@ class BackendFlags:
             linear_attn_backend=self.linear_attn_backend,
             linear_attn_prefill_backend=self.linear_attn_prefill_backend,
             linear_attn_decode_backend=self.linear_attn_decode_backend,
+            nsa_prefill_backend=self.nsa_prefill_backend,
+            nsa_decode_backend=self.nsa_decode_backend,
             prefer=names(self.prefer),
             allow=allow or None,
             deny=names(self.deny),

@@ -70,7 +70,10 @@ def warmup_command(
         routes = (*dispatcher.routes.values(), *linear.values())
         names = dict.fromkeys(b.config.name for b in routes)
         created = Warmed(", ".join(names), "create", time.perf_counter() - start)
-        warmed = [created, *warmup(dispatcher, max_bs=max_bs, step=step)]
+        heads = (x.index_heads for x in inputs.requirements.softmax_layers)
+        index_heads = next((n for n in heads if n), None)
+        passes = warmup(dispatcher, max_bs=max_bs, index_heads=index_heads, step=step)
+        warmed = [created, *passes]
     if json:
         print_json({"device": str(inputs.device), "passes": [asdict(w) for w in warmed]})
         return

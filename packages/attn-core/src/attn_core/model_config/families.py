@@ -16,6 +16,7 @@ LAYER_ROLES: Mapping[str, Role] = {
     "attn": "full",
     "global_attention": "full",
     "deepseek_sparse_attention": "full",  # sparse by its index keys
+    "indexed_attention": "full",  # the same in transformers 5.23
     "sliding_attention": "window",
     "local_attention": "window",
     "swa": "window",
@@ -58,6 +59,7 @@ class Family:
 
 _LLAMA = {"hidden_size": 4096, "num_attention_heads": 32}
 _GEMMA = {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_INDEXER = {"index_topk": 2048, "index_head_dim": 128}
 
 # Names are values of model_type, of the whole config or of its text_config.
 _ROWS: tuple[tuple[str, Family], ...] = (
@@ -115,12 +117,14 @@ _ROWS: tuple[tuple[str, Family], ...] = (
     ("minimax minimax_text_01 minimax_m1 minimax_m2 chatglm", Family()),
     ("mimo_v2_flash mimo_v2", Family(defaults={"add_swa_attention_sink_bias": True})),
     (
-        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa minicpm3 "
+        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite minicpm3 "
         "mistral3 pixtral mllama mllama_text_model cohere olmo olmo2 granite granitemoe glm4 "
         "smollm3 stablelm phi gpt2 gptj gpt_neox opt bloom mpt nemotron "
         "bart mbart whisper marian pegasus m2m_100",
         Family(),
     ),
+    ("deepseek_v32", Family(defaults={**_INDEXER, "index_n_heads": 64})),
+    ("glm_moe_dsa", Family(defaults={**_INDEXER, "index_n_heads": 32})),
     ("falcon gpt_bigcode", Family(defaults={"multi_query": True})),
     (  # T5 stands here too: without its decoder it is an encoder
         "bert roberta xlm-roberta camembert electra albert distilbert mpnet modernbert t5 mt5 umt5",
@@ -157,6 +161,14 @@ NOT_APPLIED: Mapping[str, str] = {
     "attention_value_scale": "attention_value_scale is left to the model: it scales V",
     "quantization_config.kv_cache_scheme": (
         "kv_cache_scheme in the config is not applied: ask for a KV cache dtype by name"
+    ),
+    "index_init_tokens": (
+        "index_init_tokens: the model always selects its first keys, which no indexer here does; "
+        "selections differ from the model's beyond index_topk keys"
+    ),
+    "index_local_tokens": (
+        "index_local_tokens: the model always selects the last keys, which no indexer here does; "
+        "selections differ from the model's beyond index_topk keys"
     ),
     "audio_config": "the audio tower is left to the model",
     "hybrid_override_pattern": "Mamba layers carry no attention: they are left to the model",

@@ -68,6 +68,7 @@ MOST: Mapping[str, int] = dict.fromkeys(
         "sliding_window_pattern",
         "full_attention_interval",
         "no_rope_layer_interval",
+        "index_topk_freq",
     ),
     MAX_LAYERS,
 )

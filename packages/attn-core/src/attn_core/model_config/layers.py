@@ -8,7 +8,9 @@ from dataclasses import replace
 from attn_core.errors import ModelConfigError, UsageError
 from attn_core.formatting import printable
 from attn_core.model_config.families import CODED_ROLES, LAYER_ROLES, Family, Role
+from attn_core.model_config.heads import even_heads, rank_heads
 from attn_core.model_config.keys import Keys, brief
+from attn_core.model_config.latent import latent_layers
 from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import LayerRequirements
 
@@ -30,7 +32,7 @@ def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequiremen
             else:
                 seen[linear] = None
         else:
-            seen[_softmax(keys, family, role, tp)] = None
+            seen.update(dict.fromkeys(_softmax(keys, family, role, tp)))
     if not seen:
         raise ModelConfigError(f"{keys.owner} has no layer that attn-core knows attention for")
     return tuple(seen)
@@ -70,29 +72,6 @@ def vision_layer(keys: Keys, tp: int) -> LayerRequirements | None:
     return LayerRequirements(
         head_dim=head_dim, v_head_dim=head_dim, num_q_heads=heads, num_kv_heads=heads, encoder=True
     )
-
-
-def rank_heads(keys: Keys, q: int, kv: int, tp: int) -> tuple[int, int]:
-    """Return one rank's query and KV heads: q / tp, and kv / tp or, replicated, one.
-
-    Raises ModelConfigError, with the sizes that do divide, for any other `tp`, and where the query
-    heads are no multiple of the KV heads.
-    """
-    if q % kv:
-        raise ModelConfigError(f"{keys.owner}: {q} query heads are no multiple of {kv} KV heads")
-
-    def divides(size: int) -> bool:
-        return q % size == 0 and (kv % size == 0 or size % kv == 0)
-
-    if not divides(tp):
-        fit = ", ".join(str(size) for size in range(1, min(q, 1024) + 1) if divides(size))
-        raise ModelConfigError(
-            f"{keys.owner}: {q} query and {kv} KV heads do not divide over tp {tp} "
-            f"(possible: {fit})"
-        )
-    if tp > kv:
-        keys.assume(f"tp {tp} is above the {kv} KV heads: each rank holds one, replicated")
-    return q // tp, max(1, kv // tp)
 
 
 def _roles(keys: Keys, family: Family) -> list[Role]:
@@ -180,17 +159,11 @@ def _head_dim(keys: Keys, heads: int) -> int:
     return hidden // heads
 
 
-def _softmax(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements:
-    if keys.get("kv_lora_rank") is not None and keys.get("use_mla") is not False:
-        keys.seen.update(("head_dim", "v_head_dim", "num_key_value_heads"))  # before absorption
-        heads, latent, rope = keys.need("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
-        return LayerRequirements(
-            kind="mla" if keys.get("index_topk") is None else "dsa",
-            head_dim=latent + rope,
-            v_head_dim=latent,
-            num_q_heads=_even(keys, heads, tp, "query heads"),
-            num_kv_heads=1,  # the latent is every rank's
-        )
+def _softmax(keys: Keys, family: Family, role: Role, tp: int) -> tuple[LayerRequirements, ...]:
+    return latent_layers(keys, tp) or (_plain(keys, family, role, tp),)
+
+
+def _plain(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements:
     (heads, *_) = keys.need(
         "num_attention_heads", "hidden_size" if keys.count("head_dim") is None else "head_dim"
     )
@@ -285,16 +258,7 @@ def _linear(keys: Keys, tp: int) -> LayerRequirements | None:
         kind="kda" if kda else "gdn",
         head_dim=key_dim,
         v_head_dim=keys.count("linear_value_head_dim") or round(key_dim * expansion),
-        num_q_heads=_even(keys, key_heads, tp, "linear key heads"),
-        num_kv_heads=_even(keys, value_heads, tp, "linear value heads"),
+        num_q_heads=even_heads(keys, key_heads, tp, "linear key heads"),
+        num_kv_heads=even_heads(keys, value_heads, tp, "linear value heads"),
         conv_width=keys.count("linear_conv_kernel_dim"),
     )
-
-
-def _even(keys: Keys, heads: int, tp: int, what: str) -> int:
-    if heads % tp:
-        fit = ", ".join(str(size) for size in range(1, min(heads, 1024) + 1) if heads % size == 0)
-        raise ModelConfigError(
-            f"{keys.owner}: {heads} {what} do not divide over tp {tp} (possible: {fit})"
-        )
-    return heads // tp

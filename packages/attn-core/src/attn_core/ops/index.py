@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.paged_tensor import put, take
-from attn_core.ops.quant import from_fp8, to_fp8
+from attn_core.ops.quant import from_fp8, power_of_two_scale, to_fp8
 
 _SMALLEST = 1e-4  # the magnitude that an FP8 key's scale stands for at least
 _UNIT = 1.0 / 448.0  # of e4m3's largest number
@@ -41,3 +41,14 @@ def read_index(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     if scales is None:
         return stored.to(dtype)
     return from_fp8(stored, take(scales, "NHD", slots)[..., None], dtype)
+
+
+def to_fp8_queries(q_index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise the indexer's queries [T, Hi, Di] to e4m3, and take their scales into the weights.
+
+    weights: float32 [T, Hi]. A query has one scale, a power of two. Returns what index_topk takes:
+    its scores are those of the queries before, up to the rounding to e4m3, since relu(s · x) is
+    s · relu(x) for a scale s > 0.
+    """
+    scale = power_of_two_scale(q_index.detach())
+    return to_fp8(q_index.detach(), torch.float8_e4m3fn, scale[..., None]), weights * scale

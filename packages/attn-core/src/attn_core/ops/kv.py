@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_core.cache.layer_cache import LayerCache, Scale
 from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UsageError
+from attn_core.ops.latents import from_latents, to_latents
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
@@ -23,8 +24,9 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA); k None writes nothing.
     slots int64 [N] = page · page_size + offset; padding goes to slot 0.
-    FP8 saturates. FP4 computes one e4m3 scale per 16 values. On a GPU with Triton this is one
-    launch. Never syncs. Raises UsageError if only one of v and the V pool is present.
+    FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
+    scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
+    UsageError if only one of v and the V pool is present.
     """
     if k is None:
         return
@@ -33,18 +35,29 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
         raise UsageError("v is required: this cache stores values" if v is None else latent)
     write = cache.launchers.get("write")
     if write is None:
-        write = cache.launchers["write"] = _writer(cache.k.device.type)
+        write = cache.launchers["write"] = _writer(cache.k.device.type, cache.latent_dim > 0)
     write(cache, k, v, slots)
 
 
 @cached
-def _writer(device_type: str) -> _Write:
-    """Return what writes on a type of device; both write the same bits."""
+def _writer(device_type: str, latents: bool) -> _Write:
+    """Return what writes on a type of device; both write the same bits.
+
+    latents: those of sparse MLA in FP8.
+    """
     if device_type == "cuda" and importlib.util.find_spec("triton"):  # ROCm is "cuda" in torch
+        if latents:
+            from attn_core.ops.triton.latents import write_latents
+
+            return write_latents
         from attn_core.ops.triton import kv
 
         return kv.write_kv
-    return _write
+    return _write_latents if latents else _write
+
+
+def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+    put(cache.k, cache.layout, slots, to_latents(k.detach(), cache.latent_dim))
 
 
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
@@ -90,6 +103,8 @@ def _read(
             return from_fp4(stored, gather(block_pool, cache.layout, index), scale, dtype)
         return from_fp8(stored, scale, dtype) if pool.dtype.itemsize == 1 else stored.to(dtype)
 
+    if cache.latent_dim:
+        return from_latents(gather(cache.k, cache.layout, index), cache.latent_dim, dtype), None
     blocks = cache.block_scales or (None, None)
     k = side(cache.k, blocks[0], cache.k_scale)
     return k, None if cache.v is None else side(cache.v, blocks[1], cache.v_scale)

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import FP4_BLOCK, Scale
 
+# Bits of float32 numbers, as integers.
+INFINITY = 0x7F800000  # those of NaN are above
+BELOW_1_75 = 0x1FFFFF  # what a mantissa above 1.75 lacks to the next exponent
+EIGHT = 8 << 23  # of an exponent
+SMALLEST = (127 - 13) << 23  # 2^-13, the power of two above 1e-4
 _FP4_MAX = 6.0
 _E4M3_MAX = 448.0
 
@@ -25,6 +30,19 @@ def from_fp8(x: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
     if not isinstance(scale, Tensor) and scale == 1.0:
         return x.to(dtype)
     return (x.float() * scale).to(dtype)
+
+
+def power_of_two_scale(x: Tensor) -> Tensor:
+    """Return a scale float32 [...] for each group of numbers [..., n] that are stored in e4m3.
+
+    2^ceil(log2(max(a / 448, 1e-4))), a the largest magnitude. What is stored times such a scale is
+    exact in bfloat16. Of a group with a NaN the scale is NaN, with an infinity infinite. It is
+    computed in integers, without the quotient, whose last bit differs from device to device.
+    """
+    top = x.float().abs().contiguous().view(torch.int32).amax(-1)  # so NaN is the largest
+    # 448 is 1.75 · 2^8: a mantissa above 1.75 carries into the exponent
+    scale = (((top + BELOW_1_75) & INFINITY) - EIGHT).clamp(min=SMALLEST)
+    return torch.where(top >= INFINITY, top, scale).view(torch.float32)
 
 
 def to_fp4(x: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:

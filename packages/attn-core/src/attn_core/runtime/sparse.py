@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.page_table import slot_table
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.ops.index import write_index
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.run_errors import backend_errors
+
+_FEWEST = 128  # keys of a selection of all, which kernels take in steps of so many
 
 
 def select_keys(
@@ -50,6 +53,28 @@ def dense_pass(layer: AttentionLayer, batch: ForwardBatch) -> bool:
     if topk is None or batch.forward_mode is not ForwardMode.EXTEND:
         return False
     return batch.views[layer.view].max_seq_len <= topk
+
+
+def every_slot(layer: AttentionLayer, batch: ForwardBatch, page_size: int) -> Tensor:
+    """Select every key that a query sees: token slots int32 [T, L], then -1.
+
+    It makes a selection of a pass without one, for kernels and stores that only serve selections.
+    L is the longest request, in steps: few numbers of keys are then compiled for. Never syncs.
+    """
+    view = batch.views[layer.view]
+    slots = slot_table(view.page_table, page_size, view.max_seq_len)
+    request = torch.searchsorted(
+        batch.cu_seqlens_q[1:],
+        torch.arange(batch.num_tokens, dtype=torch.int32, device=slots.device),
+        right=True,
+    ).clamp_(max=max(0, batch.batch_size - 1))
+    token = torch.arange(batch.num_tokens, device=slots.device)
+    behind = batch.cu_seqlens_q[request + 1] - token  # a query and those after it
+    position = torch.arange(slots.shape[1], device=slots.device)
+    seen = position <= (view.seq_lens[request] - behind)[:, None]
+    chosen = torch.where(seen, slots[request], -1).int()
+    width = max(_FEWEST, 1 << (max(1, view.max_seq_len) - 1).bit_length())
+    return torch.nn.functional.pad(chosen, (0, width - chosen.shape[1]), value=-1)
 
 
 def check_topk(topk_indices: Tensor | None, layer: AttentionLayer, batch: ForwardBatch) -> None:

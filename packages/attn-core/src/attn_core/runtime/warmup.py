@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
+from typing import cast
 
 import torch
-from torch import Tensor
 
-from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.cache.pool import KVPool
+from attn_core.cache.pool import IndexDtype, KVPool
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
-from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.routes import ROLE_OF_MODE
 from attn_core.runtime.warmup_linear import create_states, linear_passes, no_slots
+from attn_core.runtime.warmup_ragged import MORE, distinct, ragged_passes, zeros
 from attn_core.selection.result import Selection
-from attn_core.spec.kinds import Role
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 # Every page of a dummy batch is page 0: it is nobody's, whatever is written there.
 _ROOM = 128  # tokens of the longest dummy request
-_MORE = (0, 1000, 2000)  # keys before these: backends choose kernels by length
-_MLA_RAGGED = (192, 128)  # head dims of MLA's prefill without absorption, as all its models have
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ def warmup(
     dispatcher: HybridDispatcher,
     *,
     max_bs: int = 1,
+    index_heads: int | None = None,
     step: Callable[[str, str, int], None] = lambda backend, what, passes: None,
 ) -> list[Warmed]:
     """Run and time the passes that serving will run, so that their kernels are compiled.
@@ -57,13 +56,18 @@ def warmup(
     requests; verify and drafts if the dispatcher has backends for them; and attention without a
     cache for encoders, MLA and the vision tower. All except causal passes without a cache run at
     three lengths, because backends choose kernels by length. Linear layers run their prefill,
-    decode, verify and commit. Layers that share a plan and its options run once. Only page 0 of the
-    pool is written, and no state.
+    decode, verify and commit. Layers of sparse MLA select and attend to what they selected. Layers
+    that share a plan and its options run once. Only page 0 of the pool is written, and no state.
+    index_heads: of the indexers of sparse MLA.
     step(backend, pass, number of passes) is called before each pass.
-    Raises what the dispatcher raises; BackendRunError names the backend and the pass.
+    Raises UsageError for sparse MLA without index_heads, and what the dispatcher raises;
+    BackendRunError names the backend and the pass.
     """
     warmed = []
-    passes = list(_passes(dispatcher, max_bs))
+    selects = any(x.index_topk for x in dispatcher.routes["prefill"].config.layers)
+    if selects and index_heads is None:
+        raise UsageError("layers of sparse MLA select keys: give index_heads, of their indexers")
+    passes = list(_passes(dispatcher, max_bs, index_heads or 0))
     with torch.no_grad():
         for one in passes:
             step(one.backend, one.what, len(passes))
@@ -84,8 +88,8 @@ def create(
 ) -> HybridDispatcher:
     """Create the selected backends over pools of a few pages and slots, only for a warm-up.
 
-    Raises UsageError if head dims or head counts are unknown, and what
-    HybridDispatcher.from_selection raises.
+    Index keys are stored in the model's dtype. Raises UsageError if head dims, head counts or the
+    indexer of sparse MLA are unknown, and what HybridDispatcher.from_selection raises.
     """
     needs = requirements.softmax_layers
     layers = [_layer(i, x, device) for i, x in enumerate(needs)]
@@ -100,6 +104,9 @@ def create(
         device=device,
         kind=kind,
         layout=selection.layout,
+        index_dim=max((x.index_dim or 0 for x in needs), default=0),
+        index_dtype=cast(IndexDtype, requirements.dtype),
+        index_layers=[i for i, x in enumerate(needs) if not x.shares_topk],
     )
     linear, states = create_states(requirements, device)
     return HybridDispatcher.from_selection(
@@ -121,6 +128,12 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
             f"head_dim {d}, num_q_heads {heads}: a warm-up runs kernels and must know both; name "
             "a model, or give --head-dim, --num-q-heads and --num-kv-heads"
         )
+    indexer = (needs.index_topk, needs.index_heads, needs.index_dim)
+    if needs.kind == "dsa" and not needs.shares_topk and None in indexer:
+        raise UsageError(
+            "index_topk {}, index_heads {}, index_dim {}: a warm-up of sparse MLA must know all "
+            "three; name a model".format(*indexer)
+        )
     return AttentionLayer(
         layer_id=layer_id,
         num_q_heads=heads,
@@ -135,29 +148,33 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
         is_causal=not needs.encoder,
         is_cross=needs.cross,
         dual_chunk=needs.dual_chunk,
+        index_topk=needs.index_topk,
     )
 
 
-def _passes(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
+def _passes(dispatcher: HybridDispatcher, max_bs: int, index_heads: int) -> Iterator[_Pass]:
     """Yield every pass, each by the mode that decides its backend."""
     if _cached(dispatcher.routes["prefill"].config.layers):
-        yield from _over_the_cache(dispatcher, max_bs)
-    yield from _ragged(dispatcher, "prefill")
+        paged = partial(_paged, dispatcher, index_heads)
+        yield from _over_the_cache(dispatcher, paged, max_bs)
+    yield from starmap(_Pass, ragged_passes(dispatcher, "prefill"))
     if "encode" in dispatcher.routes:
-        yield from _ragged(dispatcher, "encode")
+        yield from starmap(_Pass, ragged_passes(dispatcher, "encode"))
     if dispatcher.linear is not None:
         yield from starmap(_Pass, linear_passes(dispatcher.linear, max_bs))
 
 
-def _over_the_cache(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass]:
+def _over_the_cache(
+    dispatcher: HybridDispatcher, paged: Callable[..., _Pass], max_bs: int
+) -> Iterator[_Pass]:
     modes = ForwardMode
     if dispatcher.routes["prefill"].config.row.absorbed:
-        yield _paged(dispatcher, "prefill", modes.EXTEND, (1, 100), (1, 100))
-        yield _paged(dispatcher, "prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
-        yield _paged(dispatcher, "mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
+        yield paged("prefill", modes.EXTEND, (1, 100), (1, 100))
+        yield paged("prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
+        yield paged("mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
     for size in sorted({1, max_bs}):
         what = f"decode, batch size {size}"
-        yield _paged(dispatcher, what, modes.DECODE, (1,) * size, (_ROOM,) * size)
+        yield paged(what, modes.DECODE, (1,) * size, (_ROOM,) * size)
     if "verify" in dispatcher.routes:
         config = dispatcher.routes["verify"].config
         n, topk = config.num_draft_tokens or 4, max(config.topk, 1)
@@ -167,13 +184,14 @@ def _over_the_cache(dispatcher: HybridDispatcher, max_bs: int) -> Iterator[_Pass
         tree = mask.expand(1, n, n).contiguous().to(device) if topk > 1 else None
         spec = SpecInfo(topk=topk, num_draft_tokens=n, tree_mask=tree)
         what = f"verify, {n} drafts"
-        yield _paged(dispatcher, what, modes.TARGET_VERIFY, (n,), (n + 60,), spec)
-        yield _paged(dispatcher, "draft decode", modes.DRAFT_DECODE, (1,) * topk, (61,) * topk)
-        yield _paged(dispatcher, "draft extend", modes.DRAFT_EXTEND, (1, 3), (18, 33))
+        yield paged(what, modes.TARGET_VERIFY, (n,), (n + 60,), spec)
+        yield paged("draft decode", modes.DRAFT_DECODE, (1,) * topk, (61,) * topk)
+        yield paged("draft extend", modes.DRAFT_EXTEND, (1, 3), (18, 33))
 
 
 def _paged(
     dispatcher: HybridDispatcher,
+    index_heads: int,
     what: str,
     mode: ForwardMode,
     query_lens: Sequence[int],
@@ -185,7 +203,7 @@ def _paged(
     slots = None if dispatcher.linear is None else no_slots(len(query_lens), pool.device)
 
     def run() -> None:
-        for extra in _MORE:
+        for extra in MORE:
             run_at([n + extra for n in seq_lens])
 
     def run_at(seq_lens: Sequence[int]) -> None:
@@ -215,84 +233,25 @@ def _paged(
         metadata = dispatcher.init_forward_metadata(batch)
         for layer in layers:
             tokens = batch.num_tokens, backend.config.dtype, pool.device
-            q = _zeros(*tokens, *layer.query_shape)
+            q = zeros(*tokens, *layer.query_shape)
             k = v = None
             if not layer.is_cross:
-                k = _zeros(*tokens, layer.num_kv_heads, layer.head_dim)
+                k = zeros(*tokens, layer.num_kv_heads, layer.head_dim)
             if k is not None and pool.layer(layer.layer_id).v is not None:
-                v = _zeros(*tokens, layer.num_kv_heads, layer.v_head_dim)
-            dispatcher.forward(q, k, v, layer, batch, metadata)
+                v = zeros(*tokens, layer.num_kv_heads, layer.v_head_dim)
+            chosen = None
+            if layer.index_topk is not None:
+                dim = pool.layer(layer.layer_id).index_keys[0].shape[-1]
+                weights = torch.zeros(batch.num_tokens, index_heads, device=pool.device)
+                index = zeros(*tokens, index_heads, dim), zeros(*tokens, dim), weights
+                chosen = dispatcher.index_topk(*index, layer, batch, metadata)
+            dispatcher.forward(q, k, v, layer, batch, metadata, topk_indices=chosen)
 
     return _Pass(backend.config.name, what, run)
 
 
-def _ragged(dispatcher: HybridDispatcher, role: Role) -> Iterator[_Pass]:
-    """Yield attention without a cache: of encoders and vision towers, and of MLA's prefill."""
-    config = dispatcher.routes[role].config
-    for layer in _distinct(config.layers):
-        if not (layer.is_causal or layer.is_cross):
-            what = "vision" if role == "encode" else "encoder"
-            yield _Pass(config.name, what, _without_cache(dispatcher, role, layer, causal=False))
-        elif config.row.chunked_prefix:
-            d, dv = _MLA_RAGGED
-            heads = layer.num_q_heads
-            wide = replace(layer, num_kv_heads=heads, head_dim=d, v_head_dim=dv)
-            run = _without_cache(dispatcher, role, wide, causal=True, lse=True)
-            yield _Pass(config.name, "ragged prefill", run)
-            run = _without_cache(dispatcher, role, wide, causal=False, lse=True)
-            yield _Pass(config.name, "chunk of a prefix", run)
-
-
-def _without_cache(
-    dispatcher: HybridDispatcher,
-    role: Role,
-    layer: AttentionLayer,
-    *,
-    causal: bool,
-    lse: bool = False,
-) -> Callable[[], None]:
-    def run() -> None:
-        for extra in (0,) if causal else _MORE:
-            run_at(extra)
-
-    def run_at(extra: int) -> None:
-        config = dispatcher.routes[role].config
-        of = config.dtype, config.device
-        ends = torch.tensor([0, 17, 50], dtype=torch.int32, device=config.device)
-        key_ends = torch.tensor([0, 17, 50 + extra], dtype=torch.int32, device=config.device)
-        dispatcher.forward_ragged(
-            _zeros(50, *of, layer.num_q_heads, layer.head_dim),
-            _zeros(50 + extra, *of, layer.num_kv_heads, layer.head_dim),
-            _zeros(50 + extra, *of, layer.num_kv_heads, layer.v_head_dim),
-            layer,
-            ends,
-            key_ends,
-            33,
-            33 + extra,
-            causal=causal,
-            return_lse=lse and config.row.lse,
-            role="encode" if role == "encode" else "prefill",
-        )
-
-    return run
-
-
 def _cached(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    return [x for x in _distinct(layers) if x.is_causal or x.is_cross]
-
-
-def _distinct(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    """Return one layer of each class that a kernel may be compiled for."""
-    return [
-        *{
-            (LayerGroup.of(x), x.logit_cap, x.sinks is None, x.is_causal, x.is_cross): x
-            for x in layers
-        }.values()
-    ]
-
-
-def _zeros(tokens: int, dtype: str, device: torch.device, *shape: int) -> Tensor:
-    return torch.zeros(tokens, *shape, dtype=TORCH_DTYPES[dtype], device=device)
+    return [x for x in distinct(layers) if x.is_causal or x.is_cross]
 
 
 def _wait(device: torch.device) -> None:

@@ -41,6 +41,8 @@ def _implemented(s: RowJudge) -> Overrides:
     """Return the overrides without the names of backends that are only declared."""
     names: dict[str, Any] = {}
     for field, value in vars(s.overrides).items():
+        if field.startswith("nsa_"):  # names of kernels, not of backends
+            continue
         family: Family = "linear" if field.startswith("linear_attn") else "softmax"
         if isinstance(value, str) and not s.registry.get(value, family).implemented:
             names[field] = None

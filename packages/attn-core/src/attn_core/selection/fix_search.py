@@ -14,6 +14,7 @@ from attn_core.selection.compatibility import mismatches
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import NoBackendError, Selection, role_of
+from attn_core.selection.sub_backends import sub_backend_gaps
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
 
@@ -145,6 +146,8 @@ class Search:
             fix = _override(f"take {name} from --deny", FixCost.NAME, deny=rest)
             gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
         # the fewest ways out first: a gap that nothing closes ends the branch at once
+        for row, phase in zip(rows, phases, strict=True):
+            gaps.extend(sub_backend_gaps(row, phase, o))
         return sorted(dict.fromkeys(gaps), key=lambda g: len(g.fixes))
 
     def _options(self, gap: Mismatch, inputs: SelectionInputs) -> tuple[Fix, ...]:

@@ -12,6 +12,7 @@ from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import Overrides, Verdict
+from attn_core.selection.sub_backends import flag_of, sub_backend_gaps
 from attn_core.spec.capabilities import BackendSpec, Capabilities, places
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Family, Phase
@@ -83,7 +84,8 @@ class RowJudge:
                     phase,
                     speculates=family == "softmax" and spec_mode == phase.value,
                 )
-                + self._policy(spec, row),
+                + self._policy(spec, row)
+                + sub_backend_gaps(row, phase, self.overrides),
                 tuple(n for n in (_not_built(spec, row), _ragged_only(spec, row), row.note) if n),
                 self.profile.get((spec.name, phase.value)),
             )
@@ -127,6 +129,12 @@ class RowJudge:
     def reason(self, chosen: Verdict, family: Family) -> str:
         """Say why `chosen` was selected for its phase."""
         flag, name = self.overrides.flag(family, chosen.phase)
+        field, kernel = self.overrides.sub_backend(chosen.phase)
+        if kernel is not None and family == "softmax":
+            return f"{kernel}, named by {flag_of(field)}"
+        if chosen.row.sub_backend:
+            unnamed = replace(chosen, row=replace(chosen.row, sub_backend=""))
+            return f"{chosen.row.sub_backend}, {self.reason(unnamed, family)}"
         if name is not None:
             return f"named by {flag}"
         if chosen.spec.name in self.overrides.prefer:

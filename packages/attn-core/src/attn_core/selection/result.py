@@ -18,6 +18,7 @@ from attn_core.spec.requirements import Requirements, StateBytes
 class Overrides:
     """The caller's decisions. A name is honoured or refused, never replaced.
 
+    nsa_prefill_backend, nsa_decode_backend: the kernel of sparse MLA (DSA), a row's sub_backend.
     prefer: these names rank before all others if they fit, in this order.
     allow: no other backend may be selected.
     deny: these backends are never selected.
@@ -31,6 +32,8 @@ class Overrides:
     linear_attn_backend: str | None = None
     linear_attn_prefill_backend: str | None = None
     linear_attn_decode_backend: str | None = None
+    nsa_prefill_backend: str | None = None
+    nsa_decode_backend: str | None = None
     prefer: tuple[str, ...] = ()
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
@@ -45,6 +48,11 @@ class Overrides:
             own, base = f"{phase.value}_attention_backend", "attention_backend"
         used = own if getattr(self, own) is not None else base
         return "--" + used.replace("_", "-"), getattr(self, used)
+
+    def sub_backend(self, phase: Phase) -> tuple[str, str | None]:
+        """Return the field that names the kernel of sparse MLA for a phase, and its value."""
+        name = f"nsa_{phase.value}_backend"
+        return name, getattr(self, name, None)  # an encoder has none
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from attn_core.selection.result import (
     Verdict,
     role_of,
 )
+from attn_core.selection.sub_backends import check_sub_backends
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Phase, Role
 from attn_core.spec.page_size import page_limit, smallest_page, takes_page
@@ -101,6 +102,7 @@ def _check(s: RowJudge) -> None:
         raise UsageError("--attention-backend: the model has no softmax attention layers")
     if o.mm_attention_backend and s.needs.vision is None:
         raise UsageError("--mm-attention-backend: the model has no vision tower")
+    check_sub_backends(o, s.needs, s.registry)
     if s.needs.page_size is not None and s.needs.page_size < 1:
         raise UsageError(f"--page-size {s.needs.page_size}: at least 1")
 

@@ -84,6 +84,7 @@ class Capabilities:
     separate_write_slots: bool = False  # linear: reads a state in one slot, writes it into another
     checkpoints: bool = False  # linear: extend also stores the state after chunks of 64 tokens
     bans: Mapping[str, str] = field(default_factory=dict, hash=False)  # other phase's name → why
+    sub_backend: str = ""  # sparse MLA: the kernel that this row runs, by which a caller names it
     note: str = ""
     create: str | None = None  # "module:Class" that runs this row, None: the spec's
 
@@ -111,6 +112,7 @@ class BackendSpec:
     BackendNotImplementedError.
     aliases: other documented names of the backend (for --mm-attention-backend).
     matrix_deviations: cell ("mha.fp8_kv") → why it differs from the documented matrix.
+    refused_sub_backends: documented sub-backends of sparse MLA that no row runs → what to do.
     """
 
     name: str
@@ -118,11 +120,13 @@ class BackendSpec:
     create: str | None = None
     aliases: Sequence[str] = ()
     matrix_deviations: Mapping[str, str] = field(default_factory=dict, hash=False)
+    refused_sub_backends: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _collect(self, "capabilities", tuple, "a list")
         _collect(self, "aliases", tuple, "a list")
         _collect(self, "matrix_deviations", dict, "a mapping")
+        _collect(self, "refused_sub_backends", dict, "a mapping")
 
     def creator(self, row: Capabilities) -> str | None:
         """Return the "module:Class" that runs a row, or None if the row is not implemented."""

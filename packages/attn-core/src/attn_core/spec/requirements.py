@@ -44,12 +44,15 @@ class LayerRequirements:
     """The needs of one group of equal attention layers; None means unknown and constrains nothing.
 
     Head counts are those of one tensor-parallel rank. For "mla" and "dsa", `head_dim` is latent +
-    rope (512 + 64) and `v_head_dim` the latent. For linear kinds, `head_dim` is K and `v_head_dim`
+    rope (512 + 64) and `v_head_dim` the latent. A layer of kind "dsa" selects `index_topk` keys by
+    the `index_heads` heads of `index_dim` dims of its indexer; with `shares_topk` it has none, and
+    takes the selection of the layer before it. For linear kinds, `head_dim` is K and `v_head_dim`
     V, and `conv_width` the taps of the short convolution in front. `sliding_window` W: a token sees
     itself and the W-1 tokens before it. None means no window and no cap.
-    Raises UsageError for a window of 0 or -1, for head counts, dims and taps below 1, if the query
-    heads of a softmax kind are not a multiple of its KV heads, and for dual chunk attention of
-    layers that are not plain causal self-attention.
+    Raises UsageError for a window of 0 or -1, for head counts, dims, taps and selected keys below
+    1, if the query heads of a softmax kind are not a multiple of its KV heads, for an indexer of
+    another kind than "dsa" or of a layer that shares, and for dual chunk attention of layers that
+    are not plain causal self-attention.
     """
 
     kind: Kind = "mha"
@@ -64,13 +67,20 @@ class LayerRequirements:
     encoder: bool = False
     conv_width: int | None = None
     dual_chunk: DualChunk | None = None
+    index_topk: int | None = None
+    index_heads: int | None = None
+    index_dim: int | None = None
+    shares_topk: bool = False
 
     def __post_init__(self) -> None:
         check_layer(self, f"layers of kind {self.kind}")
-        if self.conv_width is not None and not self.conv_width >= 1:
-            raise UsageError(
-                f"layers of kind {self.kind}: conv_width {self.conv_width!r} (expected 1 or more)"
-            )
+        for name in ("conv_width", "index_topk", "index_heads", "index_dim"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise UsageError(
+                    f"layers of kind {self.kind}: {name} {value!r} (expected 1 or more)"
+                )
+        self._check_indexer()
         q, kv = self.num_q_heads, self.num_kv_heads
         if self.family == "softmax" and q and kv and q % kv:
             raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
@@ -83,6 +93,16 @@ class LayerRequirements:
                     f"dual chunk attention with {', '.join(beside)} (expected causal "
                     "self-attention of kind mha, without a window or sinks)"
                 )
+
+    def _check_indexer(self) -> None:
+        none: tuple[str, ...] = ("index_heads", "index_dim") if self.shares_topk else ()
+        if self.kind != "dsa":
+            none = ("index_topk", "index_heads", "index_dim", "shares_topk")
+        if beside := [name for name in none if getattr(self, name)]:
+            expected = "kind dsa" if self.kind != "dsa" else "none with shares_topk"
+            raise UsageError(
+                f"layers of kind {self.kind} with {', '.join(beside)} (expected {expected})"
+            )
 
     @classmethod
     def of(cls, layer: Any, kind: Kind = "mha") -> LayerRequirements:
@@ -99,6 +119,7 @@ class LayerRequirements:
             cross=layer.is_cross,
             encoder=not (layer.is_causal or layer.is_cross),
             dual_chunk=layer.dual_chunk,
+            index_topk=layer.index_topk if kind == "dsa" else None,
         )
 
     @property

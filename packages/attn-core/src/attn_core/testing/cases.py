@@ -31,7 +31,8 @@ class Case:
     all_dtypes: run in every dtype, not in the finest and the coarsest alone. sweep: run on every
     page size and order of pages, not on one page size alone.
     index_topk: the keys that a query of sparse MLA attends to, 0 = all. index_shape: heads and dim
-    of its indexer. index_dtype: how index keys are stored. exact_index: they and the queries are
+    of its indexer. index_dtype: how index keys are stored; fp8_queries: its queries are e4m3 too.
+    exact_index: they and the queries are
     small integers, so that scores are exact and many are equal.
     """
 
@@ -62,6 +63,7 @@ class Case:
     index_topk: int = 0
     index_shape: tuple[int, int] = (8, 32)
     index_dtype: IndexDtype = "bf16"
+    fp8_queries: bool = False
     exact_index: bool = False
     device_lengths: bool = False
     all_dtypes: bool = False

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from attn_core.cache.pool import IndexDtype
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import LATENT_KINDS, Kind, Phase
@@ -95,8 +94,8 @@ def templates(
             case = sparse_catalog.RELATED[name]
             yield partial(_related, f"index-beside-nan-{name}", case, point, selection_beside_nan)
         if kind == "dsa":
-            for store in ("bf16", "fp8_e4m3"):
-                yield partial(_sparse_session, base, store, passes // 4)
+            for name, case in sparse_catalog.SESSIONS.items():
+                yield partial(_sparse_session, name, case, base, passes // 4)
         else:
             yield from _sessions(kind, base, finest, passes)
     ragged = [_of_kind(case, kind) for case in case_catalog.RAGGED]
@@ -191,6 +190,7 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
     for name in ("whole", "decode", *chunked):
         yield partial(_related, f"pages-moved-{name}", cases[name], base, metamorphic.pages_moved)
         yield partial(_related, f"lse-{name}", cases[name], base, run_case)
+    for name in ("whole", "decode", *chunked, *(n for n in cases if n == "decode-fp8")):
         yield partial(_related, f"far-pages-{name}", cases[name], base, far_pages)
         yield partial(_related, f"beside-nan-{name}", cases[name], base, neighbours.beside_nan)
     for name, case in GRAPHS[kind].items():
@@ -258,12 +258,12 @@ def _no_graph(level: str, row: Capabilities) -> str | None:
     return f"cuda_graph {level} (supports {row.cuda_graph})"
 
 
-def _sparse_session(point: Point, store: IndexDtype, passes: int, row: Capabilities) -> Check:
-    case = adapted(replace(RELATED["dsa"]["decode"], exact_index=False, index_dtype=store), row)
+def _sparse_session(name: str, case: Case, point: Point, passes: int, row: Capabilities) -> Check:
+    case = adapted(case, row)
     return Check(
-        id=f"session-{store}-index-{point}",
+        id=f"session-{name}-{point}",
         feature="session",
-        cells=session_cells(row, "auto"),
+        cells=session_cells(row, case.kv_dtype),
         needs=case.needs(point.dtype, point.page_size),
         phases=(Phase.PREFILL, Phase.DECODE),
         every=True,

@@ -62,7 +62,9 @@ def with_far_pages(inputs: Inputs, point: Point, first: int) -> Inputs:
 
     def far(t: Tensor) -> Tensor:
         new = t.new_empty(first + len(t), *t.shape[1:])
-        raw(new)[: 2 * len(t)] = raw(poison(point.dtype, (1,), large=False))
+        packed = inputs.cache.latent_dim > 0  # there every byte is part of a NaN
+        bad = torch.tensor(0xFF) if packed else raw(poison(point.dtype, (1,), large=False))
+        raw(new)[: 2 * len(t)] = bad.to(t.device)
         raw(new)[first:] = raw(t)
         return new
 
@@ -81,7 +83,10 @@ def with_far_pages(inputs: Inputs, point: Point, first: int) -> Inputs:
             indexer, topk_indices=torch.where(old >= size, old + first * size, old)
         )
     moved = LayerCache(
-        k=far(cache.k), v=None if cache.v is None else far(cache.v), layout=cache.layout
+        k=far(cache.k),
+        v=None if cache.v is None else far(cache.v),
+        latent_dim=cache.latent_dim,
+        layout=cache.layout,
     )
     batch = dataclasses.replace(inputs.batch, views={"full": view})
     return dataclasses.replace(inputs, cache=moved, after=moved, batch=batch, indexer=indexer)

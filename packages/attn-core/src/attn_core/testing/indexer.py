@@ -78,7 +78,7 @@ def draw_indexer(
     else:
         q_index = torch.randn(total, heads, dim, generator=rng)
         weights = torch.randn(total, heads, generator=rng) * (heads * dim) ** -0.5
-    q_index = q_index.to(dtype)
+    q_index = q_index.to(torch.float8_e4m3fn if case.fp8_queries else dtype)
 
     def draw_keys(request: int, count: int) -> Tensor:
         if not case.exact_index:

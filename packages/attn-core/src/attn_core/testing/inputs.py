@@ -19,7 +19,16 @@ from attn_core.spec.kinds import LATENT_KINDS
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.indexer import Indexer, draw_indexer
 from attn_core.testing.oracle import tree_mask
-from attn_core.testing.pools import Placement, Side, fill, place, poison, poison_blocks, raw
+from attn_core.testing.pools import (
+    Placement,
+    Side,
+    fill,
+    fill_latents,
+    place,
+    poison,
+    poison_blocks,
+    raw,
+)
 from attn_core.testing.strides import restrided
 
 T = TypeVar("T")
@@ -110,7 +119,17 @@ def make_inputs(
     stored = case.kv_dtype if case.kv_dtype != "auto" else point.dtype
     writes = fused and not cross and not case.shared_kv
 
+    packed = case.kind == "dsa" and stored == "fp8_e4m3"
+
     def side(dim: int, scale: float) -> Side:
+        if packed:
+            return fill_latents(
+                placed,
+                page_size,
+                case.dims,
+                rng,
+                requires_finite_padding=requires_finite_padding,
+            )
         return fill(
             stored,
             placed,
@@ -135,6 +154,7 @@ def make_inputs(
         block_scales=None
         if keys.blocks is None
         else (keys.blocks, None if values is None else values.blocks),
+        latent_dim=case.dims[1] if packed else 0,
         layout=point.layout,
     )
     indexer = None

@@ -23,7 +23,7 @@ from attn_core.testing.passes import (
     ragged_inputs,
     returned,
 )
-from attn_core.testing.pools import poison, raw
+from attn_core.testing.pools import poison, poison_latents, raw
 from attn_core.testing.tolerance import Measure, require, worst
 
 
@@ -130,7 +130,11 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
 def _poisoned(cache: LayerCache, pages: Tensor, point: Point, *, large: bool) -> LayerCache:
     fresh = clone_cache(cache)
     for pool, _ in fresh.parts():
-        raw(pool).index_fill_(0, pages, raw(poison(point.dtype, (1,), large=large)).item())
+        if pool is fresh.k and fresh.latent_dim:
+            dims = fresh.latent_dim + fresh.latents[2].shape[-1], fresh.latent_dim
+            pool[pages] = poison_latents(dims, large=large).to(pool.device)
+        else:
+            raw(pool).index_fill_(0, pages, raw(poison(point.dtype, (1,), large=large)).item())
     return fresh
 
 
@@ -180,7 +184,8 @@ def layers_of_one_plan(bench: Bench, case: Case, point: Point) -> Measure:
         own = dataclasses.replace(case, scale_by=by)
         if quantised:
             v_scale = case.v_scale * (v_by if case.kind == "mha" else 1.0)
-            own = dataclasses.replace(own, k_scale=case.k_scale * k_by, v_scale=v_scale)
+            if case.kind != "dsa":  # whose latents carry their scales
+                own = dataclasses.replace(own, k_scale=case.k_scale * k_by, v_scale=v_scale)
         inputs, right = prepared(bench, own, point)
         layer = dataclasses.replace(inputs.layer, layer_id=index)
         layers.append((dataclasses.replace(inputs, layer=layer), right))

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.layer_cache import (
+    LATENT_BLOCK,
+    TORCH_DTYPES,
+    latent_bytes,
+    split_latents,
+)
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 ORDERS = ("shuffled", "consecutive", "interleaved", "descending")
@@ -132,6 +137,50 @@ def fill(
         pool = pool.transpose(1, 2).contiguous()
         blocks = None if blocks is None else blocks.transpose(1, 2).contiguous()
     return Side(pool, blocks, tuple(truth))
+
+
+def fill_latents(
+    place: Placement,
+    page_size: int,
+    dims: tuple[int, int],
+    rng: torch.Generator,
+    *,
+    requires_finite_padding: bool,
+) -> Side:
+    """Draw a pool of FP8 latents of sparse MLA, poison where no request owns a token.
+
+    Scales are of three sizes, so that one of other values or of another token is seen.
+    """
+    dim, latent_dim = dims
+    pool = poison_latents(dims, large=False).repeat(place.num_pages, page_size, 1, 1)
+    if requires_finite_padding:
+        owned = sorted({int(p) for pages, _ in place.slots for p in pages})
+        pool[owned] = poison_latents(dims, large=True)
+    stored, scales, rope = split_latents(pool, latent_dim)
+    truth = []
+    for page, offset in place.slots:
+        tokens, groups = (len(page), 1), latent_dim // LATENT_BLOCK
+        values = (8 * torch.randn(*tokens, latent_dim, generator=rng)).to(stored.dtype)
+        scale = 2.0 ** torch.randint(-4, -1, (*tokens, groups), generator=rng)
+        other = torch.randn(*tokens, dim - latent_dim, generator=rng).bfloat16()
+        raw(stored)[page, offset] = raw(values)
+        scales[page, offset], rope[page, offset] = scale, other
+        wide = values.double() * scale.double().repeat_interleave(LATENT_BLOCK, -1)
+        truth.append(torch.cat([wide, other.double()], -1))
+    pool[place.behind] = poison_latents(dims, large=requires_finite_padding)
+    return Side(pool, None, tuple(truth))
+
+
+def poison_latents(dims: tuple[int, int], *, large: bool) -> Tensor:
+    """Return the bytes of a token of FP8 latents [bytes] that is NaN or, where asked, large."""
+    dim, latent_dim = dims
+    token = torch.full((latent_bytes(dim, latent_dim),), 0xFF, dtype=torch.uint8)  # all are NaN
+    if large:
+        values, scales, rope = split_latents(token, latent_dim)
+        raw(values).fill_(_LARGE["fp8_e4m3"])
+        scales.fill_(1.0)
+        rope.fill_(1e4)
+    return token
 
 
 def poison(stored: str, shape: Sequence[int], *, large: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.allocator import PageAllocator
-from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.layer_cache import LATENT_BLOCK, TORCH_DTYPES
 from attn_core.cache.page_table import pad_page_table
 from attn_core.cache.pool import KVPool
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
@@ -21,7 +21,7 @@ from attn_core.testing.harness import Bench
 from attn_core.testing.indexer import Indexer, index_scores, select, visible
 from attn_core.testing.inputs import Point, make_layer, to_device
 from attn_core.testing.oracle import attend_request
-from attn_core.testing.pools import raw
+from attn_core.testing.pools import poison_latents, raw
 from attn_core.testing.sparse_passes import check_selection
 from attn_core.testing.tolerance import CheckFailed, Measure, require, within_budget, worst
 
@@ -65,7 +65,7 @@ class _Session:
             self._layers,
             num_pages=pages,
             page_size=size,
-            kv_cache_dtype=point.dtype,
+            kv_cache_dtype=point.dtype if case.kv_dtype == "auto" else case.kv_dtype,
             device=bench.torch_device,
             kind="dsa",
             index_dim=case.index_shape[1],
@@ -74,9 +74,12 @@ class _Session:
         )
         large = bench.row.requires_finite_padding
         for layer in self._layers:
-            for t, _ in pool.layer(layer.layer_id).parts():
+            cache = pool.layer(layer.layer_id)
+            for t, _ in cache.parts():
                 bad = torch.full((1,), 200.0 if large else torch.nan).to(t.dtype)
-                raw(t).fill_(raw(bad).item())
+                if t is cache.k and cache.latent_dim:
+                    bad = poison_latents(case.dims, large=large)
+                raw(t).copy_(raw(bad).to(t.device))
         require(pool.layer(1).index is None, "a layer that shares a selection has index keys")
         self._dispatcher = bench.dispatcher(
             self._layers,
@@ -216,9 +219,10 @@ class _Session:
             new = slice(first, first + n)
             stored = _stored(k_index[new], self._case)
             request.index = torch.cat([request.index, stored]) if request.length else stored
+            kept = [_stored_latents(x[new], self._case) for x in latents]
             request.latents = [
-                torch.cat([old.to(x.dtype), x[new]])
-                for old, x in zip(request.latents, latents, strict=True)
+                torch.cat([old.to(x.dtype), x])
+                for old, x in zip(request.latents, kept, strict=True)
             ]
             request.length, first = request.length + n, first + n
 
@@ -229,6 +233,18 @@ def _stored(keys: Tensor, case: Case) -> Tensor:
         return keys.bfloat16().double()
     scale = keys.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) * (1 / 448)
     return (keys.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
+
+
+def _stored_latents(latents: Tensor, case: Case) -> Tensor:
+    """Return what latents [N, 1, 576] are once they are stored; FP8 in float64, of its formula."""
+    if case.kv_dtype == "auto":
+        return latents
+    dim = case.dims[1]
+    values = torch.unflatten(latents[..., :dim].double(), -1, (-1, LATENT_BLOCK))
+    top = values.abs().amax(-1, keepdim=True)
+    scale = torch.exp2((top / 448).clamp(min=1e-4).log2().ceil())
+    values = (values / scale).to(torch.float8_e4m3fn).double() * scale
+    return torch.cat([values.flatten(-2), latents[..., dim:].bfloat16().double()], -1)
 
 
 def _indexer(case: Case, q_index: Tensor, weights: Tensor, keys: Sequence[Tensor]) -> Indexer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import torch
 from attn_core import AttentionLayer, BackendConfig, LayerGroup, Output, chosen_distribution
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 
 # distribution → module; both carry the same kernels of sm90
 _MODULES = {"sgl-flash-mla": "flash_mla", "sglang-kernel": "sgl_kernel.flash_mla"}
+SPARSE_HEADS: Final = 64  # the sparse kernels have 64 query heads or 128
+SPARSE_KEYS: Final = 128  # they take the keys of a query in steps of so many
 
 
 def load(name: str, group: str) -> tuple[Any, dict[str, bool]]:
@@ -24,6 +27,16 @@ def load(name: str, group: str) -> tuple[Any, dict[str, bool]]:
     """
     module = _MODULES[chosen_distribution(name, group)]
     return importlib.import_module(module), {"use_legacy": True} if module == "flash_mla" else {}
+
+
+def padded(q: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad heads with zeros and selections with -1 to what FlashMLA's kernels take."""
+    heads, topk = q.shape[1], topk_indices.shape[1]
+    if heads % SPARSE_HEADS:
+        q = torch.nn.functional.pad(q, (0, 0, 0, -heads % SPARSE_HEADS))
+    if topk % SPARSE_KEYS:
+        topk_indices = torch.nn.functional.pad(topk_indices, (0, -topk % SPARSE_KEYS), value=-1)
+    return q, topk_indices
 
 
 class _Schedule(NamedTuple):

@@ -16,6 +16,7 @@ from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.sparse import every_slot
 
 _MOST_NUMBERS = 1 << 24  # float32 that are formed or gathered at once: 64 MiB
 
@@ -94,6 +95,8 @@ class TorchNativeSparse(AttentionBackend):
         topk_indices: Tensor | None = None,
     ) -> Output:
         """Attend to the selected slots or, without a selection, to all keys."""
+        if topk_indices is None and cache.latent_dim:
+            topk_indices = every_slot(layer, batch, cache.page_size)
         if topk_indices is None:
             return self._dense.forward(
                 q, k, v, layer, cache, batch, metadata.dense, out=out, return_lse=return_lse

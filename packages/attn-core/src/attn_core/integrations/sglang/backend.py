@@ -24,18 +24,19 @@ from attn_core.integrations.sglang.server import (
     captures,
     check_arguments,
     check_draft_model,
+    check_sparse,
     check_tree_masks,
     check_version,
     draft_shape,
     speculation,
     verifies,
 )
+from attn_core.integrations.sglang.sparse import serve_indexers
 from attn_core.integrations.sglang.unfolded import attend, padded, unfold_long_prefixes
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.spec.kinds import Kind
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,11 @@ class AttnCoreBackend(AttentionBackend):
         rows = runner.req_to_token_pool.size
         if self.is_draft_model and tree is None:  # a branch is a row of its own
             rows, topk = rows * topk, 1
-        self.layers, self._unfolded = layers_of(runner.model, self.pool)
-        kind: Kind = "mla" if self.pool.is_latent else "mha"
-        needs = {LayerRequirements.of(layer, kind) for layer in self.layers.values()}
+        index_topk = None
+        if self.pool.is_sparse:
+            index_topk = check_sparse(args, runner.model_config.hf_config)
+        self.layers, self._unfolded = layers_of(runner.model, self.pool, index_topk)
+        needs = {LayerRequirements.of(layer, self.pool.kind) for layer in self.layers.values()}
         needs |= {layer.requirements for layer in served_layers(runner).values()}
         requirements = Requirements(
             layers=tuple(needs),
@@ -126,7 +129,9 @@ class AttnCoreBackend(AttentionBackend):
             max_seq_len=self.max_context_len,
         )
         self.dispatcher = self._create_dispatcher()
-        if self._unfolded and selection.roles["prefill"].row.chunked_prefix:
+        if self.pool.is_sparse:
+            serve_indexers(runner.model)
+        elif self._unfolded and selection.roles["prefill"].row.chunked_prefix:
             unfold_long_prefixes()
         self._static: StaticTables | None = None
         self._captured: dict[tuple[ForwardMode, int], tuple[ForwardBatch, Metadata]] = {}
@@ -153,6 +158,11 @@ class AttnCoreBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         """Plan a batch that no graph replays."""
         self._pass = (batch, self.dispatcher.init_forward_metadata(batch))
+
+    @property
+    def planned(self) -> tuple[ForwardBatch, Metadata] | None:
+        """The pass that runs now, without padded tokens; None if it has no others."""
+        return self._pass
 
     def capture(self, batch: ForwardBatch) -> None:
         """Plan a batch in static memory, which a graph is about to capture."""
@@ -233,8 +243,11 @@ class AttnCoreBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         sinks: Tensor | None = None,
+        topk_indices: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv].
+
+        topk_indices: what `select` returned.
 
         Unfolded MLA over a prefix returns [T, Hq, Dv] and its log-sum-exp, [T, Hq].
         """
@@ -267,7 +280,9 @@ class AttnCoreBackend(AttentionBackend):
             new = len(k) if own.is_cross else real  # an encoder's keys are no tokens of the pass
             k = k[:new]
             v = None if self.pool.is_latent or v is None else v[:new]
-        self.dispatcher.forward(heads, k, v, own, batch, metadata, out=filled[:real])
+        self.dispatcher.forward(
+            heads, k, v, own, batch, metadata, out=filled[:real], topk_indices=topk_indices
+        )
         return out
 
     forward_decode = forward_extend

@@ -122,6 +122,7 @@ class TreeStep(AttnCoreBackend):
         save_kv_cache: bool = True,
         *,
         sinks: Tensor | None = None,
+        topk_indices: Tensor | None = None,
     ) -> Tensor:
         """Write the new keys and values, attend; q [B · topk, Hq · D] → [B · topk, Hq · Dv]."""
         tokens, heads = q.shape[0], layer.tp_q_head_num
@@ -142,7 +143,9 @@ class TreeStep(AttnCoreBackend):
             write_kv(self.pool.layer(own.layer_id), k[:real], values, slots)
         queries = q.new_empty(size, n, heads, layer.qk_head_dim)  # of earlier drafts: any
         queries[:, first:].copy_(q[:real].view(size, self.topk, heads, -1))
-        result = self.dispatcher.forward(queries.flatten(0, 1), None, None, own, batch, metadata)
+        result = self.dispatcher.forward(
+            queries.flatten(0, 1), None, None, own, batch, metadata, topk_indices=topk_indices
+        )
         assert isinstance(result, Tensor)
         out[:real].view(size, self.topk, -1).copy_(result.view(size, n, -1)[:, first:])
         out[real:].zero_()

@@ -12,11 +12,12 @@ from attn_core.runtime.layer import AttentionLayer
 
 
 def layers_of(
-    model: Any, pool: EnginePool
+    model: Any, pool: EnginePool, index_topk: int | None = None
 ) -> tuple[dict[int, AttentionLayer], dict[int, AttentionLayer]]:
     """Return the layers that read the pool by their number, and bind each to its part of it.
 
     MLA's unfolded companions, which read no pool, are second, by the id of their module.
+    index_topk: of a model of sparse MLA.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -37,13 +38,20 @@ def layers_of(
             continue  # it reads the cache of the layer before, with its scales
         view = "window" if pool.has_window(module.layer_id) else "full"
         view = "cross" if module.is_cross_attention else view
-        layer = to_layer(module, view=view, sinks=sinks.get(name.rpartition(".")[0]))
+        own_sinks = sinks.get(name.rpartition(".")[0])
+        layer = to_layer(module, view=view, sinks=own_sinks, index_topk=index_topk)
         layers[module.layer_id] = layer
         pool.bind(module, layer)
     return layers, unfolded
 
 
-def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) -> AttentionLayer:
+def to_layer(
+    module: Any,
+    *,
+    view: str = "full",
+    sinks: Tensor | None = None,
+    index_topk: int | None = None,
+) -> AttentionLayer:
     """Return the AttentionLayer of a RadixAttention, whose heads are this rank's.
 
     view: the CacheView that holds its keys. Raises UnsupportedError for what a layer of attn-core
@@ -80,4 +88,5 @@ def to_layer(module: Any, *, view: str = "full", sinks: Tensor | None = None) ->
         sinks=sinks,
         is_causal=kind == "decoder" and not module.is_cross_attention,
         is_cross=module.is_cross_attention,
+        index_topk=index_topk,
     )

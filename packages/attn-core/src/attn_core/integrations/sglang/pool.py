@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from attn_core.errors import UnsupportedError
 from attn_core.runtime.layer import AttentionLayer
 
 KV_DTYPE = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "fp4_e2m1"}
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
+_LATENT, _SPARSE = "MLATokenToKVPool", "DSATokenToKVPool"
+POOLS = ("MHATokenToKVPool", _LATENT, _SPARSE, "SWAKVPool", "HybridLinearKVPool")
 
 
 class EnginePool:
@@ -35,9 +36,19 @@ class EnginePool:
         self._layers: dict[int, LayerCache] = {}
 
     @property
+    def kind(self) -> Literal["mha", "mla", "dsa"]:
+        """The kind of the layers that it serves."""
+        return "dsa" if self.is_sparse else "mla" if self.is_latent else "mha"
+
+    @property
     def is_latent(self) -> bool:
         """Whether the pool stores MLA's latents."""
-        return type(self._rows).__name__ == "MLATokenToKVPool"
+        return type(self._rows).__name__ in (_LATENT, _SPARSE)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it stores the index keys of sparse MLA, too."""
+        return type(self._rows).__name__ == _SPARSE
 
     @property
     def row_dim(self) -> int:
@@ -72,7 +83,15 @@ class EnginePool:
             v=None if self.is_latent else pages[1],
             k_scale=scales[0],
             v_scale=1.0 if self.is_latent else scales[1],
+            index=self._index_keys(layer.layer_id),
         )
+
+    def _index_keys(self, layer_id: int) -> Tensor | None:
+        """Return a layer's index keys, planar pages of FP8 as LayerCache has them."""
+        if not self.is_sparse:
+            return None
+        keys: Tensor = self.pool.get_index_k_with_scale_buffer(layer_id)
+        return keys
 
     def layer(self, layer_id: int) -> LayerCache:
         """Return a layer's cache, once what is transferred to it has arrived."""
@@ -113,6 +132,11 @@ def check_pool(pool: Any) -> None:
                 f"a KV pool quantised by {part.quant_method.name} (attn_core reads bf16, fp16 and "
                 "FP8); choose --kv-cache-dtype auto or fp8_e4m3"
             )
+    if type(pool).__name__ == _SPARSE and pool.dtype.itemsize == 1:
+        raise UnsupportedError(
+            "an FP8 cache of sparse MLA, with a scale per 128 numbers of a latent (attn_core reads "
+            "bf16 there); choose --kv-cache-dtype bfloat16"
+        )
     if pool.dtype not in KV_DTYPE:
         known = ", ".join(sorted(KV_DTYPE.values()))
         raise UnsupportedError(f"a KV pool of {pool.dtype} (attn_core reads {known})")

@@ -12,6 +12,7 @@ from attn_core.integrations.sglang.server import (
     BACKEND_ARGUMENTS,
     LINEAR_ARGUMENTS,
     NAME,
+    SPARSE_ARGUMENTS,
     overrides,
 )
 from attn_core.plugins.registry import Registry, load_plugins
@@ -29,6 +30,8 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     others = [] if requirements.vision else ["mm_attention_backend"]
     others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS
     others += [] if requirements.linear_layers else LINEAR_ARGUMENTS
+    sparse = any(x.kind == "dsa" for x in requirements.softmax_layers)
+    others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
     names = replace(overrides(), **unused)
     selection = select(requirements, here, registry, registry.installed_libraries(), names)

@@ -19,6 +19,7 @@ NAME = "attn_core"  # of --attention-backend
 TESTED = SpecifierSet(">=0.5.15,<0.5.18")
 TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in other ways
 DRAFTS = SpecifierSet("==0.5.16.*")  # whose draft workers call attn_core's backends
+SPARSE = SpecifierSet("==0.5.16.*")  # whose indexers and pool of index keys were read
 LINEAR = SpecifierSet("==0.5.16.*")  # whose pool of states and passes were read
 DRAFTED = ("EAGLE", "EAGLE3", "STANDALONE")  # the algorithms of those workers
 # SGLang's arguments that change what a pass is, and what to do without each
@@ -35,6 +36,7 @@ LINEAR_ARGUMENTS = (
     "linear_attn_prefill_backend",
     "linear_attn_decode_backend",
 )
+SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 REFUSED_LINEAR: Mapping[str, str] = {  # what changes where SGLang keeps states
     "enable_linear_replayssm": "leave out --enable-linear-replayssm",
     "enable_gdn_replayssm_spec": "leave out --enable-gdn-replayssm-spec",
@@ -203,6 +205,35 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def check_sparse(args: Any, config: Any) -> int:
+    """Return the keys that a query of a model of sparse MLA (DSA) selects.
+
+    config: of transformers. Raises UnsupportedError for what is not served beside sparse MLA.
+    """
+    topk: int = config.index_topk
+    refused = {
+        f"SGLang {importlib.metadata.version('sglang')} (tested with {SPARSE})": not has_version(
+            SPARSE
+        ),
+        "another backend for one phase": set(args.get_attention_backends()) != {NAME},
+        "speculation": args.speculative_algorithm is not None,
+        "keys that are always selected (index_init_tokens, index_local_tokens)": any(
+            getattr(config, f"index_{x}_tokens", 0) for x in ("init", "local")
+        ),
+        "CUDA graphs of prefill (--cuda-graph-backend-prefill disabled leaves them out)": _graphs(
+            args, "prefill"
+        )
+        not in ("", "disabled"),
+    }
+    for what, present in refused.items():
+        if present:
+            raise UnsupportedError(
+                f"{' '.join(config.architectures)} has sparse MLA (DSA, index_topk {topk}), which "
+                f"{NAME} does not serve with {what}; use --attention-backend dsa"
+            )
+    return topk
+
+
 def check_tree_masks(args: Any) -> None:
     """Raise UnsupportedError if SGLang's workers build other tree masks than attn-core reads."""
     if not verifies(args) or draft_shape(args)[0] == 1:
@@ -226,11 +257,13 @@ def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
 
     ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
     ATTN_MM_ATTENTION_BACKEND, ATTN_LINEAR_ATTN_BACKEND, ATTN_LINEAR_ATTN_PREFILL_BACKEND,
-    ATTN_LINEAR_ATTN_DECODE_BACKEND, and ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between
+    ATTN_LINEAR_ATTN_DECODE_BACKEND, ATTN_NSA_PREFILL_BACKEND, ATTN_NSA_DECODE_BACKEND, and
+    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between
     commas.
     """
     chosen: dict[str, Any] = {}
-    for name in (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, "mm_attention_backend", *_LISTS):
+    named = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
+    for name in (*named, *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "")
         if value:
             chosen[name] = tuple(value.split(",")) if name in _LISTS else value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from transformers import DynamicCache
@@ -12,6 +12,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.dual_chunk import ChunkRotary, read_rotary
+from attn_core.integrations.transformers.indexers import read_indexers
 from attn_core.integrations.transformers.linear_modules import is_linear, linear_layer
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
@@ -23,7 +24,7 @@ _N = TypeVar("_N", int, float)
 SUPPORTED: frozenset[str] = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"),
-        *("deepseek_v3", "qwen2_vl"),
+        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen2_vl"),
         *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         "kimi_linear",
     }
@@ -35,19 +36,26 @@ class ModelAttention:
     """The attention of a model: each layer as attn-core sees it, and the module that calls it.
 
     layers: those with keys and values in the cache; layer_id is the cache layer. Layers with a
-    window lie in the view "window", the others in "full". latent: they are MLA, absorbed.
-    linear_layers: those with a state instead. vision_layers: those of the vision tower. rotary: of
-    a model with dual chunk attention.
+    window lie in the view "window", the others in "full". kind: "mla" is absorbed, and so is "dsa",
+    sparse MLA. indexers: of the layers of kind "dsa" that share no other layer's selection, by
+    layer_id. linear_layers: those with a state instead. vision_layers: those of the vision tower.
+    rotary: of a model with dual chunk attention.
     """
 
     layers: tuple[AttentionLayer, ...]
     modules: tuple[nn.Module, ...]
-    latent: bool
+    kind: Literal["mha", "mla", "dsa"]
+    indexers: Mapping[int, Any] = field(default_factory=dict)
     linear_layers: tuple[LinearLayer, ...] = ()
     linear_modules: tuple[Any, ...] = ()
     vision_layers: tuple[AttentionLayer, ...] = ()
     vision_modules: tuple[nn.Module, ...] = ()
     rotary: ChunkRotary | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether the cache holds latents."""
+        return self.kind != "mha"
 
 
 def check_supported(config: Mapping[str, object]) -> None:
@@ -86,13 +94,17 @@ def read_attention(model: Any) -> ModelAttention:
         )
     tower, rotary = _vision_modules(model), read_rotary(model)
     chunks = None if rotary is None else rotary.dual_chunk
+    kind: Literal["mha", "mla", "dsa"] = "mha"
+    if any(_is_latent(m) for m in by_layer.values()):
+        kind = "mla" if getattr(text, "index_topk", None) is None else "dsa"
     return ModelAttention(
         layers=tuple(
             replace(_layer(i, by_layer[i], text, window), dual_chunk=chunks)
             for i, window in windows.items()
         ),
         modules=tuple(by_layer[i] for i in windows),
-        latent=any(_is_latent(m) for m in by_layer.values()),
+        kind=kind,
+        indexers=read_indexers(by_layer) if kind == "dsa" else {},
         linear_layers=tuple(linear_layer(i, linear_by_layer[i]) for i in sorted(linear)),
         linear_modules=tuple(linear_by_layer[i] for i in sorted(linear)),
         vision_layers=tuple(_vision_layer(i, m) for i, m in enumerate(tower)),
@@ -140,6 +152,7 @@ def _layer(layer_id: int, module: Any, config: Any, window: int | None) -> Atten
         view="full" if window is None else "window",
         logit_cap=none_if_off(getattr(module, "attn_logit_softcapping", None)),
         sliding_window=window,
+        index_topk=getattr(config, "index_topk", None) if _is_latent(module) else None,
         sinks=getattr(module, "sinks", None),  # the parameter itself: it may still move or change
     )
 

@@ -120,10 +120,12 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend from query [B, Hq, T, D] over the pages of the layer that tagged `key`.
 
+    indices: int32 [B, T, K], what the indexer of sparse MLA returned.
     Returns [B, T, Hq, Dv], zeros in padded rows. Raises UnsupportedError for anything asked of
     this layer that its AttentionLayer does not say: nothing is dropped.
     """
@@ -144,11 +146,14 @@ def attention(
         (scaling, sliding_window, softcap, s_aux, dropout, is_causal),
     )
     foreign = [name for name in _PACKED if kwargs.get(name) is not None]
-    if attention_mask is not None or foreign:
+    masked = attention_mask is not None and attention_mask.numel() > 0
+    if masked or foreign:
         raise UnsupportedError(
             f"a custom mask ({', '.join(foreign) or 'attention_mask'}) in layer {x.layer_id}; "
             "attn-core takes a 2-D attention_mask that marks padding"
         )
+    if x.index_topk is not None:
+        new_values = indices  # the values are part of the keys
     if torch.compiler.is_compiling():
         out = compiled.attend(query, key, new_values, x, paged.requests.pool)
     else:
@@ -179,13 +184,21 @@ def check_call(
         )
 
 
-def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> None:
-    """Build no mask: causality, window and padding are the batch's; refuse any other pattern."""
+def _mask(
+    *args: Any, config: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> Tensor | None:
+    """Build no mask: causality, window and padding are the batch's; refuse any other pattern.
+
+    Models of sparse MLA ask for one in every pass and index it for their indexer: it is empty.
+    """
+    if getattr(config, "index_topk", None) is not None:
+        return torch.empty(1, 1, 0, 0, device=kwargs.get("device"))
     if not allow_is_causal_skip:  # how transformers marks a mask that is more than causal
         raise UnsupportedError(
             "the model asks for a mask that is more than causal (packed sequences, bidirectional "
             "blocks); attn-core takes one request a row and a 2-D attention_mask"
         )
+    return None
 
 
 def padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:

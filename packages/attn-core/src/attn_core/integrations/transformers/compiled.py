@@ -36,6 +36,16 @@ def attend(
     return out
 
 
+def choose(
+    q_index: Tensor, k_index: Tensor, weights: Tensor, layer: AttentionLayer, pool: int
+) -> Tensor:
+    """Select keys as Pass.choose, in one operator."""
+    assert layer.index_topk is not None
+    out = q_index.new_empty(*q_index.shape[:2], layer.index_topk, dtype=torch.int32)
+    torch.ops.attn_core.attention(out, q_index, k_index, weights, pool, layer.layer_id)
+    return out
+
+
 def attend_linear(qkv: Tensor, f: Tensor, b: Tensor, layer: LinearLayer, pool: int) -> Tensor:
     """Run a linear layer as Pass.attend_linear, convolution included, in one operator."""
     out = qkv.new_empty(*qkv.shape[:2], layer.num_v_heads, layer.head_v_dim)

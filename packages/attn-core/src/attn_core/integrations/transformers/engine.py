@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import UnsupportedError, UsageError
-from attn_core.integrations.transformers import linear, mla, vision
+from attn_core.integrations.transformers import linear, mla, sparse, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import (
     ENABLED,
@@ -122,6 +122,7 @@ class Engine:
         if attention.latent:
             mla.keep_latent(attention.modules)
         linear.attach(attention.linear_modules)
+        sparse.attach(attention.indexers.values())
         if memory.states is not None and memory.states.can_verify:
             vars(model)["_is_stateful"] = False  # assisted generation is refused where it is set
 
@@ -196,6 +197,7 @@ class Engine:
             vision.detach(self._attention)
             mla.expand_again(self._attention.modules)
             linear.detach(self._attention.linear_modules)
+            sparse.detach(self._attention.indexers.values())
             vars(self._model).pop("_is_stateful", None)
             del self._decoder.forward, vars(self._decoder)[ENABLED]
             if self._replaced is not None:
@@ -278,7 +280,7 @@ class Engine:
             requests.keep_past()
         layers = list(layers or DynamicCache(config=self._decoder.config).layers)
         for x in self._memory.layers:
-            layers[x.layer_id] = PagedLayer(requests, x, latent=self._memory.latent)
+            layers[x.layer_id] = PagedLayer(requests, x, latent=self._attention.latent)
         for y in self._memory.linear_layers:
             layers[y.layer_id] = linear.StateLayer(requests, y)
         cache.layers, cache.layer_class_to_replicate = layers, None

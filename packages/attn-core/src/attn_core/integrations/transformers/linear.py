@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,27 +11,18 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers import compiled
+from attn_core.integrations.transformers.forwards import replace_forward, restore_forward
 from attn_core.integrations.transformers.linear_modules import project, to_hidden
 from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.linear import LinearLayer
 
-_REPLACED = "_attn_core_replaced"  # on a module: the forward that another tool had set there
-
 
 def attach(modules: Iterable[nn.Module]) -> None:
     """Let linear layers run through the cache layer of their pass."""
-    for module in modules:
-        if "forward" in vars(module):
-            vars(module)[_REPLACED] = vars(module)["forward"]
-        vars(module)["forward"] = MethodType(_forward, module)
+    replace_forward(modules, _forward)
 
 
-def detach(modules: Iterable[nn.Module]) -> None:
-    """Undo attach."""
-    for module in modules:
-        vars(module).pop("forward", None)
-        if _REPLACED in vars(module):
-            vars(module)["forward"] = vars(module).pop(_REPLACED)
+detach = restore_forward
 
 
 def _forward(

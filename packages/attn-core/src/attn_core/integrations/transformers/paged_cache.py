@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from attn_core.cache.allocator import PageAllocator
 from attn_core.cache.page_table import num_pages_for
-from attn_core.cache.pool import KVPool
+from attn_core.cache.pool import IndexDtype, KVPool
 from attn_core.errors import OutOfPagesError, UsageError
 from attn_core.integrations.transformers.architectures import ModelAttention
 from attn_core.integrations.transformers.passes import Pass
@@ -54,7 +55,7 @@ class PagedCache:
                 f"the selection is for a model in {selection.requirements.dtype}, this one is in "
                 f"{dtype}; select again with select_for()"
             )
-        kind = "mla" if attention.latent else "mha"
+        kind = attention.kind
         chosen = {selection.roles[role].row.kind for role in ("prefill", "decode")}
         if chosen != {kind}:
             raise UsageError(
@@ -62,7 +63,8 @@ class PagedCache:
             )
         self.selection, self.device, self.page_size = selection, device, selection.page_size
         self.layers, self.linear_layers = attention.layers, attention.linear_layers
-        self.latent, self.rotary = attention.latent, attention.rotary
+        self.kind, self.rotary, self._dtype = kind, attention.rotary, dtype
+        self._indexers = attention.indexers
         self.windows: dict[str, int | None] = {}
         for x in self.layers:
             known = self.windows.get(x.view)
@@ -99,11 +101,15 @@ class PagedCache:
     ) -> None:
         """Run a layer of the current pass for a compiled model.
 
-        q, k, v: those of Pass.attend, or qkv, f and b of Pass.attend_linear.
+        q, k, v: those of Pass.attend, or qkv, f and b of Pass.attend_linear. For `out` of int32
+        they are those of Pass.choose.
         """
         assert self.running is not None  # `current` of the requests
         assert k is not None
-        if layer_id in self._by_id:
+        if out.dtype == torch.int32:
+            assert v is not None
+            out.copy_(self.running.choose(q, k, v, self._by_id[layer_id]))
+        elif layer_id in self._by_id:
             out.copy_(self.running.attend(q, k, v, self._by_id[layer_id]))
         else:
             assert v is not None
@@ -194,8 +200,11 @@ class PagedCache:
                 page_size=self.page_size,
                 kv_cache_dtype=self.selection.kv_cache_dtype,
                 device=self.device,
-                kind="mla" if self.latent else "mha",
+                kind=self.kind,
                 layout=self.selection.layout,
+                index_dim=next((x.head_dim for x in self._indexers.values()), 0),
+                index_dtype=cast(IndexDtype, self._dtype),  # as its own cache
+                index_layers=self._indexers.keys(),
             )
         except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
             said = str(error).partition("\n")[0][:300]

@@ -16,6 +16,7 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
+from attn_core.runtime.sparse import dense_pass
 
 _CONVOLUTIONS: Mapping[ForwardMode, Callable[..., Tensor]] = {
     ForwardMode.EXTEND: conv_extend,
@@ -77,25 +78,55 @@ class Pass:
     ) -> Tensor:
         """Write and attend for one layer: [B, H, T, D] each → [B, T, Hq, Dv], padding 0.
 
-        value None: MLA, whose values are part of the keys.
+        value None: MLA, whose values are part of the keys. Of sparse MLA it is what `choose`
+        returned, int32 [B, T, K].
         """
         b, hq, t, _ = query.shape
-        shape = (b * t, hq, layer.v_head_dim)
         if self.batch is None:
-            return query.new_zeros(shape).view(b, t, hq, layer.v_head_dim)
-
-        def ragged(x: Tensor) -> Tensor:
-            x = x.transpose(1, 2).flatten(0, 1)
-            return x if self.real is None else x[self.real]
-
-        q, k, v = ragged(query), ragged(key), None if value is None else ragged(value)
+            return query.new_zeros(b, t, hq, layer.v_head_dim)
+        q, k = (self._ragged(x.transpose(1, 2)) for x in (query, key))
+        v, chosen = None, None
+        if layer.index_topk is not None:
+            assert value is not None
+            chosen = None if dense_pass(layer, self.batch) else self._ragged(value)
+        elif value is not None:
+            v = self._ragged(value.transpose(1, 2))
         if layer.dual_chunk is not None:
             q = self._rotation.queries(q)
-        out = self.dispatcher.forward(q, k, v, layer, self.batch, self.metadata)
+        out = self.dispatcher.forward(
+            q, k, v, layer, self.batch, self.metadata, topk_indices=chosen
+        )
         assert isinstance(out, Tensor)  # no LSE was asked for
+        return self._padded(out, (b, t), 0)
+
+    def choose(
+        self, q_index: Tensor, k_index: Tensor, weights: Tensor, layer: AttentionLayer
+    ) -> Tensor:
+        """Write index keys and select for one layer of sparse MLA: int32 [B, T, K], padding -1.
+
+        q_index [B, T, Hi, Di], k_index [B, T, Di], weights float32 [B, T, Hi]. The selection holds
+        token slots, as HybridDispatcher.index_topk; a pass that attends to all keys reads none.
+        """
+        shape, chosen = (q_index.shape[0], q_index.shape[1]), None
+        if self.batch is not None:
+            q, k, w = (self._ragged(x) for x in (q_index, k_index, weights))
+            chosen = self.dispatcher.index_topk(q, k, w, layer, self.batch, self.metadata)
+        if chosen is None:
+            assert layer.index_topk is not None
+            return q_index.new_full((1,), -1, dtype=torch.int32).expand(*shape, layer.index_topk)
+        return self._padded(chosen, shape, -1)
+
+    def _ragged(self, x: Tensor) -> Tensor:
+        """Return the real tokens [N, ...] of [B, T, ...]."""
+        x = x.flatten(0, 1)
+        return x if self.real is None else x[self.real]
+
+    def _padded(self, x: Tensor, shape: tuple[int, int], fill: int) -> Tensor:
+        """Undo `_ragged`: [N, ...] → [B, T, ...]."""
         if self.real is not None:
-            out = out.new_zeros(shape).index_copy_(0, self.real, out)
-        return out.view(b, t, hq, layer.v_head_dim)
+            rows = x.new_full((shape[0] * shape[1], *x.shape[1:]), fill)
+            x = rows.index_copy_(0, self.real, x)
+        return x.view(*shape, *x.shape[1:])
 
     def attend_linear(
         self, qkv: Tensor, f: Tensor, b: Tensor, layer: LinearLayer, conv: nn.Conv1d

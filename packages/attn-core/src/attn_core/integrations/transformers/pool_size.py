@@ -30,7 +30,7 @@ def check_size(
         raise UsageError(f"--page-size {size}: above the model's context of {context} tokens")
     tokens = size * (num_pages or 3)  # with no number: the dummy, one in use, one to grow into
     softmax = [x for x in layers if x.kind not in LINEAR_KINDS]
-    values = {x: 0 if x.kind == "mla" else x.v_head_dim or 0 for x in softmax}
+    values = {x: 0 if x.kind in ("mla", "dsa") else x.v_head_dim or 0 for x in softmax}
     numbers = min((x.num_kv_heads or 1) * ((x.head_dim or 1) + values[x]) for x in softmax)
     depth = keys.get("num_hidden_layers") if softmax == list(layers) else 1
     bits = (

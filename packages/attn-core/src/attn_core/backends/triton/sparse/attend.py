@@ -8,18 +8,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.sparse.e4m3 import from_e4m3
+from attn_core.cache.layer_cache import LATENT_BLOCK
+
+GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def load_values(latents, scales, page, inner, used, C: tl.constexpr):
+    """Return the values of latents [BN, BDV] as they are multiplied; of unused slots, zeros."""
+    d = tl.arange(0, C.BDV)
+    at = page * C.PAGE_STRIDE + inner * C.TOKEN_STRIDE
+    inside = used[:, None] & (d < C.DV)[None, :]
+    values = tl.load(latents + at[:, None] + d[None, :], mask=inside, other=0)
+    if C.FP8:
+        group = tl.arange(0, C.BDV // GROUP)
+        at = page * C.SCALES_PAGE + inner * C.SCALES_TOKEN
+        inside = used[:, None] & (group < C.DV // GROUP)[None, :]
+        scale = tl.load(scales + at[:, None] + group[None, :], mask=inside, other=0.0)
+        grouped = tl.reshape(from_e4m3(values), (C.BN, C.BDV // GROUP, GROUP))
+        values = tl.reshape(grouped * scale[:, :, None], (C.BN, C.BDV))
+    return values
+
+
 @triton.jit(do_not_specialize=["keys", "row_stride", "out_split", "lse_split"])
 def attend_selected(
-    q, q_token, q_head, latents, page_stride, token_stride, topk_indices, row_stride, keys, scale,
-    out, out_split, out_token, out_head, lse, lse_split, lse_token,
+    q, q_token, q_head, latents, rope_parts, scales, topk_indices, row_stride, keys, scale, out,
+    out_split, out_token, out_head, lse, lse_split, lse_token,
     C: tl.constexpr,
 ):  # fmt: skip
     """Attend with C.BM heads of a token to a part of its slots, `keys` of them or fewer.
 
+    Latents are those of LayerCache, their rope parts and FP8's scales by pointers of their own.
     Slots are valid first. Writes the output and the natural LSE of the part; a part without slots
     gives zeros and -inf.
     """
@@ -50,14 +72,15 @@ def attend_selected(
         n = start + tl.arange(0, C.BN)
         used = n < first + count
         slot = tl.load(own + n, mask=used, other=0).to(tl.int64)
-        base = (slot // C.PAGE) * page_stride + (slot % C.PAGE) * token_stride
-        inside = used[:, None] & of_v[None, :]
-        k1 = tl.load(latents + base[:, None] + d[None, :], mask=inside, other=0.0)
+        page = slot // C.PAGE
+        inner = slot % C.PAGE
+        k1 = load_values(latents, scales, page, inner, used, C).to(q1.dtype)
         s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if C.DR > 0:
             inside = used[:, None] & of_rope[None, :]
-            k2 = tl.load(latents + base[:, None] + C.DV + rope[None, :], mask=inside, other=0.0)
-            s += tl.dot(q2, tl.trans(k2), input_precision="ieee")
+            of_slot = rope_parts + (page * C.ROPE_PAGE + inner * C.ROPE_TOKEN)[:, None]
+            k2 = tl.load(of_slot + rope[None, :], mask=inside, other=0.0)
+            s += tl.dot(q2, tl.trans(k2.to(q2.dtype)), input_precision="ieee")
         s = tl.where(used[None, :], s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
         p = tl.exp2(s * (scale * LOG2E) - new[:, None])

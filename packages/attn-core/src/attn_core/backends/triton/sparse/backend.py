@@ -15,12 +15,15 @@ from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.operands import nothing
-from attn_core.runtime.sparse import dense_pass
+from attn_core.runtime.sparse import dense_pass, every_slot
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SparsePlan:
-    """The plan of a dense pass, None of others, and the request of each token, int32 [T]."""
+    """The plan of a dense pass, None of others, and the request of each token, int32 [T].
+
+    FP8 latents have no dense pass: there every slot is selected.
+    """
 
     dense: Schedules | None
     requests: Tensor
@@ -32,11 +35,13 @@ class TritonSparse(AttentionBackend):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self._dense = Triton(config)
+        self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
 
     def init_forward_metadata(self, batch: ForwardBatch) -> SparsePlan:
         """Plan the pass; attention to all keys only where one of the layers may do so."""
         layers = [x for x in self.config.layers if x.view in batch.views]
         dense = any(x.index_topk is None or dense_pass(x, batch) for x in layers)
+        dense = dense and not self._fp8
         token = torch.arange(batch.num_tokens, dtype=torch.int32, device=batch.positions.device)
         requests = torch.searchsorted(
             batch.cu_seqlens_q[1:], token, right=True, out_int32=True
@@ -53,7 +58,7 @@ class TritonSparse(AttentionBackend):
         """Plan a captured pass; all requests have as many queries, so that tokens keep theirs."""
         layers = [x for x in self.config.layers if x.view in batch.views]
         plan, dense = self.init_forward_metadata(batch), None
-        if any(x.index_topk is None for x in layers):
+        if any(x.index_topk is None for x in layers) and not self._fp8:
             dense = self._dense.init_forward_metadata_capture_cuda_graph(batch)
         return SparsePlan(dense=dense, requests=plan.requests)
 
@@ -86,6 +91,26 @@ class TritonSparse(AttentionBackend):
             queries=batch.max_q_len,
         )
 
+    def select(
+        self,
+        scores: Tensor,
+        first: int,
+        chosen: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: SparsePlan,
+    ) -> None:
+        """Select by scores float32 [n, L] that were computed elsewhere, for queries from `first`.
+
+        Writes token slots into chosen int32 [T, K].
+        """
+        launch.select(
+            *(scores, first, scores.shape[0], batch.views[layer.view], batch.cu_seqlens_q),
+            *(metadata.requests, chosen),
+            page_size=cache.page_size,
+        )
+
     def forward(
         self,
         q: Tensor,
@@ -101,6 +126,8 @@ class TritonSparse(AttentionBackend):
         topk_indices: Tensor | None = None,
     ) -> Output:
         """Attend to the selected slots or, without a selection, to all keys."""
+        if topk_indices is None and self._fp8:
+            topk_indices = every_slot(layer, batch, cache.page_size)
         if topk_indices is None:
             dense = metadata.dense
             if dense is None:  # a pass of few keys, by a mode that selects

@@ -8,14 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.sparse.e4m3 import from_e4m3
+
 
 @triton.jit
 def load_index_keys(keys, scales, table, position, seen, strides, C: tl.constexpr):
-    """Return index keys [BN, BD] in the dtype that they are multiplied in, and scales [BN].
-
-    E4M3 is read as its bits: in the places of float16's they are the number over 256, subnormal
-    ones too, so that chips without float8 read it as well.
-    """
+    """Return index keys [BN, BD] in the dtype that they are multiplied in, and scales [BN]."""
     page = tl.load(table + position // C.PAGE, mask=seen, other=0).to(tl.int64)
     offset = position % C.PAGE
     d = tl.arange(0, C.BD)
@@ -23,9 +21,7 @@ def load_index_keys(keys, scales, table, position, seen, strides, C: tl.constexp
     inside = seen[:, None] & (d < C.D)[None, :]
     raw = tl.load(keys + at[:, None] + d[None, :], mask=inside, other=0)
     if C.FP8:
-        bits = raw.to(tl.int16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        key = half.to(tl.float32) * 256.0
+        key = from_e4m3(raw)
         scale = tl.load(scales + page * strides.scales_page + offset, mask=seen, other=0.0)
     else:
         key = raw

@@ -45,7 +45,11 @@ class IndexStrides(NamedTuple):
 
 
 class AttendConstants(NamedTuple):
-    """What attend_selected is compiled for: latents of DV + DR columns, BM heads by BN keys."""
+    """What attend_selected is compiled for: latents of DV + DR columns, BM heads by BN keys.
+
+    The strides are those of latents, of their rope parts and of FP8's scales. Compiled in, an odd
+    one is known to be a multiple of what a load takes at once.
+    """
 
     HEADS: int
     DV: int
@@ -56,6 +60,13 @@ class AttendConstants(NamedTuple):
     BN: int
     BDV: int
     BDR: int
+    FP8: bool
+    PAGE_STRIDE: int
+    TOKEN_STRIDE: int
+    ROPE_PAGE: int
+    ROPE_TOKEN: int
+    SCALES_PAGE: int
+    SCALES_TOKEN: int
 
 
 def index_topk(
@@ -73,6 +84,8 @@ def index_topk(
 
     requests: int32 [T], the request of each token. queries: the most that a request has.
     """
+    if q_index.dtype is torch.float8_e4m3fn:
+        q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
     tokens, heads, dim = q_index.shape
     chosen = torch.empty(tokens, topk, dtype=torch.int32, device=q_index.device)
     keys, scales = cache.index_keys
@@ -102,12 +115,32 @@ def index_topk(
                 count, first, scores, scores.stride(0), topk, constants,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
-        select_topk[(count,)](
-            scores, scores.stride(0), table, table.stride(0), *lengths, first, chosen,
-            topk, size, min(_ROW, power_of_two(longest)), min(1024, power_of_two(topk)),
-            num_warps=8,
-        )  # fmt: skip
+        select(scores, first, count, view, cu_seqlens_q, requests, chosen, page_size=size)
     return chosen
+
+
+def select(
+    scores: Tensor,
+    first: int,
+    count: int,
+    view: CacheView,
+    cu_seqlens_q: Tensor,
+    requests: Tensor,
+    chosen: Tensor,
+    *,
+    page_size: int,
+) -> None:
+    """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
+
+    scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
+    What a query does not see is not read.
+    """
+    table, topk = view.page_table, chosen.shape[1]
+    select_topk[(count,)](
+        scores, scores.stride(0), table, table.stride(0), view.seq_lens, cu_seqlens_q, requests,
+        first, chosen, topk, page_size, _ROW,
+        min(1024, power_of_two(topk)), num_warps=8,
+    )  # fmt: skip
 
 
 def attend(
@@ -128,11 +161,14 @@ def attend(
     """
     tokens, heads, dim = q.shape
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
-    block_m, block_n, warps = _tile(heads, q.dtype, arch)
+    fp8 = cache.latent_dim > 0
+    block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
     blocks = triton.cdiv(heads, block_m)
+    values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
     constants = AttendConstants(
         *(heads, v_dim, dim - v_dim, cache.page_size, topk, block_m, block_n),
-        *(power_of_two(v_dim), power_of_two(dim - v_dim)),
+        *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8),
+        *(x.stride(axis) for x in (values, rope, scales) for axis in (0, 1)),
     )
     most = max(1, topk // FEWEST_KEYS)
     wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
@@ -143,7 +179,7 @@ def attend(
         partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
         states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
     attend_selected[(tokens, blocks, parts)](
-        q, *q.stride()[:2], cache.k, cache.k.stride(0), cache.k.stride(1),
+        q, *q.stride()[:2], values.view(torch.uint8) if fp8 else values, rope, scales,
         topk_indices, topk_indices.stride(0), keys, layer.scale,
         partial, *partial.stride()[:3], states, *states.stride()[:2], constants,
         num_warps=warps, num_stages=1 if q.dtype == torch.float32 else 2,
@@ -152,9 +188,9 @@ def attend(
         merge_states(partial, states, into=(out, lse))
 
 
-def _tile(heads: int, dtype: torch.dtype, arch: str | None) -> tuple[int, int, int]:
+def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:
     """Return heads and keys of a tile, and its warps."""
-    if dtype == torch.float32:
+    if fp8 or dtype == torch.float32:  # FP8's values too are float32 before they are multiplied
         return 16, 16, 4
     # 32 heads halve what is gathered; on sm80 and gfx942 their sums do not fit the registers
     return (32, 32, 8) if heads > 16 and arch == "sm90" else (16, 32, 4)

@@ -1,0 +1,78 @@
+"""Write new latents of sparse MLA into an FP8 cache, quantised as it stores them, in one launch."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernel: a parameter is a pointer or a number, which no annotation says.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache
+from attn_core.errors import UsageError
+from attn_core.ops.quant import BELOW_1_75, EIGHT, INFINITY, SMALLEST
+from attn_core.ops.triton.kv import fp8_bits
+
+_BLOCK = tl.constexpr(LATENT_BLOCK)
+_INFINITY, _BELOW_1_75 = tl.constexpr(INFINITY), tl.constexpr(BELOW_1_75)
+_EIGHT, _SMALLEST = tl.constexpr(EIGHT), tl.constexpr(SMALLEST)
+
+
+@triton.jit
+def _write(
+    k, k_token, k_dim, slots, slots_token, values, scales, rope,
+    values_page, values_token, scales_page, scales_token, rope_page, rope_token,
+    PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the 128 values of one block of a token and their scale or, last, its rope part."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    slot = tl.load(slots + token * slots_token)
+    page = slot // PAGE
+    inner = slot % PAGE
+    k += token * k_token
+    if block < LATENT // _BLOCK:
+        d = block * _BLOCK + tl.arange(0, _BLOCK)
+        x = tl.load(k + d * k_dim).to(tl.float32)
+        # as integers NaN is the largest magnitude
+        top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        bits = tl.maximum(((top + _BELOW_1_75) & _INFINITY) - _EIGHT, _SMALLEST)
+        bits = tl.where(top >= _INFINITY, top, bits)  # as power_of_two_scale
+        scale = bits.to(tl.float32, bitcast=True)
+        code = fp8_bits(tl.div_rn(x, scale + tl.zeros_like(x)), 3, 7, 448.0)
+        tl.store(values + page * values_page + inner * values_token + d, code.to(tl.uint8))
+        tl.store(scales + page * scales_page + inner * scales_token + block, scale)
+    else:
+        r = tl.arange(0, ROPE_BLOCK)
+        y = tl.load(k + (LATENT + r) * k_dim, mask=r < ROPE, other=0.0)
+        at = rope + page * rope_page + inner * rope_token + r
+        tl.store(at, y.to(tl.bfloat16), mask=r < ROPE)
+
+
+def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+    """Write latents k [N, 1, D] of any strides into token slots int64 [N]; v is None.
+
+    Bit for bit what attn_core.ops.latents.to_latents writes; only the payload of a NaN may differ.
+    Never syncs. Raises UsageError for shapes that do not fit.
+    """
+    values, scales, rope = cache.latents
+    dim, count = cache.latent_dim + rope.shape[-1], slots.shape[0]
+    if k.shape != (count, 1, dim):
+        raise UsageError(
+            f"k {list(k.shape)} for {count} slots of FP8 latents of {cache.latent_dim} values and "
+            f"{rope.shape[-1]} of rope (expected {[count, 1, dim]})"
+        )
+    if not count:
+        return
+    inner = 2 if cache.layout == "HND" else 1
+    strides = [x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)]
+    blocks = cache.latent_dim // LATENT_BLOCK + 1
+    _write[(count, blocks)](
+        k, k.stride(0), k.stride(2), slots, slots.stride(0),
+        values.view(torch.uint8), scales, rope, *strides,
+        cache.page_size, cache.latent_dim, rope.shape[-1],
+        triton.next_power_of_2(max(1, rope.shape[-1])),
+        num_warps=1,
+    )  # fmt: skip
