@@ -101,8 +101,8 @@ class BatchPool:
 def _rows(cache: Any, layer_id: int) -> tuple[int, int | None, Tensor, Tensor]:
     """Return the group and the window of a layer, and its keys and values [rows, Hkv, D].
 
-    Up to transformers 5.17, a group of layers has a tensor of keys and one of values per layer.
-    Since 5.23 one tensor holds all: a block has a page of keys and a page of values for each layer
+    In transformers 5.17, a group of layers has a tensor of keys and one of values per layer.
+    In 5.23, one tensor holds all: a block has a page of keys and a page of values for each layer
     of its type, one after the other.
     """
     if hasattr(cache, "layer_to_allocator"):

@@ -153,7 +153,7 @@ def read_requests(
     then, if its last page holds as many tokens.
     """
     begin, ends = arguments["cu_seq_lens_q"].long(), arguments["cu_seq_lens_k"]
-    if isinstance(ends, Tensor):  # transformers up to 5.17, where there is one type of layers
+    if isinstance(ends, Tensor):  # transformers 5.17, where there is one type of layers
         ends = {_FULL if window_group is None else _SLIDING: ends}
     lens = begin.diff()
     ends = {name == _SLIDING: x.long() for name, x in ends.items()}

@@ -19,7 +19,7 @@ from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.result import Overrides, Selection
 
-PAGED = f"paged|{NAME}"  # what transformers up to 5.17 calls NAME in continuous batching
+PAGED = f"paged|{NAME}"  # what transformers 5.17 calls NAME in continuous batching
 BATCHES = (
     f"{NAME}_batches"  # what a manager makes of both names: transformers builds no masks for it
 )
@@ -138,7 +138,7 @@ def _read(model: Any) -> tuple[AttentionLayer, ...]:
 
 
 def _block_size(config: Any) -> int:
-    """Return the tokens of a block, which transformers calls page_size since 5.23."""
+    """Return the tokens of a block, which transformers calls page_size in 5.23."""
     size: int = config.page_size if hasattr(config, "page_size") else config.block_size
     if size < 1:
         raise UsageError(f"blocks of {size} tokens (expected 1 or more)")
