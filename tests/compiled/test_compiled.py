@@ -20,7 +20,7 @@ BUILD = pathlib.Path(__file__).parents[1] / "support" / "build_kernels.py"
 # setmaxnreg hands them over: some addresses spill, no tile does. Most are those of checkpoints.
 SPILLS = {"decode_mla_hopper": 48, "scan_hopper": 74}
 # With 128 registers a thread four programs share a multiprocessor.
-SPILLS |= {"prepare_gdn_hopper": 24}
+SPILLS |= {"prepare_gdn_hopper": 24, "prepare_gdn_ahead": 36, "scan_alone": 6}
 # Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.
 SPILLS |= {("sm80", "prepare_gdn"): 34, ("sm80", "prepare_kda"): 6}
 SPILLS |= {("sm120", "prepare_gdn"): 2, ("sm120", "prepare_kda"): 13, ("sm100", "prepare_kda"): 6}
@@ -111,13 +111,21 @@ def test_hot_launches_of_sparse_mla(arch):
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_linear_attention(arch):
     names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
+    names += ("gdn-prefill-alone", "gdn-prefill-ahead", "kda-prefill-alone")
     sites = judged(arch, *names, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     kernels = [[k["name"] for k in site["kernels"]] for site in sites]
-    names = (["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"])
+    gdn, kda = (["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"])
+    names = [gdn, kda, gdn, gdn, kda]
     if arch == "sm90":
-        names = ([f"prepare_{kind}_hopper", "scan_hopper"] for kind in ("gdn", "kda"))
-    assert kernels[3:] == [*names]
+        names = [
+            ["prepare_gdn_hopper", "scan_hopper"],
+            ["prepare_kda_hopper", "scan_hopper"],
+            ["prepare_gdn_hopper", "scan_alone"],
+            ["prepare_gdn_ahead", "scan_alone"],
+            ["prepare_kda_hopper", "scan_alone"],
+        ]
+    assert kernels[3:] == names
 
 
 @pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])

@@ -97,12 +97,10 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
 
 
 @gluon.jit
-def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
-    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
-    c = gl.program_id(0) // C.HV
-    hv = gl.program_id(0) % C.HV
+def prepare_head(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare chunk `c` for value head `hv`."""
     h = hv // C.GROUP
-    at = gl.program_id(0).to(gl.int64)
+    at = (c * C.HV + hv).to(gl.int64)
     first = gl.load(chunks.start + c).to(gl.int64)
     count = gl.load(chunks.count + c)
     dtype: gl.constexpr = inputs.k.ptr.dtype.element_ty
@@ -130,3 +128,10 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
     T = solve(D, lines.index(1), below, tiles.index(1), tiles.index(2))
     store_solved(work, at, T, P, tiles.index(3))
+
+
+@gluon.jit
+def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
+    item = gl.program_id(0)
+    prepare_head(item // C.HV, item % C.HV, inputs, weights, numbers, chunks, work, C)
