@@ -18,9 +18,9 @@ from launch_sites import SHARED
 BUILD = pathlib.Path(__file__).parents[1] / "support" / "build_kernels.py"
 # Of kernels whose warps are specialised the assembler counts registers as at the launch, before
 # setmaxnreg hands them over: some addresses spill, no tile does. Most are those of checkpoints.
-SPILLS = {"decode_mla_hopper": 112, "scan_hopper": 74}
+SPILLS = {"decode_mla_hopper": 48, "scan_hopper": 74}
 # With 128 registers a thread four programs share a multiprocessor.
-SPILLS |= {"prepare_gdn_hopper": 36}
+SPILLS |= {"prepare_gdn_hopper": 24, "prepare_gdn_ahead": 36, "scan_alone": 6}
 # Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.
 SPILLS |= {("sm80", "prepare_gdn"): 34, ("sm80", "prepare_kda"): 6}
 SPILLS |= {("sm120", "prepare_gdn"): 2, ("sm120", "prepare_kda"): 13, ("sm100", "prepare_kda"): 6}
@@ -59,6 +59,8 @@ def faults(arch, site, *, hot):
         allowed = SPILLS.get(kernel["name"], SPILLS.get((arch, kernel["name"]), 0))
         if hot and kernel["spills"] > allowed:
             yield f"{name} spills {kernel['spills']} times, with {kernel['registers']} registers"
+        if hot and kernel["serialized"]:
+            yield f"{name} waits for each product before the next one begins"
         for write in kernel["overwritten"]:
             yield f"{name} writes what a product in flight may read:\n{write}"
 
@@ -109,13 +111,21 @@ def test_hot_launches_of_sparse_mla(arch):
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_linear_attention(arch):
     names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
+    names += ("gdn-prefill-alone", "gdn-prefill-ahead", "kda-prefill-alone")
     sites = judged(arch, *names, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     kernels = [[k["name"] for k in site["kernels"]] for site in sites]
-    names = (["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"])
+    gdn, kda = (["prepare_gdn", "scan_chunks"], ["prepare_kda", "scan_chunks"])
+    names = [gdn, kda, gdn, gdn, kda]
     if arch == "sm90":
-        names = ([f"prepare_{kind}_hopper", "scan_hopper"] for kind in ("gdn", "kda"))
-    assert kernels[3:] == [*names]
+        names = [
+            ["prepare_gdn_hopper", "scan_hopper"],
+            ["prepare_kda_hopper", "scan_hopper"],
+            ["prepare_gdn_hopper", "scan_alone"],
+            ["prepare_gdn_ahead", "scan_alone"],
+            ["prepare_kda_hopper", "scan_alone"],
+        ]
+    assert kernels[3:] == names
 
 
 @pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])
@@ -145,11 +155,13 @@ def test_what_no_row_declares_is_left_out():
     assert not list(faults("sm80", site, hot=True))
 
 
-def test_a_size_that_is_compiled_for_is_seen():
+def test_sizes_that_are_compiled_for_and_products_that_wait_are_seen():
     kernel = {"name": "k", "specialised": ["batch", "rows"], "shared": 0, "registers": 9}
-    site = {"site": "s", "kernels": [kernel | {"spills": 0, "overwritten": []}]}
+    kernel |= {"spills": 0, "serialized": True, "overwritten": []}
+    site = {"site": "s", "kernels": [kernel]}
     assert list(faults("sm90", site, hot=True)) == [
-        "s: k is compiled for sizes of a pass: ['batch', 'rows']"
+        "s: k is compiled for sizes of a pass: ['batch', 'rows']",
+        "s: k waits for each product before the next one begins",
     ]
 
 

@@ -53,7 +53,7 @@ def test_equals_float64(case, monkeypatch):
     torch.manual_seed(0)
     rng, latent = random.Random(str(case)), kind.startswith("mla")
     heads = 1 if latent else 2
-    group = 64 if latent else group
+    group = rng.choice((24, 64, 128)) if latent else group
     layer = AttentionLayer(
         layer_id=0,
         num_q_heads=heads * group,

@@ -93,8 +93,9 @@ def facts(kernel):
     """Return the bytes of shared memory, the registers of a thread and how many it spills.
 
     A spill of an NVIDIA kernel is an instruction: a stack alone may be that of a called division.
+    serialized: products of warp groups wait one for the other, for want of registers.
     """
-    text = kernel.asm.get("amdgcn")
+    text, serialized = kernel.asm.get("amdgcn"), False
     if text is not None:
         [registers] = re.findall(r"\.vgpr_count:\s+(\d+)", text)
         [spills] = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
@@ -102,8 +103,15 @@ def facts(kernel):
         text = disassembled(kernel)
         [registers] = re.findall(r"REG:(\d+)", text)
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
+        products, waits = (len(re.findall(x, text)) for x in ("HGMMA", "WARPGROUP.DEPBAR"))
+        serialized = 2 * waits > products
     shared = kernel.metadata.shared
-    return {"shared": shared, "registers": int(registers), "spills": int(spills)}
+    return {
+        "shared": shared,
+        "registers": int(registers),
+        "spills": int(spills),
+        "serialized": serialized,
+    }
 
 
 def overwritten(function, kernel):

@@ -42,6 +42,7 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
     if chip.arch == "sm75":
         raise NotDeclared("linear attention (needs sm80)")
     checkpoints, alone = more.pop("checkpoints", None), more.pop("alone", False)
+    ahead = more.pop("ahead", False)
     tokens_dtype = more.pop("tokens", torch.bfloat16)
     layer = make_layer(**model, **more)
     (hk, hv), (k, v) = model["heads"], model["dims"]
@@ -66,7 +67,7 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
         commit(kept, states, records, slots, slots, tree_mask=mask)
     else:
         plan = plan_prefill(kept, LENGTHS, dtype=tokens_dtype, device=META)
-        plan = dataclasses.replace(plan, processors=1000) if alone else plan
+        plan = dataclasses.replace(plan, processors=1000 if alone or ahead else 1, ahead=ahead)
         spots = int32(plan.num_chunks) if checkpoints else None
         prefill(kept, *tokens, states[0], slots, plan, checkpoints=spots)
 
@@ -84,6 +85,7 @@ LINEAR = {
         ("gdn-commit-tree", "commit", QWEN, {"drafts": 8, "tree": True}),
         ("gdn-prefill", "prefill", QWEN, {}),
         ("gdn-prefill-alone", "prefill", QWEN, {"alone": True}),
+        ("gdn-prefill-ahead", "prefill", QWEN, {"ahead": True}),
         ("gdn-prefill-64", "prefill", QWEN | {"dims": (64, 128)}, {}),
         ("gdn-prefill-bf16", "prefill", QWEN, {"checkpoints": True, **BF16}),
         ("kda-decode", "decode", KIMI, {}),

@@ -160,12 +160,12 @@ def test_no_kernel_is_compiled_after_a_warmup():
 
     def kernels():
         kept = [b._arguments(layer) for b in backends]
-        return {key for x in kept for key in (*x.launchers, *x.scans)}
+        return {key for x in kept for key in (*x.launchers, *x.prefills)}
 
     warmup(dispatcher)
     before = kernels()
     names = {key[0] for key in before}
-    assert names == {"prepare", "scan", "decode", "verify", "commit"}
+    assert names == {"prefill", "decode", "verify", "commit"}
     fresh = {"state_fresh": torch.tensor([True, False])}
     for more in ({}, fresh):
         forward(dispatcher, make_batch(M.EXTEND, [70, 3], (1, 2), **more), inputs(layer, 73), layer)

@@ -184,7 +184,8 @@ class Scheduler:
         )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
         row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)
-        programs = self._processors * launch.ctas_per_sm
+        parts = max(1, self._processors * launch.ctas_per_sm // row_blocks)
+        programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         kernels = self._kernels.decode
         return Cuts(

@@ -52,6 +52,11 @@ class Channel:
         mbarrier.wait(self.free.index(stage), phase)
 
     @gluon.jit
+    def fill(self, step):
+        """Say that a group of warps has filled the tile of a step; TMA says so itself."""
+        mbarrier.arrive(self.full.index(step % self.STAGES), count=1)
+
+    @gluon.jit
     def release(self, step):
         """Say that a consumer has read the tile of a step."""
         mbarrier.arrive(self.free.index(step % self.STAGES), count=1)

@@ -32,11 +32,13 @@ def load_keys_values(
 ):  # fmt: skip
     """Fill both channels with the blocks of each item, the last one first."""
     step = 0
+    seq = work.seq
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, requests, sizes, CONFIG)
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
         pages = requests.page_table + item.seq.to(gl.int64) * sizes.table_stride
-        head = item.tile // CONFIG.ROW_BLOCKS
+        head = item.head
         start = (item.first_block + item.num_blocks - 1) * CONFIG.BN
         slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
         for _ in range(0, item.num_blocks):
@@ -83,13 +85,15 @@ def attend(
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
+    seq = work.seq
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, requests, sizes, CONFIG)
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
         seq_len = item.seq_len
-        head = item.tile // CONFIG.ROW_BLOCKS
+        head = item.head
         context_len = seq_len - item.q_len
-        first_row = (item.tile % CONFIG.ROW_BLOCKS) * 64
+        first_row = work.row_block * 64
         q_rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, B))
         columns = gl.arange(0, D, gl.SliceLayout(0, B))
         q_offsets = row_offsets(q, item.q_start, head, q_rows, GROUP)
@@ -147,7 +151,7 @@ def attend(
                 CONFIG,
             )  # fmt: skip
         else:
-            slot = partial_slot(next_unit, item, CONFIG)
+            slot = partial_slot(work, next_unit, item, CONFIG)
             normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
             out_rows = gl.arange(0, 64, gl.SliceLayout(1, O))
             out_columns = gl.arange(0, D, gl.SliceLayout(0, O))

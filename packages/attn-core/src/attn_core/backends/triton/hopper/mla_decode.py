@@ -1,8 +1,9 @@
 """Absorbed MLA decode for Hopper: TMA brings each latent once, two groups of warps share it.
 
-Both groups score the same 64 rows, and each adds up half of the values: an accumulator of 64 by
-512 is more than the registers of one group hold, and scoring twice costs less than handing the
-probabilities over. The line of work is portable/decode.py's.
+One group scores the 64 rows of a tile and sums the high 128 columns of the values. It hands the
+weights over to the other one, which sums the low 384. Its accumulator is that small so that its
+registers hold most of the queries, which leaves shared memory for a third block of latents. The
+line of work is portable/decode.py's.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -12,186 +13,213 @@ probabilities over. The line of work is portable/decode.py's.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attn_core.backends.triton.hopper.channel import aggregate, init_barriers, new_channel
-from attn_core.backends.triton.hopper.common import (
-    Sizes,
-    row_offsets,
-    zero_tail,
+from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
+from attn_core.backends.triton.hopper.common import Sizes, row_offsets, zero_tail
+from attn_core.backends.triton.hopper.mla_latents import (
+    HIGH,
+    MIDDLE,
+    LatentTile,
+    QueryTile,
+    alloc_columns,
+    alloc_factors,
+    load_latents,
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
-from attn_core.backends.triton.hopper.split_kv import partial_slot, program_work, split_item
+from attn_core.backends.triton.hopper.split_kv import (
+    launch_dependents,
+    partial_slot,
+    program_work,
+    split_item,
+)
 from attn_core.backends.triton.masks import MASK_CAUSAL
 
 
-@aggregate
-class LatentTile:
-    """64 rows of 576 columns: the low and the high 256 of the latent, and 64 rotary ones."""
-
-    low: gl.shared_memory_descriptor
-    high: gl.shared_memory_descriptor
-    rope: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, low, high, rope):
-        self.low = low
-        self.high = high
-        self.rope = rope
+@gluon.jit
+def begin_scores(queries, q_middle, latents, step):
+    """Begin the products of the rotary and the middle columns of a block, when it is there."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zeros = gl.full([64, 64], 0.0, gl.float32, S)
+    latents.wait_full(step)
+    k_rope = latents.tile.rope.index(latents.stage(step)).permute((1, 0))
+    k_middle = latents.tile.middle.index(latents.stage(step)).permute((1, 0))
+    q_rope = queries.tile.rope.index(0)
+    s = hopper.warpgroup_mma(q_rope, k_rope, zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(q_middle, k_middle, s, is_async=True)
 
 
 @gluon.jit
-def alloc_latents(dtype: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate STAGES latent tiles."""
-    HALF_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], dtype)
-    ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    low = gl.allocate_shared_memory(dtype, [STAGES, 64, 256], HALF_LAYOUT)
-    high = gl.allocate_shared_memory(dtype, [STAGES, 64, 256], HALF_LAYOUT)
-    rope = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], ROPE_LAYOUT)
-    return LatentTile(low, high, rope)
+def add_scores(queries, q_low, latents, high, step, block, s):
+    """Begin the products of the other columns; the high ones come last."""
+    k_low = latents.tile.low.index(latents.stage(step)).permute((1, 0))
+    s = hopper.warpgroup_mma(q_low, k_low, s, is_async=True)
+    high.wait_full(block)
+    k_high = high.tile.index(high.stage(block)).permute((1, 0))
+    return hopper.warpgroup_mma(queries.tile.high.index(0), k_high, s, is_async=True)
 
 
 @gluon.jit
-def load_latent_rows(
-    tma_rows, row, tile, stage, full, copy, COPIES: gl.constexpr, STAGES: gl.constexpr
+def store_columns(
+    acc, factor, out, partial, work, unit, item, FIRST: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Copy rows from `row` on, 576 columns of them, into one of the COPIES parts of a stage."""
-    ROWS: gl.constexpr = 64 // COPIES
-    HALF: gl.constexpr = [STAGES * 4 * COPIES, ROWS, 64]
-    low = tile.low._reinterpret(tile.low.dtype, HALF, tma_rows.layout)
-    high = tile.high._reinterpret(tile.high.dtype, HALF, tma_rows.layout)
-    rope = tile.rope._reinterpret(tile.rope.dtype, [STAGES * COPIES, ROWS, 64], tma_rows.layout)
-    for panel in gl.static_range(4):
-        index = (stage * 4 + panel) * COPIES + copy
-        tma.async_copy_global_to_shared(tma_rows, [row, panel * 64], full, low.index(index))
-        tma.async_copy_global_to_shared(tma_rows, [row, 256 + panel * 64], full, high.index(index))
-    tma.async_copy_global_to_shared(tma_rows, [row, 512], full, rope.index(stage * COPIES + copy))
+    """Store acc · factor, columns FIRST … of outputs or of an item's partial state."""
+    GROUP: gl.constexpr = CONFIG.GROUP
+    L: gl.constexpr = acc.type.layout
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, L))[:, None]
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+    tile_rows = work.row_block * 64 + rows
+    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
+    valid = (tile_rows < item.q_len * GROUP)[:, None] & (columns >= 0)[None, :]
+    if item.end_unit - item.start_unit == item.num_units:
+        offsets = row_offsets(out, item.q_start, 0, tile_rows, GROUP)
+        result = acc.to(out.ptr.dtype.element_ty)
+        gl.store(out.ptr + offsets[:, None] + columns[None, :], result, mask=valid)
+    else:
+        offsets = (partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows) * 512
+        gl.store(partial.out + offsets[:, None] + columns[None, :], acc, mask=valid)
 
 
 @gluon.jit
-def load_latents(
-    queries, latents, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Bring the queries and then the latents of each item, the last block first."""
-    ROWS: gl.constexpr = min(CONFIG.PAGE, 64)
-    COPIES: gl.constexpr = 64 // ROWS
-    step = 0
-    turn = 0
-    next_unit = work.start
-    while next_unit < work.end:
-        item = split_item(work, next_unit, requests, sizes, CONFIG)
-        pages = requests.page_table + item.seq.to(gl.int64) * sizes.table_stride
-        q_row = item.q_start * CONFIG.GROUP + item.tile * 64
-        queries.wait_free(turn)
-        q_full = queries.full.index(0)
-        mbarrier.expect(q_full, 64 * 576 * 2)
-        load_latent_rows(q_rows, q_row, queries.tile, 0, q_full, 0, 1, 1)
-        for i in range(0, item.num_blocks):
-            start = (item.first_block + item.num_blocks - 1 - i) * 64
-            stage = latents.stage(step)
-            latents.wait_free(step)
-            full = latents.full.index(stage)
-            mbarrier.expect(full, 64 * 576 * 2)
-            for copy in gl.static_range(COPIES):
-                token = start + copy * ROWS
-                page = gl.load(pages + gl.minimum(token, item.seq_len - 1) // CONFIG.PAGE)
-                row = page * CONFIG.PAGE + token % CONFIG.PAGE
-                load_latent_rows(
-                    k_rows, row, latents.tile, stage, full, copy, COPIES, CONFIG.STAGES
-                )  # fmt: skip
-            step += 1
-        next_unit += item.end_unit - item.start_unit
-        turn += 1
-
-
-@gluon.jit
-def attend_half(
+def attend_high(
     queries,
     latents,
-    v_tile,
+    high,
+    alphas,
+    factors,
     out,
     partial,
     requests,
     work,
     scales,
     sizes,
-    HALF: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """Attend over this program's items, with columns 256 · HALF … of the values."""
+    """Score the blocks of this program's items, and sum the high columns of their values."""
     GROUP: gl.constexpr = CONFIG.GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])  # noqa: E741
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    zeros = gl.full([64, 64], 0.0, gl.float32, S)
-    q_low = queries.tile.low.index(0)
-    q_high = queries.tile.high.index(0)
-    q_rope = queries.tile.rope.index(0)
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    first_row = work.row_block * 64
+    q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // GROUP
+    tile = latents.tile
     step = 0
+    block = 0
     turn = 0
+    seq = work.seq
     next_unit = work.start
     while next_unit < work.end:
-        item = split_item(work, next_unit, requests, sizes, CONFIG)
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
         seq_len = item.seq_len
         context_len = seq_len - item.q_len
-        first_row = item.tile * 64
-        q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // GROUP
         unmasked_high = seq_len
         if CONFIG.MASK == MASK_CAUSAL:
             unmasked_high = gl.minimum(seq_len, context_len + first_row // GROUP + 1)
         mask = KeyMask(seq_len, context_len, 0, unmasked_high, 0, 0, 0)
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc = gl.full([64, 256], 0.0, gl.float32, O)
+        acc = gl.full([64, 128], 0.0, gl.float32, O)
+        s = gl.full([64, 64], 0.0, gl.float32, S)
+        latents.wait_full(step)
+        stage = latents.stage(step)
+        q_low = tile.low.index(stage).load(Q)
+        q_middle = tile.middle.index(stage).load(Q)
+        latents.release(step)
+        alphas.fill(step)  # the other group counts this step, too
+        step += 1
         queries.wait_full(turn)
+        if item.num_blocks > 0:
+            begun = begin_scores(queries, q_middle, latents, step)
+            begun = add_scores(queries, q_low, latents, high, step, block, begun)
+            s = hopper.warpgroup_mma_wait(0, deps=[begun])
         for i in range(0, item.num_blocks):
             start = (item.first_block + item.num_blocks - 1 - i) * 64
-            stage = latents.stage(step)
-            latents.wait_full(step)
-            k_low = latents.tile.low.index(stage).permute((1, 0))
-            k_high = latents.tile.high.index(stage).permute((1, 0))
-            k_rope = latents.tile.rope.index(stage).permute((1, 0))
-            s = hopper.warpgroup_mma(q_low, k_low, zeros, use_acc=False, is_async=True)
-            s = hopper.warpgroup_mma(q_high, k_high, s, is_async=True)
-            s = hopper.warpgroup_mma(q_rope, k_rope, s, is_async=True)
-            s = hopper.warpgroup_mma_wait(0, deps=[s])
-            if i == item.num_blocks - 1:
-                queries.release(turn)
             p, m_i, l_i, alpha = softmax_step(
                 s, start, q_idx, m_i, l_i, mask, scales, CONFIG, SCALE_AFTER_MAX=False
             )
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-            zero_tail(v_tile, stage, start, 0, seq_len, 64, 256)
-            weights = gl.convert_layout(p.to(v_tile.dtype), P)
-            acc = hopper.warpgroup_mma(weights, v_tile.index(stage), acc)
-            latents.release(step)
+            p = p.to(tile.low.dtype)
+            tile.rope.index(latents.stage(step)).store(p)
+            alphas.tile.index(latents.stage(step)).store(alpha)
+            hopper.fence_async_shared()
+            zero_tail(high.tile, high.stage(block), start, 0, seq_len, 64, 128)
+            p = gl.convert_layout(p, P)
+            v_high = high.tile.index(high.stage(block))
+            summed = hopper.warpgroup_mma(p, v_high, acc, is_async=True)
+            if i + 1 < item.num_blocks:
+                begun = begin_scores(queries, q_middle, latents, step + 1)
+                acc, p = hopper.warpgroup_mma_wait(2, deps=[summed, p])
+                high.release(block)
+                begun = add_scores(queries, q_low, latents, high, step + 1, block + 1, begun)
+                # the other group's product is to run beside the softmax, not beside these
+                begun = hopper.warpgroup_mma_wait(2, deps=[begun])
+                alphas.fill(step)
+                s = hopper.warpgroup_mma_wait(0, deps=[begun])
+            else:
+                alphas.fill(step)
+                queries.release(turn)
+                acc, p = hopper.warpgroup_mma_wait(0, deps=[summed, p])
+                high.release(block)
             step += 1
+            block += 1
         if item.num_blocks == 0:  # no keys: nobody has given the queries back
             queries.release(turn)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
-        rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, O))
-        columns = 256 * HALF + gl.arange(0, 256, gl.SliceLayout(0, O))
-        if item.end_unit - item.start_unit == item.num_units:
-            normalized = acc * gl.convert_layout(scales.v / l_i, gl.SliceLayout(1, O))[:, None]
-            offsets = row_offsets(out, item.q_start, 0, rows, GROUP)
-            valid = (rows // GROUP < item.q_len)[:, None] & (columns >= 0)[None, :]
-            gl.store(
-                out.ptr + offsets[:, None] + columns[None, :],
-                normalized.to(out.ptr.dtype.element_ty),
-                mask=valid,
-            )
-            if HALF == 0:
-                store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
+        unsplit = item.end_unit - item.start_unit == item.num_units
+        factor = gl.where(unsplit, scales.v, 1.0) / l_i
+        factors.wait_free(turn)
+        factors.tile.index(0).store(factor)
+        factors.fill(turn)
+        if unsplit:
+            store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
         else:
-            slot = partial_slot(next_unit, item, CONFIG)
-            state_rows = slot.to(gl.int64) * 64 + rows - first_row
-            normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
-            gl.store(partial.out + state_rows[:, None] * 512 + columns[None, :], normalized)
-            if HALF == 0:
-                lse_rows = slot.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-                lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
-                gl.store(partial.lse + lse_rows, lse)
+            slot = partial_slot(work, next_unit, item, CONFIG)
+            lse_rows = slot.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
+            gl.store(partial.lse + lse_rows, gl.where(empty, -float("inf"), m_i + gl.log2(l_i)))
+        store_columns(acc, factor, out, partial, work, next_unit, item, HIGH, CONFIG)
+        next_unit += item.end_unit - item.start_unit
+        turn += 1
+
+
+@gluon.jit
+def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CONFIG: gl.constexpr):
+    """Sum the low and the middle columns of the values, with the other group's weights."""
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])  # noqa: E741
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    tile = latents.tile
+    step = 0
+    turn = 0
+    seq = work.seq
+    next_unit = work.start
+    while next_unit < work.end:
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
+        acc = gl.full([64, 256], 0.0, gl.float32, O)
+        middle = gl.full([64, 128], 0.0, gl.float32, M)
+        step += 1  # of the queries
+        for i in range(0, item.num_blocks):
+            start = (item.first_block + item.num_blocks - 1 - i) * 64
+            stage = latents.stage(step)
+            latents.wait_full(step)
+            alphas.wait_full(step)
+            alpha = alphas.tile.index(stage).load(gl.SliceLayout(1, O))
+            acc = acc * alpha[:, None]
+            middle = middle * gl.convert_layout(alpha, gl.SliceLayout(1, M))[:, None]
+            zero_tail(tile.low, stage, start, 0, item.seq_len, 64, 256)
+            zero_tail(tile.middle, stage, start, 0, item.seq_len, 64, 128)
+            p = tile.rope.index(stage)
+            low_sum = hopper.warpgroup_mma(p, tile.low.index(stage), acc, is_async=True)
+            middle_sum = hopper.warpgroup_mma(p, tile.middle.index(stage), middle, is_async=True)
+            acc, middle = hopper.warpgroup_mma_wait(0, deps=[low_sum, middle_sum])
+            latents.release(step)
+            step += 1
+        factors.wait_full(turn)
+        factor = factors.tile.index(0).load(gl.SliceLayout(1, O))
+        factors.release(turn)
+        store_columns(acc, factor, out, partial, work, next_unit, item, 0, CONFIG)
+        store_columns(middle, factor, out, partial, work, next_unit, item, MIDDLE, CONFIG)
         next_unit += item.end_unit - item.start_unit
         turn += 1
 
@@ -213,33 +241,39 @@ def decode_mla_hopper(
 
     q_rows: [T · GROUP, 576] by [64, 64]; k_rows: [tokens, 576] by [min(PAGE, 64), 64].
     """
+    launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
     work = program_work(work_indptr, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty
-        q_tile = alloc_latents(T, 1)
-        k_tile = alloc_latents(T, CONFIG.STAGES)
-        queries = new_channel(q_tile, 1)
-        latents = new_channel(k_tile, CONFIG.STAGES)
-        init_barriers((queries,), 1, 2)
-        init_barriers((latents,), 1, 2)
+        k_tile = LatentTile(
+            alloc_columns(T, 3, 256), alloc_columns(T, 3, 128), alloc_columns(T, 3, 64)
+        )
+        latents = new_channel(k_tile, 3)
+        high = new_channel(alloc_columns(T, 2, 128), 2)
+        queries = new_channel(QueryTile(alloc_columns(T, 1, 128), alloc_columns(T, 1, 64)), 1)
+        alphas = new_channel(alloc_factors(3), 3)
+        factors = new_channel(alloc_factors(1), 1)
+        init_barriers((latents, alphas), 1, 1)
+        init_barriers((high,), 1, 1)
+        init_barriers((queries, factors), 1, 1)
         gl.warp_specialize(
             [
                 (
-                    attend_half,
+                    attend_high,
                     (
-                        queries, latents, k_tile.low, out, partial, requests, work, scales,
-                        sizes, 0, CONFIG,
+                        queries, latents, high, alphas, factors, out, partial, requests, work,
+                        scales, sizes, CONFIG,
                     ),
                 ),
                 (
-                    attend_half,
-                    (
-                        queries, latents, k_tile.high, out, partial, requests, work, scales,
-                        sizes, 1, CONFIG,
-                    ),
+                    attend_low,
+                    (latents, alphas, factors, out, partial, requests, work, sizes, CONFIG),
                 ),
-                (load_latents, (queries, latents, q_rows, k_rows, requests, work, sizes, CONFIG)),
+                (
+                    load_latents,
+                    (queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG),
+                ),
             ],
             [4, 1],
             [240, 24],

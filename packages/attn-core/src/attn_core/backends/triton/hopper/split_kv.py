@@ -10,26 +10,29 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_core.backends.triton.hopper.common import find_seq_idx
-
 
 class Work(NamedTuple):
-    """Units start … end of the line of work, a program's share; indptr: see plan_splits."""
+    """Units start … end of the line of work, a program's share; indptr: see plan_splits.
+
+    seq: the sequence of the first unit. row_block: which 64 rows of each head, see decode_splits.
+    """
 
     indptr: Any
     start: Any
     end: Any
+    seq: Any
+    row_block: Any
 
 
 class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
-    tile: head · ROW_BLOCKS + block of 64 rows. start_unit … end_unit: of the tile's num_units.
-    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
+    start_unit … end_unit: of the tile's num_units. first_key: the first that any row sees.
+    first_block … first_block + num_blocks: of keys.
     """
 
     seq: Any
-    tile: Any
+    head: Any
     start_unit: Any
     end_unit: Any
     num_units: Any
@@ -42,24 +45,43 @@ class SplitItem(NamedTuple):
 
 
 @gluon.jit
-def program_work(indptr, sizes, CONFIG: gl.constexpr):
-    """Return the units of this program: as many for each, the last ones may have none."""
-    num_units = gl.load(indptr + sizes.batch) * CONFIG.HEADS * CONFIG.ROW_BLOCKS
-    programs = gl.num_programs(0)
-    quota = gl.maximum((num_units + programs - 1) // programs, CONFIG.MIN_UNITS)
-    start = gl.program_id(0) * quota
-    return Work(indptr, start, gl.minimum(start + quota, num_units))
+def launch_dependents():
+    """Let the launch of merge_splits begin, which waits for the partial states by itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def split_item(work, unit, requests, sizes, CONFIG: gl.constexpr):
-    """Return what lies at a unit of the line of work, as far as work.end or its tile's end."""
-    TILES: gl.constexpr = CONFIG.HEADS * CONFIG.ROW_BLOCKS
-    seq = find_seq_idx(work.indptr, sizes.batch, unit, TILES)
+def program_work(indptr, sizes, CONFIG: gl.constexpr):
+    """Return the units of this program: as many for each part, the last ones may have none."""
+    num_units = gl.load(indptr + sizes.batch) * CONFIG.HEADS
+    parts = gl.num_programs(0) // CONFIG.ROW_BLOCKS
+    quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
+    start = gl.program_id(0) // CONFIG.ROW_BLOCKS * quota
+    # all at once: a search would wait for one load after the other
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    before = gl.full([128], 0, gl.int32, L)
+    for low in range(0, sizes.batch, 128):
+        i = low + gl.arange(0, 128, L)
+        ends = gl.load(indptr + 1 + i, mask=i < sizes.batch, other=0)
+        before += ((i < sizes.batch) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
+    end = gl.minimum(start + quota, num_units)
+    return Work(indptr, start, end, gl.sum(before, 0), gl.program_id(0) % CONFIG.ROW_BLOCKS)
+
+
+@gluon.jit
+def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
+    """Return what lies at a unit of the line of work, as far as work.end or its tile's end.
+
+    seq: a sequence that begins no later: that of the item before.
+    """
+    while gl.load(work.indptr + seq + 1) * CONFIG.HEADS <= unit:
+        seq += 1
     before = gl.load(work.indptr + seq)
     num_units = gl.load(work.indptr + seq + 1) - before
-    tile = (unit - before * TILES) // num_units
-    start_unit = (unit - before * TILES) % num_units
+    head = (unit - before * CONFIG.HEADS) // num_units
+    start_unit = (unit - before * CONFIG.HEADS) % num_units
     if CONFIG.BATCH_INVARIANT:
         end_unit = start_unit + 1
     else:
@@ -75,18 +97,19 @@ def split_item(work, unit, requests, sizes, CONFIG: gl.constexpr):
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
     return SplitItem(
-        seq, tile, start_unit, end_unit, num_units, q_start, q_len, seq_len, first_key,
+        seq, head, start_unit, end_unit, num_units, q_start, q_len, seq_len, first_key,
         first_block, end_block - first_block,
     )  # fmt: skip
 
 
 @gluon.jit
-def partial_slot(unit, item, CONFIG: gl.constexpr):
+def partial_slot(work, unit, item, CONFIG: gl.constexpr):
     """Return the number of the partial state of an item that begins at a unit.
 
-    Each unit has one if BATCH_INVARIANT; else a program has two, the second for a tile's start.
+    Each unit has one for each row block if BATCH_INVARIANT; else a program has two, the second for
+    a tile's start.
     """
-    slot = unit
-    if not CONFIG.BATCH_INVARIANT:
-        slot = 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)
-    return slot
+    if CONFIG.BATCH_INVARIANT:
+        return unit * CONFIG.ROW_BLOCKS + work.row_block
+    else:
+        return 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)

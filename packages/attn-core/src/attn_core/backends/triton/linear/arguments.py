@@ -82,7 +82,8 @@ class Chunks(NamedTuple):
 
     start, count [chunks]: the first token of a chunk, and how many it has. cu_seqlens [B + 1]: the
     first token of each request. first [B]: the first chunk of each. order [B]: the requests, the
-    longest first, so that no long one is left at the end.
+    longest first, so that no long one is left at the end. turn [chunks]: the chunks, the first ones
+    of all requests first.
     """
 
     start: Any
@@ -90,6 +91,7 @@ class Chunks(NamedTuple):
     cu_seqlens: Any
     first: Any
     order: Any
+    turn: Any
 
 
 class Workspace(NamedTuple):
@@ -100,6 +102,8 @@ class Workspace(NamedTuple):
     decay float32 [chunks, Hv] or [chunks, Hv, K]: by which the chunk multiplies the state.
     k_in, q_in, k_out [chunks, Hv, 64, K]: keys and queries with a decay per channel; these replace
     the factors.
+    ready int32 [chunks, Hv, programs]: zeros, where each program of `scan` waits for a chunk.
+    taken int32 [1]: zero, how many chunks and heads were taken to be prepared.
     """
 
     T: Any
@@ -108,6 +112,8 @@ class Workspace(NamedTuple):
     k_in: Any
     q_in: Any
     k_out: Any
+    ready: Any
+    taken: Any
 
 
 class Constants(NamedTuple):

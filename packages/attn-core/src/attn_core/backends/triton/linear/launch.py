@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,22 @@ from attn_core.errors import UsageError
 from attn_core.ops.triton.launcher import Launcher, alike
 
 
+class PrefillKernels(NamedTuple):
+    """The two kernels of prefill. rows: of V of a program of `scan`. ahead: they run at once."""
+
+    prepare: Launcher
+    scan: Launcher
+    rows: int
+    ahead: bool
+
+
 @dataclass(frozen=True, eq=False)
 class LinearArguments:
     """What the kernels are given of a layer in every pass, and the launchers of these kernels.
 
     arch: "sm90", "gfx942" or another architecture.
     common: the constants of all launches, without those of a pass.
-    scans: launchers of prefill's second kernel, and how many rows of V a program of each has.
+    prefills: launchers of prefill's kernels.
     """
 
     arch: str
@@ -55,7 +64,7 @@ class LinearArguments:
     weights: Weights | None
     common: Constants
     launchers: dict[Hashable, Launcher] = field(default_factory=dict)
-    scans: dict[Hashable, tuple[Launcher, int]] = field(default_factory=dict)
+    prefills: dict[Hashable, PrefillKernels] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layer: Any, arch: str) -> LinearArguments:

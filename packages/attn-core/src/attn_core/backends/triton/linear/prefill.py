@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import knobs
 
 from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs, Workspace
-from attn_core.backends.triton.linear.launch import LinearArguments
+from attn_core.backends.triton.linear.launch import LinearArguments, PrefillKernels
 from attn_core.backends.triton.linear.operands import (
     inputs_of,
     like,
@@ -25,7 +25,12 @@ from attn_core.backends.triton.linear.operands import (
 from attn_core.backends.triton.linear.prepare import prepare_gdn
 from attn_core.backends.triton.linear.prepare_kda import prepare_kda
 from attn_core.backends.triton.linear.scan import scan_chunks
-from attn_core.backends.triton.linear.tuning import FROM_SHARED, prepare_launch, scan_launch
+from attn_core.backends.triton.linear.tuning import (
+    FROM_SHARED,
+    prepare_launch,
+    prepares_ahead,
+    scan_launch,
+)
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.ops.triton.launcher import Launcher, alike
 
@@ -34,13 +39,23 @@ CHUNK = 64
 
 @dataclass(frozen=True, eq=False)
 class PrefillPlan:
-    """The chunks of a pass, and a workspace that its layers share, one after another."""
+    """The chunks of a pass, and a workspace that its layers share, one after another.
+
+    scans: tiles of 64 rows of the states. ahead: chunks are prepared while others are scanned.
+    """
 
     chunks: Chunks
     work: Workspace
     num_chunks: int
     batch: int
+    scans: int
     processors: int
+    ahead: bool
+
+    @property
+    def alone(self) -> bool:
+        """Say whether each tile of a state can have a multiprocessor to itself."""
+        return self.scans <= self.processors
 
 
 def plan_prefill(
@@ -58,14 +73,22 @@ def plan_prefill(
     left = [n - x for n in query_lens for x in range(0, n, CHUNK)]
     first = [0, *accumulate(counts)][:-1]
     order = sorted(range(len(query_lens)), key=lambda b: -query_lens[b])
-    parts = (start, [min(CHUNK, x) for x in left], begins, first, order)
+    common, total, processors = layer.common, len(start), 1
+    pinned = device.type == "cuda"
+    if pinned:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    scans = len(query_lens) * common.HV * -(-common.V // 64)
+    ahead = not common.PER_CHANNEL and prepares_ahead(layer.arch, scans, processors)
+    turn = []
+    if ahead:
+        places = [j for n in counts for j in range(n)]
+        turn = sorted(range(total), key=places.__getitem__)
+    parts = (start, [min(CHUNK, x) for x in left], begins, first, order, turn)
     padded = [[*part, *[0] * (-len(part) % 4)] for part in parts]  # each is aligned to 16 bytes
     numbers = [x for part in padded for x in part]
-    pinned = device.type == "cuda"
     host = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=pinned)
     table = host.to(device, non_blocking=True)
     pieces = torch.split(table, [len(part) for part in padded])
-    common, total = layer.common, len(start)
     heads = (total, common.HV)
 
     def empty(*dims: int, store: torch.dtype = dtype) -> Tensor:
@@ -76,11 +99,13 @@ def plan_prefill(
     decay = empty(*wide, store=torch.float32)
     spread = [empty(CHUNK, common.K) if common.PER_CHANNEL else T for _ in range(3)]
     factors = decay if common.PER_CHANNEL else empty(3, CHUNK, store=torch.float32)
-    work = Workspace(T, factors, decay, *spread)
-    processors = 1
-    if pinned:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), processors)
+    waits = (table, table)
+    if ahead:
+        programs = total * common.HV * -(-common.V // 64)
+        zeros = torch.zeros(1 + programs, dtype=torch.int32, device=device)
+        waits = (zeros[1:], zeros)
+    work = Workspace._make((T, factors, decay, *spread, *waits))
+    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), scans, processors, ahead)
 
 
 def prefill(
@@ -114,41 +139,50 @@ def prefill(
     common, places = layer.common, slots_of(slots, slots_out, fresh)
     inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
     rows, stored = rows_of(out), states_of(state)
-    tensors = like((*inputs, rows, stored))
-    if plan.num_chunks:
-        key = ("prepare", *tensors)
-        launcher = layer.launchers.get(key)
-        if launcher is None:
-            launcher = layer.launchers[key] = _prepare(layer, inputs)
-        programs = plan.num_chunks * common.HV
-        launcher.launch((programs, 1, 1), (inputs, weights, layer.numbers, plan.chunks, plan.work))
     spots = slots if checkpoints is None else checkpoints
-    alone = slots.shape[0] * common.HV * -(-common.V // 64) <= plan.processors
     key = (
-        *("scan", fresh is None, checkpoints is None, alone, *tensors),
+        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead),
+        *like((*inputs, rows, stored)),
         *map(alike, (*places, spots)),
     )
-    scan = layer.scans.get(key)
-    if scan is None:
+    kernels = layer.prefills.get(key)
+    if kernels is None:
         constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
-        scan = layer.scans[key] = _scan(layer, constants, inputs, alone=alone)
-    launcher, height = scan
-    launcher.launch(
-        (slots.shape[0] * common.HV * common.V // height, 1, 1),
+        kernels = layer.prefills[key] = _kernels(layer, constants, inputs, plan)
+    given = (inputs, weights, layer.numbers, plan.chunks, plan.work)
+    if kernels.ahead:
+        kernels.prepare.launch(
+            (4 * plan.processors, 1, 1), (*given, plan.num_chunks, plan.scans, plan.processors)
+        )
+    elif plan.num_chunks:
+        kernels.prepare.launch((plan.num_chunks * common.HV, 1, 1), given)
+    kernels.scan.launch(
+        (plan.batch * common.HV * common.V // kernels.rows, 1, 1),
         (inputs, rows, stored, places, spots, plan.chunks, plan.work),
     )
     return out
 
 
+def _kernels(
+    layer: LinearArguments, constants: Constants, inputs: Inputs, plan: PrefillPlan
+) -> PrefillKernels:
+    """Return what prepares the chunks and what carries the states through them."""
+    own = _kernels_of(layer.arch)
+    if own is not None and plan.ahead and own.takes(layer.common, inputs):
+        chosen: PrefillKernels = own.ahead(layer.common, constants)
+        return chosen
+    prepare = None if own is None else own.prepare(layer.common, inputs)
+    scan = None if own is None else own.scan(constants, inputs, alone=plan.alone)
+    scan, rows = scan or _scan(layer, constants, inputs, alone=plan.alone)
+    return PrefillKernels(prepare or _prepare(layer, inputs), scan, rows, ahead=False)
+
+
 def _prepare(layer: LinearArguments, inputs: Inputs) -> Launcher:
     """Return what prepares the chunks."""
-    common, dtype, own = layer.common, inputs.k.ptr.dtype, _kernels_of(layer.arch)
-    launcher: Launcher | None = None if own is None else own.prepare(common, inputs)
-    if launcher is not None:
-        return launcher
-    wide, per_channel = dtype == torch.float32, common.PER_CHANNEL
-    chosen = prepare_launch(layer.arch, common.K, per_channel=per_channel, wide=wide)
-    constants = common._replace(PRECISION=layer.precision(dtype))
+    dtype, per_channel = inputs.k.ptr.dtype, layer.common.PER_CHANNEL
+    wide = dtype == torch.float32
+    chosen = prepare_launch(layer.arch, layer.common.K, per_channel=per_channel, wide=wide)
+    constants = layer.common._replace(PRECISION=layer.precision(dtype))
     kernel = prepare_kda if per_channel else prepare_gdn
     last = chosen.rows if per_channel else layer.arch in FROM_SHARED
     return Launcher(kernel, last, constants, num_warps=chosen.warps, num_stages=chosen.stages)
@@ -158,12 +192,7 @@ def _scan(
     layer: LinearArguments, common: Constants, inputs: Inputs, *, alone: bool
 ) -> tuple[Launcher, int]:
     """Return what carries the states through the chunks, and the rows of V of a program."""
-    dtype, own = inputs.v.ptr.dtype, _kernels_of(layer.arch)
-    found: tuple[Launcher, int] | None = None
-    if own is not None:
-        found = own.scan(common, inputs, alone=alone)
-    if found is not None:
-        return found
+    dtype = inputs.v.ptr.dtype
     wide = dtype == torch.float32
     chosen = scan_launch(layer.arch, common.V, common.K, wide=wide, alone=alone)
     constants = common._replace(PRECISION=layer.precision(dtype))

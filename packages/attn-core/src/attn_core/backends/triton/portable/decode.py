@@ -1,11 +1,12 @@
 """Split-KV attention for few queries a request: decode, verify and absorbed MLA.
 
 A tile is BM rows of one KV head of a request: (query, head of the group) pairs. The blocks of keys
-of all tiles form one queue of work, which a fixed number of programs share evenly. A tile that one
-program covers is finished there. Of a tile that several programs share, each stores its partial
-output and LSE, and `merge_splits` merges them. A program stores at most two partials. No grid
-depends on a length, so that a captured CUDA graph serves every length. This is stream-K
-(arXiv:2301.03598), applied to keys.
+of all heads form one queue of work, which a fixed number of programs share evenly: each part of it
+is that of ROW_BLOCKS programs, one for each tile of its keys. They run side by side, so that these
+keys are read from memory once. A tile that one program covers is finished there. Of a tile that
+several programs share, each stores its partial output and LSE, and `merge_splits` merges them. A
+program stores at most two partials. No grid depends on a length, so that a captured CUDA graph
+serves every length. This is stream-K (arXiv:2301.03598), applied to keys.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -30,10 +31,10 @@ from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load
 
 
 @triton.jit
-def quota_of(work_indptr, batch, tiles, programs, MIN_UNITS: tl.constexpr):
+def quota_of(work_indptr, batch, heads, programs, SPLIT: tl.constexpr):
     """Return all units of work and the quota of one program, no less than MIN_UNITS."""
-    work = tl.load(work_indptr + batch) * tiles
-    return work, tl.maximum(tl.cdiv(work, programs), MIN_UNITS)
+    work = tl.load(work_indptr + batch) * heads
+    return work, tl.maximum(tl.cdiv(work, programs // SPLIT.ROW_BLOCKS), SPLIT.MIN_UNITS)
 
 
 @triton.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])
@@ -66,21 +67,19 @@ def decode_splits(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    tiles = C.HEADS * SPLIT.ROW_BLOCKS
-    programs = tl.num_programs(0)
-    work, quota = quota_of(work_indptr, batch, tiles, programs, SPLIT.MIN_UNITS)
-    at = tl.program_id(0) * quota
+    row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
+    work, quota = quota_of(work_indptr, batch, C.HEADS, tl.num_programs(0), SPLIT)
+    at = tl.program_id(0) // SPLIT.ROW_BLOCKS * quota
     end = tl.minimum(at + quota, work)
     if at < end:
-        b = find_seq_idx(work_indptr, batch, at, C.HEADS * SPLIT.ROW_BLOCKS, 0)
+        b = find_seq_idx(work_indptr, batch, at, C.HEADS, 0)
         while at < end:
             before = tl.load(work_indptr + b)
             units = tl.load(work_indptr + b + 1) - before
-            row_block = (at - before * tiles) // units
-            unit = (at - before * tiles) % units
+            head = (at - before * C.HEADS) // units
+            unit = (at - before * C.HEADS) % units
             stop = unit + 1 if SPLIT.BATCH_INVARIANT else tl.minimum(unit + end - at, units)
 
-            head = row_block // SPLIT.ROW_BLOCKS
             query = tl.load(requests.cu_seqlens_q + b)
             queries = tl.load(requests.cu_seqlens_q + b + 1) - query
             length = tl.load(requests.seq_lens + b)
@@ -92,7 +91,7 @@ def decode_splits(
             lo = origin + unit * (SPLIT.BLOCKS_PER_UNIT * BN)
             hi = tl.minimum(origin + stop * (SPLIT.BLOCKS_PER_UNIT * BN), tl.cdiv(length, BN) * BN)
 
-            row = (row_block % SPLIT.ROW_BLOCKS) * BM + tl.arange(0, BM)
+            row = row_block * BM + tl.arange(0, BM)
             tile = load_tile(q, cache.k, row, query, queries, head, C)
             keys = Keys(
                 at_head(cache, head, 0, C.PAGE),
@@ -108,8 +107,8 @@ def decode_splits(
             )
             state = init_state(BM, C.BDV, C.SPLIT_FP8_COLUMNS)
             if C.CHUNK:
-                first_query = (row_block % SPLIT.ROW_BLOCKS) * BM // C.GROUP
-                last_query = ((row_block % SPLIT.ROW_BLOCKS) * BM + BM - 1) // C.GROUP
+                first_query = row_block * BM // C.GROUP
+                last_query = (row_block * BM + BM - 1) // C.GROUP
                 last_query = tl.minimum(last_query, queries - 1)
                 state = dual_chunk_loop(
                     q, row, query, queries, head, state, keys, scales, lo, hi, first_query,
@@ -124,7 +123,7 @@ def decode_splits(
             if stop - unit == units:
                 store_tile(out, tile, state, acc, sinks, scales.v, C)
             else:
-                slot = at
+                slot = at * SPLIT.ROW_BLOCKS + row_block
                 if not SPLIT.BATCH_INVARIANT:
                     slot = 2 * tl.program_id(0) + (unit == 0).to(tl.int32)
                 none = state.total == 0.0
@@ -134,7 +133,7 @@ def decode_splits(
                 tl.store(partial.lse + p_at, tl.where(none, -float("inf"), state.m + tl.log2(safe)))
             at += stop - unit
             if at < end:
-                b = find_seq_idx(work_indptr, batch, at, C.HEADS * SPLIT.ROW_BLOCKS, 0)
+                b = find_seq_idx(work_indptr, batch, at, C.HEADS, 0)
 
 
 @triton.jit(do_not_specialize=["batch", "programs"])
@@ -162,11 +161,12 @@ def merge_splits(
     """
     tiles = C.HEADS * SPLIT.ROW_BLOCKS
     b = tl.program_id(0) // tiles
-    row_block = tl.program_id(0) % tiles
+    kv_head = tl.program_id(0) % tiles // SPLIT.ROW_BLOCKS
+    row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
     before = tl.load(work_indptr + b)
     units = tl.load(work_indptr + b + 1) - before
-    _, quota = quota_of(work_indptr, batch, tiles, programs, SPLIT.MIN_UNITS)
-    begin = before * tiles + row_block * units
+    _, quota = quota_of(work_indptr, batch, C.HEADS, programs, SPLIT)
+    begin = before * C.HEADS + kv_head * units
     if SPLIT.BATCH_INVARIANT:
         low = begin
         count = units
@@ -183,14 +183,14 @@ def merge_splits(
         one = tl.zeros([1], tl.int32)
         for turn in tl.static_range(ROWS):
             tile_row = tl.program_id(1) * ROWS + turn
-            row = row_block % SPLIT.ROW_BLOCKS * BM + tile_row
+            row = row_block * BM + tile_row
             live = (tile_row < BM) & (row < queries * C.GROUP)
             m = tl.full([1], -float("inf"), tl.float32)
             total = tl.zeros([1], tl.float32)
             acc = tl.zeros([1, COLUMNS], tl.float32)
             for part in range(0, count, PARTIALS):
                 ok = (part + i < count) & live
-                slot = low + part + i
+                slot = (low + part + i) * SPLIT.ROW_BLOCKS + row_block
                 # the first program stored this at the end of its quota, the others at the begin
                 if not SPLIT.BATCH_INVARIANT:
                     slot = 2 * slot + (part + i == 0).to(tl.int32)
@@ -206,7 +206,7 @@ def merge_splits(
                 total = total * shrink + tl.sum(weight, 0)
                 acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
                 m = new
-            head = row_block // SPLIT.ROW_BLOCKS * C.GROUP + row % C.GROUP
+            head = kv_head * C.GROUP + row % C.GROUP
             sink = m
             if C.USE_SINKS:
                 sink = tl.load(sinks + head + one, mask=live, other=0.0).to(tl.float32)

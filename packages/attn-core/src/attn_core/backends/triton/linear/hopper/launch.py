@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from attn_core.backends.triton.linear.arguments import Constants, Inputs, Rows
+from attn_core.backends.triton.linear.hopper.ahead import prepare_gdn_ahead
 from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_kda import prepare_kda_hopper
 from attn_core.backends.triton.linear.hopper.scan import scan_hopper
+from attn_core.backends.triton.linear.hopper.scan_alone import scan_alone
+from attn_core.backends.triton.linear.launch import PrefillKernels
 from attn_core.ops.triton.launcher import Launcher
 
 
@@ -16,6 +19,11 @@ def copied(*rows: Rows) -> bool:
     return all(
         x.ptr.data_ptr() % 16 == x.token_stride % 16 == x.head_stride % 16 == 0 for x in rows
     )
+
+
+def takes(common: Constants, inputs: Inputs) -> bool:
+    """Say whether `ahead` takes these inputs."""
+    return prepare(common, inputs) is not None and scan(common, inputs, alone=True) is not None
 
 
 def prepare(common: Constants, inputs: Inputs) -> Launcher | None:
@@ -42,6 +50,27 @@ def scan(common: Constants, inputs: Inputs, *, alone: bool) -> tuple[Launcher, i
     fits = common.K == 128 and common.V % 64 == 0 and inputs.v.ptr.dtype.itemsize == 2
     if not (fits and copied(*tokens)):
         return None
-    groups = 1 if alone or common.V % 128 else 2
-    stages = 3 if groups == 2 and not common.PER_CHANNEL else 2
-    return Launcher(scan_hopper, groups, stages, common, num_warps=4), 64 * groups
+    if alone or common.V % 128:
+        return _scan_alone(common, ahead=False), 64
+    stages = 2 if common.PER_CHANNEL else 3
+    return Launcher(scan_hopper, stages, common, num_warps=4), 128
+
+
+def _scan_alone(common: Constants, *, ahead: bool) -> Launcher:
+    """Return what carries 64 rows of a state in each program, with a multiprocessor to itself."""
+    stages, options = 2 if common.PER_CHANNEL else 3, {"launch_pdl": True} if ahead else {}
+    last = (stages, 3, 1, ahead, common)
+    return Launcher(scan_alone, *last, num_warps=4, maxnreg=168, **options)
+
+
+def ahead(common: Constants, constants: Constants) -> PrefillKernels:
+    """Return kernels that prepare GDN's chunks and scan them at once.
+
+    common: what prepares is compiled for. constants: what carries the states is.
+    Four programs of the first share a multiprocessor.
+    """
+    return PrefillKernels(
+        Launcher(prepare_gdn_ahead, common.V // 64, common, num_warps=4, maxnreg=128),
+        _scan_alone(constants, ahead=True),
+        rows=64, ahead=True,
+    )  # fmt: skip

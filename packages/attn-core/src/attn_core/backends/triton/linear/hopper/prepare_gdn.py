@@ -13,11 +13,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
+    LINE,
     LOG2_E,
     A,
     barrier,
     diagonal_blocks,
+    inverse_of_blocks,
     norms_of,
+    solve,
     store_solved,
     sums,
 )  # fmt: skip
@@ -37,12 +40,67 @@ def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
 
 
 @gluon.jit
-def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
-    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
-    c = gl.program_id(0) // C.HV
-    hv = gl.program_id(0) % C.HV
+def load_gates(inputs, weights, numbers, first, hv, count, C: gl.constexpr):
+    """Return the log decays and rates [64] of a chunk: each warp has those of all tokens."""
+    i = gl.arange(0, CHUNK, gl.BlockedLayout([2], [32], [4], [0]))
+    inside = i < count
+    a_log, bias = head_weights(weights, hv, 0, C)
+    g = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    g = gl.load(g, mask=inside, other=0.0)
+    beta = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    beta = gl.load(beta, mask=inside, other=0.0)
+    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
+    return g, gl.where(inside, update_rate(beta, C), 0.0)
+
+
+@gluon.jit
+def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexpr):
+    """Return what `solve` takes, P as float16, the factors of Workspace and the chunk's decay.
+
+    k_tile, q_tile [64, K]: in shared memory. below: where L goes. lines: float32 [3, 64], to work
+    with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
+    A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
+    no number is used, but none overflows.
+    """
+    R: gl.constexpr = gl.SliceLayout(1, A)
+    N: gl.constexpr = gl.SliceLayout(0, A)
+    G = gl.associative_scan(g, 0, sums) * LOG2_E
+    total = gl.sum(g, 0)
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    k_columns = k_tile.permute((1, 0))
+    kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
+    lines.index(0).store(G)
+    lines.index(1).store(beta)
+    barrier()
+    G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
+    kk = hopper.warpgroup_mma_wait(0, deps=[kk])
+    qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
+    k_norm = norms_of(kk, numbers.eps, C.NORM)
+    lines.index(2).store(k_norm)
+    barrier()
+    decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(2).load(N)[None, :]
+    Z = kk * decay
+    blocks = diagonal_blocks(Z)
+    below.store((Z * (k_norm * lines.index(1).load(R))[:, None]).to(gl.float16))
+    r = gl.arange(0, CHUNK, R)
+    n = gl.arange(0, CHUNK, N)
+    qk = hopper.warpgroup_mma_wait(0, deps=[qk])
+    qq = hopper.warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    P = gl.where(r[:, None] >= n[None, :], qk, 0.0) * decay
+    qq = hopper.warpgroup_mma_wait(0, deps=[qq])
+    q_norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
+    into = gl.exp2(G_row)
+    factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
+    P = (P * q_norm[:, None]).to(gl.float16)
+    D = inverse_of_blocks(blocks, k_norm, lines.index(1), gl.float16)
+    return D, P, factors, gl.exp(total)
+
+
+@gluon.jit
+def prepare_head(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare chunk `c` for value head `hv`."""
     h = hv // C.GROUP
-    at = gl.program_id(0).to(gl.int64)
+    at = (c * C.HV + hv).to(gl.int64)
     first = gl.load(chunks.start + c).to(gl.int64)
     count = gl.load(chunks.count + c)
     dtype: gl.constexpr = inputs.k.ptr.dtype.element_ty
@@ -51,64 +109,29 @@ def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], H)
+    lines = gl.allocate_shared_memory(gl.float32, [3, CHUNK], LINE)
     copy_rows(k_tile, inputs.k, first, h, count, C)
     copy_rows(q_tile, inputs.q, first, h, count, C)
     async_copy.commit_group()
-
-    # each warp has the numbers of all tokens
-    S: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    R: gl.constexpr = gl.SliceLayout(1, A)
-    N: gl.constexpr = gl.SliceLayout(0, A)
-    i = gl.arange(0, CHUNK, S)
-    inside = i < count
-    a_log, bias = head_weights(weights, hv, 0, C)
-    g = gl.load(
-        inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride,
-        mask=inside, other=0.0,
-    )  # fmt: skip
-    beta = gl.load(
-        inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride,
-        mask=inside, other=0.0,
-    )  # fmt: skip
-    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
-    beta = gl.where(inside, update_rate(beta, C), 0.0)
-    G = gl.associative_scan(g, 0, sums)
-    total = gl.sum(g, 0)
-
+    g, beta = load_gates(inputs, weights, numbers, first, hv, count, C)
     async_copy.wait_group(0)
     hopper.fence_async_shared()
     barrier()
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    k_columns = k_tile.permute((1, 0))
-    kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
-    qq = hopper.warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    G_row = gl.convert_layout(G * LOG2_E, R)
-    G_column = gl.convert_layout(G * LOG2_E, N)
-    r = gl.arange(0, CHUNK, R)
-    n = gl.arange(0, CHUNK, N)
-    lower = r[:, None] >= n[None, :]
-    kk = hopper.warpgroup_mma_wait(1, deps=[kk])
-    k_norm = norms_of(kk, numbers.eps, C.NORM)
-    qq = hopper.warpgroup_mma_wait(0, deps=[qq])
-    q_norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
-    apart = G_row[:, None] - G_column[None, :]
-    decay = gl.exp2(gl.where(lower, apart, -apart)) * gl.convert_layout(k_norm, N)[None, :]
-    Z = kk * decay
-    qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
-    blocks = diagonal_blocks(Z)
-    row = k_norm * gl.convert_layout(beta, R)
-    mask = row[:, None] * gl.where((r // 16)[:, None] > (n // 16)[None, :], 1.0, 0.0)
-    below.store((Z * mask).to(gl.float16))
-    f_at = work.factors + at * (3 * CHUNK) + r
-    into = gl.exp2(G_row)
-    gl.store(f_at, into * k_norm)
-    gl.store(f_at + CHUNK, into * q_norm)
-    gl.store(f_at + 2 * CHUNK, gl.exp2(total * LOG2_E - G_row) * k_norm)
-    gl.store(work.decay + at, gl.exp(total))
-    qk = hopper.warpgroup_mma_wait(0, deps=[qk])
-    P = (gl.where(lower, qk, 0.0) * decay * q_norm[:, None]).to(gl.float16)
+    D, P, factors, decay = prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C)
+    f_at = work.factors + at * (3 * CHUNK) + gl.arange(0, CHUNK, gl.SliceLayout(1, A))
+    for i in gl.static_range(3):
+        gl.store(f_at + i * CHUNK, factors[i])
+    gl.store(work.decay + at, decay)
     barrier()  # from here on, no warp's products read q and k: what follows may take their place
     k_tile._keep_alive()
     q_tile._keep_alive()
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
-    store_solved(work, at, blocks, P, k_norm, beta, below, tiles)
+    T = solve(D, lines.index(1), below, tiles.index(1), tiles.index(2))
+    store_solved(work, at, T, P, tiles.index(3))
+
+
+@gluon.jit
+def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
+    """Prepare a chunk for one value head. Grid: (chunks · HV)."""
+    item = gl.program_id(0)
+    prepare_head(item // C.HV, item % C.HV, inputs, weights, numbers, chunks, work, C)

@@ -17,12 +17,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
+    LINE,
     LOG2_E,
     A,
     B,
     barrier,
+    inverse_of_blocks,
     norms_of,
     on_diagonal,
+    solve,
     store_solved,
     sums,
 )  # fmt: skip
@@ -248,4 +251,8 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     row = gl.convert_layout(beta, gl.SliceLayout(1, A))
     tiles.index(0).store((L_off * row[:, None]).to(gl.float16))
     one = gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A))
-    store_solved(work, at, L_near, P, one, beta, tiles.index(0), tiles)
+    line = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
+    below, first, second = tiles.index(0), tiles.index(1), tiles.index(2)
+    line.store(beta)
+    D = inverse_of_blocks(L_near, one, line, gl.float16)
+    store_solved(work, at, solve(D, line, below, first, second), P, tiles.index(3))

@@ -26,7 +26,7 @@ def copy_rows(tile, ptr, offsets, inside):
 
 
 @gluon.jit
-def load_chunks(loaded, GROUPS: gl.constexpr, C: gl.constexpr):
+def load_chunks(loaded, C: gl.constexpr):
     """Copy each chunk's keys, queries, values, T over P · T, and factors."""
     ring, tiles, inputs, work, request, hv, tile = loaded
     k_tile, q_tile, v_tile, T_tile, f_tile, o_tile = tiles
@@ -34,11 +34,9 @@ def load_chunks(loaded, GROUPS: gl.constexpr, C: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     N: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     F: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    VALUES: gl.constexpr = L if GROUPS == 2 else N
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
     d = gl.arange(0, C.K, gl.SliceLayout(0, L))
-    v_token = gl.arange(0, CHUNK, gl.SliceLayout(1, VALUES))
-    v_row = tile * 64 + gl.arange(0, 64 * GROUPS, gl.SliceLayout(0, VALUES))
+    v_row = tile * 64 + d
     both = gl.arange(0, 2 * CHUNK, gl.SliceLayout(1, N))
     columns = gl.arange(0, CHUNK, gl.SliceLayout(0, N))
     square = both[:, None] * CHUNK + columns[None, :]
@@ -67,10 +65,11 @@ def load_chunks(loaded, GROUPS: gl.constexpr, C: gl.constexpr):
             copy_rows(q_tile.index(stage), q, rows, inside)
             factors = work.factors + chunk * (3 * CHUNK)
             async_copy.async_copy_global_to_shared(f_tile.index(2 * stage), factors + f)
-            async_copy.async_copy_global_to_shared(f_tile.index(2 * stage + 1), factors + 64 + f)
+            f_at = gl.where(f < 64, work.decay + chunk + f * 0, factors + 64 + f)
+            async_copy.async_copy_global_to_shared(f_tile.index(2 * stage + 1), f_at)
         v = inputs.v.ptr + start * inputs.v.token_stride + hv * inputs.v.head_stride
-        rows = v_token[:, None] * inputs.v.token_stride + v_row[None, :]
-        copy_rows(v_tile.index(stage), v, rows, (j * CHUNK + v_token < tokens)[:, None])
+        rows = i[:, None] * inputs.v.token_stride + v_row[None, :]
+        copy_rows(v_tile.index(stage), v, rows, inside)
         T = work.T + chunk * (2 * CHUNK * CHUNK)
         async_copy.async_copy_global_to_shared(T_tile.index(stage), T + square)
         async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
@@ -86,6 +85,17 @@ def write_outputs(y_tile, out, start, hv, tile, count):
     to = out.ptr + start.to(gl.int64) * out.token_stride + hv * out.head_stride
     offsets = token[:, None] * out.token_stride + v_row[None, :]
     gl.store(to + offsets, y, mask=(token < count)[:, None] & (offsets >= 0))
+
+
+@gluon.jit
+def load_state(states, slots, b, at, C: gl.constexpr):
+    """Return the rows at `at` of the state of request `b`, zeros without one."""
+    slot = gl.load(slots.read + b).to(gl.int64)
+    known = slot >= 0
+    if C.FRESH:
+        known = known & (gl.load(slots.fresh + b) == 0)
+    source = states.ptr + gl.maximum(slot, 0) * states.slot_stride + at
+    return gl.load(source, mask=(at >= 0) & known, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -108,15 +118,7 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
     row = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
     column = gl.arange(0, C.K, gl.SliceLayout(0, W))
     at = (hv * C.V + row)[:, None] * C.K + column[None, :]
-    slot = gl.load(slots.read + b).to(gl.int64)
-    known = slot >= 0
-    if C.FRESH:
-        known = known & (gl.load(slots.fresh + b) == 0)
-    source = states.ptr + gl.maximum(slot, 0) * states.slot_stride + at
-    S = gl.load(source, mask=(at >= 0) & known, other=0.0).to(gl.float32)
-    decay = 1.0
-    if not C.PER_CHANNEL:
-        decay = gl.load(work.decay + (first * C.HV + hv).to(gl.int64), mask=num_chunks > 0)
+    S = load_state(states, slots, b, at, C)
     for j in range(num_chunks):
         stage = ring.stage(j)
         state = gl.convert_layout(S.to(dtype), AX)
@@ -134,8 +136,6 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
         else:
             factors = f_tile.index(2 * stage)
             f_in = factors.slice(0, 64).load(gl.SliceLayout(0, A))
-            chunk_after = ((first + j + 1) * C.HV + hv).to(gl.int64)
-            decay_after = gl.load(work.decay + chunk_after, mask=j + 1 < num_chunks)
             sk = hopper.warpgroup_mma_wait(0, deps=[sk])
             x = x.to(gl.float32) - sk * f_in[None, :]
         x = gl.convert_layout(x.to(dtype), AX)
@@ -150,9 +150,9 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
             u = hopper.warpgroup_mma_wait(1, deps=[u])
             k_out = o_tile.index(stage)
         else:
-            S = S * decay
-            decay = decay_after
-            f_out = f_tile.index(2 * stage + 1).slice(64, 64).load(gl.SliceLayout(0, A))
+            after = f_tile.index(2 * stage + 1)
+            S = S * after.slice(0, 64).load(gl.SliceLayout(1, W))[:, None]
+            f_out = after.slice(64, 64).load(gl.SliceLayout(0, A))
             u = hopper.warpgroup_mma_wait(1, deps=[u])
             u = u * f_out[None, :]
             k_out = k
@@ -177,7 +177,7 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
         start = (num_chunks - 1) * CHUNK
         write_outputs(y_tile, out, begin + start, hv, tile, tokens - start)
     write = gl.load(slots.write + b).to(gl.int64)
-    if (write >= 0) & (slot >= 0):
+    if (write >= 0) & (gl.load(slots.read + b) >= 0):
         target = states.ptr + write * states.slot_stride + at
         gl.store(target, S.to(states.ptr.dtype.element_ty))
 
@@ -185,14 +185,14 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def scan_hopper(
     inputs, out, states, slots, checkpoints, chunks, work,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Do what scan_chunks does, with GROUPS · 64 rows of a state in one program.
+    """Do what scan_chunks does, with 128 rows of a state in one program.
 
-    Grid: (B · HV · V / 64 / GROUPS). STAGES: chunks that are in shared memory.
+    Grid: (B · HV · V / 128). STAGES: chunks that are in shared memory.
     """
-    TILES: gl.constexpr = C.V // 64 // GROUPS
-    tile = gl.program_id(0) % TILES * GROUPS
+    TILES: gl.constexpr = C.V // 128
+    tile = gl.program_id(0) % TILES * 2
     hv = gl.program_id(0) // TILES % C.HV
     b = gl.load(chunks.order + gl.program_id(0) // (TILES * C.HV))
     begin = gl.load(chunks.cu_seqlens + b)
@@ -201,12 +201,11 @@ def scan_hopper(
     request = (begin, tokens, gl.load(chunks.first + b), num_chunks)
     T: gl.constexpr = inputs.v.ptr.dtype.element_ty
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 128], T)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 64 * GROUPS], T)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * CHUNK, CHUNK], T)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], KEYS)
     q_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], KEYS)
-    v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 64 * GROUPS], VALUES)
+    v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], KEYS)
     o_tile = k_tile
     FACTORS: gl.constexpr = STAGES if C.PER_CHANNEL else 2 * STAGES
     if C.PER_CHANNEL:
@@ -214,18 +213,15 @@ def scan_hopper(
     T_tile = gl.allocate_shared_memory(T, [STAGES, 2 * CHUNK, CHUNK], SQUARE)
     f_tile = gl.allocate_shared_memory(gl.float32, [FACTORS, 128], PLAIN)
     y_tiles = gl.allocate_shared_memory(
-        T, [GROUPS, CHUNK, 64], gl.NVMMASharedLayout.get_default_for([CHUNK, 64], T)
+        T, [2, CHUNK, 64], gl.NVMMASharedLayout.get_default_for([CHUNK, 64], T)
     )
     ring = new_channel(k_tile, STAGES)
-    init_barriers((ring,), 128, GROUPS)
+    init_barriers((ring,), 128, 2)
     tiles = (k_tile, q_tile, v_tile, T_tile, f_tile, o_tile)
     carried = (ring, tiles, y_tiles, out, states, slots, checkpoints, work, request, b, hv, tile)
     loaded = (ring, tiles, inputs, work, request, hv, tile)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (load_chunks, (loaded, 2, C))],
-            [4, 4],
-            [216, 56],
-        )
-    else:
-        gl.warp_specialize([(carry, (carried, 0, C)), (load_chunks, (loaded, 1, C))], [4], [128])
+    gl.warp_specialize(
+        [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (load_chunks, (loaded, C))],
+        [4, 4],
+        [216, 56],
+    )

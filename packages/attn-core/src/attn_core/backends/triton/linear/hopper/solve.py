@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 CHUNK = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of [64] in shared memory
 # of [64, 64] as a product of four warps leaves it, and of four blocks [16, 16]
 A = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 B = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
@@ -75,16 +76,15 @@ def between(row, column, SIZE: gl.constexpr):
 
 @gluon.jit
 def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
-    """Return the inverses [4, 16, 16] of I + beta · norm · N below the diagonal.
+    """Return the inverses of four blocks of I + beta · norm · N below the diagonal, as [64, 64].
 
-    norm · N [4, 16, 16] is symmetric. norm, beta [64]: of the rows.
+    norm · N [4, 16, 16] is symmetric. norm [64], and beta in shared memory: of the rows.
     """
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-    beta = gl.reshape(beta, (4, 16))
-    row = gl.convert_layout(beta, gl.SliceLayout(2, B))
-    column = gl.convert_layout(beta, gl.SliceLayout(1, B))
     norm = gl.convert_layout(gl.reshape(norm, (4, 16)), gl.SliceLayout(2, B))
+    beta = beta._reinterpret(gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    row, column = beta.load(gl.SliceLayout(2, B)), beta.load(gl.SliceLayout(1, B))
     N = (
         N
         * gl.expand_dims(norm, 2)
@@ -99,7 +99,7 @@ def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
         if level < 3:
             Y = Y - times(Y, U, DTYPE)
         X = X_next
-    return X
+    return on_diagonal(X)
 
 
 @gluon.jit
@@ -108,6 +108,27 @@ def product(a, tile, acc):
     a = gl.convert_layout(a.to(tile.dtype), gl.DotOperandLayout(0, A, 2))
     acc = hopper.warpgroup_mma(a, tile, acc, is_async=True)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, a])
+    return acc
+
+
+@gluon.jit
+def columns_of(x):
+    """Return four times 16 columns."""
+    left, right = halves(x)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def sum_of_two(a, FIRST: gl.constexpr, b, SECOND: gl.constexpr, tile, acc):
+    """Return acc + a · x + b · y, of a tile's four times 16 rows x the FIRST and y the SECOND."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    a = gl.convert_layout(a.to(tile.dtype), OPERAND, assert_trivial=True)
+    b = gl.convert_layout(b.to(tile.dtype), OPERAND, assert_trivial=True)
+    acc = hopper.warpgroup_mma(a, tile.slice(16 * FIRST, 16), acc, is_async=True)
+    acc = hopper.warpgroup_mma(b, tile.slice(16 * SECOND, 16), acc, is_async=True)
+    acc, _, _ = hopper.warpgroup_mma_wait(0, deps=[acc, a, b])
     return acc
 
 
@@ -130,30 +151,37 @@ def store_square(ptr, x):
 
 
 @gluon.jit
-def store_solved(work, at, N, P, norm, beta, below, tiles):
-    """Write T and P · T of a chunk and head.
+def solve(D, beta, below, first, second):
+    """Return T [64, 64] of a chunk and head, in float32.
 
-    N [4, 16, 16]: L is beta · norm · N below the diagonal of a block. norm, beta [64]: of the rows.
-    below: L outside of its diagonal blocks, in shared memory. tiles: four, of which the first may
-    be `below`.
-    A mask is multiplied: it is one for whole blocks of 16.
+    D: of inverse_of_blocks. In shared memory: beta [64], of the rows; below, L, and in its diagonal
+    blocks and above them anything finite; first and second, tiles to work with.
+    Blocks of 16 are joined to 32, and these to 64: of D, the inverses of two neighbours, and L
+    between them it is D - D · L · D. Of each product two blocks of columns are not zero.
     """
-    H: gl.constexpr = tiles.dtype
-    i = gl.arange(0, CHUNK, gl.SliceLayout(1, A))[:, None] // 16
-    j = gl.arange(0, CHUNK, gl.SliceLayout(0, A))[None, :] // 16
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    D = on_diagonal(inverse_of_blocks(N, norm, beta, H))
-    share(tiles.index(1), D)
-    U = product(D, below, zero) * gl.where(between(i, j, 1), -1.0, 0.0)
-    D = product(U, tiles.index(1), D)
-    share(tiles.index(2), D)
-    U = product(D, below, zero) * gl.where(between(i, j, 2), -1.0, 0.0)
-    column = gl.convert_layout(beta, gl.SliceLayout(0, A))
-    T = product(U, tiles.index(2), D) * column[None, :]
-    share(tiles.index(3), T)
+    share(first, D)
+    _, d1, _, d3 = columns_of(D)
+    u0, _, u2, _ = columns_of(sum_of_two(d1, 1, d3, 3, below, zero))
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, u0.type.layout))[:, None] // 16
+    u0 = u0 * gl.where(i == 1, -1.0, 0.0)
+    u2 = u2 * gl.where(i == 3, -1.0, 0.0)
+    D = sum_of_two(u0, 0, u2, 2, first, D)
+    share(second, D)
+    _, _, d2, d3 = columns_of(D)
+    u0, u1, _, _ = columns_of(sum_of_two(d2, 2, d3, 3, below, zero))
+    T = sum_of_two(-u0, 0, -u1, 1, second, D)
+    return T * beta.load(gl.SliceLayout(0, A))[None, :]
+
+
+@gluon.jit
+def store_solved(work, at, T, P, tile):
+    """Write T and P · T of a chunk and head. tile: where T is to be multiplied."""
+    share(tile, T)
     ptr = work.T + at * (2 * CHUNK * CHUNK)
     store_square(ptr, T)
-    store_square(ptr + CHUNK * CHUNK, product(P, tiles.index(3), zero))
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    store_square(ptr + CHUNK * CHUNK, product(P, tile, zero))
 
 
 @gluon.jit

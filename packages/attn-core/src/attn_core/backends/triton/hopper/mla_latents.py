@@ -1,0 +1,149 @@
+"""What absorbed MLA decode for Hopper holds in shared memory, and how TMA brings it there."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says, and
+# a tuple may grow.
+# No `from __future__ import annotations`: an aggregate checks its fields by these annotations.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attn_core.backends.triton.hopper.channel import aggregate
+from attn_core.backends.triton.hopper.split_kv import split_item
+
+# Columns of a latent: LOW and MIDDLE, 256 + 128, then 128 of the high ones, then the rotary ones.
+MIDDLE = gl.constexpr(256)
+HIGH = gl.constexpr(384)
+ROPE = gl.constexpr(512)
+
+
+@aggregate
+class LatentTile:
+    """Blocks of 64 rows: columns LOW and MIDDLE, 256 and 128 wide, and the 64 rotary ones.
+
+    When a block has been scored, its weights replace the rotary columns.
+    """
+
+    low: gl.shared_memory_descriptor
+    middle: gl.shared_memory_descriptor
+    rope: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, low, middle, rope):
+        self.low = low
+        self.middle = middle
+        self.rope = rope
+
+
+@aggregate
+class QueryTile:
+    """The high and the rotary columns of 64 queries."""
+
+    high: gl.shared_memory_descriptor
+    rope: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, high, rope):
+        self.high = high
+        self.rope = rope
+
+
+@gluon.jit
+def alloc_columns(dtype: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
+    """Allocate STAGES blocks of 64 rows."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES, 64, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def alloc_factors(STAGES: gl.constexpr):
+    """Allocate STAGES times a float32 of each row."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [STAGES, 64], LAYOUT)
+
+
+@gluon.jit
+def load_columns(
+    tma_rows, row, tile, stage, full, FIRST: gl.constexpr, copy: gl.constexpr, COPIES: gl.constexpr
+):
+    """Copy rows from `row` on, columns FIRST …, into one of COPIES parts of a block of a tile."""
+    PANELS: gl.constexpr = tile.shape[2] // 64
+    SHAPE: gl.constexpr = [tile.shape[0] * PANELS * COPIES, 64 // COPIES, 64]
+    parts = tile._reinterpret(tile.dtype, SHAPE, tma_rows.layout)
+    for panel in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(
+            tma_rows,
+            [row, FIRST + panel * 64],
+            full,
+            parts.index((stage * PANELS + panel) * COPIES + copy),
+        )
+
+
+@gluon.jit
+def load_queries(queries, latents, q_rows, row, step, turn):
+    """Copy queries: the low and the middle columns come as the latents of a step of their own."""
+    latents.wait_free(step)
+    stage = latents.stage(step)
+    full = latents.full.index(stage)
+    mbarrier.expect(full, 64 * (256 + 128) * 2)
+    load_columns(q_rows, row, latents.tile.low, stage, full, 0, 0, 1)
+    load_columns(q_rows, row, latents.tile.middle, stage, full, MIDDLE, 0, 1)
+    queries.wait_free(turn)
+    full = queries.full.index(0)
+    mbarrier.expect(full, 64 * (128 + 64) * 2)
+    load_columns(q_rows, row, queries.tile.high, 0, full, HIGH, 0, 1)
+    load_columns(q_rows, row, queries.tile.rope, 0, full, ROPE, 0, 1)
+
+
+@gluon.jit
+def load_block(latents, high, k_rows, rows, step, block):
+    """Copy a block of latents. rows: where each part of it begins."""
+    COPIES: gl.constexpr = len(rows)
+    latents.wait_free(step)
+    stage = latents.stage(step)
+    full = latents.full.index(stage)
+    mbarrier.expect(full, 64 * (256 + 128 + 64) * 2)
+    for copy in gl.static_range(COPIES):
+        row = rows[copy]
+        load_columns(k_rows, row, latents.tile.rope, stage, full, ROPE, copy, COPIES)
+        load_columns(k_rows, row, latents.tile.middle, stage, full, MIDDLE, copy, COPIES)
+        load_columns(k_rows, row, latents.tile.low, stage, full, 0, copy, COPIES)
+    high.wait_free(block)
+    stage = high.stage(block)
+    full = high.full.index(stage)
+    mbarrier.expect(full, 64 * 128 * 2)
+    for copy in gl.static_range(COPIES):
+        load_columns(k_rows, rows[copy], high.tile, stage, full, HIGH, copy, COPIES)
+
+
+@gluon.jit
+def load_latents(
+    queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Bring the queries and then the latents of each item, the last block first."""
+    ROWS: gl.constexpr = min(CONFIG.PAGE, 64)
+    step = 0
+    block = 0
+    turn = 0
+    seq = work.seq
+    next_unit = work.start
+    while next_unit < work.end:
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
+        pages = requests.page_table + seq.to(gl.int64) * sizes.table_stride
+        q_row = item.q_start * CONFIG.GROUP + work.row_block * 64
+        load_queries(queries, latents, q_rows, q_row, step, turn)
+        step += 1
+        for i in range(0, item.num_blocks):
+            rows = ()
+            for copy in gl.static_range(64 // ROWS):
+                token = (item.first_block + item.num_blocks - 1 - i) * 64 + copy * ROWS
+                page = gl.load(pages + gl.minimum(token, item.seq_len - 1) // CONFIG.PAGE)
+                row = page * CONFIG.PAGE + token % CONFIG.PAGE
+                rows = rows + (row,)  # noqa: RUF005  # Triton unpacks no tuple in a tuple
+            load_block(latents, high, k_rows, rows, step, block)
+            step += 1
+            block += 1
+        next_unit += item.end_unit - item.start_unit
+        turn += 1

@@ -1,0 +1,248 @@
+"""Prefill, second kernel, for a Hopper that is not full: the shortest chain from state to state.
+
+Four warps carry 64 rows of a head's state and do nothing else. Four more compute the outputs, from
+states and updates that the first ones leave in shared memory. Another four copy the chunks.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
+from attn_core.backends.triton.linear.hopper.ahead import forget, ready_until
+from attn_core.backends.triton.linear.hopper.scan import copy_rows, load_state, write_outputs
+from attn_core.backends.triton.linear.hopper.solve import CHUNK, A, barrier
+
+W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+
+
+@gluon.jit
+def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
+    """Copy each chunk's keys, values, T and factors, and for the outputs queries and P · T."""
+    keys, queries, inputs, work, ready, request, hv, tile = loaded
+    carries, k_tile, v_tile, T_tile, f_tile, o_tile = keys
+    writes, q_tile, P_tile, g_tile = queries
+    begin, tokens, first, num_chunks = request
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    N: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    F: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
+    d = gl.arange(0, C.K, gl.SliceLayout(0, L))
+    token = gl.arange(0, CHUNK, gl.SliceLayout(1, N))
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, N))
+    square = token[:, None] * CHUNK + column[None, :]
+    f = gl.arange(0, 128, F)
+    known = 0
+    for j in range(num_chunks):
+        start = (begin + j * CHUNK).to(gl.int64)
+        chunk = ((first + j) * C.HV + hv).to(gl.int64)
+        prepared = chunk * (CHUNK * C.K)
+        factors = work.factors + chunk * (3 * CHUNK)
+        T = work.T + chunk * (2 * CHUNK * CHUNK)
+        h = hv // C.GROUP
+        inside = (j * CHUNK + i < tokens)[:, None]
+        if AHEAD:
+            if j >= known:
+                known = ready_until(ready, C.HV * C.V // 64, j, num_chunks)
+        carries.wait_free(j)
+        at = carries.stage(j)
+        if C.PER_CHANNEL:
+            rows = i[:, None] * C.K + d[None, :]
+            copy_rows(k_tile.index(at), work.k_in + prepared, rows, inside)
+            copy_rows(o_tile.index(at), work.k_out + prepared, rows, inside)
+            async_copy.async_copy_global_to_shared(f_tile.index(at), work.decay + chunk * C.K + f)
+        else:
+            k = inputs.k.ptr + start * inputs.k.token_stride + h * inputs.k.head_stride
+            copy_rows(k_tile.index(at), k, i[:, None] * inputs.k.token_stride + d[None, :], inside)
+            ends = factors + gl.where(f < CHUNK, f, f + CHUNK)
+            async_copy.async_copy_global_to_shared(f_tile.index(2 * at), ends)
+            decay = work.decay + chunk + 0 * f
+            async_copy.async_copy_global_to_shared(f_tile.index(2 * at + 1), decay)
+        v = inputs.v.ptr + start * inputs.v.token_stride + hv * inputs.v.head_stride
+        rows = token[:, None] * inputs.v.token_stride + (tile * 64 + column)[None, :]
+        copy_rows(v_tile.index(at), v, rows, (j * CHUNK + token < tokens)[:, None])
+        async_copy.async_copy_global_to_shared(T_tile.index(at), T + square)
+        async_copy.mbarrier_arrive(carries.full.index(at), increment_count=False)
+        writes.wait_free(j)
+        at = writes.stage(j)
+        if C.PER_CHANNEL:
+            rows = i[:, None] * C.K + d[None, :]
+            copy_rows(q_tile.index(at), work.q_in + prepared, rows, inside)
+        else:
+            q = inputs.q.ptr + start * inputs.q.token_stride + h * inputs.q.head_stride
+            copy_rows(q_tile.index(at), q, i[:, None] * inputs.q.token_stride + d[None, :], inside)
+            async_copy.async_copy_global_to_shared(g_tile.index(at), factors + CHUNK + f)
+        P = T + CHUNK * CHUNK
+        async_copy.async_copy_global_to_shared(P_tile.index(at), P + square)
+        async_copy.mbarrier_arrive(writes.full.index(at), increment_count=False)
+
+
+@gluon.jit
+def carry(carried, C: gl.constexpr):
+    """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
+    keys, handed, states, slots, checkpoints, request, b, hv, tile = carried
+    ring, k_tile, v_tile, T_tile, f_tile, o_tile = keys
+    hand, state_tile, x_tile = handed
+    begin, tokens, first, num_chunks = request
+    dtype: gl.constexpr = v_tile.dtype
+    AX: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    WX: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    zero = gl.full([64, 64], 0.0, gl.float32, A)
+    row = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
+    column = gl.arange(0, C.K, gl.SliceLayout(0, W))
+    at = (hv * C.V + row)[:, None] * C.K + column[None, :]
+    S = load_state(states, slots, b, at, C)
+    if num_chunks > 0:
+        ring.wait_full(0)
+        hopper.fence_async_shared()
+    for j in range(num_chunks):
+        stage = ring.stage(j)
+        rounded = S.to(dtype)
+        state = gl.convert_layout(rounded, AX)
+        k = k_tile.index(stage)
+        sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        hand.wait_free(j)
+        state_tile.index(hand.stage(j)).store(rounded)
+        x = v_tile.index(stage).permute((1, 0)).load(A).to(gl.float32)
+        if C.PER_CHANNEL:
+            S = S * f_tile.index(stage).load(gl.SliceLayout(0, W))[None, :]
+            sk, S, _ = hopper.warpgroup_mma_wait(0, deps=[sk, S, state])
+            x = x - sk
+            k = o_tile.index(stage)
+        else:
+            factors = f_tile.index(2 * stage)
+            f_in = factors.slice(0, 64).load(gl.SliceLayout(0, A))
+            f_out = factors.slice(64, 64).load(gl.SliceLayout(0, A))
+            S = S * f_tile.index(2 * stage + 1).slice(0, 64).load(gl.SliceLayout(1, W))[:, None]
+            sk, S, _ = hopper.warpgroup_mma_wait(0, deps=[sk, S, state])
+            x = x - sk * f_in[None, :]
+        x = x.to(dtype)
+        update = gl.convert_layout(x, AX)
+        T = T_tile.index(stage).permute((1, 0))
+        u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
+        x_tile.index(hand.stage(j)).store(x)
+        hopper.fence_async_shared()
+        mbarrier.arrive(hand.full.index(hand.stage(j)), count=1)
+        u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
+        if not C.PER_CHANNEL:
+            u = u * f_out[None, :]
+        u = gl.convert_layout(u.to(dtype), WX)
+        S = hopper.warpgroup_mma(u, k, S, is_async=True)
+        if j + 1 < num_chunks:  # while the product runs
+            ring.wait_full(j + 1)
+            hopper.fence_async_shared()
+        S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
+        ring.release(j)
+        if C.CHECKPOINTS:
+            kept = gl.load(checkpoints + first + j).to(gl.int64)
+            if kept >= 0:
+                target = states.ptr + kept * states.slot_stride + at
+                gl.store(target, S.to(states.ptr.dtype.element_ty))
+    write = gl.load(slots.write + b).to(gl.int64)
+    if (write >= 0) & (gl.load(slots.read + b) >= 0):
+        target = states.ptr + write * states.slot_stride + at
+        gl.store(target, S.to(states.ptr.dtype.element_ty))
+
+
+@gluon.jit
+def write_chunks(written, C: gl.constexpr):
+    """Compute the outputs of each chunk, from the state before it and its updates."""
+    queries, handed, y_tile, out, request, hv, tile = written
+    ring, q_tile, P_tile, g_tile = queries
+    hand, state_tile, x_tile = handed
+    begin, tokens, first, num_chunks = request
+    zero = gl.full([64, 64], 0.0, gl.float32, A)
+    for j in range(num_chunks):
+        stage = ring.stage(j)
+        at = hand.stage(j)
+        ring.wait_full(j)
+        hand.wait_full(j)
+        hopper.fence_async_shared()
+        q = q_tile.index(stage).permute((1, 0))
+        y = hopper.warpgroup_mma(state_tile.index(at), q, zero, use_acc=False, is_async=True)
+        P = P_tile.index(stage).permute((1, 0))
+        if C.PER_CHANNEL:
+            y = hopper.warpgroup_mma_wait(0, deps=[y])
+        else:
+            f_q = g_tile.index(stage).slice(0, 64).load(gl.SliceLayout(0, A))
+            y = hopper.warpgroup_mma_wait(0, deps=[y])
+            y = y * f_q[None, :]
+        y = hopper.warpgroup_mma(x_tile.index(at), P, y, is_async=True)
+        y = hopper.warpgroup_mma_wait(0, deps=[y])
+        hand.release(j)
+        ring.release(j)
+        y_tile.permute((1, 0)).store(y.to(y_tile.dtype))
+        barrier()
+        count = gl.minimum(tokens - j * CHUNK, CHUNK)
+        write_outputs(y_tile, out, begin + j * CHUNK, hv, tile, count)
+
+
+@gluon.jit
+def scan_alone(
+    inputs, out, states, slots, checkpoints, chunks, work,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, HANDED: gl.constexpr,
+    AHEAD: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Do what scan_chunks does, with 64 rows of a state in one program.
+
+    Grid: (B · HV · V / 64). STAGES: chunks that are in shared memory; HANDED: states. AHEAD: the
+    chunks are prepared meanwhile, by prepare_gdn_ahead.
+    """
+    TILES: gl.constexpr = C.V // 64
+    tile = gl.program_id(0) % TILES
+    hv = gl.program_id(0) // TILES % C.HV
+    b = gl.load(chunks.order + gl.program_id(0) // (TILES * C.HV))
+    begin = gl.load(chunks.cu_seqlens + b)
+    tokens = gl.load(chunks.cu_seqlens + b + 1) - begin
+    first = gl.load(chunks.first + b)
+    count = (tokens + CHUNK - 1) // CHUNK
+    request = (begin, tokens, first, gl.where(gl.load(slots.read + b) >= 0, count, 0))
+    ready = work.ready + first * (C.HV * TILES) + gl.program_id(0) % (C.HV * TILES)
+    T: gl.constexpr = inputs.v.ptr.dtype.element_ty
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 128], T)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], WIDE)
+    v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 64], SQUARE)
+    T_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, CHUNK], SQUARE)
+    o_tile = k_tile
+    FACTORS: gl.constexpr = STAGES if C.PER_CHANNEL else 2 * STAGES
+    if C.PER_CHANNEL:
+        o_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], WIDE)
+    f_tile = gl.allocate_shared_memory(gl.float32, [FACTORS, 128], PLAIN)
+    q_tile = gl.allocate_shared_memory(T, [QUERIES, CHUNK, 128], WIDE)
+    P_tile = gl.allocate_shared_memory(T, [QUERIES, CHUNK, CHUNK], SQUARE)
+    g_tile = gl.allocate_shared_memory(gl.float32, [QUERIES, 128], PLAIN)
+    state_tile = gl.allocate_shared_memory(T, [HANDED, 64, 128], WIDE)
+    x_tile = gl.allocate_shared_memory(T, [HANDED, 64, CHUNK], SQUARE)
+    y_tile = gl.allocate_shared_memory(T, [CHUNK, 64], SQUARE)
+    carries = new_channel(k_tile, STAGES)
+    writes = new_channel(q_tile, QUERIES)
+    hand = new_channel(state_tile, HANDED)
+    init_barriers((carries,), 128, 1)
+    init_barriers((writes,), 128, 1)
+    init_barriers((hand,), 1, 1)
+    keys = (carries, k_tile, v_tile, T_tile, f_tile, o_tile)
+    queries = (writes, q_tile, P_tile, g_tile)
+    handed = (hand, state_tile, x_tile)
+    carried = (keys, handed, states, slots, checkpoints, request, b, hv, tile)
+    written = (queries, handed, y_tile, out, request, hv, tile)
+    loaded = (keys, queries, inputs, work, ready, request, hv, tile)
+    gl.warp_specialize(
+        [
+            (carry, (carried, C)),
+            (write_chunks, (written, C)),
+            (load_chunks, (loaded, AHEAD, C)),
+        ],
+        [4, 4],
+        [120, 136],
+    )
+    if AHEAD:
+        forget(work, ready, C.HV * TILES, count)
