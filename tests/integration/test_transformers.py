@@ -77,10 +77,10 @@ def spy(engine: Engine) -> tuple[list[Any], list[int]]:
         batches.append(batch)
         return plan(batch)
 
-    def called(q: Any, k: Any, v: Any, layer: Any, *rest: Any) -> Any:
+    def called(q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any) -> Any:
         calls.append(layer.layer_id)
         assert q.shape[0] == k.shape[0] == v.shape[0] == rest[0].num_tokens
-        return forward(q, k, v, layer, *rest)
+        return forward(q, k, v, layer, *rest, **more)
 
     engine.dispatcher.init_forward_metadata = planned
     engine.dispatcher.forward = called
