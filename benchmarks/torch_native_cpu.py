@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.backend import AttentionBackend, BackendConfig
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.capabilities import Capabilities
@@ -81,8 +81,13 @@ def sdpa_folded(data: Data) -> Tensor:
     return F.scaled_dot_product_attention(rows, data.k, data.v)
 
 
-def paged(shape: Shape, data: Data, page_size: int) -> tuple[Callable[[], Tensor], float]:
-    """A call of torch_native over a shuffled pool that holds `data`, and its plan's seconds."""
+def paged(
+    shape: Shape,
+    data: Data,
+    page_size: int,
+    create: Callable[[BackendConfig], AttentionBackend] = TorchNative,
+) -> tuple[Callable[[], Tensor], float]:
+    """A call of a backend over a shuffled pool that holds `data`, and its plan's seconds."""
     per_request = shape.length // page_size
     pages = shape.batch * per_request
     table = (torch.randperm(pages) + 1).view(shape.batch, per_request).int()
@@ -111,7 +116,7 @@ def paged(shape: Shape, data: Data, page_size: int) -> tuple[Callable[[], Tensor
         kv_cache_dtype="bf16",
         device=torch.device("cpu"),
     )
-    backend, cache = TorchNative(config), LayerCache(k=pool(data.k), v=pool(data.v))
+    backend, cache = create(config), LayerCache(k=pool(data.k), v=pool(data.v))
     batch = ForwardBatch.build(
         ForwardMode.DECODE if shape.decode else ForwardMode.EXTEND,
         query_lens=[1 if shape.decode else shape.length] * shape.batch,

@@ -20,6 +20,9 @@ BUILD = pathlib.Path(__file__).parents[1] / "support" / "build_kernels.py"
 # setmaxnreg hands them over: some addresses spill, no tile does. Most are those of checkpoints.
 SPILLS = {"decode_mla_hopper": 48, "scan_hopper": 74}
 # With 128 registers a thread four programs share a multiprocessor.
+# What prepares ahead calls a function in a loop, since inlined its addresses spill 170 times; in a
+# called function the assembler lets no two products overlap.
+SERIALIZED = {"prepare_gdn_ahead"}
 SPILLS |= {"prepare_gdn_hopper": 24, "prepare_gdn_ahead": 36, "scan_alone": 6}
 # Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.
 SPILLS |= {("sm80", "prepare_gdn"): 34, ("sm80", "prepare_kda"): 6}
@@ -59,7 +62,7 @@ def faults(arch, site, *, hot):
         allowed = SPILLS.get(kernel["name"], SPILLS.get((arch, kernel["name"]), 0))
         if hot and kernel["spills"] > allowed:
             yield f"{name} spills {kernel['spills']} times, with {kernel['registers']} registers"
-        if hot and kernel["serialized"]:
+        if hot and kernel["serialized"] and kernel["name"] not in SERIALIZED:
             yield f"{name} waits for each product before the next one begins"
         for write in kernel["overwritten"]:
             yield f"{name} writes what a product in flight may read:\n{write}"

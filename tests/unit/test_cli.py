@@ -77,24 +77,25 @@ def test_this_machine_never_gets_what_cannot_be_created_here():
 
 
 def test_not_implemented_is_a_note_on_a_simulated_device():
-    got = data("select", "--device", "cpu:amx", "--attention-backend", "intel_amx", "--json")
-    assert got["prefill"] == "intel_amx"
+    asked = ("select", "--kind", "dsa", "--attention-backend", "ascend")
+    got = data(*asked, "--device", "npu:910b", "--json")
+    assert got["prefill"] == "ascend"
     assert "not implemented in 0.1" in got["why"]["notes"]
-    refused = attn("select", "--attention-backend", "intel_amx")
+    refused = attn(*asked, "--device", "npu:910b", "--implemented-only")
     assert refused.returncode == 3
     assert "not implemented in 0.1" in refused.stderr
 
 
 def test_implemented_only_and_what_runs_today():
-    asked = ("select", "--device", "cpu:amx", "--json")
+    asked = ("select", "--kind", "dsa", "--device", "npu:910b", "--json")
     got = data(*asked)
-    assert got["prefill"] == "intel_amx"
+    assert got["prefill"] == "ascend"
     today = data(*asked, "--implemented-only")
     assert got["runs_today"] == {"prefill": today["prefill"], "decode": today["decode"]}
     assert today["runs_today"] == {}
     implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}
     assert today["prefill"] in implemented
-    refused = attn(*asked, "--implemented-only", "--attention-backend", "intel_amx")
+    refused = attn(*asked, "--implemented-only", "--attention-backend", "ascend")
     assert refused.returncode == 3
 
 

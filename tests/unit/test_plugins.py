@@ -271,6 +271,25 @@ def test_aliases_and_pins_are_taken_in():
 
 
 @pytest.mark.parametrize(
+    ("returned", "libraries", "error"),
+    [
+        (["acme-kernels"], {"acme-kernels": None}, ""),
+        (["Acme_Kernels==2.0"], {"acme-kernels": "2.0"}, ""),
+        (["acme>=2"], {}, "not NAME or NAME==VERSION"),
+        ("acme", {}, "returned str, not a list"),
+    ],
+)
+def test_a_plugin_says_which_libraries_of_its_own_are_here(returned, libraries, error):
+    plugin = gen.plugin([spec()])
+    plugin.attn_register_libraries = hookimpl(lambda: returned)
+    plugin.attn_register_libraries.__name__ = "attn_register_libraries"
+    registry = load_plugins([gen.FakePoint("p", plugin, gen.FakeDist("a"))])
+    assert registry.installed_libraries() == libraries
+    assert bool(registry.broken) == bool(error)
+    assert all(error in b.error for b in registry.broken)
+
+
+@pytest.mark.parametrize(
     ("first", "second", "error"),
     [
         (spec("x"), spec("y", aliases=["x"]), "the alias 'x' is taken by a 1.0; rename this one"),

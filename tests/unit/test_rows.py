@@ -151,7 +151,7 @@ def test_what_is_built():
     nvidia |= {"dual_chunk_flash_attn", "nsa"}
     rocm = {"aiter", "wave"}
     ascend = {"ascend"}
-    intel = {"intel_xpu"}
+    intel = {"intel_xpu", "intel_amx"}
     linear = {("linear", name) for name in ("torch_native", "triton", "flashinfer", "cutedsl")}
     softmax = core | nvidia | rocm | ascend | intel
     assert built == {("softmax", name) for name in softmax} | linear
@@ -312,7 +312,7 @@ def test_a_note_of_decode_is_printed_once():
 
 def test_no_pip_line_for_what_no_index_has():
     lines = {p.distribution: p.pip for p in REGISTRY.pins}
-    assert lines["flash-attn-3"] == lines["sglang-kernel-cpu"] == ""
+    assert lines["flash-attn-3"] == lines["attn-intel-kernels"] == ""
     assert lines["triton-ascend"] == "pip install 'triton-ascend>=3.2'"
     (ascend,) = [p for p in REGISTRY.pins if p.distribution == "triton-ascend"]
     assert "owns the module `triton`" in ascend.why

@@ -15,9 +15,10 @@ from attn_core.cli.command_line import applier, changed_flags, written
 from attn_core.cli.inputs import selection_inputs
 from attn_core.cli.options import InputFlags
 from attn_core.errors import AttnError
-from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.plugins.registry import Origin, Registry, load_plugins
 from attn_core.selection.diagnosis import why_not
 from attn_core.selection.mismatch import Fix
+from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
 from attn_core.spec.requirements import Requirements
 from hypothesis import example, given, settings
@@ -188,8 +189,11 @@ def test_a_placeholder_is_not_advised(monkeypatch):
 
 def test_nothing_helps_only_where_nothing_does():
     """A backend that is only declared is not created here, whatever is changed."""
-    here, library = Device("cpu", "amx", None), {"sglang-kernel-cpu": "0.4.5"}
-    answer = why_not("intel_amx", Requirements(), here, REGISTRY, library)
+    row = Capabilities(kind="mha", device="cpu", dtypes={"bf16"}, kv_dtypes={"bf16"}, priority=9)
+    spec = BackendSpec(name="planned", capabilities=[row])
+    origin = Origin("attn-planned", "1", "attn_planned")
+    registry = Registry({("softmax", "planned"): spec}, {("softmax", "planned"): origin})
+    answer = why_not("planned", Requirements(), Device("cpu", "amx"), registry, {})
     assert answer.fixes is None
 
 

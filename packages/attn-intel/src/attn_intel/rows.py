@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from attn_core import Capabilities, Phase
+from attn_core import ANY_TOPK, PLAIN_DTYPES, Capabilities, Phase
+
+from attn_intel.cpu.build import KERNELS
 
 HALF: Final = frozenset({"fp16", "bf16"})
 FP8: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
@@ -66,40 +68,33 @@ def xpu() -> Sequence[Capabilities]:
 
 
 def amx() -> Sequence[Capabilities]:
-    """Return intel_amx's rows, which are declared and not implemented."""
-    # SGLang's CPU operators; the distribution is built from its source tree, there is no wheel.
+    """Return intel_amx's rows: our own kernels in C, for any x86 CPU with AVX2 or better.
+
+    They choose the instructions when they run: AMX, AVX-512 with or without bfloat16, or AVX2. The
+    device says which of them the CPU has.
+    """
     row = Capabilities(
         kind="mha",
+        create="attn_intel.cpu.backend:IntelAMX",
         device="cpu",
-        archs={"amx"},
-        requires=["sglang-kernel-cpu>=0.4"],
-        dtypes=HALF,
-        kv_dtypes=HALF,
+        archs={"amx", "avx512", "avx2"},
+        requires=[KERNELS],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES | FP8,
         priority=30,
+        kv_dtype_may_differ=True,
+        layouts={"NHD", "HND"},
+        head_dim_pairs="any",
         sliding_window=True,
         logit_cap=True,
         sinks=True,
         cross_attention=True,
         encoder=True,
-        needs_host_lengths=True,
+        max_verify_topk=ANY_TOPK,
+        lse=True,
+        deterministic=True,
+        tensor_scales=True,
     )
-    # Intel's archived extension has no sinks, no cross attention and keeps heads before tokens.
-    ipex = replace(
-        row,
-        requires=("intel-extension-for-pytorch>=2.8",),
-        layouts=frozenset({"HND"}),
-        sinks=False,
-        cross_attention=False,
-        encoder=False,
-    )
-    mla = replace(
-        row,
-        kind="mla",
-        head_dims=frozenset({576}),
-        head_dim_pairs=frozenset({(576, 512)}),
-        sliding_window=False,
-        sinks=False,
-        cross_attention=False,
-        encoder=False,
-    )
-    return [row, ipex, mla, replace(row, phases=ENCODE)]
+    mla = replace(row, kind="mla", layouts=frozenset({"NHD"}), chunked_prefix=True)
+    vision = replace(row, phases=ENCODE, kv_dtypes=PLAIN_DTYPES, tensor_scales=False)
+    return [row, mla, vision]

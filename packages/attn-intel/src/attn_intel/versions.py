@@ -1,4 +1,4 @@
-"""Which version of Intel's kernel libraries goes with which torch."""
+"""Which kernels of intel_amx and intel_xpu are here, and which go with which torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ from collections.abc import Sequence
 
 from attn_core import Pin, hookimpl
 
+from attn_intel.cpu.build import COMMAND, KERNELS, found
+
 
 @hookimpl
 def attn_register_pins() -> Sequence[Pin]:
-    """Return the pins of sglang-kernel-cpu, intel-extension-for-pytorch and vllm-xpu-kernels."""
+    """Return the pins of intel_amx's compiled kernels and of vllm-xpu-kernels."""
     return [
         Pin(
-            distribution="sglang-kernel-cpu",
+            distribution=KERNELS,
             torch=">=2.8",
-            version=">=0.4",
+            version=">=0",
             indexed=False,
-            why="built from SGLang's source for CPUs; no index has it",
-        ),
-        Pin(
-            distribution="intel-extension-for-pytorch",
-            torch="==2.8.*",
-            version="==2.8.0",
-            why="the last release before the project was archived; it refuses any other torch",
+            why="compiled kernels that attn-intel's wheel for x86-64 Linux brings; elsewhere, with "
+            f"a C compiler, `{COMMAND}` compiles them once",
         ),
         Pin(
             distribution="vllm-xpu-kernels",
@@ -31,3 +28,9 @@ def attn_register_pins() -> Sequence[Pin]:
             why="built for torch 2.14.0+xpu",
         ),
     ]
+
+
+@hookimpl
+def attn_register_libraries() -> Sequence[str]:
+    """Return intel_amx's compiled kernels, where this source of them was compiled."""
+    return [] if found() is None else [KERNELS]

@@ -29,3 +29,12 @@ def attn_register_pins() -> Sequence[Pin]:  # type: ignore[empty-body]  # a hook
 
     Called once when plugins are loaded, like attn_register_backends.
     """
+
+
+@hookspec
+def attn_register_libraries() -> Sequence[str]:  # type: ignore[empty-body]  # a hookspec has no body
+    """Return the plugin's own compiled libraries that are here: NAME or NAME==VERSION. Optional.
+
+    Rows require them by name, as they require distributions. Called once when plugins are loaded,
+    like attn_register_backends; say only what lies on the disk, load nothing.
+    """

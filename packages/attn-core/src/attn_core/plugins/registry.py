@@ -17,7 +17,7 @@ import attn_core
 from attn_core.errors import UnknownBackendError
 from attn_core.formatting import near, printable
 from attn_core.plugins import hookspecs
-from attn_core.plugins.dependencies import Pin, installed
+from attn_core.plugins.dependencies import Libraries, Pin, installed, parse_libraries
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.plugins.validation import pin_problem, problem, too_many
 from attn_core.spec.capabilities import BackendSpec
@@ -98,6 +98,7 @@ class Registry:
     broken: tuple[BrokenPlugin, ...] = ()
     pins: tuple[Pin, ...] = ()
     slow: tuple[SlowPlugin, ...] = ()
+    own_libraries: Libraries = field(default_factory=dict)  # that plugins compiled, and are here
 
     def family(self, family: Family) -> tuple[BackendSpec, ...]:
         """Return the backends of one family, sorted by name."""
@@ -134,8 +135,8 @@ class Registry:
         return tuple(sorted({group for row in rows for group in row.requires}))
 
     def installed_libraries(self) -> dict[str, str | None]:
-        """Look up the installed versions of the libraries that rows require; imports none."""
-        return installed(self.requires())
+        """Look up the versions of the libraries that rows require and are here; imports none."""
+        return {**installed(self.requires()), **self.own_libraries}
 
 
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
@@ -154,6 +155,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     broken: list[BrokenPlugin] = []
     pins: list[Pin] = []
     slow: list[SlowPlugin] = []
+    own: dict[str, str | None] = {}
     points = _installed_points(broken) if entry_points is None else entry_points
     unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
@@ -163,7 +165,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
         try:
             _check_contract(point.dist)
             with stdout_to_stderr():  # stdout is the command's
-                specs, plugin_pins = _call(point.load(), point.name)
+                specs, plugin_pins, libraries = _call(point.load(), point.name)
                 wrongs = [problem(spec) for spec in specs]
         except KeyboardInterrupt:
             raise
@@ -173,6 +175,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
         if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
             slow.append(SlowPlugin(_shown(point.name), origin, seconds))
         pins += plugin_pins
+        own |= libraries
         for spec, wrong in zip(specs, wrongs, strict=True):
             wrong = wrong or _taken(spec, names)
             if wrong is not None:
@@ -183,7 +186,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
             backends[key], origins[key] = spec, origin
             names |= {(spec.family, n): origin for n in (spec.name, *spec.aliases)}
     return Registry(
-        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow)
+        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow), own
     )
 
 
@@ -256,7 +259,7 @@ def _check_contract(dist: Distribution | None) -> None:
         )
 
 
-def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
+def _call(module: Any, name: str) -> tuple[list[Any], list[Pin], Libraries]:
     manager = pluggy.PluginManager(hookspecs.GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)  # refuses a hook with arguments that do not exist
@@ -271,7 +274,8 @@ def _call(module: Any, name: str) -> tuple[list[Any], list[Pin]]:
     wrong = next((text for text in map(pin_problem, pins) if text), None)
     if wrong is not None:
         raise TypeError(f"a pin is wrong: {wrong}")
-    return backends, pins
+    libraries = parse_libraries(_results(manager.hook.attn_register_libraries) or [])
+    return backends, pins, libraries
 
 
 def _results(hook: pluggy.HookCaller) -> list[Any] | None:

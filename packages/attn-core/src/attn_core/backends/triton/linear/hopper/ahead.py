@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_head
+from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_item
 from attn_core.backends.triton.linear.hopper.solve import barrier
 
 
@@ -29,31 +29,20 @@ def announce(ready, WAITING: gl.constexpr):
 
 
 @gluon.jit
-def missing(ready, i):
-    """Return the first of 128 chunks that was not announced, 128 if all were.
-
-    All threads return the same number, since each chunk was asked for by one of them.
-    """
-    found = gl.inline_asm_elementwise(
+def acquired(ready):
+    """Return a number; what was written before it was can be read from here on."""
+    return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ready],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return gl.min(gl.where(found == 0, i, 128), 0)
 
 
 @gluon.jit
-def ready_until(ready, STRIDE: gl.constexpr, j, count):
-    """Wait for chunk `j` of a request; return the first one behind it that is not announced.
-
-    What was written before a chunk was announced can be read from here on.
-    """
-    i = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    ready += gl.minimum(j + i, count - 1) * STRIDE
-    found = missing(ready, i)
+def wait_ready(ready):
+    """Wait until a chunk was announced."""
+    found = acquired(ready)
     while found == 0:
-        found = missing(ready, i)
-    barrier()  # what one thread was told holds for all
-    return j + found
+        found = acquired(ready)
 
 
 @gluon.jit
@@ -70,8 +59,8 @@ def forget(work, ready, STRIDE: gl.constexpr, count):
 
 @gluon.jit(noinline=True)
 def prepare_apart(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
-    """Do what prepare_head does: a loop around it would keep its addresses in registers."""
-    prepare_head(c, hv, inputs, weights, numbers, chunks, work, C)
+    """Do what prepare_item does: a loop around it would keep its addresses in registers."""
+    prepare_item(c, hv, inputs, weights, numbers, chunks, work, C)
 
 
 @gluon.jit

@@ -97,7 +97,7 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
 
 
 @gluon.jit
-def prepare_head(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
+def prepare_item(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr):
     """Prepare chunk `c` for value head `hv`."""
     h = hv // C.GROUP
     at = (c * C.HV + hv).to(gl.int64)
@@ -134,4 +134,4 @@ def prepare_head(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr)
 def prepare_gdn_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     """Prepare a chunk for one value head. Grid: (chunks · HV)."""
     item = gl.program_id(0)
-    prepare_head(item // C.HV, item % C.HV, inputs, weights, numbers, chunks, work, C)
+    prepare_item(item // C.HV, item % C.HV, inputs, weights, numbers, chunks, work, C)

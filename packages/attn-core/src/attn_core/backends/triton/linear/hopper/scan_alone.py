@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.linear.hopper.ahead import forget, ready_until
+from attn_core.backends.triton.linear.hopper.ahead import forget, wait_ready
 from attn_core.backends.triton.linear.hopper.scan import copy_rows, load_state, write_outputs
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, A, barrier
 
@@ -39,7 +39,6 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, N))
     square = token[:, None] * CHUNK + column[None, :]
     f = gl.arange(0, 128, F)
-    known = 0
     for j in range(num_chunks):
         start = (begin + j * CHUNK).to(gl.int64)
         chunk = ((first + j) * C.HV + hv).to(gl.int64)
@@ -49,8 +48,7 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
         h = hv // C.GROUP
         inside = (j * CHUNK + i < tokens)[:, None]
         if AHEAD:
-            if j >= known:
-                known = ready_until(ready, C.HV * C.V // 64, j, num_chunks)
+            wait_ready(ready + j * (C.HV * C.V // 64))
         carries.wait_free(j)
         at = carries.stage(j)
         if C.PER_CHANNEL:

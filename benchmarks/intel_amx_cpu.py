@@ -1,0 +1,192 @@
+"""Time intel_amx on this CPU beside torch_native, and beside SDPA on K and V already gathered.
+
+Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--level NAME]
+The calls of all contestants take turns, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+from attn_core.backends.torch_native.backend import TorchNative
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.runtime.backend import AttentionBackend, BackendConfig
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.capabilities import Capabilities
+from attn_intel.cpu.backend import IntelAMX
+from attn_intel.cpu.library import LEVELS, load
+from torch import Tensor
+
+from benchmarks.torch_native_cpu import (
+    SHAPES,
+    Shape,
+    check,
+    cpu_model,
+    draw,
+    interleave,
+    paged,
+    sdpa,
+    sdpa_folded,
+    truth,
+)
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+PAGE_SIZES = (1, 16, 128)
+CONTESTANTS: dict[str, Callable[[BackendConfig], AttentionBackend]] = {
+    "torch_native": TorchNative,
+    "intel_amx": IntelAMX,
+}
+ONE = Shape(name="decode of one request", batch=1, length=16384, decode=True)
+LATENT, ROPE, PAGE = 512, 64, 16
+MLA = (  # requests, keys, heads
+    (8, 4096, 16),
+    (1, 16384, 16),
+    (8, 2048, 128),
+)
+
+
+def summary(calls: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, object]:
+    """Medians in milliseconds, and how many times faster than SDPA each call is."""
+    for call in calls.values():
+        call()
+    median = {k: statistics.median(v) * 1e3 for k, v in interleave(calls, repeats).items()}
+    faster = {k: median["sdpa"] / v for k, v in median.items() if k != "sdpa"}
+    return {"repeats": repeats, "median_ms": median, "times_faster_than_sdpa": faster}
+
+
+def measure(shape: Shape, repeats: int) -> dict[str, object]:
+    """Time one shape of MHA, after each result was compared with float64."""
+    data = draw(shape)
+    want, reference = truth(shape, data), sdpa(shape, data)
+    calls: dict[str, Callable[[], Tensor]] = {"sdpa": lambda: sdpa(shape, data)}
+    if shape.decode:
+        calls["sdpa_folded"] = lambda: sdpa_folded(data)
+    errors = {"sdpa": (reference.double() - want).abs().max().item()}
+    for backend, create in CONTESTANTS.items():
+        for page_size in PAGE_SIZES:
+            name = f"{backend} page {page_size}"
+            call, _ = paged(shape, data, page_size, create)
+            rows = call().view(shape.batch, -1, shape.q_heads, shape.head_dim).transpose(1, 2)
+            errors[name] = check(f"{shape.name}, {name}", rows, reference, want)
+            calls[name] = call
+    return {"shape": asdict(shape), **summary(calls, repeats), "largest_error": errors}
+
+
+def measure_mla(batch: int, length: int, heads: int, repeats: int) -> dict[str, object]:
+    """Time absorbed MLA decode beside SDPA on gathered latents, whose heads are its rows.
+
+    SDPA takes the whole latent as its values, the fastest form it has: with 512 of 576 columns it
+    leaves its flash kernel.
+    """
+    dim, scale = LATENT + ROPE, 192**-0.5
+    q = torch.randn(batch, heads, dim, dtype=torch.bfloat16)
+    latents = torch.randn(batch, 1, length, dim, dtype=torch.bfloat16)
+    pages = batch * length // PAGE
+    table = (torch.randperm(pages) + 1).view(batch, -1).int()
+    pool = torch.full((pages + 1, PAGE, 1, dim), torch.nan, dtype=torch.bfloat16)
+    pool[table.flatten().long()] = latents.reshape(pages, PAGE, 1, dim)
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=heads, num_kv_heads=1, head_dim=dim, v_head_dim=LATENT, scale=scale
+    )
+    batch_of = ForwardBatch.build(
+        ForwardMode.DECODE,
+        query_lens=[1] * batch,
+        seq_lens=[length] * batch,
+        page_table=table,
+        page_size=PAGE,
+    )
+
+    def gathered() -> Tensor:
+        out = F.scaled_dot_product_attention(q[:, None], latents, latents, scale=scale)
+        return out[:, 0, :, :LATENT]
+
+    scores = q.double() @ latents[:, 0].double().mT * scale
+    want, reference = scores.softmax(-1) @ latents[:, 0, :, :LATENT].double(), gathered()
+    calls: dict[str, Callable[[], Tensor]] = {"sdpa": gathered}
+    errors = {"sdpa": (reference.double() - want).abs().max().item()}
+    for name, create in CONTESTANTS.items():
+        calls[name] = _mla_call(name, create, layer, LayerCache(k=pool, v=None), batch_of, q)
+        errors[name] = check(f"mla, {name}", calls[name](), reference, want)
+    shape = {"name": "mla decode", "batch": batch, "length": length, "heads": heads, "page": PAGE}
+    return {"shape": shape, **summary(calls, repeats), "largest_error": errors}
+
+
+def _mla_call(
+    name: str,
+    create: Callable[[BackendConfig], AttentionBackend],
+    layer: AttentionLayer,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    q: Tensor,
+) -> Callable[[], Tensor]:
+    row = Capabilities(
+        kind="mla",
+        device="any",
+        dtypes={"bf16"},
+        kv_dtypes={"bf16"},
+        priority=0,
+        head_dim_pairs="any",
+    )
+    config = BackendConfig(
+        name=name,
+        row=row,
+        layers=(layer,),
+        page_size=PAGE,
+        dtype="bf16",
+        kv_cache_dtype="bf16",
+        device=torch.device("cpu"),
+    )
+    backend = create(config)
+    metadata = backend.init_forward_metadata(batch)
+
+    def call() -> Tensor:
+        got = backend.forward(q, None, None, layer, cache, batch, metadata)
+        assert isinstance(got, Tensor)
+        return got
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=pathlib.Path)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--level", choices=LEVELS, help="a lower level than the CPU's")
+    args = parser.parse_args()
+    kernels = load()
+    if args.level is not None:
+        kernels.level = min(kernels.level, LEVELS.index(args.level))
+    level = LEVELS[kernels.level]
+    output = args.output or RESULTS / f"intel_amx_cpu.{level}.json"
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        results = [measure(shape, args.repeats) for shape in (*SHAPES, ONE)]
+        results += [measure_mla(*shape, args.repeats) for shape in MLA]
+    report = {
+        "benchmark": "intel_amx_cpu",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "level": level,
+        "threads": torch.get_num_threads(),
+        "results": results,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Compile the kernels, in the user's cache or for the wheel, and find them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+KERNELS: Final = "attn-intel-kernels"  # as rows require them
+COMMAND: Final = "python -m attn_intel.cpu"
+SOURCE: Final = pathlib.Path(__file__).parent / "source"
+FLAGS: Final = (
+    *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
+AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
+AVX512: Final = (
+    *(*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    "-mprefer-vector-width=512",
+)
+LEVELS: Final = {  # attend.c is compiled once for each, and one is chosen when it runs
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "amx_bf16": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+
+
+def name() -> str:
+    """Return the library's file name, which changes with its source and with the flags."""
+    text = b"".join(path.read_bytes() for path in sorted(SOURCE.iterdir()))
+    text += repr((FLAGS, LEVELS)).encode()
+    return f"kernels-{hashlib.sha256(text).hexdigest()[:12]}.so"
+
+
+def folders() -> tuple[pathlib.Path, pathlib.Path]:
+    """Return where the library may lie: in the package, where the wheel has it, and in the cache.
+
+    The cache is that of the user, XDG_CACHE_HOME or ~/.cache.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return SOURCE.parent, pathlib.Path(root) / "attn-intel"
+
+
+def found() -> pathlib.Path | None:
+    """Return the compiled library, or None where this source was not compiled."""
+    file = name()
+    return next((f / file for f in folders() if (f / file).is_file()), None)
+
+
+def compiler() -> str | None:
+    """Return the C compiler that would be used: $CC, else cc, gcc or clang; None: there is none."""
+    names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return next((path for n in names if n and (path := shutil.which(n))), None)
+
+
+def unsupported() -> str | None:
+    """Say why the kernels cannot be compiled on this machine; None: they can."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"the kernels are for x86-64 Linux, this is {platform.machine()} {sys.platform}"
+    return None if compiler() else "there is no C compiler: install gcc or clang, or set CC"
+
+
+def build(folder: pathlib.Path) -> pathlib.Path:
+    """Compile the library into `folder`, whole or not at all. Raises RuntimeError."""
+    reason, cc = unsupported(), compiler()
+    if reason is not None or cc is None:
+        raise RuntimeError(reason)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name()
+    with tempfile.TemporaryDirectory(dir=folder) as part:
+        whole = pathlib.Path(part) / target.name
+        jobs = [(*flags, f"-DLEVEL={x}", f"-DLEVEL_NUMBER={i}", "attend.c", x)
+                for i, (x, flags) in enumerate(LEVELS.items())]  # fmt: skip
+        jobs.append(("dispatch.c", "dispatch"))
+        objects = [f"{part}/{job[-1]}.o" for job in jobs]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = [
+                (cc, *FLAGS, "-c", *job[:-1], "-o", o) for job, o in zip(jobs, objects, strict=True)
+            ]
+            list(pool.map(_run, commands))
+        _run((cc, "-shared", "-o", str(whole), *objects, "-lm"))
+        whole.replace(target)
+    return target
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

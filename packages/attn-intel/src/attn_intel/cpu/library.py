@@ -1,0 +1,69 @@
+"""The compiled kernels: where they lie, and their one function as ctypes calls it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Final
+
+from attn_core import BackendError
+
+from attn_intel.cpu.build import COMMAND, found
+
+LEVELS: Final = ("avx2", "avx512", "avx512_bf16", "amx_bf16")  # `level` of the header, rising
+
+
+class Attention(Structure):
+    """The arguments of one call, as source/attention.h has them; it says what each means."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "sinks", "tree", "table")),
+        *((name, c_void_p) for name in ("seq_lens", "cu_seqlens_q", "cu_seqlens_k", "parallel")),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+        *((name, c_int64) for name in ("q_token", "q_head", "out_token", "out_head", "table_row")),
+        *((name, c_int64) for name in ("k_page", "k_token", "k_head")),
+        *((name, c_int64) for name in ("v_page", "v_token", "v_head")),
+        *((name, c_int32) for name in ("q_type", "kv_type", "out_type", "level", "threads")),
+        *((name, c_int32) for name in ("requests", "q_heads", "kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("v_head_dim", "page_size", "drafts", "window", "causal")),
+        *((name, c_float) for name in ("scale", "v_scale", "logit_cap")),
+    )
+
+
+class Kernels:
+    """The loaded library: the level of this CPU, and `attend`."""
+
+    def __init__(self, path: str) -> None:
+        library = CDLL(path)
+        library.attn_cpu_level.restype = c_int
+        level: int = library.attn_cpu_level()
+        if level < 0:
+            raise BackendError(
+                "intel_amx needs a CPU with AVX2, FMA and F16C, this one lacks one of them; use "
+                "torch_native"
+            )
+        self.level = level
+        self.attend = library.attn_attend
+        self.attend.restype, self.attend.argtypes = c_int64, (POINTER(Attention),)
+        # torch has loaded its OpenMP for all: its threads are used, not a second pool of them
+        run = getattr(CDLL(None), "GOMP_parallel", None)
+        self.parallel = None if run is None else ctypes.cast(run, c_void_p).value
+
+
+@cache
+def load() -> Kernels:
+    """Load the compiled kernels, once. Raises BackendError where there are none."""
+    path = found()
+    if path is None:
+        raise BackendError(
+            "intel_amx: its kernels are not compiled here; install attn-intel's wheel for "
+            f"x86-64 Linux or, with a C compiler, run `{COMMAND}` once"
+        )
+    try:
+        return Kernels(str(path))
+    except OSError as error:
+        raise BackendError(
+            f"intel_amx: {path} does not load: {error}; delete it and run `{COMMAND}`"
+        ) from error

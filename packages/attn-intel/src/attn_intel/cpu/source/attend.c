@@ -1,0 +1,271 @@
+/* One work item: attention of some rows to some keys, tile by tile. Compiled once per level. */
+#include "vectors.h"
+
+#include "few.h"
+#include "sight.h"
+#if LEVEL_NUMBER == 3
+#include "tiles.h"
+#else
+#include "products.h"
+#endif
+
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(what) PASTE(what, LEVEL)
+#define LOG2_E 1.44269504f
+
+static const int BYTES[] = {4, 2, 2, 1, 1};
+
+/* Where a thread keeps what it works on. words and steps: of a row of q and of k, and of p. */
+typedef struct {
+    number *q, *p, *keys, *values, *k_rows, *v_rows;
+    float *scores, *outputs, *largest, *sums;
+    int32_t *depths;
+    int64_t words, k_row, v_row, columns;
+} Scratch;
+
+static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
+    s->words = round_up(a->head_dim, W * KS) / KS;
+    s->columns = out_columns(a);
+    s->k_row = s->words * KS;
+    if (!a->v && s->columns > s->k_row) s->k_row = s->columns; /* values are read from the keys */
+    s->v_row = s->columns;
+    int64_t at = 0;
+#define TAKE(what, count) \
+    s->what = (void *)(memory + at); \
+    at = round_up(at + (count) * (int64_t)sizeof *s->what, 64);
+    TAKE(q, (ROWS + 16) * s->words * KS) /* products by tiles read whole tiles of rows */
+    TAKE(p, (ROWS + 16) * KEYS)
+    TAKE(keys, KEYS * s->words * KS)
+    TAKE(values, KEYS * round_up(s->columns, PANEL))
+    TAKE(k_rows, KEYS * s->k_row)
+    TAKE(v_rows, KEYS * s->v_row)
+    TAKE(scores, ROWS * KEYS)
+    TAKE(outputs, ROWS * s->columns)
+    TAKE(largest, ROWS)
+    TAKE(sums, ROWS)
+    TAKE(depths, a->drafts)
+    return at;
+}
+
+int64_t NAME(scratch_)(const Attention *a) {
+    Scratch s;
+    return lay_out(a, 0, &s);
+}
+
+/* Scale a row of scores, cap it, and hide what is not in the columns [low, high). */
+static void limit(float *scores, int columns, int low, int high, float scale, float cap) {
+    for (int c = 0; c < columns; c += W) {
+        vec x = load(scores + c) * scale;
+        if (cap != 0) x = hyperbolic_tangent(x) * cap;
+        if (low > c || high < c + W) x = only(x, low - c, high - c);
+        store(scores + c, x);
+    }
+}
+
+/*
+ * Turn a row of scores into probabilities, relative to the largest score so far.
+ * Returns the factor of what was summed before.
+ */
+static float soften(const float *scores, int columns, float *largest_so_far, float *sum_so_far,
+                    number *p) {
+    vec most = all(*largest_so_far), total = all(0);
+    for (int c = 0; c < columns; c += W) most = larger(most, load(scores + c));
+    float before = *largest_so_far, now = largest(most), base = now == -INFINITY ? 0 : now;
+    for (int c = 0; c < columns; c += W) {
+        vec x = power_of_two((load(scores + c) - base) * LOG2_E);
+        total += x;
+#if PAIRS
+        __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+        memcpy(p + c, &half, sizeof half);
+#else
+        store(p + c, x);
+#endif
+    }
+    float factor = before == now ? 1 : power_of_two(all((before - base) * LOG2_E))[0];
+    *largest_so_far = now;
+    *sum_so_far = *sum_so_far * factor + sum(total);
+    return factor;
+}
+
+/* Write a finished row: outputs over their sum with the sink, and its log-sum-exp. */
+static void finish(const Attention *a, int64_t token, int head, const float *x, float most,
+                   float total) {
+    float unit = 1;
+    if (a->sinks) {
+        float sink = a->sinks[head], base = most > sink ? most : sink;
+        if (base == -INFINITY) base = 0;
+        unit = expf(most - base);
+        total = total * unit + expf(sink - base);
+        most = base;
+    }
+    float factor = total > 0 ? unit * a->v_scale / total : 0;
+    int64_t at = token * a->out_token + head * a->out_head;
+    for (int i = 0; i < a->v_head_dim; i++) put(a->out_type, a->out, at + i, x[i] * factor);
+    if (a->lse)
+        a->lse[token * a->q_heads + head] =
+            total > 0 ? most + logf(total) : -INFINITY;
+}
+
+/* Find the keys and values of n tokens, from `first`, for the first KV head. */
+static void locate(const Attention *a, int request, int first, int n, int64_t *k, int64_t *v) {
+    if (!a->table) {
+        for (int i = 0; i < n; i++) {
+            int64_t token = (int64_t)a->cu_seqlens_k[request] + first + i;
+            k[i] = token * a->k_token;
+            v[i] = token * a->v_token;
+        }
+        return;
+    }
+    const int32_t *pages = a->table + request * a->table_row;
+    int page = first / a->page_size, offset = first % a->page_size;
+    for (int i = 0; i < n; i++) {
+        k[i] = pages[page] * a->k_page + offset * a->k_token;
+        v[i] = pages[page] * a->v_page + offset * a->v_token;
+        if (++offset == a->page_size) offset = 0, page++;
+    }
+}
+
+/*
+ * List the rows of the next n tokens that are asked for while those of the h-th head are worked
+ * on: a share of all heads' rows, in the order of memory, which is read fastest so. Returns how
+ * many.
+ */
+static int list_ahead(const Attention *a, const Item *item, int h, const void *base,
+                      const int64_t *at, int64_t skip, int n, const char **ahead) {
+    for (int i = 0; i < n; i++) {
+        int row = h * n + i, head = item->head + row % item->heads;
+        int64_t from = at[row / item->heads] + head * skip;
+        ahead[i] = (const char *)base + from * BYTES[a->kv_type];
+    }
+    return n > 0 ? n : 0;
+}
+
+/* Read rows where they are not numbers of a product in whole vectors already. */
+static void read_rows(const Attention *a, const void *base, const int64_t *at, int64_t skip,
+                      int n, int dim, int64_t padded, number *copies, const char **rows) {
+    int as_stored = a->kv_type == (PAIRS ? BF16 : F32) && dim == padded;
+    for (int i = 0; i < n; i++) {
+        const char *from = (const char *)base + (at[i] + skip) * BYTES[a->kv_type];
+        rows[i] = as_stored ? from : (const char *)(copies + i * padded);
+        if (!as_stored) read_row(a->kv_type, from, dim, (int)padded, copies + i * padded);
+    }
+}
+
+void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *states) {
+    Scratch s;
+    lay_out(a, memory, &s);
+    int request = item->request, rows = item->rows, group = a->q_heads / a->kv_heads;
+    int start = a->cu_seqlens_q[request], queries = a->cu_seqlens_q[request + 1] - start;
+    int length = a->table ? a->seq_lens[request]
+                          : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
+    float cap = a->logit_cap, scale = cap != 0 ? a->scale / cap : a->scale;
+    if (a->tree)
+        for (int i = 0; i < a->drafts; i++) s.depths[i] = depth_of(a, request, i);
+    int64_t state = state_size(a, rows);
+    begin_products();
+    for (int h = 0; h < item->heads; h++) {
+        for (int r = 0; r < rows; r++) {
+            int at = item->row + r;
+            int64_t head = (int64_t)(item->head + h) * group + at % group;
+            const char *q = a->q;
+            q += BYTES[a->q_type] * ((start + at / group) * a->q_token + head * a->q_head);
+            number *to = s.q + (h * rows + r) * s.words * KS;
+            read_row(a->q_type, q, a->head_dim, (int)s.words * KS, to);
+        }
+        /* an unfinished output is summed up where the merge will look for it */
+        float *x = states ? states + (h * item->splits + item->split) * state
+                          : s.outputs + h * rows * s.columns;
+        float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
+        memset(x, 0, rows * s.columns * sizeof *x);
+        memset(states ? largest_so_far + rows : s.sums + h * rows, 0, rows * sizeof *x);
+        for (int r = 0; r < rows; r++) largest_so_far[r] = -INFINITY;
+    }
+    for (int first = item->first; first < item->end; first += KEYS) {
+        int n = item->end - first < KEYS ? item->end - first : KEYS;
+        int columns = (int)round_up(n, W), steps = (int)round_up(n, STEP) / KS;
+        int64_t k_at[KEYS], v_at[KEYS], next_k[KEYS], next_v[KEYS];
+        int after = first + n, next = item->end - after < KEYS ? item->end - after : KEYS;
+        const char *k_rows[KEYS], *v_rows[KEYS];
+        locate(a, request, first, n, k_at, v_at);
+        locate(a, request, after, next, next_k, next_v);
+        for (int h = 0; h < item->heads; h++) {
+            float *x = states ? states + (h * item->splits + item->split) * state
+                              : s.outputs + h * rows * s.columns;
+            float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
+            float *sums = states ? largest_so_far + rows : s.sums + h * rows;
+            int64_t head = item->head + h;
+            Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
+            k_ahead.n = list_ahead(a, item, h, a->k, next_k, a->k_head, next, k_ahead.rows);
+            read_rows(a, a->k, k_at, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
+            const number *q = s.q + h * rows * s.words * KS;
+            if (rows <= FEW) {
+                few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
+            } else {
+                pack_keys(k_rows, n, (int)s.words, s.keys, &k_ahead);
+                product(rows, columns, (int)s.words, q, s.words, s.keys, s.scores, KEYS, 0);
+            }
+            for (int r = 0; r < rows; r++) {
+                int token = (item->row + r) / group;
+                Sight see = sight_of(a, request, token, queries, length, s.depths);
+                float *scores = s.scores + r * KEYS;
+                int high = see.high - first < n ? see.high - first : n;
+                number *p = s.p + r * KEYS;
+                limit(scores, columns, see.low - first, high, scale, cap);
+                if (see.drafts)
+                    hide_drafts(a, see, s.depths, length - queries, first, n, scores);
+                float factor = soften(scores, columns, largest_so_far + r, sums + r, p);
+                for (int c = columns; c < steps * KS; c++) p[c] = 0;
+                if (factor != 1)
+                    for (int c = 0; c < s.columns; c += W)
+                        store(x + r * s.columns + c, load(x + r * s.columns + c) * factor);
+            }
+            if (a->v) {
+                v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
+                v_ahead.n = list_ahead(a, item, h, a->v, next_v, a->v_head, next, v_ahead.rows);
+                read_rows(a, a->v, v_at, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
+                          v_rows);
+            }
+            const char **values = a->v ? v_rows : k_rows;
+            if (rows <= FEW && s.columns % (W * KS) == 0) {
+                few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
+                            &v_ahead);
+            } else {
+                pack_values(values, n, steps, (int)s.columns, s.values, &v_ahead);
+                product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
+            }
+        }
+    }
+    end_products();
+    if (states) return;
+    for (int h = 0; h < item->heads; h++)
+        for (int r = 0; r < rows; r++) {
+            int at = item->row + r, i = h * rows + r;
+            finish(a, start + at / group, (item->head + h) * group + at % group,
+                   s.outputs + i * s.columns, s.largest[i], s.sums[i]);
+        }
+}
+
+/* Merge the parts of one head's rows, in the order of the keys, into the first, and write it. */
+void NAME(merge_)(const Attention *a, const Item *item, int head, float *states) {
+    int rows = item->rows, group = a->q_heads / a->kv_heads;
+    int64_t columns = out_columns(a), size = state_size(a, rows);
+    for (int r = 0; r < rows; r++) {
+        float *x = states + r * columns, most = -INFINITY, total = 0;
+        for (int i = 0; i < item->splits; i++) {
+            float here = states[i * size + rows * columns + r];
+            most = here > most ? here : most;
+        }
+        float base = most == -INFINITY ? 0 : most;
+        for (int i = 0; i < item->splits; i++) {
+            const float *part = states + i * size + r * columns;
+            const float *largest_of = states + i * size + rows * columns;
+            float factor = expf(largest_of[r] - base);
+            total += largest_of[rows + r] * factor;
+            for (int64_t c = 0; c < columns; c++)
+                x[c] = (i ? x[c] : 0) + part[c] * factor;
+        }
+        int at = item->row + r, start = a->cu_seqlens_q[item->request];
+        finish(a, start + at / group, (item->head + head) * group + at % group, x, most, total);
+    }
+}

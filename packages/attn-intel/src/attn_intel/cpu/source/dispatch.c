@@ -1,0 +1,188 @@
+/* Cut a call into work items, let threads take them one after the other, merge parts of keys. */
+#define _GNU_SOURCE
+#include <cpuid.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "attention.h"
+#include "sight.h"
+
+enum {
+    LEAST_PART = 512, /* keys of a part, at least */
+    MOST_PARTS = 64,  /* work items that a request of few queries is cut into, for each KV head */
+    ITEMS_EACH = 4,   /* work items that a thread should find, so that all end together */
+};
+
+uint16_t fp8_as_bf16[2][256];
+
+__attribute__((constructor)) static void fill_tables(void) {
+    for (int kind = 0; kind < 2; kind++) {
+        int mantissa = kind ? 2 : 3, bias = kind ? 15 : 7, top = kind ? 31 : 15;
+        for (int bits = 0; bits < 256; bits++) {
+            int exponent = (bits & 127) >> mantissa, part = bits & ((1 << mantissa) - 1);
+            float x = exponent ? ldexpf(part + (1 << mantissa), exponent - bias - mantissa)
+                               : ldexpf(part, 1 - bias - mantissa);
+            if (exponent == top) {
+                if (kind) x = part ? NAN : INFINITY;
+                else if (part == 7) x = NAN;
+            }
+            uint32_t word;
+            memcpy(&word, &x, 4);
+            fp8_as_bf16[kind][bits] = (uint16_t)(word >> 16 | (bits & 128) << 8);
+        }
+    }
+}
+
+/* The highest level of this CPU, -1: none. AMX has to be asked of the operating system. */
+__attribute__((visibility("default"))) int attn_cpu_level(void) {
+    unsigned a, b, c, d;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return -1;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 29 & 1)) return -1; /* F16C */
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return AVX2;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return AVX512;
+    __get_cpuid_count(7, 0, &a, &b, &c, &d);
+    const unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
+    if ((d & bf16_and_tiles) != bf16_and_tiles) return AVX512_BF16;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) ? AVX512_BF16 : AMX_BF16;
+}
+
+typedef struct {
+    int64_t (*scratch)(const Attention *);
+    void (*attend)(const Attention *, const Item *, char *, float *);
+    void (*merge)(const Attention *, const Item *, int, float *);
+} Kernels;
+
+#define KERNELS(LEVEL) {scratch_##LEVEL, attend_##LEVEL, merge_##LEVEL},
+static const Kernels kernels[] = {FOR_LEVELS(KERNELS)};
+
+/* Products of bfloat16 are exact for what bfloat16 holds; anything else is float32. */
+static const Kernels *choose(const Attention *a) {
+    int exact = a->q_type == BF16 && a->kv_type >= BF16, level = a->level;
+    return &kernels[exact || level < AVX512_BF16 ? level : AVX512];
+}
+
+typedef struct {
+    int64_t items, floats, counters;
+} Size;
+
+static int smaller(int a, int b) { return a < b ? a : b; }
+static int larger(int a, int b) { return a > b ? a : b; }
+static int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+/* The keys [first, end) that any of the rows [row, row + rows) of a request sees. */
+static void span(const Attention *a, int request, int queries, int length, int row, int rows,
+                 int *first, int *end) {
+    int group = a->q_heads / a->kv_heads, prefix = length - queries;
+    int low = row / group, high = (row + rows - 1) / group;
+    *first = 0;
+    *end = a->causal && !a->tree ? prefix + high + 1 : length;
+    int position = prefix + low;
+    if (a->tree) { /* the least depth of these queries */
+        int least = a->drafts;
+        for (int i = low; i <= high; i++) least = smaller(least, depth_of(a, request, i));
+        position = prefix + least;
+    }
+    if (a->window) *first = larger(0, position - a->window + 1);
+    if (a->tree) *first = smaller(*first, prefix);
+    *end = larger(*end, *first);
+}
+
+/*
+ * List the work items, or only count them where items is NULL. How a request's keys are cut
+ * depends on this request alone, so its bits depend on no other and on no number of threads.
+ */
+static Size plan(const Attention *a, int heads_each, Item *items) {
+    Size size = {0, 0, 0};
+    int group = a->q_heads / a->kv_heads;
+    for (int b = 0; b < a->requests; b++) {
+        int queries = a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b], all = queries * group;
+        int length = a->table ? a->seq_lens[b] : a->cu_seqlens_k[b + 1] - a->cu_seqlens_k[b];
+        int tiles = divide_up(all, ROWS), most = larger(1, MOST_PARTS / larger(1, tiles));
+        for (int tile = tiles - 1; tile >= 0; tile--) { /* in causal order the longest first */
+            int row = tile * ROWS, rows = smaller(ROWS, all - row), first, end;
+            span(a, b, queries, length, row, rows, &first, &end);
+            int part = larger(LEAST_PART, divide_up(end - first, most));
+            part = divide_up(part, KEYS) * KEYS;
+            int parts = larger(1, divide_up(end - first, part));
+            int together = larger(1, smaller(heads_each, ROWS / rows));
+            for (int head = 0; head < a->kv_heads; head += together) {
+                int heads = smaller(together, a->kv_heads - head);
+                for (int i = 0; i < parts; i++) {
+                    int from = first + i * part;
+                    if (items)
+                        items[size.items] = (Item){
+                            b, row, rows, head, heads, from, smaller(end, from + part), i, parts,
+                            parts > 1 ? size.floats : -1, size.counters,
+                        };
+                    size.items++;
+                }
+                if (parts > 1) {
+                    size.floats += state_size(a, rows) * parts * heads;
+                    if (items) ((atomic_int *)a->workspace)[size.counters] = parts;
+                    size.counters++;
+                }
+            }
+        }
+    }
+    return size;
+}
+
+typedef struct {
+    const Attention *a;
+    const Kernels *kernels;
+    Item *items;
+    float *states;
+    char *scratch;
+    int64_t count, scratch_each;
+    atomic_int *ready;
+    atomic_long threads, next;
+} Job;
+
+static void work(void *data) {
+    Job *job = data;
+    int64_t thread = atomic_fetch_add(&job->threads, 1), i;
+    char *scratch = job->scratch + thread * job->scratch_each;
+    while ((i = atomic_fetch_add(&job->next, 1)) < job->count) {
+        const Item *item = &job->items[i];
+        float *states = item->states < 0 ? NULL : job->states + item->states;
+        job->kernels->attend(job->a, item, scratch, states);
+        if (!states || atomic_fetch_sub(&job->ready[item->ready], 1) > 1) continue;
+        int64_t one = state_size(job->a, item->rows) * item->splits;
+        for (int h = 0; h < item->heads; h++)
+            job->kernels->merge(job->a, item, h, states + h * one);
+    }
+}
+
+/*
+ * Attend. Returns 0, or the bytes that the workspace needs, where it has fewer: nothing was done
+ * then.
+ */
+__attribute__((visibility("default"))) int64_t attn_attend(const Attention *a) {
+    const Kernels *chosen = choose(a);
+    int heads_each = a->kv_heads;
+    Size size = plan(a, heads_each, NULL);
+    while (heads_each > 1 && size.items < (int64_t)a->threads * ITEMS_EACH) {
+        heads_each = (heads_each + 1) / 2;
+        size = plan(a, heads_each, NULL);
+    }
+    int64_t threads = a->threads < size.items ? a->threads : size.items;
+    int64_t ready = round_up(size.counters * sizeof(atomic_int), 64);
+    int64_t items = round_up(size.items * sizeof(Item), 64), states = round_up(size.floats * 4, 64);
+    int64_t each = round_up(chosen->scratch(a), 4096);
+    int64_t needed = ready + items + states + threads * each;
+    if (needed > a->workspace_bytes) return needed;
+    char *at = a->workspace;
+    Job job = {.a = a, .kernels = chosen, .items = (Item *)(at + ready),
+               .states = (float *)(at + ready + items), .scratch = at + ready + items + states,
+               .count = size.items, .scratch_each = each, .ready = (atomic_int *)at};
+    plan(a, heads_each, job.items);
+    if (threads > 1 && a->parallel) a->parallel(work, &job, (unsigned)threads, 0);
+    else if (threads) work(&job);
+    return 0;
+}
