@@ -16,6 +16,7 @@ from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.layer import AttentionLayer
 
 NAME = "attn_core"  # the attention implementation's name inside transformers
+ENABLED = "_attn_core_enabled"  # on the decoder of a model under enable()
 _TAG = "_attn_core_layer"  # on the keys that a paged cache layer hands on
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # would change the result
 
@@ -131,27 +132,19 @@ def attention(
     paged: PagedLayer | None = getattr(key, _TAG, None)
     if paged is None:
         raise UnsupportedError(
-            f"{type(module).__name__} attends without a paged cache layer; attn-core runs decoders "
-            "whose layers all go through past_key_values"
+            f"{type(module).__name__} attends without a paged cache layer; call enable(model) for "
+            "generate() and forward passes, generate_batch() needs no more; attn-core runs "
+            "decoders whose layers all go through past_key_values"
         )
     x, new_values = paged.layer, None if paged.latent else value
     if paged.latent:
         query, key = mla.absorb(module, query, key, value)
     v_head_dim = x.v_head_dim if new_values is None else new_values.shape[3]
-    call = (
-        *(query.shape[1], key.shape[1], query.shape[3], v_head_dim),
-        *(scaling, none_if_off(sliding_window), none_if_off(softcap), s_aux is x.sinks),
-        *(dropout, is_causal is not False),
+    check_call(
+        x,
+        (query.shape[1], key.shape[1], query.shape[3], v_head_dim),
+        (scaling, sliding_window, softcap, s_aux, dropout, is_causal),
     )
-    known = (
-        *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),
-        *(x.scale, x.sliding_window, x.logit_cap, True, 0.0, x.is_causal),
-    )
-    if call != known:
-        raise UnsupportedError(
-            f"layer {x.layer_id} was called with (heads, KV heads, D, Dv, scale, window, softcap, "
-            f"known sinks, dropout, causal) = {call}, attn-core was enabled for {known}"
-        )
     foreign = [name for name in _PACKED if kwargs.get(name) is not None]
     masked = attention_mask is not None and attention_mask.numel() > 0
     if masked or foreign:
@@ -166,6 +159,29 @@ def attention(
     else:
         out = paged.requests.current.attend(query, key, new_values, x)
     return mla.project(module, out) if paged.latent else out, None
+
+
+def check_call(
+    x: AttentionLayer, shape: tuple[int, int, int, int], options: tuple[Any, ...]
+) -> None:
+    """Raise UnsupportedError where a layer is called for anything but what it was enabled for.
+
+    shape: heads, KV heads, D, Dv. options: scale, window, softcap, sinks, dropout, causal.
+    """
+    scaling, window, softcap, sinks, dropout, is_causal = options
+    call = (
+        *(*shape, scaling, none_if_off(window), none_if_off(softcap), sinks is x.sinks),
+        *(dropout, is_causal is not False),
+    )
+    known = (
+        *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),
+        *(x.scale, x.sliding_window, x.logit_cap, True, 0.0, x.is_causal),
+    )
+    if call != known:
+        raise UnsupportedError(
+            f"layer {x.layer_id} was called with (heads, KV heads, D, Dv, scale, window, softcap, "
+            f"known sinks, dropout, causal) = {call}, attn-core was enabled for {known}"
+        )
 
 
 def _mask(

@@ -17,6 +17,7 @@ from attn_core.errors import UnsupportedError, UsageError
 from attn_core.integrations.transformers import linear, mla, sparse, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import (
+    ENABLED,
     NAME,
     PagedLayer,
     padding_mask,
@@ -59,7 +60,7 @@ def enable(
     Returns the handle, also a context manager: disable() restores the model. Raises
     UnsupportedError for an unsupported model, UsageError, and what select() raises.
     """
-    if model.config._attn_implementation == NAME:
+    if ENABLED in vars(model.get_decoder()):
         raise UsageError("attn-core is enabled on this model; call disable() of its handle first")
     attention = read_attention(model)
     devices = {p.device for p in model.parameters()}
@@ -134,6 +135,7 @@ class Engine:
             return self._forward(*args, **kwargs)  # another thread has called disable()
 
         self._decoder.forward = forward
+        vars(self._decoder)[ENABLED] = True
 
     def __enter__(self) -> Engine:
         return self
@@ -197,7 +199,7 @@ class Engine:
             linear.detach(self._attention.linear_modules)
             sparse.detach(self._attention.indexers.values())
             vars(self._model).pop("_is_stateful", None)
-            del self._decoder.forward
+            del self._decoder.forward, vars(self._decoder)[ENABLED]
             if self._replaced is not None:
                 self._decoder.forward = self._replaced
 
