@@ -19,7 +19,10 @@ def compiled():
     if path is None:
         if (reason := build.unsupported()) is not None:
             pytest.skip(f"intel_amx is not compiled: {reason}")
-        path = build.build(build.folders()[1])
+        folder = build.cache()
+        if folder is None:
+            pytest.skip("there is no home folder to compile into")
+        path = build.build(folder)
     return path
 
 

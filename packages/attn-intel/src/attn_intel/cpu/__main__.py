@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from attn_intel.cpu.build import build, folders, found
+from attn_intel.cpu.build import build, cache, distrusted, found
 
 
 def main() -> None:
     """Compile into the user's cache, unless the library is there."""
-    path = found()
+    path, folder = found(), cache()
     if path is None:
+        if folder is None:
+            sys.exit("attn-intel: this user has no home folder; set XDG_CACHE_HOME to a folder")
         print("attn-intel: compiling the kernels of intel_amx, about 10 s", flush=True)
         try:
-            path = build(folders()[1])
+            path = build(folder)
         except (RuntimeError, OSError) as error:
             sys.exit(f"attn-intel: {error}")
+        if (reason := distrusted(path)) is not None:
+            sys.exit(f"attn-intel: {path} is compiled and will not be loaded: {reason}")
     print(path)
 
 

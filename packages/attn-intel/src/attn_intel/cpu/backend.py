@@ -12,6 +12,7 @@ from attn_core import (
     AttentionBackend,
     AttentionLayer,
     BackendConfig,
+    BatchError,
     CacheView,
     ForwardBatch,
     ForwardMode,
@@ -34,6 +35,8 @@ TYPES: Final = {  # `type` of the header
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
+PLAIN: Final = (torch.float32, torch.float16, torch.bfloat16)  # of q and out
+LONGEST: Final = 1 << 30  # a window of more tokens is as good as none
 
 
 class IntelAMX(AttentionBackend):
@@ -48,17 +51,15 @@ class IntelAMX(AttentionBackend):
         super().__init__(config)
         self._kernels = load()
         self._level = self._kernels.level
-        self._sinks: dict[AttentionLayer, Tensor | None] = {}
+        self._honoured: set[AttentionLayer] = set()
         for layer in config.layers:
-            self._prepare(layer)
+            self._honour(layer)
         self._local = threading.local()  # each thread that calls has its own workspace
 
-    def _prepare(self, layer: AttentionLayer) -> Tensor | None:
+    def _honour(self, layer: AttentionLayer) -> None:
         refuse_layer(self.config, layer)
         refuse_window(self.config.name, layer)
-        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        self._sinks[layer] = sinks
-        return sinks
+        self._honoured.add(layer)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, CacheView]:
         """Return the batch's views."""
@@ -85,13 +86,13 @@ class IntelAMX(AttentionBackend):
             refuse_unplanned(layer, metadata)
         call = Attention()
         call.table, call.table_row = view.page_table.data_ptr(), view.page_table.stride(0)
-        call.seq_lens = view.seq_lens.data_ptr()
+        call.columns, call.seq_lens = view.page_table.shape[1], view.seq_lens.data_ptr()
         call.page_size = cache.page_size
         call.causal = layer.group.causal
         spec = batch.spec
         if batch.forward_mode is ForwardMode.TARGET_VERIFY and spec is not None:
             tree = spec.tree_mask
-            if tree is not None:
+            if tree is not None and layer.group.causal:  # an encoder's keys are no drafts
                 call.tree, call.drafts = tree.data_ptr(), spec.num_draft_tokens
         keys, values = cache.k, cache.v
         if cache.layout == "HND":
@@ -137,7 +138,10 @@ class IntelAMX(AttentionBackend):
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
-        sinks = self._sinks[layer] if layer in self._sinks else self._prepare(layer)
+        if layer not in self._honoured:
+            self._honour(layer)
+        sinks = None if layer.sinks is None else layer.sinks.float()
+        self._refuse_tensors(q, k, v, layer, out, sinks)
         filled = out
         if out is None or out.stride(-1) != 1:
             filled = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
@@ -152,10 +156,12 @@ class IntelAMX(AttentionBackend):
         call.lse = None if lse is None else lse.data_ptr()
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.cu_seqlens_q = cu_seqlens_q.data_ptr()
-        call.requests = cu_seqlens_q.shape[0] - 1
+        call.requests, call.tokens = cu_seqlens_q.shape[0] - 1, q.shape[0]
+        call.pages = k.shape[0] if call.table else k.shape[1]
         call.q_heads, call.kv_heads = layer.num_q_heads, layer.num_kv_heads
         call.head_dim, call.v_head_dim = layer.head_dim, layer.v_head_dim
-        call.window, call.logit_cap = layer.sliding_window or 0, layer.logit_cap or 0.0
+        call.window = min(layer.sliding_window or 0, LONGEST)
+        call.logit_cap = layer.logit_cap or 0.0
         call.q_type, call.kv_type = TYPES[q.dtype], TYPES[k.dtype]
         call.out_type = TYPES[filled.dtype]
         call.level, call.parallel = self._level, self._kernels.parallel
@@ -164,6 +170,33 @@ class IntelAMX(AttentionBackend):
         if out is not None and filled is not out:
             filled = out.copy_(filled)
         return filled if lse is None else (filled, lse)
+
+    def _refuse_tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Raise UnsupportedError for tensors that the kernels would read or write past the end."""
+        name, heads, kv_heads = self.config.name, layer.num_q_heads, layer.num_kv_heads
+        owed = [("q", q, (q.shape[0], heads, layer.head_dim))]
+        owed.append(("k", k, (*k.shape[:2], kv_heads, layer.head_dim)))
+        if v is not None:
+            owed.append(("v", v, (*k.shape[:2], kv_heads, layer.v_head_dim)))
+        if out is not None:
+            owed.append(("out", out, (q.shape[0], heads, layer.v_head_dim)))
+        if sinks is not None:
+            owed.append(("sinks", sinks, (heads,)))
+        for what, x, shape in owed:
+            types = (k.dtype,) if what == "v" else TYPES if what == "k" else PLAIN
+            if x.shape != shape or x.dtype not in types or not x.is_cpu:
+                raise UnsupportedError(
+                    f"{name}: layer {layer.layer_id} has {what} {list(x.shape)} {x.dtype} on "
+                    f"{x.device} (expected {list(shape)} in {', '.join(map(str, types))} on cpu)"
+                )
 
     def _attend(self, call: Attention) -> None:
         """Call the kernels, with as large a workspace as they ask for."""
@@ -174,6 +207,13 @@ class IntelAMX(AttentionBackend):
             needed: int = self._kernels.attend(byref(call))
             if not needed:
                 return
+            if needed < 0:
+                raise BatchError(
+                    f"{self.config.name}: request {-1 - needed} has queries, keys or pages outside "
+                    f"of the tensors of this pass: {call.tokens} queries, {call.pages} "
+                    f"{'pages' if call.table else 'keys'}, {call.columns} columns of the page "
+                    "table; check cu_seqlens, seq_lens and page_table"
+                )
             self._local.workspace = torch.empty(needed, dtype=torch.uint8)
 
 

@@ -41,19 +41,45 @@ def name() -> str:
     return f"kernels-{hashlib.sha256(text).hexdigest()[:12]}.so"
 
 
-def folders() -> tuple[pathlib.Path, pathlib.Path]:
-    """Return where the library may lie: in the package, where the wheel has it, and in the cache.
+def cache() -> pathlib.Path | None:
+    """Return the user's folder for compiled kernels, None where there is no home folder.
 
-    The cache is that of the user, XDG_CACHE_HOME or ~/.cache.
+    It is in XDG_CACHE_HOME, where that is absolute, else in ~/.cache.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return SOURCE.parent, pathlib.Path(root) / "attn-intel"
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(root):
+        root = os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(root) / "attn-intel" if os.path.isabs(root) else None
 
 
 def found() -> pathlib.Path | None:
-    """Return the compiled library, or None where this source was not compiled."""
-    file = name()
-    return next((f / file for f in folders() if (f / file).is_file()), None)
+    """Return the compiled library, or None where this source was not compiled.
+
+    It may lie in the package, where the wheel has it, or in the cache, where nobody but this user
+    and root can have written it: loading it runs its code.
+    """
+    file, folder = name(), cache()
+    if (SOURCE.parent / file).is_file():
+        return SOURCE.parent / file
+    if folder is None or not os.path.isfile(folder / file) or distrusted(folder / file):
+        return None
+    return folder / file
+
+
+def distrusted(library: pathlib.Path) -> str | None:
+    """Say who else may have written a library in the cache; None: nobody."""
+    for path in (library.parent, library):
+        try:
+            status = path.stat()
+        except OSError as error:
+            return str(error)
+        if status.st_uid not in (0, os.geteuid()):
+            return (
+                f"{path} belongs to user {status.st_uid}; set XDG_CACHE_HOME to a folder of yours"
+            )
+        if status.st_mode & 0o022:
+            return f"other users can write {path}; run `chmod go-w {path}`"
+    return None
 
 
 def compiler() -> str | None:
@@ -66,7 +92,8 @@ def unsupported() -> str | None:
     """Say why the kernels cannot be compiled on this machine; None: they can."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"the kernels are for x86-64 Linux, this is {platform.machine()} {sys.platform}"
-    return None if compiler() else "there is no C compiler: install gcc or clang, or set CC"
+    newest = "GCC 11 or newer, or clang 12 or newer"
+    return None if compiler() else f"there is no C compiler: install {newest}, or set CC"
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
@@ -74,7 +101,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     reason, cc = unsupported(), compiler()
     if reason is not None or cc is None:
         raise RuntimeError(reason)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / name()
     with tempfile.TemporaryDirectory(dir=folder) as part:
         whole = pathlib.Path(part) / target.name
@@ -88,6 +115,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
             ]
             list(pool.map(_run, commands))
         _run((cc, "-shared", "-o", str(whole), *objects, "-lm"))
+        whole.chmod(0o755)  # whatever the umask allows to others, see `distrusted`
         whole.replace(target)
     return target
 

@@ -23,6 +23,7 @@ class Attention(Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         *((name, c_int64) for name in ("q_token", "q_head", "out_token", "out_head", "table_row")),
+        *((name, c_int64) for name in ("tokens", "pages", "columns")),
         *((name, c_int64) for name in ("k_page", "k_token", "k_head")),
         *((name, c_int64) for name in ("v_page", "v_token", "v_head")),
         *((name, c_int32) for name in ("q_type", "kv_type", "out_type", "level", "threads")),

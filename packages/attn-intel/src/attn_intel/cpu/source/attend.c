@@ -99,12 +99,11 @@ static void finish(const Attention *a, int64_t token, int head, const float *x, 
         total = total * unit + expf(sink - base);
         most = base;
     }
-    float factor = total > 0 ? unit * a->v_scale / total : 0;
+    float factor = total == 0 ? 0 : unit * a->v_scale / total; /* a NaN stays one */
     int64_t at = token * a->out_token + head * a->out_head;
     for (int i = 0; i < a->v_head_dim; i++) put(a->out_type, a->out, at + i, x[i] * factor);
     if (a->lse)
-        a->lse[token * a->q_heads + head] =
-            total > 0 ? most + logf(total) : -INFINITY;
+        a->lse[token * a->q_heads + head] = total == 0 ? -INFINITY : most + logf(total);
 }
 
 /* Find the keys and values of n tokens, from `first`, for the first KV head. */

@@ -16,6 +16,7 @@ enum { ROWS = 128, KEYS = 64 }; /* queries of a work item; keys that are packed 
  * k and v [pages, page_size, Hkv, ...]; v NULL: the values are the first Dv numbers of the keys.
  * window 0: none. logit_cap 0: none. sinks float32 [Hq] or NULL.
  * tree: bytes [B, drafts, drafts], tree[b, i, j] = query i sees draft j, or NULL.
+ * tokens: of q; pages: of k, where table is NULL its tokens; columns: of table.
  * parallel: GOMP_parallel of the OpenMP that the process has loaded, or NULL: one thread.
  */
 typedef struct {
@@ -29,6 +30,7 @@ typedef struct {
     void *workspace;
     int64_t workspace_bytes;
     int64_t q_token, q_head, out_token, out_head, table_row;
+    int64_t tokens, pages, columns;
     int64_t k_page, k_token, k_head, v_page, v_token, v_head;
     int32_t q_type, kv_type, out_type, level, threads;
     int32_t requests, q_heads, kv_heads, head_dim, v_head_dim, page_size, drafts, window, causal;

@@ -133,6 +133,28 @@ static Size plan(const Attention *a, int heads_each, Item *items) {
     return size;
 }
 
+/* The first request whose queries or keys are not all in the tensors, -1: none. */
+static int64_t outside(const Attention *a) {
+    for (int b = 0; b < a->requests; b++) {
+        int64_t start = a->cu_seqlens_q[b], stop = a->cu_seqlens_q[b + 1];
+        if (start < 0 || stop < start || stop > a->tokens) return b;
+        if (!a->table) {
+            start = a->cu_seqlens_k[b], stop = a->cu_seqlens_k[b + 1];
+            if (start < 0 || stop < start || stop > a->pages) return b;
+            continue;
+        }
+        int queries = (int)(stop - start), length = a->seq_lens[b], first, end;
+        if (length < 0 || length > a->columns * a->page_size) return b;
+        if (a->tree && queries > a->drafts) return b;
+        if (!queries) continue;
+        span(a, b, queries, length, 0, queries * (a->q_heads / a->kv_heads), &first, &end);
+        const int32_t *pages = a->table + b * a->table_row;
+        for (int page = first / a->page_size; page < divide_up(end, a->page_size); page++)
+            if (pages[page] < 0 || pages[page] >= a->pages) return b;
+    }
+    return -1;
+}
+
 typedef struct {
     const Attention *a;
     const Kernels *kernels;
@@ -160,10 +182,12 @@ static void work(void *data) {
 }
 
 /*
- * Attend. Returns 0, or the bytes that the workspace needs, where it has fewer: nothing was done
- * then.
+ * Attend. Returns 0, or the bytes that the workspace needs, where it has fewer, or -1 less the
+ * first request that is not in the tensors: nothing was done then.
  */
 __attribute__((visibility("default"))) int64_t attn_attend(const Attention *a) {
+    int64_t wrong = outside(a);
+    if (wrong >= 0) return -1 - wrong;
     const Kernels *chosen = choose(a);
     int heads_each = a->kv_heads;
     Size size = plan(a, heads_each, NULL);

@@ -9,7 +9,7 @@ INLINE vec sums_of_each(vec *x) {
 #define HALVE(h) \
     for (int i = 0; i < h; i++) { \
         vec a = x[i], b = x[i + h]; \
-        x[i] = __builtin_shuffle(a, b, FIRST_##h) + __builtin_shuffle(a, b, SECOND_##h); \
+        x[i] = SHUFFLE(ivec, a, b, FIRST_##h) + SHUFFLE(ivec, a, b, SECOND_##h); \
     }
 #if W == 16
     HALVE(8)
@@ -61,8 +61,8 @@ INLINE void few_outputs_of(const int rows, const int vectors, int n, const float
             full a, b;
             memcpy(&a, first + 2 * j * W, sizeof a);
             memcpy(&b, second + 2 * j * W, sizeof b);
-            right[j] = (vec)__builtin_shuffle(a, b, INTERLEAVED);
-            right[j + 1] = (vec)__builtin_shuffle(a, b, INTERLEAVED + 16);
+            right[j] = (vec)SHUFFLE(full, a, b, INTERLEAVED(0));
+            right[j + 1] = (vec)SHUFFLE(full, a, b, INTERLEAVED(16));
         }
 #else
         for (int j = 0; j < vectors; j++) right[j] = load(values[key] + 4 * (column + j * W));

@@ -16,14 +16,14 @@ INLINE void read_row(int type, const char *from, int n, int padded, number *to) 
         i = n;
     } else if (type == E4M3 || type == E5M2) {
         typedef uint16_t words __attribute__((vector_size(64)));
-        words table[4]; /* of the numbers without sign */
+        __m512i table[4]; /* of the numbers without sign */
         memcpy(table, fp8_as_bf16[type - E4M3], sizeof table);
         for (; i + 32 <= n; i += 32) {
             words x = (words)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(from + i)));
-            words low = __builtin_shuffle(table[0], table[1], x);
-            words high = __builtin_shuffle(table[2], table[3], x);
+            __m512i low = _mm512_permutex2var_epi16(table[0], (__m512i)x, table[1]);
+            __m512i high = _mm512_permutex2var_epi16(table[2], (__m512i)x, table[3]);
             __mmask32 is_high = _mm512_test_epi16_mask((__m512i)x, _mm512_set1_epi16(64));
-            words y = (words)_mm512_mask_blend_epi16(is_high, (__m512i)low, (__m512i)high);
+            words y = (words)_mm512_mask_blend_epi16(is_high, low, high);
             y |= (x & 128) << 8;
             memcpy(to + i, &y, sizeof y);
         }
@@ -53,25 +53,25 @@ INLINE void read_row(int type, const char *from, int n, int padded, number *to) 
     for (int i = 0; i < W; i++) \
         if (!(i & h)) { \
             vec a = x[i], b = x[i + h]; \
-            x[i] = __builtin_shuffle(a, b, FIRST_##h); \
-            x[i + h] = __builtin_shuffle(a, b, SECOND_##h); \
+            x[i] = SHUFFLE(ivec, a, b, FIRST_##h); \
+            x[i + h] = SHUFFLE(ivec, a, b, SECOND_##h); \
         }
 #if W == 16
-#define FIRST_1 (ivec){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}
-#define SECOND_1 (ivec){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31}
-#define FIRST_2 (ivec){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}
-#define SECOND_2 (ivec){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31}
-#define FIRST_4 (ivec){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}
-#define SECOND_4 (ivec){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31}
-#define FIRST_8 (ivec){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}
-#define SECOND_8 (ivec){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}
+#define FIRST_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define SECOND_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+#define FIRST_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define SECOND_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define FIRST_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define SECOND_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define FIRST_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define SECOND_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
 #else
-#define FIRST_1 (ivec){0, 8, 2, 10, 4, 12, 6, 14}
-#define SECOND_1 (ivec){1, 9, 3, 11, 5, 13, 7, 15}
-#define FIRST_2 (ivec){0, 1, 8, 9, 4, 5, 12, 13}
-#define SECOND_2 (ivec){2, 3, 10, 11, 6, 7, 14, 15}
-#define FIRST_4 (ivec){0, 1, 2, 3, 8, 9, 10, 11}
-#define SECOND_4 (ivec){4, 5, 6, 7, 12, 13, 14, 15}
+#define FIRST_1 0, 8, 2, 10, 4, 12, 6, 14
+#define SECOND_1 1, 9, 3, 11, 5, 13, 7, 15
+#define FIRST_2 0, 1, 8, 9, 4, 5, 12, 13
+#define SECOND_2 2, 3, 10, 11, 6, 7, 14, 15
+#define FIRST_4 0, 1, 2, 3, 8, 9, 10, 11
+#define SECOND_4 4, 5, 6, 7, 12, 13, 14, 15
 #endif
 
 INLINE void transpose(vec *x) {
@@ -114,7 +114,7 @@ static void pack_keys(const char **rows, int n, int words, number *to, const Ahe
 typedef uint16_t full __attribute__((vector_size(64)));
 #define BOTH(i) i, i + 32
 #define FOUR(i) BOTH(i), BOTH(i + 1), BOTH(i + 2), BOTH(i + 3)
-#define INTERLEAVED (full){FOUR(0), FOUR(4), FOUR(8), FOUR(12)}
+#define INTERLEAVED(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 #endif
 
 /* Pack n values as steps; zeros up to `steps`. The rows hold `columns` numbers, whole vectors. */
@@ -132,8 +132,8 @@ static void pack_values(const char **rows, int n, int steps, int columns, number
                 full a, b;
                 memcpy(&a, rows[key] + 2 * c, sizeof a);
                 memcpy(&b, rows[key + 1] + 2 * c, sizeof b);
-                store(words, (vec)__builtin_shuffle(a, b, INTERLEAVED));
-                store(words + 4 * W, (vec)__builtin_shuffle(a, b, INTERLEAVED + 16));
+                store(words, (vec)SHUFFLE(full, a, b, INTERLEAVED(0)));
+                store(words + 4 * W, (vec)SHUFFLE(full, a, b, INTERLEAVED(16)));
                 c += W;
                 continue;
             }

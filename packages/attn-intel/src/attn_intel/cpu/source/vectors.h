@@ -26,6 +26,13 @@ typedef uint16_t number; /* what products are formed of */
 typedef float number;
 #endif
 
+/* Numbers of two vectors, counted through both, at constant places. */
+#ifdef __clang__
+#define SHUFFLE(indices, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(indices, a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
+#endif
+
 INLINE vec load(const void *p) { vec x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store(void *p, vec x) { memcpy(p, &x, sizeof x); }
 INLINE vec all(float x) { return x - (vec){0}; }
@@ -58,13 +65,13 @@ INLINE vec from_fp16(const void *p) {
     return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 INLINE float largest(vec x) {
-    x = larger(x, __builtin_shuffle(x, (ivec){4, 5, 6, 7, 0, 1, 2, 3}));
-    x = larger(x, __builtin_shuffle(x, (ivec){2, 3, 0, 1, 6, 7, 4, 5}));
+    x = larger(x, SHUFFLE(ivec, x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = larger(x, SHUFFLE(ivec, x, x, 2, 3, 0, 1, 6, 7, 4, 5));
     return x[0] > x[1] ? x[0] : x[1];
 }
 INLINE float sum(vec x) {
-    x += __builtin_shuffle(x, (ivec){4, 5, 6, 7, 0, 1, 2, 3});
-    x += __builtin_shuffle(x, (ivec){2, 3, 0, 1, 6, 7, 4, 5});
+    x += SHUFFLE(ivec, x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+    x += SHUFFLE(ivec, x, x, 2, 3, 0, 1, 6, 7, 4, 5);
     return x[0] + x[1];
 }
 INLINE vec where_less(vec a, vec b, vec yes, vec no) {

@@ -1,0 +1,472 @@
+"""intel_amx under random cases, wrong tensors, other users' libraries and missing compilers."""
+
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from amx_kernels import compiled, spec
+from attn_core import BatchError, LayerCache, SpecInfo, UnsupportedError
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.testing.case_catalog import random_tree, renamed
+from attn_core.testing.cases import Case
+from attn_core.testing.harness import Bench
+from attn_core.testing.inputs import Point
+from attn_core.testing.passes import run_case
+from attn_intel import versions
+from attn_intel.cpu import __main__ as command
+from attn_intel.cpu import build
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+DIMS = ((1, 1), (3, 8), (8, 3), (40, 40), (72, 72), (80, 96), (96, 17), (192, 128), (256, 256))
+MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+def bench():
+    compiled()
+    row = next(r for r in spec().capabilities if r.kind == "mha")
+    return Bench(spec=spec(), row=row, torch_device=torch.device("cpu"))
+
+
+@st.composite
+def cases(draw):
+    """Draw a legal case, and the dtype, pages and layout that it is run on."""
+    mode = draw(
+        st.sampled_from([ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+    )
+    requests = draw(st.integers(1, 3))
+    trees = None
+    if mode is ForwardMode.DECODE:
+        news = [1] * requests
+    elif mode is ForwardMode.TARGET_VERIFY:
+        news = [draw(st.integers(2, 9))] * requests
+        seeds = st.integers(0, 99)
+        trees = tuple(renamed(random_tree(n, draw(seeds)), draw(seeds)) for n in news)
+    else:
+        news = [draw(st.sampled_from([0, 1, 2, 5, 17, 70, 140])) for _ in range(requests)]
+    befores = [draw(st.sampled_from([0, 1, 15, 63, 64, 65, 200, 600])) for _ in range(requests)]
+    causal = trees is not None or draw(st.integers(0, 5)) > 0
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    stored = draw(st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]))
+    scaled = stored != "auto"
+    scales = st.sampled_from([1.0, 0.25, 1e-3, 512.0])
+    case = Case(
+        feature="random",
+        query_lens=tuple(news),
+        seq_lens=tuple(n + b for n, b in zip(news, befores, strict=True)),
+        mode=mode,
+        trees=trees,
+        heads=(kv_heads * draw(st.sampled_from([1, 2, 5, 7, 9])), kv_heads),
+        dims=draw(st.sampled_from(DIMS)),
+        kv_dtype=stored,
+        k_scale=draw(scales) if scaled else 1.0,
+        v_scale=draw(scales) if scaled else 1.0,
+        tensor_scales=scaled and draw(st.booleans()),
+        window=draw(st.sampled_from([None, None, 1, 3, 64, 100])) if causal else None,
+        logit_cap=draw(st.sampled_from([None, None, 1.5, 30.0])),
+        sinks=draw(st.booleans()),
+        is_causal=causal,
+        padding=draw(st.integers(0, 2)),
+        strides=draw(st.sampled_from(["packed", "fused", "apart", "heads-first"])),
+        device_lengths=draw(st.booleans()),
+    )
+    return case, Point(
+        dtype=draw(st.sampled_from(["fp32", "fp16", "bf16", "bf16"])),
+        page_size=draw(st.sampled_from([1, 3, 16, 128, 1024])),
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+    )
+
+
+@given(cases())
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=CHECKS)
+def test_random_cases_agree_with_the_oracle(drawn):
+    """Pages, tails and memory between rows that no query may read hold NaN."""
+    run_case(bench(), *drawn)
+
+
+@pytest.mark.long
+@given(cases())
+@settings(max_examples=1500, deadline=None, suppress_health_check=CHECKS)
+def test_many_random_cases_agree_with_the_oracle(drawn):
+    run_case(bench(), *drawn)
+
+
+# one pass, of which one thing is wrong
+
+LAYER = AttentionLayer(
+    layer_id=0, num_q_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2
+)
+
+
+def a_pass(layer=LAYER, *, queries=(3, 1), lengths=(40, 7), page_size=16, spec=None, pages=8):
+    """Return a backend and the arguments of one pass."""
+    torch.manual_seed(0)
+    mode = ForwardMode.EXTEND if spec is None else ForwardMode.TARGET_VERIFY
+    batch = ForwardBatch.build(
+        mode,
+        query_lens=queries,
+        seq_lens=lengths,
+        page_table=torch.tensor([[1, 2, 3], [4, -1, -1]], dtype=torch.int32),
+        page_size=page_size,
+        spec=spec,
+    )
+    pool = (pages, page_size, layer.num_kv_heads, layer.head_dim)
+    cache = LayerCache(k=torch.randn(pool).bfloat16(), v=torch.randn(pool).bfloat16())
+    backend = bench().create((layer,), dtype="bf16", page_size=page_size)
+    q = torch.randn(sum(queries), layer.num_q_heads, layer.head_dim).bfloat16()
+    return backend, [q, None, None, layer, cache, batch, backend.init_forward_metadata(batch)]
+
+
+def test_page_ids_that_no_query_needs_are_not_read():
+    backend, arguments = a_pass()
+    assert backend.forward(*arguments).isfinite().all()
+
+
+@pytest.mark.parametrize("page", [-1, 8, 2**31 - 1])
+def test_a_page_outside_of_the_pool_is_refused(page):
+    backend, arguments = a_pass()
+    arguments[5].views["full"].page_table[1, 0] = page
+    with pytest.raises(BatchError, match=r"request 1 has .*outside.*8 pages.*check.*page_table"):
+        backend.forward(*arguments)
+
+
+@pytest.mark.parametrize("length", [49, 2**31 - 1, -1])
+def test_a_length_beyond_the_table_is_refused(length):
+    backend, arguments = a_pass()
+    arguments[5].views["full"].seq_lens[0] = length
+    with pytest.raises(BatchError, match=r"request 0 has .*3 columns of the page table"):
+        backend.forward(*arguments)
+
+
+@pytest.mark.parametrize("cu", [(0, 3, 5), (0, -1, 4), (-1, 3, 4), (0, 2**31 - 1, 4)])
+def test_queries_beyond_q_are_refused(cu):
+    backend, arguments = a_pass()
+    arguments[5].cu_seqlens_q.copy_(torch.tensor(cu))
+    with pytest.raises(BatchError, match=r"request . has queries.*4 queries.*check cu_seqlens"):
+        backend.forward(*arguments)
+
+
+def test_ragged_keys_beyond_k_are_refused():
+    backend, (q, *_) = a_pass()
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 4), (0, 9)))
+    k = torch.randn(8, 2, 32).bfloat16()
+    with pytest.raises(BatchError, match=r"request 0 has .*8 keys"):
+        backend.forward_ragged(q, k, k, LAYER, cu_q, cu_k, 4, 9, causal=False)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    backend, (q, _, _, _, cache, *rest) = a_pass()
+    k, v = cache.k, cache.v
+    for wrong, text in (
+        ({"q": q.to(torch.float8_e4m3fn)}, r"q .*float8.*expected \[4, 4, 32\] in .*bfloat16"),
+        ({"q": q.double()}, "q .*float64"),
+        ({"q": q.to("meta")}, "q .*on meta.*on cpu"),
+        ({"q": q[:, :3]}, "q .4, 3, 32"),
+        ({"out": torch.empty(4, 4, 32, dtype=torch.float8_e5m2)}, "out .*float8_e5m2"),
+        ({"out": torch.empty(3, 4, 32)}, "out .3, 4, 32"),
+        ({"k": k[..., :16], "v": v}, "k .8, 16, 2, 16"),
+        ({"k": k[:, :, :1], "v": v}, "k .8, 16, 1, 32"),
+        ({"k": k, "v": v.float()}, "v .*float32.*expected .*in torch.bfloat16"),
+        ({"k": k, "v": v[:7]}, "v .7, 16, 2, 32"),
+        ({"k": k.to("meta"), "v": v}, "k .*on meta"),
+        ({"k": k.long(), "v": v}, "k .*int64"),
+    ):
+        store = LayerCache(k=wrong["k"], v=wrong["v"]) if "k" in wrong else cache
+        with pytest.raises(UnsupportedError, match=text):
+            backend.forward(wrong.get("q", q), None, None, LAYER, store, *rest,
+                            out=wrong.get("out"))  # fmt: skip
+
+
+def test_a_nan_reaches_the_output_and_the_lse():
+    """A part whose LSE were -inf would be left out of a merge without a word."""
+    backend, arguments = a_pass()
+    arguments[0][1, 2] = torch.nan
+    out, lse = backend.forward(*arguments, return_lse=True)
+    assert out[1, 2].isnan().all()
+    assert lse[1, 2].isnan()
+    assert lse.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_that_change_count_as_they_are(dtype):
+    layer = dataclasses.replace(LAYER, sinks=torch.zeros(4, dtype=dtype))
+    backend, arguments = a_pass(layer)
+    _, before = backend.forward(*arguments, return_lse=True)
+    layer.sinks.fill_(50)  # as weights that are loaded into the model afterwards
+    _, after = backend.forward(*arguments, return_lse=True)
+    assert (before < 40).all()
+    assert (after >= 50).all()
+
+
+@pytest.mark.parametrize("window", [2**30, 2**31, 2**32 + 1, 2**62])
+def test_a_window_beyond_all_keys_hides_none(window):
+    backend, arguments = a_pass()
+    want = backend.forward(*arguments)
+    arguments[3] = dataclasses.replace(LAYER, sliding_window=window)
+    assert torch.equal(backend.forward(*arguments), want)
+
+
+def test_a_tree_hides_no_keys_of_an_encoder():
+    layer = dataclasses.replace(LAYER, is_cross=True, view="cross")
+    mask = torch.eye(3, dtype=torch.bool).expand(2, 3, 3).contiguous()
+    backend, arguments = a_pass(
+        layer, queries=(3, 3), spec=SpecInfo(topk=3, num_draft_tokens=3, tree_mask=mask)
+    )
+    q, batch = arguments[0], arguments[5]
+    lengths = (33, 5)
+    cross = CacheView.build(
+        page_table=batch.views["full"].page_table,
+        page_size=16,
+        seq_lens=lengths,
+        new_lens=(0, 0),
+        writes=False,
+    )
+    batch = dataclasses.replace(batch, views={"cross": cross})
+    arguments[5:] = [batch, backend.init_forward_metadata(batch)]
+    got = backend.forward(*arguments)
+    chain = dataclasses.replace(batch, spec=SpecInfo(topk=1, num_draft_tokens=3))
+    assert torch.equal(got, backend.forward(*arguments[:5], chain, arguments[6]))
+    cache = arguments[4]
+    for b, n in enumerate(lengths):
+        pages = cross.page_table[b, : -(-n // 16)].long()
+        k, v = (x[pages].flatten(0, 1)[:n].repeat_interleave(2, 1).double() for x in
+                (cache.k, cache.v))  # fmt: skip
+        rows = q[3 * b : 3 * b + 3].double()
+        p = (torch.einsum("qhd,khd->hqk", rows, k) * layer.scale).softmax(-1)
+        right = torch.einsum("hqk,khd->qhd", p, v)
+        torch.testing.assert_close(got[3 * b : 3 * b + 3].double(), right, atol=0.02, rtol=0.02)
+
+
+def _child(arguments, backend, want, queue):
+    torch.set_num_threads(1)
+    queue.put(torch.equal(backend.forward(*arguments), want))
+
+
+def test_a_forked_child_attends():
+    backend, arguments = a_pass()
+    want = backend.forward(*arguments)
+    fork = multiprocessing.get_context("fork")
+    queue = fork.SimpleQueue()
+    child = fork.Process(target=_child, args=(arguments, backend, want, queue))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert queue.get()
+
+
+def test_queries_that_require_a_gradient_and_inference_mode():
+    backend, arguments = a_pass()
+    want = backend.forward(*arguments)
+    arguments[0].requires_grad_()
+    assert torch.equal(backend.forward(*arguments), want)
+    with torch.inference_mode():
+        assert torch.equal(backend.forward(*arguments), want)
+
+
+# where the library lies
+
+
+@pytest.fixture
+def in_cache(monkeypatch, tmp_path):
+    """A cache in which this source is "compiled", and a package without a library."""
+    source = tmp_path / "package" / "source"
+    source.parent.mkdir()
+    source.symlink_to(build.SOURCE)
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = build.cache()
+    folder.mkdir(mode=0o700, parents=True)
+    library = folder / build.name()
+    library.write_bytes(b"")
+    library.chmod(0o755)
+    return library
+
+
+def test_a_library_in_the_cache_is_found(in_cache):
+    assert build.found() == in_cache
+
+
+def test_what_others_can_write_is_not_loaded(in_cache):
+    for path in (in_cache, in_cache.parent):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        for bit in (0o002, 0o020):
+            path.chmod(mode | bit)
+            assert build.found() is None
+            assert f"chmod go-w {path}" in build.distrusted(in_cache)
+        path.chmod(mode)
+    assert build.found() == in_cache
+
+
+def test_what_belongs_to_others_is_not_loaded(in_cache, monkeypatch):
+    if in_cache.stat().st_uid == 0:
+        if os.geteuid() != 0:
+            pytest.skip("root's files are trusted")
+        os.chown(in_cache, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert build.found() is None
+    assert "belongs to user" in build.distrusted(in_cache)
+    assert "XDG_CACHE_HOME" in build.distrusted(in_cache)
+
+
+def test_without_a_home_folder_the_plugin_loads(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SOURCE", tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and passwd
+    assert build.cache() is None
+    assert versions.attn_register_libraries() == []
+    with pytest.raises(SystemExit, match="no home folder; set XDG_CACHE_HOME"):
+        command.main()
+
+
+def test_a_home_folder_that_cannot_be_read_is_no_error(in_cache, monkeypatch):
+    stat_of = os.stat
+
+    def denied(path, **options):
+        if str(path).startswith(str(in_cache.parent)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat_of(path, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    assert build.found() is None
+
+
+def test_a_relative_cache_folder_is_ignored(monkeypatch, tmp_path):
+    """It would be another one in every folder that a program is started in."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert build.cache() == tmp_path / ".cache" / "attn-intel"
+
+
+def test_a_compiled_library_is_this_users_alone_whatever_the_umask(monkeypatch, tmp_path):
+    def link(command):
+        pathlib.Path(command[command.index("-o") + 1]).write_bytes(b"")
+
+    monkeypatch.setattr(build, "unsupported", lambda: None)
+    monkeypatch.setattr(build, "compiler", lambda: "cc")
+    monkeypatch.setattr(build, "_run", link)
+    before = os.umask(0)
+    try:
+        path = build.build(tmp_path / "attn-intel")
+    finally:
+        os.umask(before)
+    assert build.distrusted(path) is None
+
+
+BUILD = """
+import pathlib, sys
+from attn_intel.cpu import build
+build.FLAGS = ("-O0", *build.FLAGS[1:])
+print(build.build(pathlib.Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_compile_at_once(tmp_path):
+    compiled()
+    if (reason := build.unsupported()) is not None:
+        pytest.skip(reason)
+    both = [
+        subprocess.Popen([sys.executable, "-c", BUILD, tmp_path], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    paths = {p.communicate(timeout=300)[0] for p in both}
+    assert [p.returncode for p in both] == [0, 0]
+    assert len(paths) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# the wheel
+
+
+class App:
+    """What the hook prints to."""
+
+    def __init__(self):
+        self.said = []
+
+    def display_info(self, text):
+        pass
+
+    def display_warning(self, text):
+        self.said.append(text)
+
+
+@pytest.fixture
+def hook(monkeypatch, tmp_path):
+    """Return the hook of the wheel over an empty package, which has the source alone."""
+    pytest.importorskip("hatchling")
+    file = pathlib.Path(build.__file__).parents[3] / "hatch_build.py"
+    if not file.is_file():
+        pytest.skip("attn-intel is not installed from its source")
+    made = importlib.util.spec_from_file_location("hatch_build", file)
+    module = importlib.util.module_from_spec(made)
+    made.loader.exec_module(module)
+    (tmp_path / "source").symlink_to(build.SOURCE)
+    (tmp_path / "build.py").write_bytes(pathlib.Path(build.__file__).read_bytes())
+    monkeypatch.setattr(module, "CPU", tmp_path)
+    return module
+
+
+def run_hook(hook):
+    app, data = App(), {"artifacts": []}
+    hook.CompiledKernels("", {}, None, None, "", "", app).initialize("standard", data)
+    return app.said, data
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("#!/bin/sh\necho 'unrecognized option -mavx512bf16' >&2; exit 1\n", "unrecognized option"),
+        (None, "no C compiler"),
+    ],
+)
+def test_without_a_compiler_that_can_the_wheel_has_no_kernels(
+    text, why, hook, monkeypatch, tmp_path
+):
+    """An old GCC knows neither bfloat16 nor tiles: the install goes on without the kernels."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin") if text is None else os.environ["PATH"])
+    monkeypatch.delenv("CC", raising=False)
+    if text is not None:
+        old = tmp_path / "old-cc"
+        old.write_text(text)
+        old.chmod(0o755)
+        monkeypatch.setenv("CC", str(old))
+    if build.unsupported() not in (None, "there is no C compiler: install GCC 11 or newer, or "
+                                   "clang 12 or newer, or set CC"):  # fmt: skip
+        pytest.skip("the hook compiles on x86-64 Linux alone")
+    said, data = run_hook(hook)
+    assert data == {"artifacts": []}
+    assert why in said[0]
+    assert "without the kernels of intel_amx" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("symbols", "platform"),
+    [
+        (b"GLIBC_2.2.5 GLIBC_2.14", "manylinux_2_28_x86_64"),
+        (b"GLIBC_2.2.5 GLIBC_2.34", "linux_x86_64"),
+        (b"GLIBC_2.2.5 GLIBC_ABI_DT_RELR", "linux_x86_64"),
+        (b"musl", "linux_x86_64"),
+    ],
+)
+def test_the_wheel_names_the_platform_that_its_symbols_need(symbols, platform, hook, monkeypatch):
+    if build.unsupported() is not None:
+        pytest.skip("the hook compiles on x86-64 Linux alone")
+    (hook.CPU / build.name()).write_bytes(symbols)
+    (hook.CPU / "kernels-old.so").write_bytes(b"")
+    said, data = run_hook(hook)
+    assert not said
+    assert data["tag"] == f"py3-none-{platform}"
+    assert data["pure_python"] is False
+    assert data["artifacts"] == [f"src/attn_intel/cpu/{build.name()}"]
+    assert [x.name for x in hook.CPU.glob("*.so")] == [build.name()]
