@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from amx_kernels import compiled, spec
+from amx_kernels import at_level, compiled, spec
 from attn_core import BatchError, LayerCache, SpecInfo, UnsupportedError
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -23,6 +23,7 @@ from attn_core.testing.passes import run_case
 from attn_intel import versions
 from attn_intel.cpu import __main__ as command
 from attn_intel.cpu import build
+from attn_intel.cpu.library import LEVELS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,9 +32,12 @@ MODES = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-def bench():
+LATENTS = ((576, 512), (72, 64), (40, 33))
+
+
+def bench(kind="mha"):
     compiled()
-    row = next(r for r in spec().capabilities if r.kind == "mha")
+    row = next(r for r in spec().capabilities if r.kind == kind)
     return Bench(spec=spec(), row=row, torch_device=torch.device("cpu"))
 
 
@@ -55,7 +59,9 @@ def cases(draw):
         news = [draw(st.sampled_from([0, 1, 2, 5, 17, 70, 140])) for _ in range(requests)]
     befores = [draw(st.sampled_from([0, 1, 15, 63, 64, 65, 200, 600])) for _ in range(requests)]
     causal = trees is not None or draw(st.integers(0, 5)) > 0
-    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    kind = draw(st.sampled_from(["mha", "mha", "mha", "mla"]))
+    latent = kind == "mla"
+    kv_heads = 1 if latent else draw(st.sampled_from([1, 2, 3]))
     stored = draw(st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]))
     scaled = stored != "auto"
     scales = st.sampled_from([1.0, 0.25, 1e-3, 512.0])
@@ -65,11 +71,12 @@ def cases(draw):
         seq_lens=tuple(n + b for n, b in zip(news, befores, strict=True)),
         mode=mode,
         trees=trees,
+        kind=kind,
         heads=(kv_heads * draw(st.sampled_from([1, 2, 5, 7, 9])), kv_heads),
-        dims=draw(st.sampled_from(DIMS)),
+        dims=draw(st.sampled_from(LATENTS if latent else DIMS)),
         kv_dtype=stored,
         k_scale=draw(scales) if scaled else 1.0,
-        v_scale=draw(scales) if scaled else 1.0,
+        v_scale=draw(scales) if scaled and not latent else 1.0,
         tensor_scales=scaled and draw(st.booleans()),
         window=draw(st.sampled_from([None, None, 1, 3, 64, 100])) if causal else None,
         logit_cap=draw(st.sampled_from([None, None, 1.5, 30.0])),
@@ -82,22 +89,32 @@ def cases(draw):
     return case, Point(
         dtype=draw(st.sampled_from(["fp32", "fp16", "bf16", "bf16"])),
         page_size=draw(st.sampled_from([1, 3, 16, 128, 1024])),
-        layout=draw(st.sampled_from(["NHD", "HND"])),
+        layout="NHD" if latent else draw(st.sampled_from(["NHD", "HND"])),
     )
 
 
+def run_drawn(drawn):
+    case, point = drawn
+    run_case(bench(case.kind), case, point)
+
+
 @given(cases())
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=36, derandomize=True, deadline=None, suppress_health_check=CHECKS)
 def test_random_cases_agree_with_the_oracle(drawn):
     """Pages, tails and memory between rows that no query may read hold NaN."""
-    run_case(bench(), *drawn)
+    run_drawn(drawn)
 
 
 @pytest.mark.long
-@given(cases())
-@settings(max_examples=1500, deadline=None, suppress_health_check=CHECKS)
-def test_many_random_cases_agree_with_the_oracle(drawn):
-    run_case(bench(), *drawn)
+@pytest.mark.parametrize("level", LEVELS)
+def test_many_random_cases_agree_with_the_oracle(level, monkeypatch):
+    @given(cases())
+    @settings(max_examples=500, deadline=None, suppress_health_check=CHECKS)
+    def many(drawn):
+        run_drawn(drawn)
+
+    with at_level(monkeypatch, level):
+        many()
 
 
 # one pass, of which one thing is wrong
@@ -129,6 +146,22 @@ def a_pass(layer=LAYER, *, queries=(3, 1), lengths=(40, 7), page_size=16, spec=N
 def test_page_ids_that_no_query_needs_are_not_read():
     backend, arguments = a_pass()
     assert backend.forward(*arguments).isfinite().all()
+
+
+def test_a_pool_of_more_than_2_to_the_31_numbers():
+    """Its memory is asked for and, but for the last pages, never touched."""
+    heads, page_size, dim = 2, 16, 32
+    pages = 2**31 // (heads * page_size * dim) + 8
+    backend, arguments = a_pass()
+    small = arguments[4].k
+    arguments[4] = LayerCache(k=small, v=small)
+    want = backend.forward(*arguments)
+    large = torch.empty(pages, page_size, heads, dim, dtype=torch.bfloat16)
+    large[-8:] = small
+    arguments[4] = LayerCache(k=large, v=large)
+    table = arguments[5].views["full"].page_table
+    table[table >= 0] += pages - 8
+    assert torch.equal(backend.forward(*arguments), want)
 
 
 @pytest.mark.parametrize("page", [-1, 8, 2**31 - 1])
@@ -365,6 +398,7 @@ def test_a_compiled_library_is_this_users_alone_whatever_the_umask(monkeypatch, 
 BUILD = """
 import pathlib, sys
 from attn_intel.cpu import build
+from attn_intel.cpu.library import LEVELS
 build.FLAGS = ("-O0", *build.FLAGS[1:])
 print(build.build(pathlib.Path(sys.argv[1])))
 """

@@ -19,6 +19,7 @@ enum { MR = 6, PANEL = NV * W, KS = PAIRS ? 2 : 1 };
 
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t half_vec __attribute__((vector_size(2 * W)));
 #if PAIRS
 typedef uint16_t number; /* what products are formed of */
@@ -101,8 +102,8 @@ INLINE vec power_of_two(vec x) {
     y = y * f + 0.240226512f;
     y = y * f + 0.693147207f;
     y = y * f + 1.0f;
-    ivec power = ((ivec)shifted - (ivec)all(0x1.8p23f)) << 23;
-    return where_less(x, all(-126.0f), all(0.0f), (vec)((ivec)y + power));
+    uvec power = ((uvec)shifted - (uvec)all(0x1.8p23f)) << 23; /* wraps where x is too small */
+    return where_less(x, all(-126.0f), all(0.0f), (vec)((uvec)y + power));
 }
 
 /* A polynomial near 0, else by 2^x; errs by a few units in the last place. */
