@@ -306,7 +306,7 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(build, "compiler", lambda: None)
     monkeypatch.setattr(command, "found", lambda: None)
-    with pytest.raises(SystemExit, match="no C compiler: install GCC 11 .*, or set CC"):
+    with pytest.raises(SystemExit, match=r"no C compiler: install GCC 11 .*, or set CC"):
         command.main()
     assert "compiling the kernels" in capsys.readouterr().out
 
