@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import pathlib
+import platform
 import stat
 import subprocess
 import sys
@@ -485,7 +486,7 @@ def test_without_a_compiler_that_can_the_wheel_has_no_kernels(
 
 
 @pytest.mark.parametrize(
-    ("symbols", "platform"),
+    ("symbols", "tag"),
     [
         (b"GLIBC_2.2.5 GLIBC_2.14", "manylinux_2_28_x86_64"),
         (b"GLIBC_2.2.5 GLIBC_2.34", "linux_x86_64"),
@@ -493,14 +494,27 @@ def test_without_a_compiler_that_can_the_wheel_has_no_kernels(
         (b"musl", "linux_x86_64"),
     ],
 )
-def test_the_wheel_names_the_platform_that_its_symbols_need(symbols, platform, hook, monkeypatch):
+def test_the_wheel_names_the_platform_that_its_symbols_need(symbols, tag, hook, monkeypatch):
     if build.unsupported() is not None:
         pytest.skip("the hook compiles on x86-64 Linux alone")
     (hook.CPU / build.name()).write_bytes(symbols)
     (hook.CPU / "kernels-old.so").write_bytes(b"")
     said, data = run_hook(hook)
     assert not said
-    assert data["tag"] == f"py3-none-{platform}"
+    assert data["tag"] == f"py3-none-{tag}"
     assert data["pure_python"] is False
     assert data["artifacts"] == [f"src/attn_intel/cpu/{build.name()}"]
     assert [x.name for x in hook.CPU.glob("*.so")] == [build.name()]
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"), [("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")]
+)
+def test_on_other_machines_the_wheel_is_pure_python(system, machine, hook, monkeypatch):
+    """Even where an x86-64 machine has compiled in the same folder."""
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    (hook.CPU / build.name()).write_bytes(b"GLIBC_2.2.5")
+    said, data = run_hook(hook)
+    assert data == {"artifacts": []}
+    assert f"for x86-64 Linux, this is {machine} {system}" in said[0]

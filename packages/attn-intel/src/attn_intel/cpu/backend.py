@@ -182,8 +182,10 @@ class IntelAMX(AttentionBackend):
     ) -> None:
         """Raise UnsupportedError for tensors that the kernels would read or write past the end."""
         name, heads, kv_heads = self.config.name, layer.num_q_heads, layer.num_kv_heads
-        owed = [("q", q, (q.shape[0], heads, layer.head_dim))]
-        owed.append(("k", k, (*k.shape[:2], kv_heads, layer.head_dim)))
+        owed: list[tuple[str, Tensor, tuple[int, ...]]] = [
+            ("q", q, (q.shape[0], heads, layer.head_dim)),
+            ("k", k, (*k.shape[:2], kv_heads, layer.head_dim)),
+        ]
         if v is not None:
             owed.append(("v", v, (*k.shape[:2], kv_heads, layer.v_head_dim)))
         if out is not None:
