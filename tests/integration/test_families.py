@@ -411,7 +411,7 @@ def test_latents_are_all_that_is_stored() -> None:
 def test_the_vision_tower_attends_ragged() -> None:
     model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
     with enable(model, page_size=16) as engine:
-        assert engine.selection.backend("encode") == "torch_native"
+        assert engine.selection.backend("encode") in ("torch_native", "intel_amx")
         calls: list[tuple[Any, ...]] = []
         ragged = engine.dispatcher.forward_ragged
 

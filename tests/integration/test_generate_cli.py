@@ -102,7 +102,9 @@ def expected_text(path: Path, prompt: str, new: int) -> str:
 
 def test_text_and_report(model: Path, attn: Attn) -> None:
     args = ("--model-path", model, PROMPT, "--max-new-tokens", 20, "--page-size", 16)
-    code, out, err = attn(*args, "--decode-attention-backend", "torch_native")
+    code, out, err = attn(
+        *args, "--decode-attention-backend", "torch_native", "--deny", "intel_amx"
+    )
     text, report = out.split("\n", 1)
     assert code == 0
     assert text == expected_text(model, PROMPT, 20)
@@ -202,7 +204,7 @@ def test_the_context_is_a_limit(tmp_path: Path, attn: Attn) -> None:
         (["w1", "--dtype", "float32"], 2, "--dtype float32"),
         (["w1", "--num-pages", "1"], 2, "at least 2"),
         (["w1", "--max-new-tokens", "0"], 2, "at least 1"),
-        (["w1", "--deny", "torch_native,flex_attention"], 3, "no backend fits"),
+        (["w1", "--deny", "torch_native,flex_attention,intel_amx"], 3, "no backend fits"),
         ([""], 2, "the prompt is empty"),
     ],
 )

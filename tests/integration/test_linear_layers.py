@@ -294,7 +294,7 @@ def test_the_named_backend_runs() -> None:
         chosen = engine.selection
         assert chosen.backend("linear_decode") == "triton"
         assert chosen.backend("linear_verify") == "torch_native"  # triton's row for a CPU does not
-        assert chosen.backend("decode") == "torch_native"
+        assert chosen.backend("decode") in ("torch_native", "intel_amx")
 
 
 @pytest.mark.parametrize("name", TWO)

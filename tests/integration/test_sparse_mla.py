@@ -111,7 +111,7 @@ class Watch:
             return found
 
         def attend(q: Any, k: Any, v: Any, layer: Any, batch: Any, plan: Any, **how: Any) -> Any:
-            self.attended.append((batch.forward_mode, layer.layer_id, how["topk_indices"]))
+            self.attended.append((batch.forward_mode, layer.layer_id, how.get("topk_indices")))
             return forward(q, k, v, layer, batch, plan, **how)
 
         engine.dispatcher.index_topk = index_topk  # type: ignore[method-assign]

@@ -77,10 +77,10 @@ def spy(engine: Engine) -> tuple[list[Any], list[int]]:
         batches.append(batch)
         return plan(batch)
 
-    def called(q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any) -> Any:
+    def called(q: Any, k: Any, v: Any, layer: Any, *rest: Any) -> Any:
         calls.append(layer.layer_id)
         assert q.shape[0] == k.shape[0] == v.shape[0] == rest[0].num_tokens
-        return forward(q, k, v, layer, *rest, **more)
+        return forward(q, k, v, layer, *rest)
 
     engine.dispatcher.init_forward_metadata = planned
     engine.dispatcher.forward = called
@@ -259,10 +259,10 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(
         cache = llama(one[:, :6]).past_key_values
         forward = engine.dispatcher.forward
 
-        def fails(*args: Any, **more: Any) -> Any:
+        def fails(*args: Any) -> Any:
             if args[3].layer_id == 1:
                 raise RuntimeError("a kernel fails")
-            return forward(*args, **more)
+            return forward(*args)
 
         engine.dispatcher.forward = fails
         with pytest.raises(RuntimeError, match="a kernel fails"):
@@ -417,11 +417,11 @@ def test_disable_waits_for_a_pass_of_another_thread(llama: Any) -> None:
     engine = enable(llama, page_size=16)
     forward = engine.dispatcher.forward
 
-    def slow(*args: Any, **more: Any) -> Any:
+    def slow(*args: Any) -> Any:
         layers.append(args[3].layer_id)
         inside.set()
         later.wait(0.2)  # not set while disable() waits
-        return forward(*args, **more)
+        return forward(*args)
 
     engine.dispatcher.forward = slow
 

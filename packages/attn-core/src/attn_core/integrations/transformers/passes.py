@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -85,17 +85,16 @@ class Pass:
         if self.batch is None:
             return query.new_zeros(b, t, hq, layer.v_head_dim)
         q, k = (self._ragged(x.transpose(1, 2)) for x in (query, key))
-        v, chosen = None, None
+        v, forward = None, self.dispatcher.forward
         if layer.index_topk is not None:
             assert value is not None
-            chosen = None if dense_pass(layer, self.batch) else self._ragged(value)
+            if not dense_pass(layer, self.batch):
+                forward = partial(forward, topk_indices=self._ragged(value))
         elif value is not None:
             v = self._ragged(value.transpose(1, 2))
         if layer.dual_chunk is not None:
             q = self._rotation.queries(q)
-        out = self.dispatcher.forward(
-            q, k, v, layer, self.batch, self.metadata, topk_indices=chosen
-        )
+        out = forward(q, k, v, layer, self.batch, self.metadata)
         assert isinstance(out, Tensor)  # no LSE was asked for
         return self._padded(out, (b, t), 0)
 
