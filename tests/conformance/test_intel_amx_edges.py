@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from amx_kernels import at_level, compiled, spec
+from amx_kernels import at_level, compiled, emulated_tiles, spec
 from attn_core import BatchError, LayerCache, SpecInfo, UnsupportedError
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -65,6 +65,9 @@ def cases(draw):
     kv_heads = 1 if latent else draw(st.sampled_from([1, 2, 3]))
     stored = draw(st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]))
     scaled = stored != "auto"
+    dtype = draw(st.sampled_from(["fp32", "fp16", "bf16", "bf16"]))
+    # near a cap of 30 a unit in the last place of float32 is a large part of the budget
+    caps = [None, None, 1.5] if dtype == "fp32" else [None, None, 1.5, 30.0]
     scales = st.sampled_from([1.0, 0.25, 1e-3, 512.0])
     case = Case(
         feature="random",
@@ -80,7 +83,7 @@ def cases(draw):
         v_scale=draw(scales) if scaled and not latent else 1.0,
         tensor_scales=scaled and draw(st.booleans()),
         window=draw(st.sampled_from([None, None, 1, 3, 64, 100])) if causal else None,
-        logit_cap=draw(st.sampled_from([None, None, 1.5, 30.0])),
+        logit_cap=draw(st.sampled_from(caps)),
         sinks=draw(st.booleans()),
         is_causal=causal,
         padding=draw(st.integers(0, 2)),
@@ -88,7 +91,7 @@ def cases(draw):
         device_lengths=draw(st.booleans()),
     )
     return case, Point(
-        dtype=draw(st.sampled_from(["fp32", "fp16", "bf16", "bf16"])),
+        dtype=dtype,
         page_size=draw(st.sampled_from([1, 3, 16, 128, 1024])),
         layout="NHD" if latent else draw(st.sampled_from(["NHD", "HND"])),
     )
@@ -108,13 +111,14 @@ def test_random_cases_agree_with_the_oracle(drawn):
 
 @pytest.mark.long
 @pytest.mark.parametrize("level", LEVELS)
-def test_many_random_cases_agree_with_the_oracle(level, monkeypatch):
+def test_many_random_cases_agree_with_the_oracle(level, monkeypatch, tmp_path):
     @given(cases())
     @settings(max_examples=500, deadline=None, suppress_health_check=CHECKS)
     def many(drawn):
         run_drawn(drawn)
 
-    with at_level(monkeypatch, level):
+    path = emulated_tiles(monkeypatch, tmp_path) if level == "amx_bf16" else None
+    with at_level(monkeypatch, level, path):
         many()
 
 
