@@ -280,7 +280,7 @@ def test_an_output_of_any_strides_is_filled():
 
 
 def test_without_kernels_the_error_says_how_to_get_them(monkeypatch):
-    monkeypatch.setattr(library, "found", lambda: None)
+    monkeypatch.setattr(library, "compiled_library", lambda: None)
     library.load.cache_clear()
     try:
         with pytest.raises(BackendError, match=r"not compiled here.*python -m attn_intel\.cpu"):
@@ -292,7 +292,7 @@ def test_without_kernels_the_error_says_how_to_get_them(monkeypatch):
 def test_a_broken_library_is_named(monkeypatch, tmp_path):
     broken = tmp_path / "kernels.so"
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(library, "found", lambda: broken)
+    monkeypatch.setattr(library, "compiled_library", lambda: broken)
     library.load.cache_clear()
     try:
         with pytest.raises(BackendError, match=r"kernels\.so does not load: .*delete it"):
@@ -305,7 +305,7 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path, capsys):
     from attn_intel.cpu import __main__ as command
 
     monkeypatch.setattr(build, "compiler", lambda: None)
-    monkeypatch.setattr(command, "found", lambda: None)
+    monkeypatch.setattr(command, "compiled_library", lambda: None)
     with pytest.raises(SystemExit, match=r"no C compiler: install GCC 11 .*, or set CC"):
         command.main()
     assert "compiling the kernels" in capsys.readouterr().out
@@ -325,7 +325,7 @@ def test_the_name_changes_with_the_source(monkeypatch, tmp_path):
 def test_rows_require_what_the_plugin_finds(monkeypatch):
     from attn_intel import versions
 
-    monkeypatch.setattr(versions, "found", lambda: None)
+    monkeypatch.setattr(versions, "compiled_library", lambda: None)
     assert versions.attn_register_libraries() == []
     monkeypatch.undo()
     compiled()

@@ -330,7 +330,7 @@ def in_cache(monkeypatch, tmp_path):
 
 
 def test_a_library_in_the_cache_is_found(in_cache):
-    assert build.found() == in_cache
+    assert build.compiled_library() == in_cache
 
 
 def test_what_others_can_write_is_not_loaded(in_cache):
@@ -338,10 +338,10 @@ def test_what_others_can_write_is_not_loaded(in_cache):
         mode = stat.S_IMODE(path.stat().st_mode)
         for bit in (0o002, 0o020):
             path.chmod(mode | bit)
-            assert build.found() is None
+            assert build.compiled_library() is None
             assert f"chmod go-w {path}" in build.distrusted(in_cache)
         path.chmod(mode)
-    assert build.found() == in_cache
+    assert build.compiled_library() == in_cache
 
 
 def test_what_belongs_to_others_is_not_loaded(in_cache, monkeypatch):
@@ -351,7 +351,7 @@ def test_what_belongs_to_others_is_not_loaded(in_cache, monkeypatch):
         os.chown(in_cache, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert build.found() is None
+    assert build.compiled_library() is None
     assert "belongs to user" in build.distrusted(in_cache)
     assert "XDG_CACHE_HOME" in build.distrusted(in_cache)
 
@@ -375,7 +375,7 @@ def test_a_home_folder_that_cannot_be_read_is_no_error(in_cache, monkeypatch):
         return stat_of(path, **options)
 
     monkeypatch.setattr(os, "stat", denied)
-    assert build.found() is None
+    assert build.compiled_library() is None
 
 
 def test_a_relative_cache_folder_is_ignored(monkeypatch, tmp_path):

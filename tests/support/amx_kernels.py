@@ -15,7 +15,7 @@ LIBRARIES = {build.KERNELS: None}
 
 def compiled():
     """Return the library of this source; without one and without a compiler skip the test."""
-    path = build.found()
+    path = build.compiled_library()
     if path is None:
         if (reason := build.unsupported()) is not None:
             pytest.skip(f"intel_amx is not compiled: {reason}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attn_core import Pin, hookimpl
 
-from attn_intel.cpu.build import COMMAND, KERNELS, found
+from attn_intel.cpu.build import COMMAND, KERNELS, compiled_library
 
 
 @hookimpl
@@ -33,4 +33,4 @@ def attn_register_pins() -> Sequence[Pin]:
 @hookimpl
 def attn_register_libraries() -> Sequence[str]:
     """Return intel_amx's compiled kernels, where this source of them was compiled."""
-    return [] if found() is None else [KERNELS]
+    return [] if compiled_library() is None else [KERNELS]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from attn_intel.cpu.build import build, cache, distrusted, found
+from attn_intel.cpu.build import build, cache, compiled_library, distrusted
 
 
 def main() -> None:
     """Compile into the user's cache, unless the library is there."""
-    path, folder = found(), cache()
+    path, folder = compiled_library(), cache()
     if path is None:
         if folder is None:
             sys.exit("attn-intel: this user has no home folder; set XDG_CACHE_HOME to a folder")

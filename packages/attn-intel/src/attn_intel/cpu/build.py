@@ -52,7 +52,7 @@ def cache() -> pathlib.Path | None:
     return pathlib.Path(root) / "attn-intel" if os.path.isabs(root) else None
 
 
-def found() -> pathlib.Path | None:
+def compiled_library() -> pathlib.Path | None:
     """Return the compiled library, or None where this source was not compiled.
 
     It may lie in the package, where the wheel has it, or in the cache, where nobody but this user

@@ -9,7 +9,7 @@ from typing import Final
 
 from attn_core import BackendError
 
-from attn_intel.cpu.build import COMMAND, found
+from attn_intel.cpu.build import COMMAND, compiled_library
 
 LEVELS: Final = ("avx2", "avx512", "avx512_bf16", "amx_bf16")  # `level` of the header, rising
 
@@ -56,7 +56,7 @@ class Kernels:
 @cache
 def load() -> Kernels:
     """Load the compiled kernels, once. Raises BackendError where there are none."""
-    path = found()
+    path = compiled_library()
     if path is None:
         raise BackendError(
             "intel_amx: its kernels are not compiled here; install attn-intel's wheel for "
