@@ -14,6 +14,7 @@ from attn_core.cache.pool import KVPool
 from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.latents import write_latents
 from attn_core.ops.triton.merge import merge_states
+from attn_core.ops.triton.read import read_pages
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -92,6 +93,18 @@ def write_packed(chip):
         [layer], num_pages=2, page_size=64, kv_cache_dtype="fp8_e4m3", device=META, kind="dsa"
     )
     write_latents(pool.layer(0), meta(70, 1, 576), None, meta(70, dtype=torch.int64))
+
+
+def read(store, kind, chip):
+    """Launch for pages of Llama's heads, or of DeepSeek's latents."""
+    heads, dim = (1, 576) if kind == "mla" else (8, 128)
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=32, num_kv_heads=heads, head_dim=dim, v_head_dim=dim, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype=store, device=META, kind=kind
+    )
+    read_pages(pool.layer(0), meta(7, dtype=torch.int64), torch.bfloat16)
 
 
 def decode(**more):
@@ -198,6 +211,10 @@ WRITES: dict[str, Launch] = {
     "write-fp4": partial(write, "fp4_e2m1", "NHD"),
     "write-latents": write_packed,
     "write-tensor-scales": partial(write, "fp8_e4m3", "NHD", tensor_scales=True),
+    "read-fp8": partial(read, "fp8_e4m3", "mla"),
+    "read-e5m2": partial(read, "fp8_e5m2", "mha"),
+    "read-fp4": partial(read, "fp4_e2m1", "mha"),
+    "read-fp4-latents": partial(read, "fp4_e2m1", "mla"),
 }
 SITES: dict[str, Launch] = {
     "merge": merge,

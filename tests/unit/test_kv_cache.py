@@ -314,6 +314,22 @@ def test_a_gpu_with_triton_writes_in_one_launch(device_type, triton, in_one_laun
     assert asked == ["triton"] * (device_type == "cuda"), "it is decided once"
 
 
+@pytest.mark.parametrize(
+    ("device_type", "quantised", "by_triton"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_a_gpu_with_triton_reads_quantised_pages_in_one_launch(
+    device_type, quantised, by_triton, monkeypatch
+):
+    kernel = types.ModuleType("attn_core.ops.triton.read")
+    kernel.read_pages = object()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    monkeypatch.setattr("attn_core.ops.triton.read", kernel, raising=False)
+    chosen = kv._page_reader.__wrapped__(device_type, quantised)
+    assert (chosen is kernel.read_pages) == by_triton
+
+
 def test_what_was_chosen_for_the_device_writes(monkeypatch):
     seen = []
     monkeypatch.setattr(kv, "_writer", lambda kind, latents: seen.append(kind) or kv._write)

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.paged_tensor import take_pages
 from attn_core.cache.pool import KVPool
 from attn_core.errors import UsageError
 from attn_core.ops import kv as torch_kv
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 import attn_core.ops.merge as torch_merge
 from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.merge import merge_states
+from attn_core.ops.triton.read import read_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES = 5
@@ -161,6 +163,59 @@ def test_more_tokens_than_one_program_writes_and_none():
         k, v = torch.randn(n, 2, 80), torch.randn(n, 2, 13)
         for store in ("bf16", "fp8_e4m3"):
             check_write(lambda store=store: cache_of(store, shape), k, v, slots_of(n, 64))
+
+
+QUANTISED = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+
+
+def check_read(cache, pages, dtype=torch.bfloat16):
+    want = torch_kv._read(cache, pages, dtype, take_pages)
+    got = read_pages(to_device(cache, DEVICE), pages.to(DEVICE), dtype)
+    for a, b in zip(want, got, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (b.shape, b.is_contiguous()) == (a.shape, True)
+        assert a is None or torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("store", QUANTISED)
+def test_pages_of_every_code_are_read_to_the_bit(store, shape, layout):
+    """Stores are full of every byte: all codes, both zeros, subnormals, infinities and NaN."""
+    shape = heads, d, dv, page = SHAPES[shape]
+    if store == "fp4_e2m1" and (d % 16 or dv % 16):
+        shape = heads, d, dv, page = (heads, 48, 16, page)
+    tensor, number = torch.tensor([0.37]), 1.7
+    for interleaved, scales in ((False, (1.0, 1.0)), (True, (tensor, number if dv else 1.0))):
+        cache = cache_of(store, shape, layout=layout, interleaved=interleaved)
+        cache = dataclasses.replace(cache, k_scale=scales[0], v_scale=scales[1])
+        rng = torch.Generator().manual_seed(page)
+        for part, _ in cache.parts():
+            every = torch.randint(0, 256, part.shape, dtype=torch.uint8, generator=rng)
+            part.view(torch.uint8).copy_(every)
+        check_read(cache, torch.tensor([[4, 1], [0, 4]], dtype=torch.int32))
+        check_read(cache, torch.tensor([3, 2, 0, 1])[::2], torch.float16)
+        check_read(cache, torch.tensor([], dtype=torch.int32), torch.float32)
+
+
+def test_pages_beyond_32_bit_offsets_are_read():
+    page, heads, d = 16, 8, 128
+    pages = 2**31 // (page * heads * d) + 2
+    pool = torch.empty(pages, page, heads, d, dtype=torch.uint8, device=DEVICE)
+    pool[-1] = 0x38  # 1 in e4m3
+    got, _ = read_pages(
+        LayerCache(k=pool.view(torch.float8_e4m3fn), v=None, k_scale=0.5),
+        torch.tensor([pages - 1], device=DEVICE),
+        torch.bfloat16,
+    )
+    assert (got == 0.5).all()
+
+
+def test_a_pool_with_gaps_between_numbers_is_refused():
+    cache = to_device(cache_of("fp8_e4m3", SHAPES["mla"]), DEVICE)
+    odd = LayerCache(k=cache.k[..., ::2], v=None)
+    with pytest.raises(UsageError, match=r"stride 2 in its last dimension \(supports 1\)"):
+        read_pages(odd, torch.tensor([1], device=DEVICE), torch.bfloat16)
 
 
 def test_a_pool_beyond_32_bit_offsets():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache as cached
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from attn_core.ops.latents import from_latents, to_latents
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
+_ReadPages = Callable[[LayerCache, Tensor, torch.dtype], tuple[Tensor, Tensor | None]]
 _Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, index → tokens
 
 
@@ -45,7 +47,7 @@ def _writer(device_type: str, latents: bool) -> _Write:
 
     latents: those of sparse MLA in FP8.
     """
-    if device_type == "cuda" and importlib.util.find_spec("triton"):  # ROCm is "cuda" in torch
+    if _has_triton(device_type):
         if latents:
             from attn_core.ops.triton.latents import write_latents
 
@@ -54,6 +56,11 @@ def _writer(device_type: str, latents: bool) -> _Write:
 
         return kv.write_kv
     return _write_latents if latents else _write
+
+
+def _has_triton(device_type: str) -> bool:
+    """Say whether Triton's kernels run on a type of device; ROCm is "cuda" in torch."""
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
@@ -89,9 +96,20 @@ def read_pages(
     """Gather whole pages, int of any shape S, as k [*S, page_size, Hkv, D], and v likewise.
 
     The result is token-major in both layouts ("HND" returns a transposed view). Otherwise it
-    behaves like read_kv.
+    behaves like read_kv. On a GPU with Triton, FP8 and FP4 are one launch for K and one for V.
     """
-    return _read(cache, pages, dtype, take_pages)
+    quantised = cache.k.dtype.itemsize == 1 and not cache.latent_dim
+    return _page_reader(cache.k.device.type, quantised)(cache, pages, dtype)
+
+
+@cached
+def _page_reader(device_type: str, quantised: bool) -> _ReadPages:
+    """Return what gathers pages on a type of device; both give the same bits."""
+    if quantised and _has_triton(device_type):
+        from attn_core.ops.triton import read
+
+        return read.read_pages
+    return partial(_read, gather=take_pages)
 
 
 def _read(

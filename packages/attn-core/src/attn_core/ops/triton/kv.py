@@ -22,7 +22,7 @@ PLAIN = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 E5M2 = tl.constexpr(2)
 E2M1 = tl.constexpr(3)
-_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.uint8: 3}
+FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.uint8: 3}
 
 
 @triton.jit
@@ -182,7 +182,7 @@ class _Writer:
         held = (cache.k, cache.v, k_blocks, v_blocks, *scales)
         self.pointers = pointers(*(x for x in held if isinstance(x, Tensor)))
         self.work: tuple[tuple[Any, ...], Grid, int] = ((), (0, 0, 0), 0)
-        pools = [_bytes(x) for x in (*tensors, *blocks)]
+        pools = [dense_bytes(x) for x in (*tensors, *blocks)]
         axes = (0, 2, 1) if cache.layout == "HND" else (0, 1, 2)  # page, token, head
         strides = [[x.stride(axis) for axis in axes] for x in pools]
         heads, *dims = _heads(cache)
@@ -197,7 +197,7 @@ class _Writer:
                 _Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
                 for i, (dim, scale) in enumerate(zip(dims, scales, strict=True))
             ),
-            *(heads, cache.page_size, _FORMATS.get(cache.k.dtype, 0), self._rows, columns),
+            *(heads, cache.page_size, FORMATS.get(cache.k.dtype, 0), self._rows, columns),
         )
 
     def plan(
@@ -234,7 +234,8 @@ def _misfit(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> Us
     )
 
 
-def _bytes(pool: Tensor) -> Tensor:
+def dense_bytes(pool: Tensor) -> Tensor:
+    """View a store as bytes where a number of it is one. Raises UsageError for gaps."""
     if pool.stride(-1) != 1:
         raise UsageError(f"a pool with stride {pool.stride(-1)} in its last dimension (supports 1)")
     return pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
