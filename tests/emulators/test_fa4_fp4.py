@@ -80,15 +80,15 @@ def test_a_prefill_reads_what_the_reference_reads():
 
 @pytest.mark.parametrize("fault", ["order", "page"])
 def test_a_wrong_number_of_a_page_is_seen(monkeypatch, fault):
-    from attn_nvidia.fa4_fp4 import FA4OverFP4
+    from attn_nvidia.dequantized import Dequantized
 
-    right = FA4OverFP4._numbered
+    right = Dequantized._numbered
 
     def wrong(self, view):
         view, pages = right(self, view)
         return view, pages.flip(0) if fault == "order" else pages.clamp(max=5)
 
-    monkeypatch.setattr(FA4OverFP4, "_numbered", wrong)
+    monkeypatch.setattr(Dequantized, "_numbered", wrong)
     wanted, _ = prefill("torch_native")
     out, _ = prefill("fa4")
     assert not torch.allclose(out.float(), wanted.float(), atol=2e-2, rtol=2e-2)

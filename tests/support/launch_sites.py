@@ -101,9 +101,7 @@ def read(store, kind, chip):
     layer = AttentionLayer(
         layer_id=0, num_q_heads=32, num_kv_heads=heads, head_dim=dim, v_head_dim=dim, scale=1.0
     )
-    pool = KVPool(
-        [layer], num_pages=2, page_size=64, kv_cache_dtype=store, device=META, kind=kind
-    )
+    pool = KVPool([layer], num_pages=2, page_size=64, kv_cache_dtype=store, device=META, kind=kind)
     read_pages(pool.layer(0), meta(7, dtype=torch.int64), torch.bfloat16)
 
 

@@ -44,7 +44,6 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "pages are theirs and need not be split into slots",
                 "mla.fp8_kv": "the fa3 kernels read an e4m3 latent cache on Hopper with bfloat16 "
                 "queries, since FlashInfer 0.6.14",
-                "mla.fp4_kv": "FlashInfer's MLA wrapper refuses any cache but 16-bit and e4m3",
             },
         ),
         _spec("fa3", rows_mha.fa3(), rows_mla.fa3()),
@@ -56,36 +55,14 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "mha.sliding_window": "FA4's kernels take a window (they compile with one for sm90 "
                 "and sm100); later revisions of the documented matrix say yes too",
                 "mha.spec_topk1": "a chain of drafts is an extend in causal order, which FA4 takes",
-                "mla.fp4_kv": "FA4's kernels take fp16, bf16 and FP8, and on Blackwell, where they "
-                "read latents, this backend does not dequantise an FP4 cache for them",
                 "mla.chunked_prefix_cache": "FA4 returns the log-sum-exp that merging chunks "
                 "needs; later revisions of the documented matrix say yes too",
             },
         ),
         _spec("trtllm_mha", rows_mha.trtllm_mha()),
-        _spec(
-            "trtllm_mla",
-            rows_mla.trtllm_mla(),
-            matrix_deviations={
-                "mla.fp4_kv": "FlashInfer's trtllm MLA passes no block scales: it has no FP4 cache",
-            },
-        ),
-        _spec(
-            "cutlass_mla",
-            rows_mla.cutlass_mla(),
-            matrix_deviations={
-                "mla.fp8_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
-                "mla.fp4_kv": "sglang-kernel's cutlass_mla_decode takes float16 and bfloat16 only",
-            },
-        ),
-        _spec(
-            "flashmla",
-            rows_mla.flashmla(),
-            matrix_deviations={
-                "mla.fp4_kv": "FlashMLA's dense decode has no FP4 cache: its FP4 format is for "
-                "sparse attention",
-            },
-        ),
+        _spec("trtllm_mla", rows_mla.trtllm_mla()),
+        _spec("cutlass_mla", rows_mla.cutlass_mla()),
+        _spec("flashmla", rows_mla.flashmla()),
         _spec("dual_chunk_flash_attn", rows_mha.dual_chunk_flash_attn()),
         _spec("nsa", rows_mla.nsa(), refused_sub_backends=rows_mla.NSA_REFUSED),
         _spec(

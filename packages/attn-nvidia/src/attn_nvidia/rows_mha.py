@@ -195,7 +195,7 @@ def fa4() -> Sequence[Capabilities]:
     over_fp4 = [
         replace(
             r,
-            create="attn_nvidia.fa4_fp4:FA4OverFP4",
+            create="attn_nvidia.dequantized:fa4",
             phases=frozenset({Phase.PREFILL}),
             kv_dtypes=FP4,
             needs_host_lengths=True,

@@ -13,6 +13,7 @@ from attn_nvidia.rows_mha import (
     BLACKWELL,
     E4M3,
     FLASHINFER,
+    FP4,
     HALF,
     HOPPER,
     ROUNDED,
@@ -23,8 +24,25 @@ LATENT: Final = 512 + 64  # latent + rope: every kernel here is built for DeepSe
 LATENT_PAIR: Final = (LATENT, 512)
 RAGGED_PAIR: Final = (192, 128)  # its heads before absorption, in prefill without a cache
 PREFILL: Final = frozenset({Phase.PREFILL})
+COPIED: Final = (
+    "its kernels read no such cache: each layer of a pass dequantises the latents of its pages, "
+    "1,152 bytes a KV token that live as long as the call"
+)
 # CUTLASS's latent decode left this library between 0.4.5 and 0.4.10.
 SGL_KERNEL_CUTLASS: Final = "sglang-kernel>=0.4,<=0.4.5"
+
+
+def _dequantized(row: Capabilities, name: str) -> Capabilities:
+    """Return a row over an FP4 cache: the backend runs over copies of the pages of its pass."""
+    return replace(
+        row,
+        create=f"attn_nvidia.dequantized:{name}",
+        kv_dtypes=FP4,
+        needs_host_lengths=True,
+        tensor_scales=True,
+        cuda_graph="never",
+        note=COPIED,
+    )
 
 
 def flashinfer() -> Sequence[Capabilities]:
@@ -51,7 +69,8 @@ def flashinfer() -> Sequence[Capabilities]:
     # its ragged kernel loads V by TMA
     hopper = replace(row, archs=HOPPER, requires_finite_padding=True)
     fp8 = replace(hopper, dtypes=frozenset({"bf16"}), kv_dtypes=E4M3)
-    return [row, hopper, replace(row, archs=BLACKWELL, with_linear_layers=False), fp8]
+    plain = [row, hopper, replace(row, archs=BLACKWELL, with_linear_layers=False)]
+    return [*plain, fp8, *(_dequantized(r, "flashinfer_mla") for r in plain)]
 
 
 def flashmla() -> Sequence[Capabilities]:
@@ -73,7 +92,7 @@ def flashmla() -> Sequence[Capabilities]:
         quantizes_q_to_fp8=True,
         note=f"{ROUNDED} in decode and verification, not in prefill",
     )
-    return [row, fp8]
+    return [row, fp8, _dequantized(row, "flashmla")]
 
 
 def cutlass_mla() -> Sequence[Capabilities]:
@@ -100,7 +119,9 @@ def cutlass_mla() -> Sequence[Capabilities]:
         deterministic=False,
         needs_host_lengths=False,
     )
-    return [prefill, decode]
+    stores = FP4 | E4M3  # its kernels take neither
+    copied = [_dequantized(prefill, "flashinfer_mla"), _dequantized(decode, "cutlass_mla")]
+    return [prefill, decode, *(replace(r, kv_dtypes=stores) for r in copied)]
 
 
 def trtllm_mla() -> Sequence[Capabilities]:
@@ -139,7 +160,7 @@ def trtllm_mla() -> Sequence[Capabilities]:
         quantizes_q_to_fp8=True,
         note=ROUNDED,
     )
-    return [row, prefill, decode]
+    return [row, prefill, decode, _dequantized(row, "trtllm_mla")]
 
 
 def fa3() -> Sequence[Capabilities]:
@@ -196,7 +217,8 @@ def fa4() -> Sequence[Capabilities]:
         absorbed=False,  # its kernels of sm90 refuse qv, by which the latent joins the logits
         cuda_graph="never",
     )
-    return [row, hopper]
+    fp4 = replace(_dequantized(row, "fa4"), phases=PREFILL)  # documented: another one decodes
+    return [row, hopper, fp4, replace(hopper, kv_dtypes=FP4)]
 
 
 def nsa() -> Sequence[Capabilities]:

@@ -71,7 +71,6 @@ class FlashInferMLA(AttentionBackend):
         absorbed = [x for x in config.layers if x.head_dim == LATENT + ROPE]
         self._keys = tuple(dict.fromkeys((LayerGroup.of(x), x.scale) for x in absorbed))
         self._processors = multiprocessors(config)
-        self._views: dict[int, tuple[LayerCache, tuple[Tensor, ...]]] = {}
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
@@ -132,7 +131,7 @@ class FlashInferMLA(AttentionBackend):
                 return empty_attention(q, layer, out, return_lse)
             refuse_unplanned(layer, metadata)
         q_latent, q_rope = align16(q).split_with_sizes((LATENT, ROPE), -1)
-        latent, rope = self._pages(layer.layer_id, cache)
+        latent, rope = _pages(cache)
         scale = cache.k_scale if self._fp8 else None
         result: Output = plan.library.run(
             q_latent,
@@ -146,14 +145,6 @@ class FlashInferMLA(AttentionBackend):
             kpe_scale=scale,
         )
         return result
-
-    def _pages(self, layer_id: int, cache: LayerCache) -> tuple[Tensor, ...]:
-        """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
-        views = self._views.get(layer_id)
-        if views is None or views[0] is not cache:
-            parts = cache.k.squeeze(2).split_with_sizes((LATENT, ROPE), -1)
-            views = self._views[layer_id] = (cache, parts)
-        return views[1]
 
     def forward_ragged(
         self,
@@ -236,3 +227,12 @@ class FlashInferMLA(AttentionBackend):
             if pages.data_ptr() != metadata[key].library._kv_indices_buf.data_ptr():
                 refuse_moved(key[0].view)
             metadata[key].plan(plan_absorbed, *arguments)
+
+
+def _pages(cache: LayerCache) -> tuple[Tensor, ...]:
+    """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
+    views: tuple[Tensor, ...] | None = cache.launchers.get("flashinfer")
+    if views is None:
+        views = cache.k.squeeze(2).split_with_sizes((LATENT, ROPE), -1)
+        cache.launchers["flashinfer"] = views
+    return views
