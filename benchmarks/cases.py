@@ -195,9 +195,8 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
         kind=case.kind,
     )
     cache = pool.layer(0)
-    for store in (cache.k, cache.v):
-        if store is not None:
-            _fill(store, rng)
+    for store, _ in cache.parts():
+        _fill(store, rng)
     trees = [random_tree(case.queries or 1, seed + b) for b in range(case.batch)]
     spec = SpecInfo(
         topk=2 if case.tree else 1,
@@ -255,6 +254,9 @@ def _shuffled_table(case: Case, device: torch.device, rng: torch.Generator) -> T
 def _fill(store: Tensor, rng: torch.Generator) -> None:
     if store.dtype.itemsize > 1:
         store.normal_(generator=rng)
+        return
+    if store.dtype == torch.uint8:  # two codes of FP4
+        store.random_(0, 256, generator=rng)
         return
     for at in range(0, store.shape[0], 4096):  # float32 of it all would take four times its memory
         pages = store[at : at + 4096]
