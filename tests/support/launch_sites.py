@@ -154,6 +154,10 @@ HOT: dict[str, Site] = {
     "extend-gpt-oss": Site(case=extend(**ODDITIES)),
     "mla-decode": Site(case=decode(**MLA)),
     "mla-decode-16-heads": Site(case=decode(**(MLA | {"heads": (16, 1)}))),
+    "mla-decode-fp8": Site(case=decode(**MLA, kv_dtype="fp8_e4m3")),
+    "mla-decode-16-heads-fp8": Site(
+        case=decode(**(MLA | {"heads": (16, 1)}), kv_dtype="fp8_e4m3", k_scale=0.5)
+    ),
     "dsa-decode": Site(case=decode(**DSA)),
     "dsa-decode-16-heads": Site(case=decode(**(DSA | {"heads": (16, 1)}))),
     "dsa-decode-fp8": Site(case=decode(**DSA, kv_dtype="fp8_e4m3")),
@@ -188,6 +192,8 @@ MORE: dict[str, Site] = {
     "encoder-128": Site(case=replace(_TOWER, dims=(128, 128), query_lens=(300,), key_lens=(300,))),
     "vision": Site(case=replace(_TOWER, phase=Phase.ENCODE)),
     "mla-extend": Site(case=extend(**MLA)),
+    "mla-extend-fp8": Site(case=extend(**MLA, kv_dtype="fp8_e4m3")),
+    "mla-decode-e5m2": Site(case=decode(**MLA, kv_dtype="fp8_e5m2")),
     "mla-verify-chain": Site(case=verify(trees=None, query_lens=(4, 4), **MLA)),
     "mla-verify-tree": Site(case=verify(**MLA), page_size=1),
     "dsa-decode-fp32": Site(case=decode(**DSA), dtype="fp32"),

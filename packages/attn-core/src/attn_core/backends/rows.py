@@ -155,13 +155,13 @@ def _tree(row: Capabilities) -> Capabilities:
 
 
 def _triton_mla() -> Sequence[Capabilities]:
-    cuda = Capabilities(  # a latent of 576 columns does not fit the shared memory of sm75
+    cuda = Capabilities(
         kind="mla",
         device="cuda",
-        archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
+        archs={"sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
         requires=["triton>=3.4"],
         dtypes=PLAIN_DTYPES,
-        kv_dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES | FP8,
         priority=10,
         head_dim_pairs="any",
         logit_cap=True,
@@ -172,8 +172,12 @@ def _triton_mla() -> Sequence[Capabilities]:
         cuda_graph="uniform",
     )
     needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
+    old = replace(  # a latent of 576 columns does not fit the shared memory of sm75
+        cuda, archs=frozenset({"sm80", "sm86"}), kv_dtypes=cuda.kv_dtypes - {"fp8_e4m3"}
+    )
     rocm = replace(cuda, device="rocm", archs=frozenset(), requires=needs)
-    return [cuda, rocm, _tree(cuda), _tree(rocm)]
+    rows = (cuda, old, rocm)
+    return [*rows, *map(_tree, rows)]
 
 
 def _triton() -> BackendSpec:
@@ -189,6 +193,8 @@ def _triton() -> BackendSpec:
             "system lets any platform name it. Intel GPUs and Ascend have compilers of their own "
             "(triton-xpu, triton-ascend), by which these kernels were neither compiled nor run; on "
             "a CPU Triton has an interpreter only, for tests",
+            "mla.fp8_kv": "our kernels read FP8 latents, whose scale is part of the softmax scale "
+            "and of the last division",
             "mla.chunked_prefix_cache": "this implementation does more than the documented one: "
             "forward_ragged returns the log-sum-exp of a chunk, by which merge_states joins them",
         },

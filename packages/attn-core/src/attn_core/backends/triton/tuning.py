@@ -167,7 +167,7 @@ def extend_launch(
 def _extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if arch == "sm75":
         return _fitting(_turing(32, head_dim, v_dim), arch, head_dim, v_dim, store_bytes)
-    launch = _extend(head_dim, v_dim)
+    launch = _extend(head_dim, v_dim, store_bytes)
     if v_dim > 256 and arch in ("sm86", "sm89", "sm120"):
         launch = replace(launch, block_m=16)  # beside 32 rows the last kilobyte lacks
     if launch.block_n == 64:
@@ -202,8 +202,11 @@ def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: 
 
 def _decode(rows: int, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if v_dim > 256:  # the latent of MLA: its accumulator fills the registers
-        if rows <= 16:
-            return Launch(block_m=16, block_n=64, warps=4, stages=2, ctas_per_sm=2, min_blocks=2)
+        if rows <= 16:  # keys of 8 bits become 16 in registers
+            warps = 8 if store_bytes == 1 else 4
+            return Launch(
+                block_m=16, block_n=64, warps=warps, stages=2, ctas_per_sm=2, min_blocks=2
+            )
         return Launch(block_m=32, block_n=32, warps=8, stages=2)
     block_m = power_of_two(rows)
     if block_m >= 64:
@@ -222,9 +225,10 @@ def _turing(rows: int, head_dim: int, v_dim: int) -> Launch:
     return Launch(block_m=min(32, power_of_two(rows)), block_n=keys, warps=8, stages=1)
 
 
-def _extend(head_dim: int, v_dim: int) -> Launch:
+def _extend(head_dim: int, v_dim: int, store_bytes: int) -> Launch:
     if v_dim > 256:
-        return Launch(block_m=64, block_n=32, warps=8, stages=2)
+        rows = 32 if store_bytes == 1 else 64
+        return Launch(block_m=rows, block_n=32, warps=8, stages=2)
     if max(head_dim, v_dim) > 128:
         return Launch(block_m=128, block_n=32, warps=8, stages=2)
     return Launch(block_m=128, block_n=64, warps=8, stages=3)
