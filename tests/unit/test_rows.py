@@ -69,8 +69,7 @@ def test_a_documented_cell_holds_or_its_departure_says_why(kind, row, cell):
     assert (have != documented) == (cell in ours["matrix_deviations"]), (have, documented)
 
 
-def test_a_documented_yes_is_the_floor_but_for_these():
-    """Where the vendor's library cannot do it; the departure of each names the library's limit."""
+def test_a_documented_yes_is_the_floor():
     below = {
         f"{kind}.{row['backend']}.{cell}"
         for kind, cells in CELLS.items()
@@ -78,8 +77,7 @@ def test_a_documented_yes_is_the_floor_but_for_these():
         for cell in cells.split()
         if row.get(cell) is True and MATRIX[kind][row["backend"]][cell] is not True
     }
-    fp4 = {f"mla.{n}" for n in ("flashinfer", "flashmla", "cutlass_mla", "trtllm_mla", "fa4")}
-    assert below == {f"{n}.fp4_kv" for n in fp4} | {"mla.cutlass_mla.fp8_kv"}
+    assert below == set()
 
 
 @pytest.mark.parametrize("row", DOCUMENTED["gdn"], ids=lambda r: r["backend"])

@@ -119,9 +119,9 @@ def cutlass_mla() -> Sequence[Capabilities]:
         deterministic=False,
         needs_host_lengths=False,
     )
-    stores = FP4 | E4M3  # its kernels take neither
     copied = [_dequantized(prefill, "flashinfer_mla"), _dequantized(decode, "cutlass_mla")]
-    return [prefill, decode, *(replace(r, kv_dtypes=stores) for r in copied)]
+    fp8 = [replace(r, kv_dtypes=E4M3, priority=4) for r in copied]  # triton copies nothing
+    return [prefill, decode, *copied, *fp8]
 
 
 def trtllm_mla() -> Sequence[Capabilities]:

@@ -155,13 +155,13 @@ def _tree(row: Capabilities) -> Capabilities:
 
 
 def _triton_mla() -> Sequence[Capabilities]:
-    cuda = Capabilities(
+    cuda = Capabilities(  # a latent of 576 columns does not fit the shared memory of sm75
         kind="mla",
         device="cuda",
-        archs={"sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
+        archs={"sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120"},
         requires=["triton>=3.4"],
         dtypes=PLAIN_DTYPES,
-        kv_dtypes=PLAIN_DTYPES | FP8,
+        kv_dtypes=PLAIN_DTYPES,
         priority=10,
         head_dim_pairs="any",
         logit_cap=True,
@@ -172,11 +172,14 @@ def _triton_mla() -> Sequence[Capabilities]:
         cuda_graph="uniform",
     )
     needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
-    old = replace(  # a latent of 576 columns does not fit the shared memory of sm75
-        cuda, archs=frozenset({"sm80", "sm86"}), kv_dtypes=cuda.kv_dtypes - {"fp8_e4m3"}
-    )
     rocm = replace(cuda, device="rocm", archs=frozenset(), requires=needs)
-    rows = (cuda, old, rocm)
+    fp8 = replace(cuda, kv_dtypes=FP8, priority=5)  # tuned libraries that read it stand above
+    ampere = frozenset({"sm80", "sm86"})  # Triton refuses e4m3 there
+    rows = (
+        *(cuda, rocm, replace(fp8, archs=cuda.archs - ampere)),
+        replace(fp8, archs=ampere, kv_dtypes=FP8 - {"fp8_e4m3"}),
+        replace(rocm, kv_dtypes=FP8, priority=5),
+    )
     return [*rows, *map(_tree, rows)]
 
 

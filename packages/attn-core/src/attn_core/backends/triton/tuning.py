@@ -123,7 +123,8 @@ def decode_launch(
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     if v_dim > 256 and arch.startswith(("sm120", "gfx")):
-        launch = replace(launch, block_m=16, block_n=32, warps=4)
+        warps = 8 if arch == "sm120" and store_bytes == 1 else 4
+        launch = replace(launch, block_m=16, block_n=32, warps=warps)
     if v_dim > 256 and launch.block_m == 16 and arch in ("sm100", "sm103"):
         launch = replace(launch, block_n=32)  # beside 64 keys some registers spill
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
