@@ -1,4 +1,8 @@
-"""The documented recipe over an FP4 cache: fa4 prefills, another backend decodes."""
+"""Backends over copies of dequantised pages: fa4's prefill over FP4, and latents of MLA."""
+
+import gc
+import importlib
+import weakref
 
 import pytest
 import torch
@@ -7,11 +11,14 @@ from attn_core.cache.pool import KVPool
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.graphs import without_host_lengths
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.result import NoBackendError, notes_of
 from attn_core.selection.solver import Overrides, select
 from attn_core.spec.device import parse_device
 from attn_core.spec.requirements import LayerRequirements, Requirements
+from attn_core.testing.tolerance import CheckFailed
+from mla_passes import Pass, counted
 
 FOUND = {"flash-attn-4": "4.0.0b18", "triton": "3.6.0", "flashinfer-python": "0.6.14"}
 LAYER = AttentionLayer(
@@ -92,3 +99,98 @@ def test_a_wrong_number_of_a_page_is_seen(monkeypatch, fault):
     wanted, _ = prefill("torch_native")
     out, _ = prefill("fa4")
     assert not torch.allclose(out.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+# ---- Latents ---------------------------------------------------------------------------------
+
+# backend → where it runs, its page, heads, and the function beneath it that decodes
+LATENT = {
+    "flashinfer": ("sm90", 16, (4, 1), "flashinfer.mla", "BatchMLAPagedAttentionWrapper.run"),
+    "flashmla": ("sm90", 128, (4, 1), "flash_mla_leaf", "decode"),
+    "trtllm_mla": (
+        *("sm100", 64, (4, 1), "flashinfer.mla"),
+        "trtllm_batch_decode_with_kv_cache_mla",
+    ),
+    "cutlass_mla": ("sm100", 128, (128, 1), "sgl_kernel.attention", "cutlass_mla_decode"),
+}
+PASSES = ("prefill", "mixed", "decode", "decode-padded", "draft-decode", "draft-extend")
+
+
+def over_copies(name, case, store="fp4_e2m1"):
+    arch, page, heads, *_ = LATENT[name]
+    phase = "prefill" if case in ("mla-prefill", "mla-mixed", "mla-draft-extend") else "decode"
+    more = {"heads": heads} if heads[0] == 128 else {}
+    more |= {"kv_dtype": store, "k_scale": 0.3}
+    that = Pass(name, case, arch=arch, page_size=page, phase=phase, **more)
+    assert that.row.create.startswith("attn_nvidia.dequantized:")
+    return that
+
+
+@pytest.mark.parametrize("case", [f"mla-{name}" for name in (*PASSES, "verify-chain")])
+@pytest.mark.parametrize("name", LATENT)
+def test_every_pass_over_fp4_latents_is_right(name, case):
+    that = over_copies(name, case)
+    backend = that.backend()
+    that.check(backend)
+    # lengths that are on the device alone are asked for
+    that.check(backend, batch=without_host_lengths(that.inputs.batch), preallocated=True)
+
+
+@pytest.mark.parametrize("case", ["mla-prefill", "mla-decode"])
+def test_cutlass_mla_reads_an_fp8_cache(case):
+    that = over_copies("cutlass_mla", case, "fp8_e4m3")
+    that.check(that.backend())
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_the_named_kernel_decodes_copies_of_the_pages_of_the_pass(name, monkeypatch):
+    *_, module, function = LATENT[name]
+    owner, _, method = function.rpartition(".")
+    module = importlib.import_module(module)
+    that = over_copies(name, "mla-decode")
+    calls = counted(monkeypatch, getattr(module, owner) if owner else module, method)
+    that.check(that.backend())
+    [(args, named)] = calls
+    inputs = that.inputs
+    count = sum(-(-n // inputs.cache.page_size) for n in inputs.batch.views["full"].seq_lens_host)
+    wide = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+    stores = [
+        x for x in wide if x.dim() >= 3 and x.shape[0] * x.shape[1] == count * that.point.page_size
+    ]
+    assert stores
+    assert {x.dtype for x in stores} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashmla"])
+def test_copies_live_as_long_as_the_call(name, monkeypatch):
+    from attn_nvidia import dequantized
+
+    made, read = [], dequantized.read_pages
+
+    def watched(*args):
+        k, v = read(*args)
+        made.append(weakref.ref(k))
+        return k, v
+
+    monkeypatch.setattr(dequantized, "read_pages", watched)
+    that = over_copies(name, "mla-decode")
+    backend = that.backend()
+    that.check(backend)
+    gc.collect()
+    assert [copy() for copy in made] == [None]
+
+
+@pytest.mark.parametrize("fault", ["order", "scale"])
+def test_a_wrong_copy_of_latents_is_seen(monkeypatch, fault):
+    from attn_nvidia import dequantized
+
+    right = dequantized.read_pages
+
+    def wrong(cache, pages, dtype):
+        k, v = right(cache, pages.flip(0) if fault == "order" else pages, dtype)
+        return k if fault == "order" else k / 0.3, v
+
+    monkeypatch.setattr(dequantized, "read_pages", wrong)
+    that = over_copies("flashmla", "mla-decode")
+    with pytest.raises(CheckFailed):
+        that.check(that.backend())
