@@ -1,12 +1,15 @@
-"""Run a short part of the device tests under NVIDIA's memory checker.
+"""Run a short part of the device tests under one of NVIDIA's checkers of kernels.
 
-`python tests/device/sanitize.py [BACKEND ...] [-- PYTEST OPTIONS]`: reads and writes out of bounds
-end the run with exit code 1, each with the kernel that made it. `kernels`, beside the backends, is
-every kernel of the Triton backends once (test_kernels.py and test_linear_kernels.py), in minutes.
+`python tests/device/sanitize.py [--tool TOOL] [NAME ...] [-- PYTEST OPTIONS]`: what the tool finds
+ends the run with exit code 1, each fault with the kernel that made it. memcheck, the default, finds
+reads and writes out of bounds, racecheck threads of a program that do not wait for one another.
+A name is a backend, or `kernels`: every kernel of the Triton backends once (test_kernels.py and
+test_linear_kernels.py), in minutes. Parts of that are `sparse`, `dual-chunk` and `linear`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import shutil
@@ -28,8 +31,19 @@ CLASSES = {  # backend → its class in test_nvidia.py or test_triton.py
 # the checker refuses to allocate while a graph is captured, so graphs stay out
 FEATURES = "page-edges or page-window or verify-tree or verify-chain or padded"
 ONCE = "consecutive or interleaved or descending or HND"  # the same again
-FOUND = 1  # the checker's exit code for an error of memory
-KERNELS = "kernels"
+FOUND = 1  # the checker's exit code for a fault
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+_LINEAR = (
+    *("prefill[gdn-bf16]", "prefill[kda-bf16]", "prefill[gdn-64-by-256-bf16]"),
+    *("decode[gdn-fp32]", "decode[kda-fp32]", "commit[gdn-7-True]", "commit[kda-7-True]"),
+)
+_BOTH = ("test_kernels.py", "test_linear_kernels.py")
+KERNELS = {  # name → files, and which tests of theirs
+    "kernels": (_BOTH, "test_kernels or test_linear_kernels and not graph"),
+    "sparse": (_BOTH[:1], "test_a_selection"),
+    "dual-chunk": (_BOTH[:1], "test_dual_chunk"),
+    "linear": (_BOTH[1:], " or ".join(_LINEAR)),
+}
 MISSING = (
     "compute-sanitizer is not here: it comes with the CUDA toolkit (bin/ of it belongs on PATH, or "
     "CUDA_HOME names it)"
@@ -46,35 +60,43 @@ def tool() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
 
-def command(sanitizer: str, backends: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Return the command line for some backends or the kernels, all where none is named."""
-    known = (*CLASSES, KERNELS)
-    unknown = sorted(set(backends) - {*known})
+def command(
+    sanitizer: str, names: Sequence[str], more: Sequence[str], tool: str = TOOLS[0]
+) -> list[str]:
+    """Return the command line for some backends and kernels, all where none is named."""
+    known = (*CLASSES, *KERNELS)
+    unknown = sorted(set(names) - {*known})
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: no such backend (known: {', '.join(known)})")
-    asked = backends or known
-    classes = " or ".join(CLASSES[name] for name in asked if name != KERNELS)
+    asked = names or (*CLASSES, "kernels")
+    classes = " or ".join(CLASSES[name] for name in asked if name in CLASSES)
+    files = ["test_nvidia.py", "test_triton.py"] * bool(classes)
     parts = [f"({classes}) and ({FEATURES}) and not ({ONCE})"] * bool(classes)
-    parts += ["test_kernels", "test_linear_kernels and not graph"] * (KERNELS in asked)
-    checker = ["--tool", "memcheck", "--error-exitcode", str(FOUND), "--target-processes", "all"]
-    names = ["test_nvidia.py", "test_triton.py"] * bool(classes)
-    names += ["test_kernels.py", "test_linear_kernels.py"] * (KERNELS in asked)
-    tests = [str(HERE / name) for name in names]
+    for name in asked:
+        if name in KERNELS:
+            own, which = KERNELS[name]
+            files += own
+            parts.append(which)
+    tests = [str(HERE / name) for name in dict.fromkeys(files)]
+    checker = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
     chosen = " or ".join(parts)
     return [sanitizer, *checker, sys.executable, "-m", "pytest", "-x", *tests, "-k", chosen, *more]
 
 
 def main(arguments: Sequence[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0])
+    args = parser.parse_args(arguments[:at])
     sanitizer = tool()
     if sanitizer is None:
         print(MISSING, file=sys.stderr)
         return 2
     # each tensor a piece of memory of its own, else what lies past it is another tensor's
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return subprocess.run(
-        command(sanitizer, arguments[:at], arguments[at + 1 :]), env=env, check=False
-    ).returncode
+    line = command(sanitizer, args.names, arguments[at + 1 :], args.tool)
+    return subprocess.run(line, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from attn_core.cache.paged_tensor import take_pages
+from attn_core.cache.pool import KVPool
+from attn_core.ops import kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.spec.device import parse_device
@@ -95,13 +98,59 @@ def test_what_stands_beside_attention_stays_in_its_memory():
     assert torch.allclose(merged, torch.ones_like(merged))
 
 
-@pytest.mark.parametrize(
-    "name", ["dsa-prefill", "dsa-decode", "dsa-verify-chain", "dsa-decode-fp8"]
-)
-def test_a_selection_stays_in_its_memory(name):
+def run_suite_check(kind, feature):
+    """Run one check of the suite on triton, in float32 unless its store says otherwise."""
     spec, device = load_plugins().get("triton"), parse_device("cuda:sm90")
-    found = plan(spec, device, {"triton": "3.6"}, kinds=("dsa",), passes=1, reduced=True)
-    planned = next(p for p in found if p.row is not None and p.check.feature == name)
+    found = plan(spec, device, {"triton": "3.6"}, kinds=(kind,), passes=1, reduced=True)
+    planned = next(p for p in found if p.row is not None and p.check.feature == feature)
     with launches() as names:
         run_check(planned, spec, DEVICE)
+    return names
+
+
+@pytest.mark.parametrize(
+    "name", ["dsa-prefill", "dsa-decode", "dsa-verify-chain", "dsa-decode-fp8", "dsa-prefill-fp8"]
+)
+def test_a_selection_stays_in_its_memory(name):
+    names = run_suite_check("dsa", name)
     assert {*SPARSE} <= {*names} or DEVICE.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("dual-chunk-prefill", "extend_tiles"),
+        ("dual-chunk-prefix", "extend_tiles"),
+        ("dual-chunk-decode-long", "decode_splits"),
+        ("dual-chunk-verify-chain", "decode_splits"),
+        ("dual-chunk-fp8", "extend_tiles"),
+    ],
+)
+def test_dual_chunk_attention_stays_in_its_memory(name, kernel):
+    names = run_suite_check("mha", name)
+    assert kernel in names or DEVICE.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["mla-fp8-e4m3", "mla-fp8-e4m3-prefill"])
+def test_fp8_latents_stay_in_their_memory(name):
+    names = run_suite_check("mla", name)
+    kernel = "extend_tiles" if name.endswith("prefill") else "decode_splits"
+    assert kernel in names or DEVICE.type == "cpu"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("store", ["fp8_e4m3", "fp4_e2m1"])
+def test_pages_that_are_read_stay_in_their_memory(store, layout):
+    from attn_core.ops.triton.read import read_pages
+
+    layer = make_layer(heads=3, group=1, dim=80)
+    more = {"page_size": 7, "kv_cache_dtype": store, "layout": layout, "device": DEVICE}
+    cache = KVPool([layer], num_pages=5, **more).layer(0)
+    for part, _ in cache.parts():
+        part.view(torch.uint8).random_(0, 127)
+    pages = torch.tensor([4, 1, 4], device=DEVICE)
+    with launches() as names:
+        got = read_pages(cache, pages, torch.bfloat16)
+    want = kv._read(cache, pages, torch.bfloat16, take_pages)
+    assert "dequantize_pages" in names or DEVICE.type == "cpu"
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -43,6 +43,36 @@ def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
     assert "or test_kernels" in all_of_them
 
 
+def test_a_part_of_the_kernels_runs_under_another_tool(tmp_path):
+    fake(tmp_path, 0)
+    out = run(tmp_path, "--tool", "racecheck", "sparse", "dual-chunk", "linear").stdout
+    assert out.startswith("--tool racecheck ")
+    assert "-k test_a_selection or test_dual_chunk or prefill[gdn-bf16] or " in out
+    assert out.count("test_kernels.py") == 1
+    refused = run(tmp_path, "--tool", "leakcheck")
+    assert refused.returncode == 2
+    assert "invalid choice: 'leakcheck'" in refused.stderr
+
+
+def test_what_the_parts_name_is_there():
+    """As pytest's -k finds it: by a part of the test's name and parameters."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import sanitize
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    for name in ("sparse", "dual-chunk"):
+        (file,), which = sanitize.KERNELS[name]
+        assert f"def {which}" in (SCRIPT.parent / file).read_text()
+    (file,), which = sanitize.KERNELS["linear"]
+    text = (SCRIPT.parent / file).read_text()
+    for one in which.split(" or "):
+        test, _, parameters = one.rstrip("]").partition("[")
+        assert re.search(rf"def test_\w*{test}\(", text)
+        layer = re.match(r"[a-z]+(?:-\d+-by-\d+)?", parameters)[0]
+        assert f'"{layer}": ' in text
+
+
 def test_every_kernel_is_run_under_the_checker():
     """What a module launches, `name[grid](…)` or a launcher, a test of kernels names."""
     pytest.importorskip("triton")
