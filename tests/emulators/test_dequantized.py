@@ -136,6 +136,14 @@ def test_every_pass_over_fp4_latents_is_right(name, case):
     that.check(backend, batch=without_host_lengths(that.inputs.batch), preallocated=True)
 
 
+@pytest.mark.parametrize("case", ["mla-prefill", "mla-mixed"])
+def test_fa4_prefills_over_fp4_latents_on_blackwell(case, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "100")
+    more = {"kv_dtype": "fp4_e2m1", "k_scale": 0.3}
+    that = Pass("fa4", case, arch="sm100", page_size=16, phase="prefill", **more)
+    that.check(that.backend())
+
+
 @pytest.mark.parametrize("case", ["mla-prefill", "mla-decode"])
 def test_cutlass_mla_reads_an_fp8_cache(case):
     that = over_copies("cutlass_mla", case, "fp8_e4m3")

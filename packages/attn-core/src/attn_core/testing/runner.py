@@ -130,6 +130,7 @@ def report(
 
 
 OF_TOWERS = ("multimodal", "encoder")  # a vision tower has no store, whatever its row names
+OF_STORES = ("fp8_kv", "fp4_kv")  # and neither has what reads no cache
 
 
 def _cells(
@@ -137,9 +138,9 @@ def _cells(
 ) -> dict[str, CellReport]:
     models = [r for r in rows if r.phases != {Phase.ENCODE}]
     serving = [r for r in models if r.absorbed]  # over a cache
+    of = dict.fromkeys(OF_TOWERS, rows) | dict.fromkeys(OF_STORES, serving)
     declares = {
-        name: any(has(r) for r in (rows if name in OF_TOWERS else models))
-        for name, has in CELLS[kind].items()
+        name: any(has(r) for r in of.get(name, models)) for name, has in CELLS[kind].items()
     }
     reports = {}
     if kind not in LINEAR_KINDS:
