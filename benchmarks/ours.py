@@ -97,8 +97,10 @@ def row_of(name: str, case: Case, registry: Registry, device: Device) -> Capabil
         if verifies
         else None,
     )
-    decodes = case.mode is ForwardMode.DECODE  # some backends do nothing else
-    both = Overrides(attention_backend=name)
-    names = Overrides(decode_attention_backend=name) if decodes else both
+    names = Overrides(attention_backend=name)  # of drafts, which both phases may see
+    if case.mode is ForwardMode.DECODE:  # some backends do nothing else
+        names = Overrides(decode_attention_backend=name)
+    elif case.mode is ForwardMode.EXTEND:  # and some rows nothing but this
+        names = Overrides(prefill_attention_backend=name)
     chosen = select(needs, device, registry, registry.installed_libraries(), names)
     return chosen.roles[ROLE_OF_MODE[case.mode]].row

@@ -1,19 +1,18 @@
 """The benchmark of FP4 caches counts its bytes, and times both caches on a CPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from attn_core.cache.pool import KVPool
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.selection.result import Overrides
-from attn_core.selection.solver import select
 from attn_core.spec.device import parse_device
-from attn_core.spec.requirements import LayerRequirements, Requirements
 
 from benchmarks import dequantized
 from benchmarks.cases import Case
+from benchmarks.ours import row_of
 from benchmarks.timing import WallTimer
 
 FOUND = {"flashinfer-python": "0.6.14", "sglang-kernel": "0.4.5", "flash-attn-4": "4.0.0b18"}
@@ -48,20 +47,11 @@ def test_both_caches_are_timed(phase):
 
 
 @pytest.mark.parametrize("name", dequantized.CASES)
-def test_the_cases_run_over_copies(name):
+def test_the_cases_run_over_copies(name, monkeypatch):
+    registry = load_plugins()
+    monkeypatch.setattr(type(registry), "installed_libraries", lambda self: FOUND)
+    device = parse_device("cuda:sm90", "13.0")
     for case in dequantized.CASES[name]:
-        layer = LayerRequirements(
-            kind=case.kind, head_dim=case.head_dim, v_head_dim=case.v_head_dim,
-            num_q_heads=case.q_heads, num_kv_heads=case.kv_heads,
-        )  # fmt: skip
-        chosen = select(
-            Requirements(
-                layers=(layer,), kv_cache_dtype=dequantized.STORE, page_size=case.page_size
-            ),
-            parse_device("cuda:sm90"),
-            load_plugins(),
-            FOUND,
-            Overrides(prefill_attention_backend=name, decode_attention_backend="torch_native"),
-            simulated=True,
-        )
-        assert chosen.roles["prefill"].row.create.startswith("attn_nvidia.dequantized:")
+        row = row_of(name, replace(case, kv_dtype=dequantized.STORE), registry, device)
+        assert row.create.startswith("attn_nvidia.dequantized:")
+        assert row_of(name, case, registry, device).create != row.create
