@@ -119,8 +119,9 @@ PASSES = ("prefill", "mixed", "decode", "decode-padded", "draft-decode", "draft-
 def over_copies(name, case, store="fp4_e2m1"):
     arch, page, heads, *_ = LATENT[name]
     phase = "prefill" if case in ("mla-prefill", "mla-mixed", "mla-draft-extend") else "decode"
-    more = {"heads": heads} if heads[0] == 128 else {}
-    more |= {"kv_dtype": store, "k_scale": 0.3}
+    more = {"kv_dtype": store, "k_scale": 0.3}
+    if phase == "decode" and heads != (4, 1):
+        more["heads"] = heads
     that = Pass(name, case, arch=arch, page_size=page, phase=phase, **more)
     assert that.row.create.startswith("attn_nvidia.dequantized:")
     return that
