@@ -7,7 +7,14 @@ from itertools import pairwise
 
 import torch
 from attn_reference import attend, gather, split
+from npu_gdn_leaf import npu_chunk_gated_delta_rule, npu_recurrent_gated_delta_rule
+from npu_sparse_leaf import npu_lightning_indexer, npu_sparse_flash_attention
 
+__all__ = [
+    "_npu_paged_attention_mla", "npu_chunk_gated_delta_rule", "npu_fused_infer_attention_score_v2",
+    "npu_lightning_indexer", "npu_recurrent_gated_delta_rule", "npu_scatter_pa_kv_cache",
+    "npu_sparse_flash_attention",
+]  # fmt: skip
 HALF = (torch.float16, torch.bfloat16)
 UNLIMITED = 2147483647
 PACKED = ((128, 128), (192, 192), (192, 128))

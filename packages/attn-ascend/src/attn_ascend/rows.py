@@ -94,10 +94,11 @@ def mla() -> Sequence[Capabilities]:
 
 
 def dsa() -> Sequence[Capabilities]:
-    """Return the row of sparse MLA, declared."""
+    """Return the row of sparse MLA, npu_sparse_flash_attention over what was selected."""
     return [
         Capabilities(
             kind="dsa",
+            create="attn_ascend.sparse:AscendSparse",
             device="npu",
             archs=ARCHS,
             requires=[TORCH_NPU],
@@ -107,6 +108,8 @@ def dsa() -> Sequence[Capabilities]:
             page_sizes={128},
             head_dims={LATENT},
             head_dim_pairs={(LATENT, 512)},
-            needs_host_lengths=True,
+            q_heads={1, 2, 4, 8, 16, 32, 64, 128},
+            max_verify_topk=1,
+            cuda_graph="uniform",  # its lengths are tensors on the device
         )
     ]
