@@ -101,7 +101,7 @@ def npu_recurrent_gated_delta_rule(
     ):
         check(x is not None and x.dtype == torch.int32 and x.shape == (count,), f"{name}: int32")
     blocks, accepted = ssm_state_indices.tolist(), num_accepted_tokens.tolist()
-    assert min(blocks) >= 0 and max(blocks) < len(state), "reads and writes outside of the state"
+    assert 0 <= min(blocks) <= max(blocks) < len(state), "reads and writes outside of the state"
     before, written = state.clone(), {}
     out, first = torch.empty_like(value), 0
     for n, taken in zip(lens, accepted, strict=True):

@@ -55,7 +55,7 @@ def npu_sparse_flash_attention(
 ):
     assert not more, f"not emulated: {list(more)}"
     assert (layout_query, layout_kv) == ("TND", "TND"), "not emulated"
-    assert sparse_block_size == 1 and not return_softmax_lse, "not emulated"
+    assert (sparse_block_size, return_softmax_lse) == (1, False), "not emulated"
     check(value is not None, "value=None: CANN 9.2 or later alone")
     check(attention_mode == 2, "attention_mode: 2 alone, absorbed MLA")
     check(query_rope is not None and key_rope is not None, "attention_mode 2: both ropes")

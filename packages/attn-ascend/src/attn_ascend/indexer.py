@@ -84,7 +84,8 @@ class LightningIndexer:
         unused = positions == NOTHING
         positions.masked_fill_(unused, 0)
         pages = table[request].gather(1, (positions // PAGE).long())
-        return (pages * PAGE + positions % PAGE).masked_fill_(unused, -1)
+        slots: Tensor = pages * PAGE + positions % PAGE
+        return slots.masked_fill_(unused, -1)
 
 
 def takes(q_index: Tensor, cache: LayerCache, topk: int) -> bool:
