@@ -299,7 +299,7 @@ def _not_refilled(monkeypatch):
     monkeypatch.setattr(gdn.Rows, "refill", lambda self, batch: None)
 
 
-DECODE, PREFILL = "decode-bf16", "prefill-bf16"
+DECODE, PREFILL = "decode-bf16", "scale-prefill"
 MISTAKES = {
     "transposed states": (_transposed_states, (PREFILL, "decode-fresh")),
     "the decay itself": (_operand(lambda x: {"g": x["g"].exp()}), (PREFILL, DECODE)),
