@@ -81,8 +81,11 @@ LIBRARIES = (
         path="torch_npu/lib/libtorch_npu.so",
         namespace="npu",
         ops=(
+            "_npu_fused_infer_attention_score_v2_get_max_workspace",
+            "_npu_fused_infer_attention_score_v2_infer_output",
             "npu_chunk_gated_delta_rule",
             "npu_fused_infer_attention_score_v2",
+            "npu_fused_infer_attention_score_v2.out",
             "npu_lightning_indexer",
             "npu_recurrent_gated_delta_rule",
             "npu_scatter_pa_kv_cache",

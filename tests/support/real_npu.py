@@ -16,7 +16,7 @@ from attn_core.spec.device import parse_device
 from attn_core.testing.plan import PlannedCheck, plan
 from attn_core.testing.runner import run_check
 from npu_indexed import Indexed
-from npu_schemas import SCHEMAS
+from npu_schemas import SCHEMAS, leaf_of
 from wheels import VENDOR
 
 CHECKS = (
@@ -34,9 +34,10 @@ def main() -> None:
 
     kept = []
     for space, name in SCHEMAS:
-        print(getattr(getattr(torch.ops, space), name).default._schema)
+        packet, _, overload = name.partition(".")
+        print(getattr(getattr(getattr(torch.ops, space), packet), overload or "default")._schema)
         library = torch.library.Library(space, "IMPL")
-        library.impl(name, getattr(npu_leaf, name), "CPU")
+        library.impl(name, getattr(npu_leaf, leaf_of(name)), "CPU")
         kept.append(library)
     spec, libraries = load_plugins().get("ascend"), {"torch-npu": torch_npu.__version__}
     found = plan(spec, parse_device("npu:910b"), libraries, passes=10)

@@ -71,6 +71,15 @@ class AscendPaged(AttentionBackend):
             plans[name, window] = paged_calls(query_lens, view, table, window, packs=packed)
         return plans
 
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Mapping[Group, Sequence[Call]]
+    ) -> None:
+        """Plan again, into the captured calls, and update their lengths; waits: see tasks.update."""
+        for group, calls in self.init_forward_metadata(batch).items():
+            for old, new in zip(metadata[group], calls, strict=True):
+                old.refill(new)
+            self._attend.update(metadata[group])
+
     def forward(
         self,
         q: Tensor,
