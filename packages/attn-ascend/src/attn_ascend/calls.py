@@ -29,6 +29,7 @@ class Call:
     cache.
     table: int32 [requests, pages], their rows of the page table. mask: bool [requests, 1, 1, keys],
     the keys that a lone query does not see. key_lens: of the cache's tokens where there is a table.
+    tasks: those of the layers of a captured pass; None of an eager one.
     """
 
     packed: bool
@@ -40,7 +41,7 @@ class Call:
     key_lens: list[int] = field(default_factory=list)
     table: Tensor | None = None
     mask: Tensor | None = None
-    tasks: list[Task] = field(default_factory=list)  # of the layers of a captured pass
+    tasks: list[Task] | None = None
 
     def refill(self, other: Call) -> None:
         """Take the lengths, pages and mask of a call of the same form, into the same memory."""

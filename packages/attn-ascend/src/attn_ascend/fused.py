@@ -74,7 +74,7 @@ class Fused:
     def update(self, calls: Sequence[Call]) -> None:
         """Give the captured layers the present lengths of their calls."""
         for call in calls:
-            tasks.update(self._attend, call.tasks, call.lengths)
+            tasks.update(self._attend, call.tasks or (), call.lengths)
 
     def _call(
         self,
@@ -111,7 +111,7 @@ class Fused:
             **masked(call, layer.sliding_window, causal, q.device),
             **more,
         }
-        if tasks.capturing():
+        if call.tasks is not None and tasks.capturing():
             task, (result, lse) = tasks.captured(self._attend, operands, call.lengths)
             call.tasks.append(task)
         else:

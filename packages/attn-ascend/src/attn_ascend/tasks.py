@@ -51,7 +51,7 @@ def captured(
     operands = {**operands, "workspace": workspace, "out": list(out)}
     npu.graph_task_group_begin(stream)
     attend.out(**operands, **lengths)
-    return Task(npu.graph_task_group_end(stream), event, operands), tuple(out)  # type: ignore[return-value]  # a pair
+    return Task(npu.graph_task_group_end(stream), event, operands), tuple(out)
 
 
 def update(attend: Any, tasks: Sequence[Task], lengths: Mapping[str, Sequence[int]]) -> None:

@@ -33,8 +33,9 @@ class GraphRunner:
     slot 0, has no state, and has the backend's fill value as its length, or its number of queries
     if that is larger.
 
-    A replay never waits for the device. Its outputs are valid until the next replay, and only one
-    stream at a time may use a runner. On a device without CUDA graphs, a replay reruns the step.
+    A replay does not wait for the device, unless a backend has to change numbers in its graph: it
+    then waits for the replay before. Outputs are valid until the next replay, and only one stream
+    at a time may use a runner. On a device without graphs, a replay reruns the step.
 
     batch_sizes: the sizes to capture.
     max_seq_len: tokens of the longest request; a mapping gives each view its own.
