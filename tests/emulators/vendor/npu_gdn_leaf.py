@@ -51,9 +51,9 @@ def _rule(query, key, value, beta, g, state, scale):
     outputs, states = [], []
     for t in range(len(q)):
         s = s if g is None else s * g[t].exp()[:, None, None]
-        u = beta[t, :, None] * (v[t] - torch.einsum("hvk,hk->hv", s, k[t]))
-        s = s + u[..., None] * k[t, :, None]
-        outputs.append(torch.einsum("hvk,hk->hv", s, q[t] * scale))
+        u = beta[t, :, None] * (v[t] - (s @ k[t, ..., None])[..., 0])
+        s = torch.baddbmm(s, u[..., None], k[t, :, None])
+        outputs.append((s @ (q[t] * scale)[..., None])[..., 0])
         states.append(s)
     return torch.stack(outputs), states
 
