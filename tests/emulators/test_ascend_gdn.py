@@ -49,25 +49,20 @@ LAYER = LinearLayer(layer_id=0, num_k_heads=2, num_v_heads=4, head_k_dim=128, he
 ROUNDED = 1e-2  # of outputs and states in bf16, over the RMS of what is right
 
 
+@pytest.mark.long  # heads of 128/128, a token after the other
 class TestAscendGDN(LinearSuite):
     name = "triton"
     device = "npu:910b"
     on = "cpu"
     libraries = NPU
-    passes = 6
-    reduced = True
-
-
-@pytest.mark.long  # the same wrapper again
-class TestWhole(TestAscendGDN):
     passes = 30
-    reduced = False
 
 
 @pytest.mark.long
 class TestA3(TestAscendGDN):
     device = "npu:910c"
     passes = 12
+    reduced = True
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +97,18 @@ def pool_of(layer=LAYER, **changes):
 
 def bf16(layer, tokens):
     return inputs(layer, tokens, dtype=torch.bfloat16)
+
+
+SOME = (
+    *("prefill-fresh", "prefill-padding", "prefill-nothing", "prefill-slots-out", "mixed-bf16"),
+    *("decode-bf16", "decode-fresh", "decode-padding", "decode-slots-out", "pages-decode"),
+    *("gate-bounded-decode", "gate-neg-eigval-prefill", "near-equal-keys-prefill", "graph-decode"),
+)
+
+
+@pytest.mark.parametrize("wanted", SOME)
+def test_some_checks_of_the_suite(wanted):
+    run_check(first(wanted), spec(), CPU, arch="910b")
 
 
 # selection
