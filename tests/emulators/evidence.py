@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None, tests: pathlib.Path = HERE) -> 
 
 def _folder(family: str, name: str) -> pathlib.Path:
     """Return the evidence/ folder of the package that declares a backend."""
-    module = importlib.import_module(load_plugins().origins[family, name].module)
+    package = load_plugins().origins[family, name].module.partition(".")[0]
+    module = importlib.import_module(package)
     return pathlib.Path(module.__file__).parent / "evidence"
 
 

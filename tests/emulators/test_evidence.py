@@ -6,6 +6,7 @@ import importlib.util
 import json
 import pathlib
 
+import attn_ascend
 import attn_intel
 import attn_nvidia
 import attn_rocm
@@ -112,7 +113,9 @@ def test_levels_never_overwrite_each_other(tmp_path, monkeypatch):
     assert shown["sinks"] == "declared", "a cell that failed is no evidence"
 
 
-@pytest.mark.parametrize("package", [attn_intel, attn_nvidia, attn_rocm], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "package", [attn_ascend, attn_intel, attn_nvidia, attn_rocm], ids=lambda p: p.__name__
+)
 def test_the_matrix_shows_the_files_of_the_package(package):
     """What lies in a package's folder is what the matrix says, cell by cell."""
     folder = pathlib.Path(package.__file__).parent / "evidence"

@@ -25,7 +25,7 @@ from attn_core.backends.torch_native.linear import TorchNativeLinear
 from attn_nvidia.flashinfer.linear import FlashInferLinear
 from gdn_cases import NORMED, PLAIN, GdnCases, make, make_layer
 from linear_passes import M, config, inputs, int32, make_batch, make_pool, run, speculation
-from torch.utils._python_dispatch import TorchDispatchMode
+from no_waiting import NoWaiting
 
 if torch.cuda.is_available():
     pytest.skip("emulated on a CPU; tests/device has the library itself", allow_module_level=True)
@@ -91,15 +91,6 @@ def test_the_selection_says_what_decode_lacks(name, flags, why):
 
 class TestEmulated(GdnCases):
     rounded, exact = 4e-3, 1e-5
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuse what reads a value on the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item)
-        assert "nonzero" not in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

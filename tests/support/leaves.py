@@ -80,7 +80,17 @@ LIBRARIES = (
         distribution="torch-npu",
         path="torch_npu/lib/libtorch_npu.so",
         namespace="npu",
-        ops=("npu_fused_infer_attention_score_v2", "npu_scatter_pa_kv_cache"),
+        ops=(
+            "_npu_fused_infer_attention_score_v2_get_max_workspace",
+            "_npu_fused_infer_attention_score_v2_infer_output",
+            "npu_chunk_gated_delta_rule",
+            "npu_fused_infer_attention_score_v2",
+            "npu_fused_infer_attention_score_v2.out",
+            "npu_lightning_indexer",
+            "npu_recurrent_gated_delta_rule",
+            "npu_scatter_pa_kv_cache",
+            "npu_sparse_flash_attention",
+        ),
     ),
     Library(
         distribution="vllm-xpu-kernels",

@@ -12,3 +12,8 @@ _INFERRED = {
     "int mla_vheadsize, Tensor(a!) out) -> ()"
 }
 SCHEMAS = {(_NPU.namespace, name): schema for name, schema in read(_NPU).items()} | _INFERRED
+
+
+def leaf_of(name: str) -> str:
+    """Return the name of what emulates an operator, or an overload of one."""
+    return name.replace(".", "_")

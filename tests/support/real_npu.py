@@ -6,20 +6,25 @@ Prints the registered schemas of the operators that we call and the checks that 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch_npu  # registers the operators
 from attn_core.plugins.registry import load_plugins
+from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import parse_device
-from attn_core.testing.plan import plan
+from attn_core.testing.plan import PlannedCheck, plan
 from attn_core.testing.runner import run_check
-from npu_schemas import SCHEMAS
+from npu_indexed import Indexed
+from npu_schemas import SCHEMAS, leaf_of
 from wheels import VENDOR
 
 CHECKS = (
     *("prefill-prefix-bf16", "decode-edges-fp16", "window-4-bf16", "sinks-bf16", "encoder-bf16"),
     *("mla-decode-bf16", "mla-ragged-bf16"),
+    *("dsa-decode-bf16", "dsa-prefill-bf16"),
 )
+LINEAR = ("decode-bf16", "decode-fresh-bf16", "prefill-bf16")  # of triton, for GDN
 
 
 def main() -> None:
@@ -29,16 +34,28 @@ def main() -> None:
 
     kept = []
     for space, name in SCHEMAS:
-        print(getattr(getattr(torch.ops, space), name).default._schema)
+        packet, _, overload = name.partition(".")
+        print(getattr(getattr(getattr(torch.ops, space), packet), overload or "default")._schema)
         library = torch.library.Library(space, "IMPL")
-        library.impl(name, getattr(npu_leaf, name), "CPU")
+        library.impl(name, getattr(npu_leaf, leaf_of(name)), "CPU")
         kept.append(library)
     spec, libraries = load_plugins().get("ascend"), {"torch-npu": torch_npu.__version__}
     found = plan(spec, parse_device("npu:910b"), libraries, passes=10)
     for wanted in CHECKS:
-        planned = next(p for p in found if p.row and p.check.id.startswith(wanted))
-        run_check(planned, spec, torch.device("cpu"), arch="910b")
-        print("passed", planned.check.id)
+        run(found, wanted, spec)
+    triton, libraries = load_plugins().get("triton", "linear"), {**libraries, "attn-ascend": "0.1"}
+    found = plan(triton, parse_device("npu:910b"), libraries, passes=10)
+    for wanted in LINEAR:
+        run(found, wanted, triton)
+    Indexed("dsa-decode").check()
+    print("passed", "the indexer's operator")
+
+
+def run(found: Sequence[PlannedCheck], wanted: str, spec: BackendSpec) -> None:
+    """Run the first check of this name that a row declares."""
+    planned = next(p for p in found if p.row and p.check.id.startswith(wanted))
+    run_check(planned, spec, torch.device("cpu"), arch="910b")
+    print("passed", planned.check.id)
 
 
 if __name__ == "__main__":

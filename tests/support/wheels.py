@@ -12,8 +12,8 @@ CONTRACTS = TESTS / "contracts"
 RECORDED = CONTRACTS / "recorded"  # signatures of what is on no index
 VENDOR = TESTS / "emulators" / "vendor"
 HELPERS = frozenset(  # the emulations' own; torch_npu has no Python, only ops with schemas
-    {"aiter_checks", "attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf", "npu_leaf"}
-    | {"torch_npu", "wave_checks"}
+    {"aiter_checks", "attn_reference", "fa3_leaf", "fa3_tiles", "flash_mla_leaf", "npu_gdn_leaf"}
+    | {"npu_leaf", "npu_sparse_leaf", "torch_npu", "wave_checks"}
 )
 MISSING = (
     "the vendors' wheels are not here: `nox -s contracts` downloads and unpacks them, "

@@ -76,26 +76,49 @@ def test_this_machine_never_gets_what_cannot_be_created_here():
     assert {got["prefill"], got["decode"]} <= implemented
 
 
-def test_not_implemented_is_a_note_on_a_simulated_device():
-    asked = ("select", "--kind", "dsa", "--attention-backend", "ascend")
-    got = data(*asked, "--device", "npu:910b", "--json")
-    assert got["prefill"] == "ascend"
+@pytest.fixture
+def soon(tmp_path):
+    """Install a plugin whose one backend is declared, not implemented; return the environment."""
+    text = ROWS.format(
+        "[BackendSpec(name='soon', capabilities=[Capabilities(kind='dsa', device='npu', "
+        "dtypes={'bf16'}, kv_dtypes={'bf16'}, priority=99, head_dim_pairs='any')])]"
+    )
+    installed(tmp_path, "soon", text)
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+
+
+def installed(folder, name, text):
+    """Put the module and the metadata of a plugin into a folder."""
+    (folder / f"attn_{name}.py").write_text(text)
+    info = folder / f"attn_{name}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: attn-{name}\nVersion: 1.2\nRequires-Dist: attn-core==0.1.*\n"
+    )
+    (info / "entry_points.txt").write_text(f"[attn_core]\n{name} = attn_{name}\n")
+
+
+def test_not_implemented_is_a_note_on_a_simulated_device(soon):
+    asked = ("select", "--kind", "dsa", "--attention-backend", "soon")
+    done = attn(*asked, "--device", "npu:910b", "--json", **soon)
+    got = json.loads(done.stdout)
+    assert got["prefill"] == "soon"
     assert "not implemented in 0.1" in got["why"]["notes"]
-    refused = attn(*asked, "--device", "npu:910b", "--implemented-only")
+    refused = attn(*asked, "--device", "npu:910b", "--implemented-only", **soon)
     assert refused.returncode == 3
     assert "not implemented in 0.1" in refused.stderr
 
 
-def test_implemented_only_and_what_runs_today():
+def test_implemented_only_and_what_runs_today(soon):
     asked = ("select", "--kind", "dsa", "--device", "npu:910b", "--json")
-    got = data(*asked)
-    assert got["prefill"] == "ascend"
-    today = data(*asked, "--implemented-only")
+    got = json.loads(attn(*asked, **soon).stdout)
+    assert got["prefill"] == "soon"
+    today = json.loads(attn(*asked, "--implemented-only", **soon).stdout)
     assert got["runs_today"] == {"prefill": today["prefill"], "decode": today["decode"]}
-    assert today["runs_today"] == {}
+    assert (today["prefill"], today["runs_today"]) == ("ascend", {})
     implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}
     assert today["prefill"] in implemented
-    refused = attn(*asked, "--implemented-only", "--attention-backend", "ascend")
+    refused = attn(*asked, "--implemented-only", "--attention-backend", "soon", **soon)
     assert refused.returncode == 3
 
 
@@ -308,14 +331,7 @@ def test_a_plugin_that_prints_or_says_nothing_is_listed_and_json_stays_json(tmp_
             ),
         ),
     ):
-        (tmp_path / f"attn_{name}.py").write_text(text)
-        info = tmp_path / f"attn_{name}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: attn-{name}\nVersion: 1.2\n"
-            "Requires-Dist: attn-core==0.1.*\n"
-        )
-        (info / "entry_points.txt").write_text(f"[attn_core]\n{name} = attn_{name}\n")
+        installed(tmp_path, name, text)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = attn("backends", "--json", PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "welcome\n")

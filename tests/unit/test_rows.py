@@ -138,8 +138,15 @@ def test_a_row_is_well_formed(spec, row):
         assert row.encoder
         assert row.phases == {Phase.ENCODE}, "encoders rank on their own"
         assert not row.page_sizes
-    if row.kind in LINEAR_KINDS:
+    if row.kind in LINEAR_KINDS and row.device != "npu":  # whose operators take bf16 alone
         assert "fp32" in row.kv_dtypes
+
+
+def test_no_row_is_declared_without_a_class_that_runs_it():
+    """Third parties may declare what they plan; of what comes with attn-core all is there."""
+    assert [(spec.name, where(row)) for spec, row in ROWS if spec.creator(row) is None] == []
+    for kind, backends in MATRIX.items():
+        assert {name for name, cells in backends.items() if not cells["implemented"]} == set(), kind
 
 
 def test_what_is_built():
@@ -282,7 +289,7 @@ def test_the_portable_ones_stand_beside_linear_layers_where_that_is_free(name, m
 
 def test_requirements_are_extras_of_their_package():
     """What a row requires can be installed by an extra, or is named in the package's README."""
-    bundled = {"pytorch-triton-rocm", "triton-ascend"}  # with the platform's own torch
+    bundled = {"pytorch-triton-rocm", "torch-npu"}  # with the platform's own torch
     root = Path(__file__).parents[2] / "packages"
     for key, spec in REGISTRY.backends.items():
         package = root / REGISTRY.origins[key].distribution

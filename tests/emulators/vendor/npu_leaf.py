@@ -7,6 +7,16 @@ from itertools import pairwise
 
 import torch
 from attn_reference import attend, gather, split
+from npu_gdn_leaf import npu_chunk_gated_delta_rule, npu_recurrent_gated_delta_rule
+from npu_sparse_leaf import npu_lightning_indexer, npu_sparse_flash_attention
+
+__all__ = [
+    "_npu_fused_infer_attention_score_v2_get_max_workspace",
+    "_npu_fused_infer_attention_score_v2_infer_output", "_npu_paged_attention_mla",
+    "npu_chunk_gated_delta_rule", "npu_fused_infer_attention_score_v2",
+    "npu_fused_infer_attention_score_v2_out", "npu_lightning_indexer",
+    "npu_recurrent_gated_delta_rule", "npu_scatter_pa_kv_cache", "npu_sparse_flash_attention",
+]  # fmt: skip
 
 HALF = (torch.float16, torch.bfloat16)
 UNLIMITED = 2147483647
@@ -99,6 +109,33 @@ def npu_fused_infer_attention_score_v2(
     return out, lse[..., None] if packed else lse.view(query.shape[:-1]).transpose(1, 2)[
         ..., None
     ].contiguous()
+
+
+def _npu_fused_infer_attention_score_v2_get_max_workspace(query, key, value, **more):
+    npu_fused_infer_attention_score_v2(query, key, value, **more)  # refuses what it refuses
+    return torch.full((64,), torch.nan)
+
+
+def _npu_fused_infer_attention_score_v2_infer_output(query, value, **more):
+    """Return the output and its LSE, unwritten, in the shapes that the call has."""
+    assert more["input_layout"] == "BSND", "not emulated"
+    heads, width = more["num_query_heads"], value.shape[-1]
+    if more.get("block_table") is not None:
+        width //= more["num_key_value_heads"]
+    requests, count = query.shape[:2]
+    out = query.new_full((requests, count, heads, width), torch.nan)
+    if not more.get("return_softmax_lse"):
+        return out, torch.zeros(1)
+    return out, torch.full((requests, heads, count, 1), torch.nan)
+
+
+def npu_fused_infer_attention_score_v2_out(query, key, value, *, workspace=None, out=None, **more):
+    check(workspace is not None, "a task of a graph has its workspace")
+    found = npu_fused_infer_attention_score_v2(query, key, value, **more)
+    for own, new in zip(out, found, strict=True):
+        check(own.shape == new.shape, "out has another shape")
+        own.copy_(new)
+    return found
 
 
 def _packed_lengths(query, key, value, ends, key_ends, paged):

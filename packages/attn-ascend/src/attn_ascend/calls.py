@@ -12,6 +12,8 @@ import torch
 from attn_core import CacheView
 from torch import Tensor
 
+from attn_ascend.tasks import Task
+
 PAGE: Final = 128  # tokens of a page of the operator
 MOST_PACKED: Final = 4096  # requests of a packed call
 # (D, Dv) of packed calls, which are in bf16 alone
@@ -27,6 +29,7 @@ class Call:
     cache.
     table: int32 [requests, pages], their rows of the page table. mask: bool [requests, 1, 1, keys],
     the keys that a lone query does not see. key_lens: of the cache's tokens where there is a table.
+    tasks: those of the layers of a captured pass; None of an eager one.
     """
 
     packed: bool
@@ -38,6 +41,14 @@ class Call:
     key_lens: list[int] = field(default_factory=list)
     table: Tensor | None = None
     mask: Tensor | None = None
+    tasks: list[Task] | None = None
+
+    def refill(self, other: Call) -> None:
+        """Take the lengths, pages and mask of a call of the same form, into the same memory."""
+        self.key_lens[:] = other.key_lens
+        for own, new in ((self.table, other.table), (self.mask, other.mask)):
+            if own is not None and new is not None:
+                own.copy_(new)
 
     @property
     def requests(self) -> slice:
@@ -114,7 +125,7 @@ def _narrow(call: Call, lengths: Tensor, window: int) -> None:
     assert call.table is not None
     skipped = [max(n - window, 0) // PAGE for n in call.key_lens]
     call.key_lens = [n - s * PAGE for n, s in zip(call.key_lens, skipped, strict=True)]
-    pages = -(-max(call.key_lens) // PAGE)
+    pages = min(-(-window // PAGE) + 1, call.table.shape[1])  # for any length
     first = (lengths - window).clamp_(min=0) // PAGE
     column = torch.arange(pages, device=first.device)
     columns = (first[:, None] + column).clamp_(max=call.table.shape[1] - 1)

@@ -10,6 +10,7 @@ import torch
 from attn_core import AttentionLayer, Output
 from torch import Tensor
 
+from attn_ascend import tasks
 from attn_ascend.calls import PAGE, Call
 from attn_ascend.library import operator
 
@@ -70,6 +71,11 @@ class Fused:
         out = result if out is None else out.copy_(result)
         return (out, lse) if return_lse and lse is not None else out
 
+    def update(self, calls: Sequence[Call]) -> None:
+        """Give the captured layers the present lengths of their calls."""
+        for call in calls:
+            tasks.update(self._attend, call.tasks or (), call.lengths)
+
     def _call(
         self,
         q: Tensor,
@@ -93,19 +99,23 @@ class Fused:
             q = q.view(requests, call.size, *q.shape[1:])
             if call.table is None:
                 k, v = (x.view(requests, call.key_lens[0], *x.shape[1:]) for x in (k, v))
-        result, lse = self._attend(
-            query=q.contiguous(),
-            key=k.contiguous(),
-            value=v.contiguous(),
-            num_query_heads=layer.num_q_heads,
-            num_key_value_heads=layer.num_kv_heads,
-            softmax_scale=layer.scale,
-            input_layout="TND" if call.packed else "BSND",
-            return_softmax_lse=sums,
+        operands = {
+            "query": q.contiguous(),
+            "key": k.contiguous(),
+            "value": v.contiguous(),
+            "num_query_heads": layer.num_q_heads,
+            "num_key_value_heads": layer.num_kv_heads,
+            "softmax_scale": layer.scale,
+            "input_layout": "TND" if call.packed else "BSND",
+            "return_softmax_lse": sums,
             **masked(call, layer.sliding_window, causal, q.device),
-            **call.lengths,
             **more,
-        )
+        }
+        if call.tasks is not None and tasks.capturing():
+            task, (result, lse) = tasks.captured(self._attend, operands, call.lengths)
+            call.tasks.append(task)
+        else:
+            result, lse = self._attend(**operands, **call.lengths)
         result = result.reshape(tokens, heads, -1)[..., : layer.v_head_dim]
         if not sums:
             return result, None

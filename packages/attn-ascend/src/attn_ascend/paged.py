@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 from attn_core import (
@@ -70,6 +71,24 @@ class AscendPaged(AttentionBackend):
             table = split_pages(view.page_table, self.config.page_size, PAGE).contiguous()
             plans[name, window] = paged_calls(query_lens, view, table, window, packs=packed)
         return plans
+
+    def init_forward_metadata_capture_cuda_graph(
+        self, batch: ForwardBatch
+    ) -> Mapping[Group, Sequence[Call]]:
+        """Plan a pass in whose graph the calls are tasks."""
+        plans = self.init_forward_metadata(batch)
+        for call in chain.from_iterable(plans.values()):
+            call.tasks = []
+        return plans
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Mapping[Group, Sequence[Call]]
+    ) -> None:
+        """Plan again, into the captured calls, and update their lengths. See tasks.update."""
+        for group, calls in self.init_forward_metadata(batch).items():
+            for old, new in zip(metadata[group], calls, strict=True):
+                old.refill(new)
+            self._attend.update(metadata[group])
 
     def forward(
         self,

@@ -18,7 +18,7 @@ LATENT: Final = 512 + 64  # latent + rope
 def mha() -> Sequence[Capabilities]:
     """Return the rows of npu_fused_infer_attention_score: over pages, and for vision towers.
 
-    Its lengths are numbers of the call, which a graph would repeat: no graphs.
+    Its lengths are numbers of the call, which each replay of a graph updates.
     """
     paged = Capabilities(
         kind="mha",
@@ -37,6 +37,7 @@ def mha() -> Sequence[Capabilities]:
         encoder=True,
         max_verify_topk=1,
         lse=True,
+        cuda_graph="uniform",
         needs_host_lengths=True,
         requires_finite_padding=True,  # nothing says that masked values are not multiplied by 0
         fused_kv_write=True,
@@ -50,6 +51,7 @@ def mha() -> Sequence[Capabilities]:
         sliding_window=False,
         sinks=False,
         max_verify_topk=0,
+        cuda_graph="never",
         fused_kv_write=False,
     )
     return [paged, vision]
@@ -59,6 +61,7 @@ def mla() -> Sequence[Capabilities]:
     """Return the rows of MLA: decode over the latent cache, prefill without a cache.
 
     Head counts are those that the documentation of the fused operator lists for the same shape.
+    ATB's decode reads its lengths on the host, and torch-npu updates no task of it: no graphs.
     """
     decode = Capabilities(
         kind="mla",
@@ -94,10 +97,11 @@ def mla() -> Sequence[Capabilities]:
 
 
 def dsa() -> Sequence[Capabilities]:
-    """Return the row of sparse MLA, declared."""
+    """Return the row of sparse MLA, npu_sparse_flash_attention over what was selected."""
     return [
         Capabilities(
             kind="dsa",
+            create="attn_ascend.sparse:AscendSparse",
             device="npu",
             archs=ARCHS,
             requires=[TORCH_NPU],
@@ -107,6 +111,8 @@ def dsa() -> Sequence[Capabilities]:
             page_sizes={128},
             head_dims={LATENT},
             head_dim_pairs={(LATENT, 512)},
-            needs_host_lengths=True,
+            q_heads={1, 2, 4, 8, 16, 32, 64, 128},
+            max_verify_topk=1,
+            cuda_graph="uniform",  # its lengths are tensors on the device
         )
     ]

@@ -266,17 +266,23 @@ def _triton_linear() -> BackendSpec:
         archs=frozenset(),
         requires=("triton>=3.4 or pytorch-triton-rocm>=3.4",),
     )
-    # Documented without target verification. triton-ascend owns the module name triton on an NPU,
-    # where nothing of this was run.
+    # Documented without target verification. The documented kernels, in Triton, are on no index:
+    # under their name attn-ascend runs the operators of torch-npu, which have no KDA.
     npu = Capabilities(
         kind="gdn",
         device="npu",
-        requires=["triton-ascend>=3.2"],
-        dtypes=PLAIN_DTYPES,
-        kv_dtypes={"fp32", "bf16"},
+        archs={"910b", "910c"},
+        requires=["torch-npu>=2.11", "attn-ascend>=0.1"],
+        dtypes={"bf16"},
+        kv_dtypes={"bf16"},
         priority=10,
-        head_dim_pairs="any",
-        cuda_graph="uniform",
+        head_dims={128},
+        q_heads={1, 2, 4, 8, 16, 32},
+        cuda_graph="decode",
+        needs_host_lengths=True,
+        requires_finite_padding=True,  # nothing says that a chunk ends where its request does
+        separate_write_slots=True,
+        create="attn_ascend.gdn:AscendGDN",
     )
     # The documented CPU path of this name is compiled code, not Triton, and does not verify: here
     # torch runs it.
@@ -288,7 +294,7 @@ def _triton_linear() -> BackendSpec:
     kda = (
         replace(cuda, archs=cuda.archs - small),
         replace(cuda, archs=small, head_dims=dims, head_dim_pairs=pairs),
-        *(rocm, npu, cpu),
+        *(rocm, cpu),
     )
     return BackendSpec(
         name="triton",

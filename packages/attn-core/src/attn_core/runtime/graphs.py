@@ -19,6 +19,9 @@ from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.routes import ROLE_OF_MODE
 from attn_core.runtime.static_batch import StaticBatch, cached_views
 
+# device → the class of its graphs, in torch's module of that device
+GRAPHS: Mapping[str, str] = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
+
 
 class GraphRunner:
     """Captures whole steps of a model by batch size and replays them, padded to such a size.
@@ -30,8 +33,9 @@ class GraphRunner:
     slot 0, has no state, and has the backend's fill value as its length, or its number of queries
     if that is larger.
 
-    A replay never waits for the device. Its outputs are valid until the next replay, and only one
-    stream at a time may use a runner. On a device without CUDA graphs, a replay reruns the step.
+    A replay does not wait for the device, unless a backend has to change numbers in its graph: it
+    then waits for the replay before. Outputs are valid until the next replay, and only one stream
+    at a time may use a runner. On a device without graphs, a replay reruns the step.
 
     batch_sizes: the sizes to capture.
     max_seq_len: tokens of the longest request; a mapping gives each view its own.
@@ -63,7 +67,9 @@ class GraphRunner:
         most = self.batch_sizes[-1]
         dispatcher.init_cuda_graph_state(most, most * self.max_query_len)
         # all graphs share their memory: they run one after the other
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        has_graphs = self._device.type in GRAPHS
+        module: Any = torch.get_device_module(self._device) if has_graphs else None
+        self._pool = module.graph_pool_handle() if has_graphs else None
 
     def capture(
         self,
@@ -192,22 +198,23 @@ class _Step:
 def captured(
     call: Callable[[], Any], device: torch.device, pool: Any = None
 ) -> tuple[Callable[[], Any], Any]:
-    """Capture a call in a CUDA graph; return its replay function and its outputs.
+    """Capture a call in a CUDA graph, or an ACL graph; return its replay function and its outputs.
 
-    pool: the result of torch.cuda.graph_pool_handle(), for memory that several graphs share.
-    On other devices the replay is the call itself.
+    pool: the result of graph_pool_handle() of torch's module of the device, for memory that several
+    graphs share. On other devices the replay is the call itself.
     """
-    run = torch.no_grad()(call)
-    if device.type != "cuda":
+    run, kind = torch.no_grad()(call), GRAPHS.get(device.type)
+    if kind is None:
         return run, run()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotation here
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a kernel allocates or compiles on its first call
+    module: Any = torch.get_device_module(device)  # torch.cuda, or the torch.npu of torch-npu
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):  # what a kernel allocates or compiles on its first call
         for _ in range(2):
             run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    module.current_stream().wait_stream(side)
+    graph = getattr(module, kind)()
+    with module.graph(graph, pool=pool):
         outputs = run()
 
     def replay() -> Any:
