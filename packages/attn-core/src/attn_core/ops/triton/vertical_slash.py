@@ -21,7 +21,14 @@ NONE = tl.constexpr(1 << 30)  # beyond all keys
 
 @triton.jit(
     do_not_specialize=[
-        "begin", "lo", "hi", "blocks", "slashes", "verticals", "most_blocks", "most_columns",
+        "begin",
+        "lo",
+        "hi",
+        "blocks",
+        "slashes",
+        "verticals",
+        "most_blocks",
+        "most_columns",
     ]
 )
 def list_keys(
@@ -56,13 +63,9 @@ def list_keys(
         skip = ~dead & (key < covered)
         column = ~dead & ~skip & (key < start)
         block = ~dead & ~skip & ~column & more_slashes
-        tl.store(
-            block_offset + at * most_blocks + num_blocks, start, mask=valid & block
-        )
+        tl.store(block_offset + at * most_blocks + num_blocks, start, mask=valid & block)
         kept = column & (key < last)
-        tl.store(
-            column_index + at * most_columns + num_columns, key, mask=valid & kept
-        )
+        tl.store(column_index + at * most_columns + num_columns, key, mask=valid & kept)
         num_columns += kept.to(tl.int32)
         num_blocks += block.to(tl.int32)
         covered = tl.where(block, start + ROWS, covered)
