@@ -36,13 +36,13 @@ from benchmarks.cases import Case, Inputs, build
 from benchmarks.contestant import Contestant
 from benchmarks.ours import our_backend
 from benchmarks.peers.flash_attention import FA3
-from benchmarks.results import FOLDER, slug
+from benchmarks.results import FOLDER, Entry, slug
 from benchmarks.runner import describe, measure
 from benchmarks.timing import Ceilings, Timer, measure_ceilings, timer_for
 
 Record = dict[str, Any]
 QWEN_1M = DualChunk(chunk_size=262144, local_size=8192, original_max_position_embeddings=262144)
-HEADS = {"q_heads": 28, "kv_heads": 4}  # of Qwen2.5-7B-Instruct-1M, head_dim 128
+HEADS: dict[str, Any] = {"q_heads": 28, "kv_heads": 4}  # of Qwen2.5-7B-Instruct-1M
 BASELINE = "fa3"  # plain attention over the same keys
 
 
@@ -126,23 +126,23 @@ def measure_case(
     floor = ceilings.floor_us(case.bytes, case.flops)
     runs: list[tuple[Contestant, Inputs]] = [(field.baseline, plain)]
     runs += [(x, dual) for x in field.ours]
-    found: list[list[Any]] = [[] for _ in runs]
+    found: list[list[Entry]] = [[] for _ in runs]
     for turn in range(rounds):
         at = turn % len(runs)
         for i in (*range(at, len(runs)), *range(at)):
-            found[i].append(measure(*runs[i], timer, floor))
-    entries = []
+            contestant, inputs = runs[i]
+            found[i].append(measure(contestant, inputs, timer, floor))
+    entries: list[Record] = []
     for each in found:
         failed = next((x for x in each if x.us is None or x.wrong), None)
         us = [x.us for x in each if x.us is not None]
         entry = failed or replace(each[0], us=statistics.median(us))
         print("  " + describe(entry), flush=True)
-        record = {k: rounded(v) for k, v in asdict(entry).items() if v not in (None, False)}
-        entries.append(record)
-    times = [x["us"] if "us" in x and not x.get("wrong") else None for x in entries]
-    for record, us in zip(entries[1:], times[1:], strict=True):
-        if us is not None and times[0] is not None:
-            record["ratio"] = rounded(us / times[0])
+        entries.append({k: rounded(v) for k, v in asdict(entry).items() if v not in (None, False)})
+    times = [None if x.get("wrong") else x.get("us") for x in entries]
+    for one, own in zip(entries[1:], times[1:], strict=True):
+        if own is not None and times[0] is not None:
+            one["ratio"] = rounded(own / times[0])
     return {"name": case.name, "tokens": case.tokens, "flops": case.flops, "entries": entries}
 
 

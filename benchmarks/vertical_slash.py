@@ -194,7 +194,7 @@ def timed(
     records: dict[str, Record] = {name: {"name": name} for name in calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
-        for name, call in calls.items() if turn % 2 == 0 else reversed(calls.items()):
+        for name, call in calls.items() if turn % 2 == 0 else reversed([*calls.items()]):
             record = records[name]
             if "error" in record:
                 continue
@@ -236,7 +236,7 @@ def measure_density(
         calls |= {LIBRARY: library(prompt, lists)}
         if not known:
             calls = {DENSE: dense(prompt), **calls}
-    entries = [*known] + timed(calls, prompt, lists, timer, rounds)
+    entries = [*known, *timed(calls, prompt, lists, timer, rounds)]
     sizes = [(drawn.vertical.shape[1], drawn.slash.shape[1])] * GROUP
     last = prompt.q[-LAST_QUERIES:, None].expand(-1, 3, -1, -1)
 
@@ -259,8 +259,8 @@ def measure_density(
         "lists_us": rounded(timer.measure(make_lists).us),
         "entries": entries,
     }
-    by_name = {x["name"]: x.get("us") for x in entries if not x.get("wrong")}
-    if by_name.get(OURS) and by_name.get(DENSE):
+    by_name = {x["name"]: x["us"] for x in entries if "us" in x and not x.get("wrong")}
+    if OURS in by_name and DENSE in by_name:
         record["times_as_fast"] = rounded(by_name[DENSE] / by_name[OURS])
         spent = by_name[OURS] + record["choose_us"] + record["lists_us"]
         record["times_as_fast_with_choice"] = rounded(by_name[DENSE] / spent)
@@ -268,7 +268,7 @@ def measure_density(
 
 
 def break_even(cases: Sequence[Record]) -> float | None:
-    """Return the density at which sparse prefill, choice and lists included, takes as long as dense.
+    """Return the density at which sparse prefill takes as long as dense, choice and lists included.
 
     A straight line through the times by density, by least squares; None of fewer than two.
     """
@@ -312,7 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     prompt = draw_prompt(args.tokens, device)
     peers = importlib.util.find_spec("sgl_kernel") is not None and device.type == "cuda"
-    wrong, known = False, []
+    wrong = False
+    known: list[Record] = []
     for density in DENSITIES:
         case = measure_density(density, prompt, timer, args.rounds, peers=peers, known=known)
         known = [x for x in case["entries"] if x["name"] == DENSE]

@@ -26,7 +26,7 @@ _HOME = {
     "selection.result": "Choice NoBackendError Overrides Selection Verdict",
     "selection.solver": "select",
     "selection.diagnosis": "WhyNot",
-    "model_config": "context_length read_config requirements_from_config",
+    "model_config": "context_length read_config read_vertical_slash requirements_from_config",
     "cache.layer_cache": "TORCH_DTYPES LayerCache",
     "cache.pool": "CachePool KVPool",
     "cache.state_pool": "CHUNK_SIZE StateCache StatePool",
@@ -58,6 +58,7 @@ _HOME = {
     "runtime.workspace": "workspace",
     "runtime.dispatcher": "HybridDispatcher",
     "runtime.sparse": "every_slot",
+    "runtime.sparse_prompts": "SparsePrompts attend_sparse plan_sparse",
     "runtime.graphs": "GraphRunner",
     "runtime.torch_ops": "CompiledAttention",
 }
