@@ -67,7 +67,8 @@ def _sizes(keys: Keys, layer_id: int, heads: range) -> tuple[tuple[int, int], ..
 
 
 def _size(keys: Keys, layer_id: int, head: int, entry: object) -> tuple[int, int]:
-    kind, verticals, slashes, *_ = [*(entry if isinstance(entry, list) else ()), *[None] * 3]
+    given: list[object] = entry if isinstance(entry, list) else []
+    kind, verticals, slashes, *_ = [*given, None, None, None]
     if kind != "vertical_and_slash" or not (_is_count(verticals) and _is_count(slashes)):
         raise ModelConfigError(
             f"the config of {keys.owner} has {_LINES} with {brief(entry)} for head {head} of layer "

@@ -58,8 +58,8 @@ class AttentionLayer:
     sinks: float [num_q_heads], contiguous; one more logit per head in the softmax denominator,
     without a value.
     view: the CacheView that holds its K/V.
-    dual_chunk: each token has three queries, [T, 3, Hq, D], and each key one rotation; where it has
-    a sparse_threshold five, the last two of which only choose lines.
+    dual_chunk: each token has three queries, [T, 3, Hq, D], intra, succ and inter, and each key one
+    rotation; where it has a sparse_threshold five, and the last two only choose lines.
     vertical_slash: of these prompts, how many verticals and slashes each query head attends to.
     Absorbed MLA: head_dim 576, v_head_dim 512, one KV head.
     index_topk: the keys that a query of sparse MLA (DSA) attends to, at most.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from attn_core.runtime.batch import ForwardMode
@@ -51,6 +52,42 @@ DUAL_CHUNK: tuple[Case, ...] = (
     _case("verify-chain", (4, 4, 4), (4, 66, 131), **_CHAIN),
     _case("draft-extend", (1, 3), (66, 129), mode=ForwardMode.DRAFT_EXTEND),
     _case("fp8", (18, 1), (133, 70), kv_dtype="fp8_e4m3", k_scale=0.37, v_scale=1.7),
+)
+
+_SPARSE = replace(CHUNKS, sparse_threshold=80, sparse_last_queries=20)
+_SIZES = ((40, 110), (33, 121), (60, 104), (35, 140))
+
+
+def _sparse(
+    feature: str, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **fields: Any
+) -> Case:
+    lines: dict[str, Any] = {"dual_chunk": _SPARSE, "vertical_slash": _SIZES, "dims": (32, 32)}
+    lines |= {"fixed": frozenset({"heads"})}
+    return _case(f"sparse-{feature}", query_lens, seq_lens, **lines | fields)
+
+
+SPARSE_PROMPTS: tuple[Case, ...] = (
+    _sparse("chunks", (230, 66), (230, 66), sweep=True),
+    _sparse("dense-beside", (5, 170, 0, 81, 80), (70, 170, 90, 81, 80)),
+    _sparse(
+        "one-chunk",
+        (150,),
+        (150,),
+        dual_chunk=DualChunk(1000, 8, sparse_threshold=100),
+        vertical_slash=((40, 101), (31, 103), (45, 102), (32, 110)),
+    ),
+    _sparse(
+        "few-queries",
+        (100, 129),
+        (100, 129),
+        dual_chunk=replace(_SPARSE, sparse_last_queries=64, sparse_threshold=90),
+    ),
+    _sparse("mixed", (1, 140, 1), (150, 140, 60), mode=ForwardMode.MIXED),
+    _sparse("padded", (90,), (90,), padding=2),
+    _sparse("strided", (140,), (140,), strides="fused"),
+    _sparse("device-lengths", (6, 140), (70, 140), device_lengths=True),
+    _sparse("decode", (1, 1), (170, 66), mode=ForwardMode.DECODE),
+    _sparse("fp8", (140,), (140,), kv_dtype="fp8_e4m3", k_scale=0.5, v_scale=2.0),
 )
 
 # What is captured in CUDA graphs, and what is put beside each other.
