@@ -31,10 +31,9 @@ from attn_core.ops.vertical_slash import (
     KeyLists,
     Lines,
     Part,
-    attend_lists,
     choose_lines,
+    kernels_on,
     seen_keys,
-    to_lists,
 )
 from torch import Tensor
 
@@ -125,8 +124,10 @@ def draw_prompt(tokens: int, device: torch.device, seed: int = 0) -> Prompt:
 def ours(prompt: Prompt, lists: Sequence[KeyLists]) -> Call:
     """Attend with our kernel: one launch for each KV head, as in a prefill."""
 
+    attend = kernels_on(prompt.q.device).attend_lists
+
     def call() -> Tensor:
-        outs = [attend_lists(*prompt.of(h), x, prompt.part, SCALE)[0] for h, x in enumerate(lists)]
+        outs = [attend(*prompt.of(h), x, prompt.part, SCALE)[0] for h, x in enumerate(lists)]
         return torch.cat(outs, 1)
 
     return call
@@ -230,6 +231,7 @@ def measure_density(
         Lines(*(x[h * GROUP : (h + 1) * GROUP].to(prompt.q.device) for x in drawn))
         for h in range(KV_HEADS)
     ]
+    to_lists = kernels_on(prompt.q.device).to_lists
     lists = [to_lists(x, prompt.part) for x in lines]
     calls: dict[str, Call] = {OURS: ours(prompt, lists)}
     if peers:

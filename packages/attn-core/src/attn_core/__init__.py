@@ -40,6 +40,7 @@ _HOME = {
     "ops.index": "read_index to_fp8_queries write_index",
     "ops.kv": "copy_slots read_kv read_pages write_kv",
     "ops.merge": "merge_states",
+    "ops.vertical_slash": "kernels_on",
     "runtime.batch": "DECODE_MODES EVEN_MODES CacheView ForwardBatch ForwardMode SpecInfo",
     "runtime.layer": "AttentionLayer LayerGroup",
     "runtime.linear": "Gate LinearLayer gated",

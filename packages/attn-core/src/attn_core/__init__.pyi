@@ -51,6 +51,7 @@ from attn_core.ops.kv import read_kv as read_kv
 from attn_core.ops.kv import read_pages as read_pages
 from attn_core.ops.kv import write_kv as write_kv
 from attn_core.ops.merge import merge_states as merge_states
+from attn_core.ops.vertical_slash import kernels_on as kernels_on
 from attn_core.plugins.dependencies import Pin as Pin
 from attn_core.plugins.dependencies import chosen_distribution as chosen_distribution
 from attn_core.plugins.hookspecs import hookimpl as hookimpl

@@ -13,6 +13,7 @@ from attn_core import (
     SparsePrompts,
     attend_sparse,
     cut_at_chunks,
+    kernels_on,
     plan_sparse,
     refuse_call,
 )
@@ -77,8 +78,9 @@ class DualChunkFlashAttn(FA3):
         """Attend to the cache, sparse prompts by attn-core's own kernel over lists of keys."""
         if isinstance(metadata, SparsePrompts):
             refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+            kernels = kernels_on(q.device)
             return attend_sparse(
-                self, metadata, q, layer, cache, batch, out=out, return_lse=return_lse
+                self, metadata, q, layer, cache, batch, kernels, out=out, return_lse=return_lse
             )
         return super().forward(
             q, k, v, layer, cache, batch, metadata,

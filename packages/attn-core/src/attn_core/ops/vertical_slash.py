@@ -57,8 +57,11 @@ class Part(NamedTuple):
     hi: int
 
 
-# q [n, H, D], k [s, D], v [s, Dv], lists, part, scale → out [n, H, Dv], natural lse [n, H]
-Attend = Callable[[Tensor, Tensor, Tensor, KeyLists, Part, float], tuple[Tensor, Tensor]]
+class Kernels(NamedTuple):
+    """What lists keys, and what attends to them: to_lists and attend_lists, or others like them."""
+
+    to_lists: Callable[[Lines, Part], KeyLists]
+    attend_lists: Callable[[Tensor, Tensor, Tensor, KeyLists, Part, float], tuple[Tensor, Tensor]]
 
 
 def choose_lines(
@@ -115,16 +118,13 @@ def to_lists(lines: Lines, part: Part) -> KeyLists:
     window on, a window that is not covered yet adds one block of ROWS keys, which begins where the
     window does, or at the end of the last block if that is later. Blocks begin within the part.
     """
-    if lines.slash.is_cuda:
-        kernels = importlib.import_module("attn_core.ops.triton.vertical_slash")
-        lists: KeyLists = kernels.to_lists(lines, part)
-        return lists
     lists = empty_lists(lines, part)
+    device = lines.slash.device
     block_count, block_offset, column_count, column_index = lists
     heads, blocks = block_count.shape
-    ends = part.begin + ROWS * torch.arange(1, blocks + 1)
+    ends = part.begin + ROWS * torch.arange(1, blocks + 1, device=device)
     last = ends.clamp(max=part.hi).expand(heads, -1)  # verticals lie before it
-    covered = torch.full((heads, blocks), part.lo)
+    covered = torch.full((heads, blocks), part.lo, device=device)
     for distance in lines.slash.long().unbind(-1):
         window = ends - distance[:, None]  # where it ends
         start = torch.maximum(window - ROWS, covered)
@@ -133,7 +133,7 @@ def to_lists(lines: Lines, part: Part) -> KeyLists:
         block_offset[h, r, block_count[h, r].long()] = start[h, r].int()
         block_count += new
         covered = torch.where(new, start + ROWS, covered)
-    places = torch.arange(block_offset.shape[-1])
+    places = torch.arange(block_offset.shape[-1], device=device)
     used = places < block_count[..., None]
     for key in lines.vertical.long().unbind(-1):
         ahead = key[:, None, None] - block_offset
@@ -175,27 +175,35 @@ def seen_keys(lists: KeyLists, block: int, keys: int) -> Tensor:
 def attend_lists(
     q: Tensor, k: Tensor, v: Tensor, lists: KeyLists, part: Part, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to lists of keys in causal order, on any device.
+    """Attend to lists of keys in causal order.
 
     q [n, H, D]: of the part's queries. k [s, D], v [s, Dv]: of one KV head, s >= part.hi. Returns
     out [n, H, Dv] in the dtype of q and the natural lse float32 [n, H].
     """
-    if q.is_cuda:
-        kernels = importlib.import_module("attn_core.ops.triton.vertical_slash")
-        result: tuple[Tensor, Tensor] = kernels.attend_lists(q, k, v, lists, part, scale)
-        return result
     k, v = k[: part.hi].float(), v[: part.hi].float()
     outs, lses = [], []
     for block, start in enumerate(range(part.begin, part.end, ROWS)):
         rows = q[start - part.begin : start - part.begin + ROWS].float().transpose(0, 1)
-        i = torch.arange(start, start + rows.shape[1])[:, None]
-        seen = seen_keys(lists, block, part.hi)[:, None] & (torch.arange(part.hi) <= i)
+        i = torch.arange(start, start + rows.shape[1], device=q.device)[:, None]
+        j = torch.arange(part.hi, device=q.device)
+        seen = seen_keys(lists, block, part.hi)[:, None] & (j <= i)
         scores = (rows @ k.T * scale).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
         outs.append((weights @ v).transpose(0, 1).to(q.dtype))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)
+
+
+TORCH = Kernels(to_lists, attend_lists)
+
+
+def kernels_on(device: torch.device) -> Kernels:
+    """Return Triton's kernels on a GPU, those of torch on any other device."""
+    if device.type != "cuda":
+        return TORCH
+    kernels: Kernels = importlib.import_module("attn_core.ops.triton.vertical_slash").KERNELS
+    return kernels
 
 
 def parts_of(begin: int, end: int, chunk_len: int) -> tuple[Part, ...]:
@@ -215,7 +223,7 @@ def attend_prompt(
     scale: float,
     chunk_len: int,
     last_queries: int,
-    attend: Attend = attend_lists,
+    kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
     """Attend with a whole prompt, sparse: its lines are chosen anew in each chunk.
 
@@ -236,7 +244,9 @@ def attend_prompt(
             choosing = q[last:end, [0, 3, 4], own]
             lines = choose_lines(choosing, keys[:end], sizes[own], scale, chunk_len)
             states = [
-                attend(q[begin:end, i, own], keys, values, to_lists(lines, part), part, scale)
+                kernels.attend_lists(
+                    q[begin:end, i, own], keys, values, kernels.to_lists(lines, part), part, scale
+                )
                 for i, part in enumerate(parts_of(begin, end, chunk_len))
             ]
             merged = states[0]

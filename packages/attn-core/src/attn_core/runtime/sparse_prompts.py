@@ -13,7 +13,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import slot_table
 from attn_core.errors import UnsupportedError
 from attn_core.ops.kv import read_kv
-from attn_core.ops.vertical_slash import Attend, attend_lists, attend_prompt
+from attn_core.ops.vertical_slash import Kernels, attend_prompt
 from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
@@ -132,14 +132,14 @@ def attend_sparse(
     layer: AttentionLayer,
     cache: LayerCache,
     batch: ForwardBatch,
+    kernels: Kernels,
     *,
     out: Tensor | None,
     return_lse: bool,
-    attend: Attend = attend_lists,
 ) -> Output:
     """Run a layer of a pass with sparse prompts: these one by one, the rest by the backend.
 
-    Keys and values of a prompt are gathered first, in the dtype of q. attend: to lists of keys.
+    Keys and values of a prompt are gathered first, in the dtype of q.
     """
     cut = plan.cuts.get(layer.group)
     options: dict[str, Any] = {"return_lse": return_lse}
@@ -173,6 +173,6 @@ def attend_sparse(
             scale=layer.scale,
             chunk_len=chunks.chunk_len,
             last_queries=chunks.sparse_last_queries,
-            attend=attend,
+            kernels=kernels,
         )
     return (out, lse) if return_lse else out

@@ -15,6 +15,7 @@ from attn_core.backends.torch_native.plan import Limits, Piece, Planner
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.ops.dual_chunk import cut_at_chunks
 from attn_core.ops.merge import merge_states
+from attn_core.ops.vertical_slash import TORCH
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_call, refuse_unplanned, refuse_window
@@ -149,7 +150,7 @@ class TorchNative(AttentionBackend):
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         if isinstance(metadata, SparsePrompts):
             return attend_sparse(
-                self, metadata, q, layer, cache, batch, out=out, return_lse=return_lse
+                self, metadata, q, layer, cache, batch, TORCH, out=out, return_lse=return_lse
             )
         group = layer.group
         plan = metadata.get(group)

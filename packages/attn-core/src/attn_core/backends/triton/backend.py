@@ -13,6 +13,7 @@ from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BatchError, UsageError
+from attn_core.ops.triton.vertical_slash import KERNELS
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import (
@@ -106,7 +107,7 @@ class Triton(AttentionBackend):
             return empty_attention(q, layer, out, return_lse)
         if isinstance(metadata, SparsePrompts):
             return attend_sparse(
-                self, metadata, q, layer, cache, batch, out=out, return_lse=return_lse
+                self, metadata, q, layer, cache, batch, KERNELS, out=out, return_lse=return_lse
             )
         schedule = metadata.get(layer.group)
         if schedule is None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.ops import vertical_slash
-from attn_core.ops.vertical_slash import KeyLists, Lines, Part, empty_lists
+from attn_core.ops.vertical_slash import Kernels, KeyLists, Lines, Part, empty_lists
 
 ROWS = tl.constexpr(vertical_slash.ROWS)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -206,3 +206,6 @@ def attend_lists(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
+
+
+KERNELS = Kernels(to_lists, attend_lists)
