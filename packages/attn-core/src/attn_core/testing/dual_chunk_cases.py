@@ -54,40 +54,32 @@ DUAL_CHUNK: tuple[Case, ...] = (
     _case("fp8", (18, 1), (133, 70), kv_dtype="fp8_e4m3", k_scale=0.37, v_scale=1.7),
 )
 
-_SPARSE = replace(CHUNKS, sparse_threshold=80, sparse_last_queries=20)
-_SIZES = ((40, 110), (33, 121), (60, 104), (35, 140))
+# Long enough for keys beyond the nearest slashes, which are always listed. L = 320.
+_SPARSE = DualChunk(336, 16, sparse_threshold=300, sparse_last_queries=20)
+_ONE_CHUNK = replace(_SPARSE, chunk_size=1040)
+_FEW = ((34, 103), (31, 101), (40, 105), (45, 110))  # verticals and slashes of a head
 
 
 def _sparse(
     feature: str, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **fields: Any
 ) -> Case:
-    lines: dict[str, Any] = {"dual_chunk": _SPARSE, "vertical_slash": _SIZES, "dims": (32, 32)}
-    lines |= {"fixed": frozenset({"heads"})}
-    return _case(f"sparse-{feature}", query_lens, seq_lens, **lines | fields)
+    fields = {"heads": (1, 1), "dims": (32, 32), "dual_chunk": _SPARSE, **fields}
+    fields["vertical_slash"] = _FEW[: fields["heads"][0]]
+    fixed = frozenset({"heads"})
+    return _case(f"sparse-{feature}", query_lens, seq_lens, fixed=fixed, **fields)
 
 
 SPARSE_PROMPTS: tuple[Case, ...] = (
-    _sparse("chunks", (230, 66), (230, 66), sweep=True),
-    _sparse("dense-beside", (5, 170, 0, 81, 80), (70, 170, 90, 81, 80)),
-    _sparse(
-        "one-chunk",
-        (150,),
-        (150,),
-        dual_chunk=DualChunk(1000, 8, sparse_threshold=100),
-        vertical_slash=((40, 101), (31, 103), (45, 102), (32, 110)),
-    ),
-    _sparse(
-        "few-queries",
-        (100, 129),
-        (100, 129),
-        dual_chunk=replace(_SPARSE, sparse_last_queries=64, sparse_threshold=90),
-    ),
-    _sparse("mixed", (1, 140, 1), (150, 140, 60), mode=ForwardMode.MIXED),
-    _sparse("padded", (90,), (90,), padding=2),
-    _sparse("strided", (140,), (140,), strides="fused"),
-    _sparse("device-lengths", (6, 140), (70, 140), device_lengths=True),
-    _sparse("decode", (1, 1), (170, 66), mode=ForwardMode.DECODE),
-    _sparse("fp8", (140,), (140,), kv_dtype="fp8_e4m3", k_scale=0.5, v_scale=2.0),
+    _sparse("chunks", (700,), (700,)),
+    _sparse("threshold", (300, 301), (300, 301), dual_chunk=_ONE_CHUNK),
+    _sparse("heads", (310,), (310,), heads=(2, 2)),
+    _sparse("dense-beside", (5, 310, 0, 81), (70, 310, 340, 81)),
+    _sparse("mixed", (1, 310, 1), (350, 310, 60), mode=ForwardMode.MIXED),
+    _sparse("padded", (310,), (310,), padding=2),
+    _sparse("strided", (310,), (310,), heads=(2, 1), strides="fused"),
+    _sparse("device-lengths", (6, 310), (70, 310), device_lengths=True),
+    _sparse("decode", (1, 1), (350, 66), mode=ForwardMode.DECODE),
+    _sparse("fp8", (310,), (310,), kv_dtype="fp8_e4m3", k_scale=0.5, v_scale=2.0),
 )
 
 # What is captured in CUDA graphs, and what is put beside each other.
