@@ -127,20 +127,6 @@ class KernelWindowOneKeyEarly(Edited):
     after = "window = end - 1 - tl.load"
 
 
-class KernelListedBlocksOverlap(Edited):
-    """A block begins where its window does, though keys of it are listed already."""
-
-    kernel = vertical_slash.list_keys
-    before = "start = tl.maximum(window - ROWS, covered)"
-    after = "start = tl.maximum(window - ROWS, lo)"
-
-
-class KernelVerticalsOfAllChunks(Edited):
-    kernel = vertical_slash.list_keys
-    before = "kept = column & (key < last)"
-    after = "kept = column"
-
-
 class KernelListMaskedTooLate(Edited):
     """The block before the last two is the last without a mask."""
 
