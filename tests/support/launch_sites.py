@@ -223,6 +223,6 @@ SITES: dict[str, Launch] = {
 GROUPS = {
     "quick": ("merge", "write-fp8", "decode", "extend", "mla-decode"),
     "hot": ("merge", *WRITES, *HOT),
-    "more": (*MORE, *OTHERS),
+    "more": ("vertical-slash", *MORE, *OTHERS),
     "linear": (*LINEAR,),
 }

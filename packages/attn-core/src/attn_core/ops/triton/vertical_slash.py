@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from attn_core.ops import vertical_slash
 from attn_core.ops.vertical_slash import Kernels, KeyLists, Lines, Part, empty_lists
@@ -187,15 +190,33 @@ def to_lists(lines: Lines, part: Part) -> KeyLists:
     return lists
 
 
+@functools.cache
+def _stages(device_type: str, query_bytes: int, stage_bytes: int) -> int:
+    """Return how many stages fit the shared memory of the GPU that Triton compiles for."""
+    if device_type == "cpu":  # the interpreter
+        return 1
+    target = driver.active.get_current_target()
+    arch = 0 if target.backend == "hip" else int(target.arch)
+    room = {90: 227, 100: 227, 103: 227, 80: 163}.get(arch, 99 if arch >= 80 else 64)
+    return max(1, min(3, (room * 1024 - query_bytes) // stage_bytes))
+
+
 def attend_lists(
     q: Tensor, k: Tensor, v: Tensor, lists: KeyLists, part: Part, scale: float,
-    *, block_n: int = 64, stages: int = 3, warps: int = 4,
+    *, block_n: int = 64, stages: int = 0, warps: int = 4,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Do what attn_core.ops.vertical_slash.attend_lists does, in one launch."""
+    """Do what attn_core.ops.vertical_slash.attend_lists does, in one launch.
+
+    stages: of keys and values in shared memory; 0: up to three, as many as fit.
+    """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     n, heads, dim = q.shape
     v_dim = v.shape[1]
     out, lse = q.new_empty(n, heads, v_dim), q.new_empty(n, heads, dtype=torch.float32)
+    size = q.element_size()
+    stages = stages or _stages(
+        q.device.type, vertical_slash.ROWS * dim * size, block_n * (dim + v_dim) * size
+    )
     _, blocks, most_blocks = lists.block_offset.shape
     attend_rows[(blocks, heads)](
         q, q.stride(0), q.stride(1), k, v, k.stride(0), v.stride(0), *lists, out, lse,
