@@ -12,6 +12,7 @@ from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.device import Device, parse_device, probe_device
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from torch import Tensor
 
@@ -20,14 +21,19 @@ from benchmarks.contestant import Call, Contestant
 from benchmarks.suites import FIXED
 
 
-def our_backend(name: str, registry: Registry, device: torch.device) -> Contestant:
-    """Return one of our backends as a contestant. Raises UnknownBackendError."""
+def our_backend(
+    name: str, registry: Registry, device: torch.device, dual_chunk: DualChunk | None = None
+) -> Contestant:
+    """Return one of our backends as a contestant. Raises UnknownBackendError.
+
+    dual_chunk: of the layers of all its inputs.
+    """
     spec = registry.get(name)
     origin, kind = registry.origins["softmax", spec.name], device_kind(device)
 
     def refuses(case: Case) -> str:
         try:
-            row_of(spec.name, case, registry, kind)
+            row_of(spec.name, case, registry, kind, dual_chunk)
         except NoBackendError as error:
             return str(error)
         return ""
@@ -36,7 +42,7 @@ def our_backend(name: str, registry: Registry, device: torch.device) -> Contesta
         case, batch, layer = inputs.case, inputs.batch, inputs.layer
         config = BackendConfig(
             name=spec.name,
-            row=row_of(spec.name, case, registry, kind),
+            row=row_of(spec.name, case, registry, kind, dual_chunk),
             layers=(layer,),
             page_size=case.page_size,
             dtype=case.dtype,
@@ -77,7 +83,9 @@ def device_kind(device: torch.device) -> Device:
     return here if here.type == wanted else parse_device(wanted)
 
 
-def row_of(name: str, case: Case, registry: Registry, device: Device) -> Capabilities:
+def row_of(
+    name: str, case: Case, registry: Registry, device: Device, dual_chunk: DualChunk | None = None
+) -> Capabilities:
     """Let the selection choose the row, as a server would. Raises NoBackendError."""
     verifies = case.mode is ForwardMode.TARGET_VERIFY
     needs = Requirements(
@@ -88,6 +96,7 @@ def row_of(name: str, case: Case, registry: Registry, device: Device) -> Capabil
                 v_head_dim=case.v_head_dim,
                 num_q_heads=case.q_heads,
                 num_kv_heads=case.kv_heads,
+                dual_chunk=dual_chunk,
             ),
         ),
         dtype=case.dtype,

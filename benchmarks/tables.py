@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
+from benchmarks.dual_chunk_table import dual_chunk_sections
 from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.results import Entry, Measured, Report, load_all, names
@@ -37,7 +38,8 @@ _NOTHING = "\nNo GPU result is recorded yet.\n"
 def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
-    return {PAGE: page(reports) + linear_sections(), SUMMARY: summary(reports)}
+    text = page(reports) + linear_sections() + dual_chunk_sections()
+    return {PAGE: text, SUMMARY: summary(reports)}
 
 
 def page(reports: dict[str, Report]) -> str:

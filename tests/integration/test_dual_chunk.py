@@ -23,7 +23,7 @@ LENGTH = SIZE - LOCAL
 CHUNKS = {"chunk_size": SIZE, "local_size": LOCAL}
 
 
-def model_of(**more: int) -> Any:
+def model_of(**more: Any) -> Any:
     return tiny("qwen2", dual_chunk_attention_config={**CHUNKS, **more})
 
 
@@ -139,3 +139,27 @@ def test_another_family_is_refused() -> None:
     model = tiny("qwen2", dual_chunk_attention_config=CHUNKS, rope_parameters=scaled)
     with pytest.raises(UnsupportedError, match=r"rope_type .linear. .supports qwen2"):
         enable(model)
+
+
+def sparse_model(verticals: int, slashes: int) -> Any:
+    heads = tiny("qwen2").config.num_attention_heads
+    layers = tiny("qwen2").config.num_hidden_layers
+    head = {str(h): ["vertical_and_slash", verticals, slashes, 1.0] for h in range(heads)}
+    lists = {"sparse_attention_config": [head] * layers, "sparse_attention_threshold": 20}
+    return model_of(**lists)
+
+
+def test_a_sparse_prompt_with_all_lines_is_dense_and_with_few_is_not() -> None:
+    rng = torch.Generator().manual_seed(2)
+    row = torch.randint(3, 128, (1, 300), generator=rng)
+    logits = []
+    for lines in (1000, 30):
+        model = sparse_model(lines, lines + 70)
+        with torch.no_grad(), by_definition(model):
+            want = model(row, use_cache=False).logits
+        with enable(model, page_size=4) as engine, torch.no_grad():
+            assert engine.layers[0].query_shape[0] == 5
+            got = model(row).logits
+        logits.append((got, want))
+    torch.testing.assert_close(*logits[0], atol=2e-3, rtol=1e-4)
+    assert not torch.allclose(*logits[1], atol=2e-3, rtol=1e-4)

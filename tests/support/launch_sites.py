@@ -15,6 +15,8 @@ from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.latents import write_latents
 from attn_core.ops.triton.merge import merge_states
 from attn_core.ops.triton.read import read_pages
+from attn_core.ops.triton.vertical_slash import attend_lists, to_lists
+from attn_core.ops.vertical_slash import Lines, Part
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -60,6 +62,15 @@ def greedy(chip):
     """Launch what takes too much of everything: what is looked for is also seen."""
     warps = 8 if chip.arch.startswith("sm") else 2  # any fewer take long to compile
     _greedy[(1,)](meta(128, 512, dtype=torch.float16), M=128, N=512, num_warps=warps)
+
+
+def vertical_slash(chip):
+    """Launch the lists and the attention of a sparse prompt, over one KV head of Qwen2.5-7B-1M."""
+    part = Part(0, 4096, 0, 4096)
+    lines = Lines(*(torch.empty(7, n, dtype=torch.int32, device="meta") for n in (1000, 512)))
+    lists = to_lists(lines, part)
+    q, k, v = meta(4096, 7, 128), meta(4096, 4, 128)[:, 0], meta(4096, 4, 128)[:, 0]
+    attend_lists(q, k, v, lists, part, 0.1)
 
 
 def merge(chip):
@@ -222,6 +233,7 @@ WRITES: dict[str, Launch] = {
 }
 SITES: dict[str, Launch] = {
     "merge": merge,
+    "vertical-slash": vertical_slash,
     **WRITES,
     "greedy": greedy,
     **HOT,
@@ -232,6 +244,6 @@ SITES: dict[str, Launch] = {
 GROUPS = {
     "quick": ("merge", "write-fp8", "decode", "extend", "mla-decode"),
     "hot": ("merge", *WRITES, *HOT),
-    "more": (*MORE, *OTHERS),
+    "more": ("vertical-slash", *MORE, *OTHERS),
     "linear": (*LINEAR,),
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
+from attn_core.ops.vertical_slash import ROWS, choose_lines, parts_of, seen_keys, to_lists
 from attn_core.runtime.backend import AttentionBackend
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
@@ -254,7 +255,7 @@ class Reference(AttentionBackend):
         """
         if layer.dual_chunk is None:
             return self.score(q, k)
-        products = torch.stack([self.score(x, k) for x in self.rotations(q)])
+        products = torch.stack([self.score(x, k) for x in self.rotations(q[:, :3])])
         apart = self.chunks_apart(layer, rows, k.shape[0], q.device)
         return products.gather(0, apart.expand(1, *products.shape[1:]))[0]
 
@@ -283,9 +284,50 @@ class Reference(AttentionBackend):
         k, v = self.kv_head(k, layer), self.kv_head(v, layer)
         scores = self.products(q, k, layer, rows) * self.scale(layer)
         seen = self.visible(layer, rows, n, s, q.device)
+        if self.is_sparse(layer, n, s):
+            seen = seen & self.on_lines(q, k, layer)
         scores = self.cap_and_mask(scores, seen, layer.logit_cap)  # [Hq, n, s]
         out, lse = self.softmax(scores, v)
         return self.with_sinks(out, lse, layer)
+
+    # sparse prompts of dual chunk attention
+
+    def is_sparse(self, layer, n, s):
+        threshold = layer.dual_chunk and layer.dual_chunk.sparse_threshold
+        return threshold is not None and n == s > threshold
+
+    def on_lines(self, q, k, layer):
+        """Which keys are listed for each query of a prompt, bool [Hq, n, n]; k [n, Hq, D]."""
+        n, length = len(k), layer.dual_chunk.chunk_len
+        listed = torch.zeros(layer.num_q_heads, n, n, dtype=torch.bool)
+        for begin in range(0, n, length):
+            end = min(begin + length, n)
+            for head, size in enumerate(layer.vertical_slash):
+                own = slice(head, head + 1)
+                lines = self.lines(q[:, :, own], k[:, head], begin, end, [size], layer)
+                for part in self.parts(begin, end, length):
+                    lists = self.lists(lines, part)
+                    for block, first in enumerate(range(begin, end, ROWS)):
+                        seen = seen_keys(lists, block, part.hi)
+                        listed[own, first : min(first + ROWS, end), : part.hi] |= seen[:, None]
+        return listed
+
+    def lines(self, q, k, begin, end, size, layer):
+        last = self.choosing(begin, end, layer.dual_chunk.sparse_last_queries)
+        chosen = q[last, self.choosers()]
+        return choose_lines(chosen, k[:end], size, layer.scale, layer.dual_chunk.chunk_len)
+
+    def choosing(self, begin, end, last):
+        return slice(max(begin, end - last), end)
+
+    def choosers(self):
+        return [0, 3, 4]
+
+    def parts(self, begin, end, length):
+        return parts_of(begin, end, length)
+
+    def lists(self, lines, part):
+        return to_lists(lines, part)
 
     def softmax(self, scores, v):
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(1)
@@ -317,6 +359,7 @@ ROW = Capabilities(
     cross_attention=True,
     encoder=True,
     dual_chunk=None,
+    sparse_prefill=True,
     max_verify_topk=ANY_TOPK,
     lse=True,
     deterministic=True,
@@ -333,8 +376,9 @@ LATENT = dataclasses.replace(
     cross_attention=False,
     encoder=False,
     dual_chunk=False,
+    sparse_prefill=False,
 )
-VISION = dataclasses.replace(ROW, phases={Phase.ENCODE}, dual_chunk=False)
+VISION = dataclasses.replace(ROW, phases={Phase.ENCODE}, dual_chunk=False, sparse_prefill=False)
 
 
 def spec_of(*, fused: bool = False, **changes) -> BackendSpec:

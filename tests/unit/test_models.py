@@ -353,20 +353,6 @@ def test_sizes_of_dual_chunk_attention_that_are_left_out_are_the_codes():
     assert layer.dual_chunk == DualChunk(chunk_size=8192, local_size=1024)
 
 
-def test_sparse_dual_chunk_attention_is_refused_until_it_is_turned_off():
-    config = config_of("qwen2.5-7b-instruct-1m")
-    chunks = config["dual_chunk_attention_config"]
-    chunks |= {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 200, 1.0]}]}
-    with pytest.raises(
-        ModelConfigError, match=r"set dual_chunk_attention_config\.sparse_att.* false"
-    ):
-        requirements_from_config(config)
-    chunks["sparse_attention_enabled"] = False
-    needs = requirements_from_config(config)
-    assert needs.layers[0].dual_chunk == QWEN_1M
-    assert needs.assumptions == ()
-
-
 def test_a_tower_without_heads_is_left_out_and_said():
     config = {**config_of("gemma-3-4b"), "vision_config": {"model_type": "gemma3n_vision"}}
     needs = requirements_from_config(config)

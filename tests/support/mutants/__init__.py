@@ -14,6 +14,7 @@ from mutants import (
     linear_drafts,
     linear_gates,
     linear_slots,
+    lines,
     lse,
     masks,
     ragged,
@@ -44,7 +45,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # there the source of a kernel ca
 
     KERNELS = planted(kernels)
 MUTANTS = (
-    *planted(masks, scores, lse, cache, batches, ragged, chunks),
+    *planted(masks, scores, lse, cache, batches, ragged, chunks, lines),
     *WRITERS,
     *WRAPPERS,
     *SPARSE,

@@ -1,6 +1,7 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
 from attn_core.backends.triton.portable import common, decode, dual_chunk
+from attn_core.ops.triton import vertical_slash
 from edited import Edited
 
 
@@ -118,3 +119,23 @@ class KernelIntraMaskedNowhere(Edited):
     kernel = dual_chunk.dual_chunk_loop
     before = "seen_by_all = tl.minimum(end, prefix + first_query + 1)"
     after = "seen_by_all = end"
+
+
+class KernelWindowOneKeyEarly(Edited):
+    kernel = vertical_slash.list_keys
+    before = "window = end - tl.load"
+    after = "window = end - 1 - tl.load"
+
+
+class KernelListMaskedTooLate(Edited):
+    """The block before the last two is the last without a mask."""
+
+    kernel = vertical_slash.attend_rows
+    before = "tl.maximum(count - 2, 0)"
+    after = "tl.maximum(count - 1, 0)"
+
+
+class KernelLastColumnForgotten(Edited):
+    kernel = vertical_slash.attend_rows
+    before = "count = tl.load(column_count + at)"
+    after = "count = tl.maximum(tl.load(column_count + at) - 1, 0)"

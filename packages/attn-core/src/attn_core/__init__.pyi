@@ -32,6 +32,7 @@ from attn_core.errors import UnsupportedError as UnsupportedError
 from attn_core.errors import UsageError as UsageError
 from attn_core.model_config import context_length as context_length
 from attn_core.model_config import read_config as read_config
+from attn_core.model_config import read_vertical_slash as read_vertical_slash
 from attn_core.model_config import requirements_from_config as requirements_from_config
 from attn_core.ops.conv import ConvPlan as ConvPlan
 from attn_core.ops.conv import conv_commit as conv_commit
@@ -50,6 +51,7 @@ from attn_core.ops.kv import read_kv as read_kv
 from attn_core.ops.kv import read_pages as read_pages
 from attn_core.ops.kv import write_kv as write_kv
 from attn_core.ops.merge import merge_states as merge_states
+from attn_core.ops.vertical_slash import kernels_on as kernels_on
 from attn_core.plugins.dependencies import Pin as Pin
 from attn_core.plugins.dependencies import chosen_distribution as chosen_distribution
 from attn_core.plugins.hookspecs import hookimpl as hookimpl
@@ -88,6 +90,9 @@ from attn_core.runtime.linear import LinearLayer as LinearLayer
 from attn_core.runtime.linear import gated as gated
 from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
 from attn_core.runtime.sparse import every_slot as every_slot
+from attn_core.runtime.sparse_prompts import SparsePrompts as SparsePrompts
+from attn_core.runtime.sparse_prompts import attend_sparse as attend_sparse
+from attn_core.runtime.sparse_prompts import plan_sparse as plan_sparse
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.runtime.vision import VisionBackend as VisionBackend
 from attn_core.runtime.workspace import workspace as workspace

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from attn_core import AttentionLayer, ForwardBatch, LayerCache, cut_at_chunks
+from attn_core import (
+    AttentionLayer,
+    ForwardBatch,
+    LayerCache,
+    Metadata,
+    Output,
+    SparsePrompts,
+    attend_sparse,
+    cut_at_chunks,
+    kernels_on,
+    plan_sparse,
+    refuse_call,
+)
 from torch import Tensor
 
 from attn_nvidia.fa3.backend import FA3
@@ -44,6 +56,36 @@ class DualChunkFlashAttn(FA3):
     """At most three calls of flash_attn_with_kvcache a layer, merged by their log-sum-exp."""
 
     planner: ClassVar[type[Planner]] = ChunkPlanner
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Plan as fa3 does; sparse prompts are planned apart, by their lengths on the host."""
+        return plan_sparse(self.config.layers, batch, super().init_forward_metadata)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Metadata,
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+        topk_indices: Tensor | None = None,
+    ) -> Output:
+        """Attend to the cache, sparse prompts by attn-core's own kernel over lists of keys."""
+        if isinstance(metadata, SparsePrompts):
+            refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+            kernels = kernels_on(q.device)
+            return attend_sparse(
+                self, metadata, q, layer, cache, batch, kernels, out=out, return_lse=return_lse
+            )
+        return super().forward(
+            q, k, v, layer, cache, batch, metadata,
+            out=out, return_lse=return_lse, topk_indices=topk_indices,
+        )  # fmt: skip
 
     def _run(
         self,

@@ -265,6 +265,7 @@ def dual_chunk_flash_attn() -> Sequence[Capabilities]:
             create="attn_nvidia.dual_chunk:DualChunkFlashAttn",
             priority=30,
             dual_chunk=True,
+            sparse_prefill=True,
             head_dims=frozenset({64, 128}),
             head_dim_pairs=frozenset(),
             sliding_window=False,

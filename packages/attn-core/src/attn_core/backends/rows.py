@@ -50,6 +50,7 @@ def _torch_native() -> BackendSpec:
         cross_attention=True,
         encoder=True,
         dual_chunk=None,
+        sparse_prefill=True,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -61,9 +62,13 @@ def _torch_native() -> BackendSpec:
         name="torch_native",
         capabilities=[
             *_everywhere(row),
-            *_everywhere(replace(row, kind="mla", dual_chunk=False, chunked_prefix=True)),
+            *_everywhere(
+                replace(
+                    row, kind="mla", dual_chunk=False, sparse_prefill=False, chunked_prefix=True
+                )
+            ),
             *torch_native_sparse(),
-            replace(row, phases=ENCODE, dual_chunk=False),
+            replace(row, phases=ENCODE, dual_chunk=False, sparse_prefill=False),
         ],
         create="attn_core.backends.torch_native.backend:TorchNative",
         aliases=["sdpa"],
@@ -122,6 +127,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         cross_attention=True,
         encoder=True,
         dual_chunk=None,
+        sparse_prefill=True,
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
@@ -143,8 +149,8 @@ def _triton_mha() -> Sequence[Capabilities]:
     # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
     beside = replace(rocm, with_linear_layers=True, priority=31)
     vision = [
-        replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False),
-        replace(rocm, phases=ENCODE, dual_chunk=False),
+        replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False, sparse_prefill=False),
+        replace(rocm, phases=ENCODE, dual_chunk=False, sparse_prefill=False),
     ]
     return [cuda, old, rocm, beside, *vision]
 

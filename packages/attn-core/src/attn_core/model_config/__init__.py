@@ -1,5 +1,6 @@
 """Requirements from a model's config.json, read as data without torch or transformers."""
 
+from attn_core.model_config.dual_chunk import read_vertical_slash
 from attn_core.model_config.requirements import (
     context_length,
     is_encoder_decoder,
@@ -7,4 +8,10 @@ from attn_core.model_config.requirements import (
 )
 from attn_core.model_config.source import read_config
 
-__all__ = ["context_length", "is_encoder_decoder", "read_config", "requirements_from_config"]
+__all__ = [
+    "context_length",
+    "is_encoder_decoder",
+    "read_config",
+    "read_vertical_slash",
+    "requirements_from_config",
+]

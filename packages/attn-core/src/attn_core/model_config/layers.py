@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attn_core.errors import ModelConfigError, UsageError
+from attn_core.errors import ModelConfigError
 from attn_core.formatting import printable
+from attn_core.model_config.dual_chunk import dual_chunk
 from attn_core.model_config.families import CODED_ROLES, LAYER_ROLES, Family, Role
 from attn_core.model_config.heads import even_heads, rank_heads
 from attn_core.model_config.keys import Keys, brief
 from attn_core.model_config.latent import latent_layers
-from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import LayerRequirements
 
 
@@ -202,28 +202,8 @@ def _plain(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements
         sinks=sinks,
         cross=role == "cross",
         encoder=encoder,
-        dual_chunk=_dual_chunk(keys),
+        dual_chunk=dual_chunk(keys),
     )
-
-
-def _dual_chunk(keys: Keys) -> DualChunk | None:
-    """Return the dual chunk attention of Qwen2.5-1M; sizes that are left out are its code's."""
-    name = "dual_chunk_attention_config"
-    if keys.get(name) is None:
-        return None
-    sparse = keys.get(f"{name}.sparse_attention_config")
-    if sparse and keys.get(f"{name}.sparse_attention_enabled") is not False:
-        raise ModelConfigError(
-            f"{keys.owner} has {name}.sparse_attention_config: prompts attend to vertical lines "
-            f"and slashes alone, which no backend does; set {name}.sparse_attention_enabled to "
-            "false, and they attend to all tokens"
-        )
-    sizes = ("chunk_size", "local_size", "original_max_position_embeddings")
-    size, local, trained = (keys.count(f"{name}.{part}") for part in sizes)
-    try:
-        return DualChunk(size or 8192, local or 1024, trained or 0)
-    except UsageError as error:
-        raise ModelConfigError(f"the config of {keys.owner} has {name}: {error}") from error
 
 
 def _kv_heads(keys: Keys, heads: int) -> int:

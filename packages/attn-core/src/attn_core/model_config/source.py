@@ -10,14 +10,16 @@ from pathlib import Path
 from attn_core.errors import ModelConfigError
 from attn_core.formatting import printable
 
+_LINES = "sparse_attention_config.json"
 MAX_BYTES = 16 << 20  # of a config; published ones have at most some hundred KB
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Read the keys of a model's config. Nothing else in its directory is opened or executed.
+    """Read the keys of a model's config. Nothing of its directory is executed.
 
     path: a directory with config.json, a JSON file of at most MAX_BYTES, or a GGUF file, whose
-    header is translated.
+    header is translated. Nothing else is opened, but for a model of dual chunk attention: the lines
+    of its sparse prompts are in sparse_attention_config.json, beside its config.json.
     Raises ModelConfigError, which says what was expected, what was found and what to do.
     """
     place = Path(path)
@@ -39,19 +41,28 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
         from attn_core.model_config.gguf import read_gguf_config  # start-up: rarely needed
 
         return read_gguf_config(place)
+    config = _read_json(place)
+    if not isinstance(config, dict):
+        raise ModelConfigError(
+            f"{place} holds a JSON {type(config).__name__}, not the object of a model's config.json"
+        )
+    chunks, lines = config.get("dual_chunk_attention_config"), place.with_name(_LINES)
+    if isinstance(chunks, dict) and not chunks.get("sparse_attention_config"):
+        found = _mode(lines)
+        if found is not None and stat.S_ISREG(found):
+            chunks["sparse_attention_config"] = _read_json(lines)
+    return config
+
+
+def _read_json(place: Path) -> object:
     try:
-        config = json.loads(_bytes(place).decode("utf-8"))
+        return json.loads(_bytes(place).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ModelConfigError(
             f"{place} is no text: give a directory with config.json, that file, or a .gguf file"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{place} is not valid JSON: {error}; download it again") from error
-    if not isinstance(config, dict):
-        raise ModelConfigError(
-            f"{place} holds a JSON {type(config).__name__}, not the object of a model's config.json"
-        )
-    return config
 
 
 def _mode(place: Path) -> int | None:

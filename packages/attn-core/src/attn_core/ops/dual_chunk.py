@@ -11,15 +11,19 @@ from attn_core.spec.dual_chunk import DualChunk
 
 
 def rotary_positions(dual_chunk: DualChunk, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions that keys [T] and the three queries [3, T] are rotated to.
+    """Return the positions that keys [T] and the queries [3 or 5, T] are rotated to.
 
-    positions: int [T], of the tokens in their requests. The queries are intra, succ and inter.
+    positions: int [T], of the tokens in their requests. The queries are intra, succ and inter, and
+    with a sparse_threshold the succ and inter queries that choose lines: no distance is clamped.
     """
     size, length = dual_chunk.chunk_size, dual_chunk.chunk_len
     within = positions % length
     succ = (within + length).clamp(max=size)
     inter = torch.full_like(within, min(2 * length - 1, size))
-    return within, torch.stack([within, succ, inter])
+    queries = [within, succ, inter]
+    if dual_chunk.sparse_threshold is not None:
+        queries += [within + length, within + size]
+    return within, torch.stack(queries)
 
 
 class ChunkKeys(NamedTuple):

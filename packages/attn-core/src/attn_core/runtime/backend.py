@@ -115,7 +115,7 @@ class AttentionBackend(Backend):
     Shapes: q [T, Hq, D]; k, v [T, Hkv, D or Dv], already written to the cache; output [T, Hq, Dv];
     LSE natural log, float32 [T, Hq], sinks included. Absorbed MLA: q [T, H, 576], k [T, 1, 576],
     v None. Sparse MLA: topk_indices int32 [T, K], a query's token slots, each once, then -1; None =
-    all. Dual chunk attention: q [T, 3, Hq, D], the intra, succ and inter queries of a token, and k
+    all. Dual chunk attention: q [T, 3 or 5, Hq, D], the queries that AttentionLayer names, and k
     rotated to its place in its chunk. `out`, if passed, is filled and returned. A row that has
     fused_kv_write writes k and v into the view's slots; without slots, the engine has written them.
     """

@@ -118,6 +118,23 @@ def refuse_capture(config: BackendConfig, batch: ForwardBatch) -> None:
             f"the chosen row of {config.name} has {level!r}; run the pass eagerly, or select "
             "with Requirements(graphs=True)"
         )
+    refuse_sparse_capture(config, batch)
+
+
+def refuse_sparse_capture(config: BackendConfig, batch: ForwardBatch) -> None:
+    """Raise UnsupportedError for a captured pass in which a prompt may be sparse."""
+    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        return
+    for layer in config.layers:
+        chunks, view = layer.dual_chunk, batch.views.get(layer.view)
+        threshold = None if chunks is None else chunks.sparse_threshold
+        if threshold is not None and view is not None and view.max_seq_len > threshold:
+            raise UnsupportedError(
+                f"this {batch.forward_mode.value} pass in a CUDA graph may have prompts of "
+                f"{view.max_seq_len} tokens, and layer {layer.layer_id} has dual chunk attention "
+                f"{chunks}: lengths decide on the host; run the pass eagerly, or capture it for "
+                f"at most {threshold} tokens"
+            )
 
 
 def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:

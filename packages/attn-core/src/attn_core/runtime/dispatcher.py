@@ -146,8 +146,8 @@ class HybridDispatcher:
     ) -> Output:  # fmt: skip
         """Write new K/V into the cache and attend; called once per layer.
 
-        q [T, Hq, D], or [T, 3, Hq, D] for dual chunk attention; k [N, Hkv, D], v [N, Hkv, Dv] are
-        written to the N slots of the layer's view.
+        q [T, Hq, D], or [T, 3 or 5, Hq, D] for dual chunk attention; k [N, Hkv, D], v [N, Hkv, Dv]
+        are written to the N slots of the layer's view.
         k None writes nothing. If the view has no slots, the engine has already written them. Any
         strides are accepted. Returns [T, Hq, Dv], with return_lse also the LSE, natural log,
         float32 [T, Hq]; IDLE returns empty tensors. Raises UnsupportedError; BatchError for a

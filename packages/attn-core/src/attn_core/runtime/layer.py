@@ -58,7 +58,9 @@ class AttentionLayer:
     sinks: float [num_q_heads], contiguous; one more logit per head in the softmax denominator,
     without a value.
     view: the CacheView that holds its K/V.
-    dual_chunk: each token has three queries, [T, 3, Hq, D], and each key one rotation.
+    dual_chunk: each token has three queries, [T, 3, Hq, D], intra, succ and inter, and each key one
+    rotation; where it has a sparse_threshold five, and the last two only choose lines.
+    vertical_slash: of these prompts, how many verticals and slashes each query head attends to.
     Absorbed MLA: head_dim 576, v_head_dim 512, one KV head.
     index_topk: the keys that a query of sparse MLA (DSA) attends to, at most.
     None turns a feature off; a window of 0 raises UsageError.
@@ -77,13 +79,17 @@ class AttentionLayer:
     is_causal: bool = True
     is_cross: bool = False
     dual_chunk: DualChunk | None = None
+    vertical_slash: tuple[tuple[int, int], ...] | None = None
     index_topk: int | None = None
 
     @cached_property
     def query_shape(self) -> tuple[int, ...]:
-        """The shape of a token's queries: [Hq, D], with dual chunk attention [3, Hq, D]."""
+        """The shape of a token's queries: [Hq, D], with dual chunk attention [3, Hq, D].
+
+        Where its prompts are sparse, [5, Hq, D].
+        """
         one = (self.num_q_heads, self.head_dim)
-        return one if self.dual_chunk is None else (3, *one)
+        return one if self.dual_chunk is None else (self.dual_chunk.rotations, *one)
 
     @cached_property
     def group(self) -> LayerGroup:
@@ -99,8 +105,27 @@ class AttentionLayer:
             raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
         if self.index_topk is not None and self.index_topk < 1:
             raise UsageError(f"{name}: index_topk {self.index_topk} (expected 1 or more)")
+        self._check_lines(name)
         x = self.sinks
         if x is not None and (x.shape != (q,) or not x.is_floating_point() or x.stride() != (1,)):
             raise UsageError(
                 f"{name}: sinks {x.dtype} {x.shape}, strides {x.stride()} (expected [{q}] floats)"
+            )
+
+    def _check_lines(self, name: str) -> None:
+        sparse = self.dual_chunk is not None and self.dual_chunk.sparse_threshold is not None
+        sizes = self.vertical_slash
+        if sizes is None:
+            if sparse:
+                raise UsageError(
+                    f"{name}: sparse dual chunk attention without vertical_slash (expected the "
+                    "verticals and slashes of each query head; read_vertical_slash has them)"
+                )
+            return
+        each = len(sizes) == self.num_q_heads and all(min(size) >= 1 for size in sizes)
+        if not sparse or not each:
+            raise UsageError(
+                f"{name}: vertical_slash of {len(sizes)} heads (expected 1 vertical and 1 slash or "
+                f"more for each of {self.num_q_heads} heads, of dual chunk attention with a "
+                "sparse_threshold)"
             )

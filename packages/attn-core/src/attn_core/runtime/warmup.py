@@ -148,8 +148,13 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
         is_causal=not needs.encoder,
         is_cross=needs.cross,
         dual_chunk=needs.dual_chunk,
+        vertical_slash=None if not _sparse(needs) else ((1000, 1000),) * heads,
         index_topk=needs.index_topk,
     )
+
+
+def _sparse(needs: LayerRequirements) -> bool:
+    return needs.dual_chunk is not None and needs.dual_chunk.sparse_threshold is not None
 
 
 def _passes(dispatcher: HybridDispatcher, max_bs: int, index_heads: int) -> Iterator[_Pass]:

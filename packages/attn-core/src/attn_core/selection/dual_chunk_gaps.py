@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from attn_core.formatting import listing
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch, Target
 from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.page_size import page_limit
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
@@ -18,6 +20,9 @@ def chunk_layer_gaps(
     chunks = layer.dual_chunk
     if chunks is not None and row.dual_chunk is False:
         yield Mismatch("dual_chunk", f"dual_chunk {chunks}", "not supported", (_without(target),))
+    elif chunks is not None and chunks.sparse_threshold is not None and not row.sparse_prefill:
+        asked = f"sparse prompts of more than {chunks.sparse_threshold} tokens"
+        yield Mismatch("sparse_prefill", asked, "not supported", (_dense(chunks, target),))
     elif chunks is None and row.dual_chunk:
         yield Mismatch("dual_chunk", "no dual_chunk", "supports layers of dual chunk attention")
 
@@ -43,6 +48,12 @@ def most_drafts(needs: Requirements, topk: int) -> int:
     Drafts of a tree have positions that do not follow their order, and chunks are cut by order.
     """
     return min(topk, 1) if any(x.dual_chunk for x in needs.layers) else topk
+
+
+def _dense(chunks: DualChunk, target: Target) -> Fix:
+    dense = replace(chunks, sparse_threshold=None)
+    words = "dual_chunk_attention_config.sparse_attention_enabled false"
+    return Fix(target, (("dual_chunk", dense),), FixCost.MODEL, words)
 
 
 def _without(target: Target) -> Fix:

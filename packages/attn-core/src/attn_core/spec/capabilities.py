@@ -62,6 +62,7 @@ class Capabilities:
     cross_attention: bool = False
     encoder: bool = False  # bidirectional layers without a cache, ragged
     dual_chunk: bool | None = False  # True only layers of dual chunk attention, None either
+    sparse_prefill: bool = False  # dual chunk attention's prompts beyond its sparse_threshold
     absorbed: bool = True  # MLA over its latent cache; False: ragged prefill and its chunks alone
     chunked_prefix: bool = False  # MLA: prefix in chunks, merged by LSE
     max_verify_topk: int = 0  # verifies and drafts: 0 no, 1 chains, ANY_TOPK any tree

@@ -18,12 +18,16 @@ class DualChunk:
 
     chunk_size, local_size: tokens. Distances up to local_size stay true across a chunk's border.
     original_max_position_embeddings: the trained length in tokens; 0 turns query_scale off.
-    Raises UsageError for sizes that leave no chunk.
+    sparse_threshold: prompts of more tokens attend to vertical lines and slashes alone, in prefill;
+    None: no prompt does. sparse_last_queries: the last queries of a chunk, which choose the lines.
+    Raises UsageError for sizes that leave no chunk, and for a threshold or queries out of range.
     """
 
     chunk_size: int
     local_size: int
     original_max_position_embeddings: int = 0
+    sparse_threshold: int | None = None
+    sparse_last_queries: int = 64
 
     def __post_init__(self) -> None:
         if not 0 <= self.local_size < self.chunk_size:
@@ -36,11 +40,22 @@ class DualChunk:
                 "dual chunk attention with original_max_position_embeddings "
                 f"{self.original_max_position_embeddings} (expected 0 or more)"
             )
+        threshold, last = self.sparse_threshold, self.sparse_last_queries
+        if (threshold is not None and threshold < 0) or last < 1:
+            raise UsageError(
+                f"dual chunk attention with sparse_threshold {threshold}, sparse_last_queries "
+                f"{last} (expected a threshold of 0 or more, or None, and 1 query or more)"
+            )
 
     @property
     def chunk_len(self) -> int:
         """Tokens of a chunk."""
         return self.chunk_size - self.local_size
+
+    @property
+    def rotations(self) -> int:
+        """Queries of a token: intra, succ and inter, and with a threshold two that choose lines."""
+        return 3 if self.sparse_threshold is None else 5
 
     def query_scale(self, length: int) -> float:
         """Return what the queries of a request are multiplied by.
@@ -55,4 +70,7 @@ class DualChunk:
         return max(1.0, 0.1 * math.log(max(ratio, 1.0)) + 1.0) ** 2
 
     def __str__(self) -> str:
-        return f"of chunks of {self.chunk_len} tokens"
+        chunks = f"of chunks of {self.chunk_len} tokens"
+        if self.sparse_threshold is None:
+            return chunks
+        return f"{chunks}, sparse in prompts of more than {self.sparse_threshold} tokens"

@@ -88,10 +88,13 @@ class LayerRequirements:
             others = ("sliding_window", "sinks", "cross", "encoder")
             beside = [name for name in others if getattr(self, name)]
             beside += [f"kind {self.kind}"] * (self.kind != "mha")
+            if self.logit_cap is not None and self.dual_chunk.sparse_threshold is not None:
+                beside.append("sparse prompts and logit_cap")
             if beside:
                 raise UsageError(
                     f"dual chunk attention with {', '.join(beside)} (expected causal "
-                    "self-attention of kind mha, without a window or sinks)"
+                    "self-attention of kind mha, without a window or sinks; where it is sparse, "
+                    "without a logit cap)"
                 )
 
     def _check_indexer(self) -> None:

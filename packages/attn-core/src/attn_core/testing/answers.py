@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.runtime.sparse_prompts import PROMPT_MODES
 from attn_core.testing.cases import Case
 from attn_core.testing.inputs import Inputs, Point, make_inputs
 from attn_core.testing.oracle import attend_request, yardstick
+from attn_core.testing.vertical_slash import selected_keys
 
 Answer = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (out, lse): truth, yardstick
 MOST_ANSWERS = 1024
@@ -31,8 +33,12 @@ def answer(
     layer, at = inputs.layer, 0
     parts = []
     for b, n in enumerate(case.query_lens):
+        if is_sparse(case, b):
+            parts.append(_sparse(inputs, at, b, dtype, order, rounds))
+            at += n
+            continue
         part = attend_request(
-            inputs.q[at : at + n],
+            inputs.q[at : at + n, :3] if layer.dual_chunk else inputs.q[at : at + n],
             inputs.keys[b],
             inputs.values[b],
             dtype=dtype,
@@ -51,6 +57,47 @@ def answer(
         at += n
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)
+
+
+def is_sparse(case: Case, request: int) -> bool:
+    """Say whether a request is a sparse prompt of dual chunk attention."""
+    threshold = None if case.dual_chunk is None else case.dual_chunk.sparse_threshold
+    n, s = case.query_lens[request], case.seq_lens[request]
+    return threshold is not None and n == s > threshold and case.mode in PROMPT_MODES
+
+
+def _sparse(
+    inputs: Inputs,
+    at: int,
+    request: int,
+    dtype: torch.dtype,
+    order: int,
+    rounds: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with each head of a sparse prompt alone: each has keys of its own."""
+    layer, keys, values = inputs.layer, inputs.keys[request], inputs.values[request]
+    assert layer.dual_chunk is not None  # of a sparse case
+    assert layer.vertical_slash is not None
+    q = inputs.q[at : at + len(keys)]
+    group, parts = layer.num_q_heads // layer.num_kv_heads, []
+    for head, sizes in enumerate(layer.vertical_slash):
+        own = slice(head // group, head // group + 1)
+        chosen = q[:, :, head].double(), keys[:, own.start].double(), sizes
+        part = attend_request(
+            q[:, :3, head : head + 1],
+            keys[:, own],
+            values[:, own],
+            dtype=dtype,
+            causal=True,
+            scale=layer.scale,
+            dual_chunk=layer.dual_chunk,
+            selected=selected_keys(*chosen, layer.scale, layer.dual_chunk),
+            order=order,
+            rounds=rounds,
+        )
+        parts.append(part)
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
 @lru_cache(maxsize=1024)
@@ -82,7 +129,7 @@ def _question(case: Case, inputs: Inputs, *extra: object) -> bytes:
     layer, q = inputs.layer, inputs.q[: inputs.real_tokens]
     plain = (
         (layer.is_causal, layer.is_cross, layer.scale, layer.sliding_window, layer.logit_cap),
-        layer.dual_chunk,
+        (layer.dual_chunk, layer.vertical_slash, case.mode in PROMPT_MODES, case.seq_lens),
         (case.query_lens, case.trees, case.index_topk, extra),
         [(x.dtype, x.shape) for x in (q, *inputs.keys, *inputs.values)],
     )

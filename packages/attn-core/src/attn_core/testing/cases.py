@@ -23,8 +23,9 @@ class Case:
 
     heads = (q, kv), dims = (D, Dv): a row that lacks them gets its own, unless `fixed` names them.
     kv_dtype "auto" is the dtype of the queries; k_scale and v_scale apply to FP8 and FP4, and are
-    tensors with tensor_scales. window, logit_cap, sinks, is_causal, dual_chunk: the layer's;
-    scale_by multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as many keys.
+    tensors with tensor_scales. window, logit_cap, sinks, is_causal, dual_chunk, vertical_slash:
+    the layer's; scale_by multiplies its scale of 1 / sqrt(D). encoder_lens: cross attention to as
+    many keys.
     trees: parents per request. padding: rows appended to the batch, on page 0. strides: of q, k
     and v. leftover_spec: a draft model's batch carries the spec of the verify pass before it.
     shared_kv: nothing new to write, k and v are None. device_lengths: no lengths on the host.
@@ -54,6 +55,7 @@ class Case:
     is_causal: bool = True
     scale_by: float = 1.0
     dual_chunk: DualChunk | None = None
+    vertical_slash: tuple[tuple[int, int], ...] | None = None
     encoder_lens: tuple[int, ...] | None = None
     trees: tuple[Parents, ...] | None = None
     padding: int = 0

@@ -13,7 +13,7 @@ from attn_core.spec.kinds import LATENT_KINDS, Kind, Phase
 from attn_core.spec.requirements import Requirements
 from attn_core.testing import case_catalog, metamorphic, neighbours, sparse_catalog
 from attn_core.testing.cases import Case, RaggedCase
-from attn_core.testing.dual_chunk_cases import DUAL_CHUNK
+from attn_core.testing.dual_chunk_cases import DUAL_CHUNK, SPARSE_PROMPTS
 from attn_core.testing.far import far_pages
 from attn_core.testing.fuzz_session import run_session, run_two_sessions, session_cells
 from attn_core.testing.harness import Bench
@@ -111,7 +111,7 @@ def templates(
 
 
 _PAGED = {
-    "mha": (*case_catalog.PAGED, *DUAL_CHUNK),
+    "mha": (*case_catalog.PAGED, *DUAL_CHUNK, *SPARSE_PROMPTS),
     "mla": case_catalog.LATENT,
     "dsa": sparse_catalog.SPARSE,
 }

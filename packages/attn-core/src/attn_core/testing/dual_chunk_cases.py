@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from attn_core.runtime.batch import ForwardMode
@@ -51,6 +52,34 @@ DUAL_CHUNK: tuple[Case, ...] = (
     _case("verify-chain", (4, 4, 4), (4, 66, 131), **_CHAIN),
     _case("draft-extend", (1, 3), (66, 129), mode=ForwardMode.DRAFT_EXTEND),
     _case("fp8", (18, 1), (133, 70), kv_dtype="fp8_e4m3", k_scale=0.37, v_scale=1.7),
+)
+
+# Long enough for keys beyond the nearest slashes, which are always listed. L = 320.
+_SPARSE = DualChunk(336, 16, sparse_threshold=300, sparse_last_queries=20)
+_ONE_CHUNK = replace(_SPARSE, chunk_size=1040)
+_FEW = ((34, 103), (31, 101), (40, 105), (45, 110))  # verticals and slashes of a head
+
+
+def _sparse(
+    feature: str, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], **fields: Any
+) -> Case:
+    fields = {"heads": (1, 1), "dims": (32, 32), "dual_chunk": _SPARSE, **fields}
+    fields["vertical_slash"] = _FEW[: fields["heads"][0]]
+    fixed = frozenset({"heads"})
+    return _case(f"sparse-{feature}", query_lens, seq_lens, fixed=fixed, **fields)
+
+
+SPARSE_PROMPTS: tuple[Case, ...] = (
+    _sparse("chunks", (700,), (700,)),
+    _sparse("threshold", (300, 301), (300, 301), dual_chunk=_ONE_CHUNK),
+    _sparse("heads", (310,), (310,), heads=(2, 2)),
+    _sparse("dense-beside", (5, 310, 0, 81), (70, 310, 340, 81)),
+    _sparse("mixed", (1, 310, 1), (350, 310, 60), mode=ForwardMode.MIXED),
+    _sparse("padded", (310,), (310,), padding=2),
+    _sparse("strided", (310,), (310,), heads=(2, 1), strides="fused"),
+    _sparse("device-lengths", (6, 310), (70, 310), device_lengths=True),
+    _sparse("decode", (1, 1), (350, 66), mode=ForwardMode.DECODE),
+    _sparse("fp8", (310,), (310,), kv_dtype="fp8_e4m3", k_scale=0.5, v_scale=2.0),
 )
 
 # What is captured in CUDA graphs, and what is put beside each other.

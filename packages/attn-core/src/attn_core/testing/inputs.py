@@ -93,6 +93,7 @@ def make_layer(
         is_causal=causal,
         is_cross=cross,
         dual_chunk=case.dual_chunk if isinstance(case, Case) else None,
+        vertical_slash=case.vertical_slash if isinstance(case, Case) else None,
         index_topk=case.index_topk or None if isinstance(case, Case) else None,
     )
 

@@ -15,10 +15,12 @@ from attn_core.backends.torch_native.plan import Limits, Piece, Planner
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.ops.dual_chunk import cut_at_chunks
 from attn_core.ops.merge import merge_states
-from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
+from attn_core.ops.vertical_slash import TORCH
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_call, refuse_unplanned, refuse_window
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.sparse_prompts import SparsePrompts, attend_sparse, plan_sparse
 
 Pieces = tuple[Piece, ...]
 Plans = Mapping[LayerGroup, tuple[Pieces, ...]]  # of one rotation of the queries or of three
@@ -67,8 +69,11 @@ class TorchNative(AttentionBackend):
         gather = 1 if alone else tile
         return Limits(tile=tile, gather=gather, few=64, splits=cores, block=block)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan every layer class of the model; without host lengths it asks the device."""
+        return plan_sparse(self.config.layers, batch, self._plan)
+
+    def _plan(self, batch: ForwardBatch) -> Plans:
         device = batch.positions.device
         query_lens = batch.query_lens_host
         if query_lens is None:
@@ -135,7 +140,7 @@ class TorchNative(AttentionBackend):
         layer: AttentionLayer,
         cache: LayerCache,
         batch: ForwardBatch,
-        metadata: Plans,
+        metadata: Metadata,
         *,
         out: Tensor | None = None,
         return_lse: bool = False,
@@ -143,6 +148,10 @@ class TorchNative(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        if isinstance(metadata, SparsePrompts):
+            return attend_sparse(
+                self, metadata, q, layer, cache, batch, TORCH, out=out, return_lse=return_lse
+            )
         group = layer.group
         plan = metadata.get(group)
         if plan is None:

@@ -13,7 +13,8 @@ from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BatchError, UsageError
-from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
+from attn_core.ops.triton.vertical_slash import KERNELS
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import (
     refuse_call,
@@ -23,6 +24,7 @@ from attn_core.runtime.contract_checks import (
 )
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.sparse_prompts import SparsePrompts, attend_sparse, plan_sparse
 
 Schedules = Mapping[LayerGroup, Schedule]
 
@@ -44,9 +46,12 @@ class Triton(AttentionBackend):
         self._scheduler = Scheduler(config)
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Schedules:
-        """Plan every group of layers of the model, without asking the device for a length."""
-        return self._plan(batch, {})
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Plan every group of layers of the model, without asking the device for a length.
+
+        A pass that may have sparse prompts and has no lengths on the host asks for them.
+        """
+        return plan_sparse(self.config.layers, batch, lambda dense: self._plan(dense, {}))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers that the plans of captured passes fill."""
@@ -87,7 +92,7 @@ class Triton(AttentionBackend):
         layer: AttentionLayer,
         cache: LayerCache,
         batch: ForwardBatch,
-        metadata: Schedules,
+        metadata: Metadata,
         *,
         out: Tensor | None = None,
         return_lse: bool = False,
@@ -100,6 +105,10 @@ class Triton(AttentionBackend):
             _refuse_spread(out)
         if not batch.num_tokens:
             return empty_attention(q, layer, out, return_lse)
+        if isinstance(metadata, SparsePrompts):
+            return attend_sparse(
+                self, metadata, q, layer, cache, batch, KERNELS, out=out, return_lse=return_lse
+            )
         schedule = metadata.get(layer.group)
         if schedule is None:
             refuse_unplanned(layer, metadata)

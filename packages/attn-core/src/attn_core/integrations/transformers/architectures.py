@@ -14,6 +14,7 @@ from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.dual_chunk import ChunkRotary, read_rotary
 from attn_core.integrations.transformers.indexers import read_indexers
 from attn_core.integrations.transformers.linear_modules import is_linear, linear_layer
+from attn_core.model_config import read_vertical_slash
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 
@@ -94,12 +95,17 @@ def read_attention(model: Any) -> ModelAttention:
         )
     tower, rotary = _vision_modules(model), read_rotary(model)
     chunks = None if rotary is None else rotary.dual_chunk
+    sparse = chunks is not None and chunks.sparse_threshold is not None
     kind: Literal["mha", "mla", "dsa"] = "mha"
     if any(_is_latent(m) for m in by_layer.values()):
         kind = "mla" if getattr(text, "index_topk", None) is None else "dsa"
     return ModelAttention(
         layers=tuple(
-            replace(_layer(i, by_layer[i], text, window), dual_chunk=chunks)
+            replace(
+                _layer(i, by_layer[i], text, window),
+                dual_chunk=chunks,
+                vertical_slash=read_vertical_slash(model.config.to_dict(), i) if sparse else None,
+            )
             for i, window in windows.items()
         ),
         modules=tuple(by_layer[i] for i in windows),

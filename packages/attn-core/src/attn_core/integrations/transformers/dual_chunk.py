@@ -33,7 +33,7 @@ class ChunkRotary:
         assert lens is not None  # Sequences gives both
         assert seq_lens is not None
         _, queries = rotary_positions(chunks, batch.positions)
-        turns = queries.T - queries[0][:, None]  # [T, 3]: from where the model rotated them to
+        turns = queries.T - queries[0][:, None]  # [T, 3 or 5]: from where the model rotated them to
         angles = turns[..., None].float() * self.inv_freq.to(turns.device)
         scales = torch.tensor([chunks.query_scale(n) for n in seq_lens])
         per_token = scales.repeat_interleave(torch.tensor(lens)).to(turns.device)
@@ -49,7 +49,7 @@ class PassRotation:
     """The rotations of the T tokens of a pass.
 
     positions: int64 [T], the place of each token in its chunk, to which the model rotates. cos,
-    sin: float32 [T, 3, 1, D], of what is left to rotate, times the scale of the queries.
+    sin: float32 [T, 3 or 5, 1, D], of what is left to rotate, times the scale of the queries.
     """
 
     positions: Tensor
@@ -57,7 +57,7 @@ class PassRotation:
     sin: Tensor
 
     def queries(self, q: Tensor) -> Tensor:
-        """Return the three queries [T, 3, Hq, D] of tokens whose model has rotated q [T, Hq, D]."""
+        """Return the queries [T, 3 or 5, Hq, D] of tokens whose model has rotated q [T, Hq, D]."""
         x = q[:, None].float()
         a, b = x.chunk(2, -1)
         return (x * self.cos + torch.cat([-b, a], -1) * self.sin).to(q.dtype)
