@@ -13,19 +13,25 @@ from attn_core.runtime.layer import AttentionLayer
 PAGE = 16
 
 
+@pytest.fixture(autouse=True)
+def short_rows(monkeypatch):
+    """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
+    monkeypatch.setattr(launch, "ROW", 64)
+    monkeypatch.setattr(launch, "WRITTEN", 32)
+
+
 def selection(scores, topk, visible=None):
     """Select from scores [n, L] of one request per row, each in pages of its own, backwards."""
-    from attn_core.backends.triton.sparse.topk import select_topk
-
     n, length = scores.shape
     pages = -(-length // PAGE)
     table = torch.arange(n * pages).flip(0).view(n, pages).int()
     lengths = torch.tensor(visible or [length] * n, dtype=torch.int32)
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
-    select_topk[(n,)](
-        scores.contiguous(), length, table, pages, lengths, torch.arange(n + 1).int(),
-        torch.arange(n).int(), 0, chosen, topk, PAGE, 64, 32,
-    )  # fmt: skip
+    view = CacheView(
+        page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length
+    )
+    ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
+    launch.select(scores.contiguous(), 0, n, view, ends, requests, chosen, page_size=PAGE)
     return chosen, table.long()
 
 

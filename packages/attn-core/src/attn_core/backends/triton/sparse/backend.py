@@ -89,6 +89,7 @@ class TritonSparse(AttentionBackend):
             metadata.requests,
             layer.index_topk,
             queries=batch.max_q_len,
+            arch=self.config.arch,
         )
 
     def select(
