@@ -69,6 +69,7 @@ class AttendConstants(NamedTuple):
     BDV: int
     BDR: int
     FP8: bool
+    NATIVE: bool
     PAGE_STRIDE: int
     TOKEN_STRIDE: int
     ROPE_PAGE: int
@@ -234,12 +235,13 @@ def attend(
     tokens, heads, dim = q.shape
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
     fp8 = cache.latent_dim > 0
+    native = fp8 and arch in _FP8
     block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
     blocks = triton.cdiv(heads, block_m)
     values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
     constants = AttendConstants(
         *(heads, v_dim, dim - v_dim, cache.page_size, topk, block_m, block_n),
-        *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8),
+        *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8, native),
         *(x.stride(axis) for x in (values, rope, scales) for axis in (0, 1)),
     )
     most = max(1, topk // FEWEST_KEYS)
@@ -251,7 +253,7 @@ def attend(
         partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
         states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
     attend_selected[(tokens, blocks, parts)](
-        q, *q.stride()[:2], values.view(torch.uint8) if fp8 else values, rope, scales,
+        q, *q.stride()[:2], values.view(torch.uint8) if fp8 and not native else values, rope, scales,
         topk_indices, topk_indices.stride(0), keys, layer.scale,
         partial, *partial.stride()[:3], states, *states.stride()[:2], constants,
         num_warps=warps, num_stages=1 if q.dtype == torch.float32 else 2,
@@ -262,9 +264,7 @@ def attend(
 
 def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:
     """Return heads and keys of a tile, and its warps."""
-    if fp8 or dtype == torch.float32:  # FP8's values too are float32 before they are multiplied
-        return 16, 16, 4
-    # 32 heads halve what is gathered; on sm80 and gfx942 their sums do not fit the registers
-    if arch == "sm90" and heads > 16:
+    if arch == "sm90" and heads > 16 and dtype != torch.float32:  # fills its shared memory
         return 64, 64, 8
-    return (16, 32, 4)
+    wide = fp8 or dtype == torch.float32  # FP8's values too are float32 before they are multiplied
+    return 16, 16 if wide else 32, 4
