@@ -54,7 +54,7 @@ def missed(inputs: SparseInputs, token: int, chosen: Tensor, scores: Tensor) -> 
     at = torch.full((int(inputs.slot_table.max()) + 1,), -1, device=slots.device)
     at[slots.long()] = torch.arange(len(slots), device=slots.device)
     keys = at[chosen[chosen >= 0].long()]
-    if len(keys.unique()) != min(TOPK, len(scores)) or len(keys) != len(keys.unique()):
+    if len(set(keys.tolist())) != min(TOPK, len(scores)) or len(keys) != len(set(keys.tolist())):
         return 1.0
     if (keys < 0).any():
         return 1.0
@@ -176,9 +176,7 @@ def combine(parts: dict[str, Record]) -> None:
     """Give chains and selections the sum of the fastest peers of their parts."""
 
     def total(*labels: str) -> float | None:
-        times = [
-            parts.get(x, {}).get("triton_us" if x == "write" else "peer_us") for x in labels
-        ]
+        times = [parts.get(x, {}).get("triton_us" if x == "write" else "peer_us") for x in labels]
         return None if None in times else rounded(sum(t for t in times if t is not None))
 
     sums = {"index_topk": total("score", "select")}

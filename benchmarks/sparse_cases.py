@@ -89,7 +89,8 @@ CASES: tuple[SparseCase, ...] = tuple(
 class SparseInputs:
     """Drawn tensors of a case. What some contestants need besides is derived once, untimed.
 
-    caches: by store; both hold the same index keys. q: bf16 [T, 128, 576]. q_index: e4m3 [T, 64, 128]; weights: float32 [T, 64] with its scales.
+    caches: by store; both hold the same index keys. q: bf16 [T, 128, 576]. q_index: e4m3
+    [T, 64, 128]; weights: float32 [T, 64] with its scales.
     k_index: bf16 [T, 128], those of the new tokens.
     """
 

@@ -85,7 +85,8 @@ def _score(x: SparseInputs, launch: Any) -> Call:
     """Score all queries into one tensor, as the peers do; index_topk takes some at a time."""
     backend, plan = backend_of("triton", x, "bf16")
     scores = torch.empty(x.case.tokens, x.case.length, dtype=torch.float32, device=x.q.device)
-    of = launch.Scoring.of(x.q_index, x.weights, x.caches["bf16"], x.batch.max_q_len, backend.config.arch)
+    asked = (x.q_index, x.weights, x.caches["bf16"], x.batch.max_q_len)
+    of = launch.Scoring.of(*asked, backend.config.arch)
     passes = (x.view, x.batch.cu_seqlens_q, plan.requests)
 
     def call() -> Tensor:
@@ -189,7 +190,11 @@ def _flashmla_sparse(x: SparseInputs, library: Any) -> Call:
 
 def _flashmla_kv(x: SparseInputs, library: Any) -> Call:
     schedule, _ = library.get_mla_metadata()  # the first call fills it
-    pages = x.caches["fp8_e4m3"].k.view(torch.float8_e4m3fn).view(-1, PAGE, 1, x.caches["fp8_e4m3"].k.shape[-1])
+    pages = (
+        x.caches["fp8_e4m3"]
+        .k.view(torch.float8_e4m3fn)
+        .view(-1, PAGE, 1, x.caches["fp8_e4m3"].k.shape[-1])
+    )
     q, chosen = x.q[:, None], x.chosen[:, None]
     return lambda: library.flash_mla_with_kvcache(
         q, pages, None, None, LATENT, schedule,
@@ -236,7 +241,6 @@ def _ours() -> list[SparseContestant]:
     return found
 
 
-_FLASHINFER = {"part": "select", "module": "flashinfer"}
 CONTESTANTS: tuple[SparseContestant, ...] = (
     *_ours(),
     SparseContestant(
@@ -247,9 +251,12 @@ CONTESTANTS: tuple[SparseContestant, ...] = (
         takes=_single,
     ),
     SparseContestant(name="sgl_kernel", part="select", module="sgl_kernel", prepare=_sgl_topk),
-    SparseContestant(name="flashinfer", prepare=_flashinfer_topk(), **_FLASHINFER),
     SparseContestant(
-        name="flashinfer, ties", prepare=_flashinfer_topk(tie_break=1), **_FLASHINFER
+        name="flashinfer", part="select", module="flashinfer", prepare=_flashinfer_topk()
+    ),
+    SparseContestant(
+        name="flashinfer, ties", part="select", module="flashinfer",
+        prepare=_flashinfer_topk(tie_break=1),
     ),
     SparseContestant(
         name="flashmla_sparse", part="attend", module="sgl_kernel.flash_mla",

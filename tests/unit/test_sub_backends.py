@@ -58,19 +58,17 @@ def test_trtllm_is_blackwells_by_name_alone():
     libraries = {**LIBRARIES, "flashinfer-python": "0.6.14"}
     names = Overrides(nsa_prefill_backend="trtllm", nsa_decode_backend="trtllm")
     for page in (32, 64):
-        found = select(
-            needs(page_size=page), device, REGISTRY, libraries, names, simulated=True
-        )
+        found = select(needs(page_size=page), device, REGISTRY, libraries, names, simulated=True)
         assert {c.backend for c in found.roles.values()} == {"nsa"}
         assert set(kernels(found).values()) == {"trtllm"}
     without = select(needs(), device, REGISTRY, libraries, Overrides(), simulated=True)
     assert without.backend("decode") == "triton"
-    with pytest.raises(NoBackendError, match=r"on cuda:sm90; nearest are nsa: --nsa-decode-backend trtllm"):
+    with pytest.raises(
+        NoBackendError, match=r"on cuda:sm90; nearest are nsa: --nsa-decode-backend trtllm"
+    ):
         chosen(nsa_decode_backend="trtllm")
     with pytest.raises(NoBackendError, match="fp8_e4m3"):
-        select(
-            needs("fp8_e4m3"), device, REGISTRY, libraries, names, simulated=True
-        )
+        select(needs("fp8_e4m3"), device, REGISTRY, libraries, names, simulated=True)
 
 
 def test_drafts_are_verified_by_the_kernel_of_their_role():

@@ -27,9 +27,7 @@ def selection(scores, topk, visible=None):
     table = torch.arange(n * pages).flip(0).view(n, pages).int()
     lengths = torch.tensor(visible or [length] * n, dtype=torch.int32)
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
-    view = CacheView(
-        page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length
-    )
+    view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
     ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
     launch.select(scores.contiguous(), 0, n, view, ends, requests, chosen, page_size=PAGE)
     return chosen, table.long()

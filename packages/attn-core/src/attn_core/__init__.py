@@ -57,7 +57,7 @@ _HOME = {
     "runtime.vision": "VisionBackend",
     "runtime.workspace": "workspace",
     "runtime.dispatcher": "HybridDispatcher",
-    "runtime.sparse": "every_slot",
+    "runtime.sparse": "every_slot gather_pages",
     "runtime.graphs": "GraphRunner",
     "runtime.torch_ops": "CompiledAttention",
 }

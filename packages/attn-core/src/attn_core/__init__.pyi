@@ -88,6 +88,7 @@ from attn_core.runtime.linear import LinearLayer as LinearLayer
 from attn_core.runtime.linear import gated as gated
 from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
 from attn_core.runtime.sparse import every_slot as every_slot
+from attn_core.runtime.sparse import gather_pages as gather_pages
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
 from attn_core.runtime.vision import VisionBackend as VisionBackend
 from attn_core.runtime.workspace import workspace as workspace

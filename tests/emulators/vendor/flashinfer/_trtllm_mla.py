@@ -192,7 +192,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         require(min(lens) > 0 and max(lens) <= sparse_mla_top_k, f"{lens} of {sparse_mla_top_k}")
         slots = dense(block_tables)[:, 0]
         kinds = [row[:n].long() for row, n in zip(slots, lens, strict=True)]
-        require(all((0 <= s).all() and (s < kv_cache[..., 0].numel()).all() for s in kinds), "slot")
+        require(all((s >= 0).all() and (s < kv_cache[..., 0].numel()).all() for s in kinds), "slot")
         keys = [pages.flatten(0, 1)[s] for s in kinds]
     else:
         keys = attn_reference.gather(pages, dense(block_tables), lens)

@@ -123,9 +123,7 @@ def load_block(latents, high, k_rows, rows, step, block):
 def gather_columns(rows, tile, stage, FIRST: gl.constexpr, L: gl.constexpr):
     """Copy the columns FIRST … of 64 rows that pointers [64] lead to."""
     columns = FIRST + gl.arange(0, tile.shape[2], gl.SliceLayout(0, L))
-    async_copy.async_copy_global_to_shared(
-        tile.index(stage), rows[:, None] + columns[None, :]
-    )
+    async_copy.async_copy_global_to_shared(tile.index(stage), rows[:, None] + columns[None, :])
 
 
 @gluon.jit

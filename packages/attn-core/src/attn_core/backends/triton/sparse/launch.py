@@ -20,10 +20,13 @@ from attn_core.runtime.layer import AttentionLayer
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
 FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
 TOKENS = 64  # of a prompt that pass by the keys which a program scores
-SPAN = 1024  # keys that pass by one query
+SPAN = 1024  # keys that pass by one query at most
+PROGRAMS = 1024  # that score, at the least
 ROW = 16384  # scores of a row that a program selects from; they stay in its registers
 ROW_WARPS = 16
 WRITTEN = 2048  # scores that it writes in turn
+# registers of a program, so that a multiprocessor has two; ROCm has no such option
+_TWO_AT_ONCE = {} if torch.version.hip or not torch.cuda.is_available() else {"maxnreg": 64}
 _FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
 
 
@@ -113,7 +116,7 @@ class Scoring(NamedTuple):
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
-            options |= {"num_stages": 3 if prompts else 4, "maxnreg": 128}
+            options |= {"num_stages": 4, "maxnreg": 128}
         return cls(q_index, weights, keys, scales, strides, constants, options)
 
 
@@ -167,7 +170,9 @@ def score(
     Of queries that see at most topk keys there are none.
     """
     x, constants = scoring, scoring.constants
-    span = SPAN if constants.BT == 1 else constants.BN
+    span = constants.BN
+    if constants.BT == 1:  # as few as give every multiprocessor some programs
+        span = max(span, min(SPAN, view.max_seq_len * count // PROGRAMS // span * span))
     table = view.page_table
     grid = (triton.cdiv(count, constants.BT), triton.cdiv(view.max_seq_len, span))
     index_scores[grid](
@@ -209,7 +214,7 @@ def select(
         select_topk[(count, pieces)](
             scores, into if positions is None else positions, scores.stride(0), columns, *passes,
             kept, into, kept.stride(0), int(positions is not None), int(last), topk, page_size,
-            block, min(WRITTEN, block), num_warps=ROW_WARPS,
+            block, min(WRITTEN, block), num_warps=ROW_WARPS, **_TWO_AT_ONCE,
         )  # fmt: skip
         if last:
             return
@@ -244,6 +249,7 @@ def attend(
         *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8, native),
         *(x.stride(axis) for x in (values, rope, scales) for axis in (0, 1)),
     )
+    stored = values.view(torch.uint8) if fp8 and not native else values
     most = max(1, topk // FEWEST_KEYS)
     wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
     keys = triton.cdiv(triton.cdiv(topk, wanted), block_n) * block_n
@@ -253,7 +259,7 @@ def attend(
         partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
         states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
     attend_selected[(tokens, blocks, parts)](
-        q, *q.stride()[:2], values.view(torch.uint8) if fp8 and not native else values, rope, scales,
+        q, *q.stride()[:2], stored, rope, scales,
         topk_indices, topk_indices.stride(0), keys, layer.scale,
         partial, *partial.stride()[:3], states, *states.stride()[:2], constants,
         num_warps=warps, num_stages=1 if q.dtype == torch.float32 else 2,

@@ -8,30 +8,74 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+GUESSES = tl.constexpr(12)  # of a border by what scores are like, before it is halved
+
 
 @triton.jit
 def rank_bits(score):
     """Return float32 scores as uint32 in the same order; -0 is 0."""
     bits = (score + 0.0).to(tl.uint32, bitcast=True)
-    return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+    bits ^= tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+    return tl.where(bits == 0xFFFFFFFF, 0xFFFFFFFE, bits).to(tl.uint32)  # the last is nobody's
 
 
 @triton.jit
-def find_border(bits, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def to_score(rank):
+    """Return the float32 score of a rank."""
+    bits = rank ^ tl.where(rank >> 31 != 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def normal_guess(scores, valid, TOPK: tl.constexpr):
+    """Return the score that TOPK of n normal numbers reach, and their deviation there by a rank.
+
+    Source: formula 26.2.22 of Abramowitz and Stegun, and the normal density.
+    """
+    n = tl.sum(valid.to(tl.float32))
+    x = tl.where(valid, scores, 0.0)
+    mean = tl.sum(x) / n
+    deviation = tl.sqrt(tl.maximum(tl.sum(x * x) / n - mean * mean, 0.0))
+    part = TOPK / n
+    t = tl.sqrt(-2.0 * tl.log(tl.minimum(part, 1.0 - part)))
+    z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
+    density = 0.3989 * tl.exp(-0.5 * z * z)
+    z = tl.where(part > 0.5, -z, z)
+    return mean + z * deviation, deviation / (n * density)
+
+
+@triton.jit
+def find_border(ranks, guess, step, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """Return a rank that the TOPK greatest of BLOCK ranks reach, and how many equal ones they have.
 
-    It decides bit after bit, until just so many reach it; 0 if there are fewer than TOPK above 0.
+    guess: a score near it, and `step` how far scores are apart there; any will do. It tries scores
+    between those that too many and too few reach, at last by halves, until just so many reach one.
+    A border of 0 says that there are fewer than TOPK above 0.
     """
-    border = tl.full((), 0, tl.uint32)
-    reach = tl.full((), BLOCK + 1, tl.int32)
-    bit = tl.full((), 31, tl.int32)
-    while (bit >= 0) & (reach != TOPK):
-        trial = border | (tl.full((), 1, tl.uint32) << bit.to(tl.uint32))
-        count = tl.sum((bits >= trial).to(tl.int32))
-        border = tl.where(count >= TOPK, trial, border)
-        reach = tl.where(count >= TOPK, count, reach)
-        bit -= 1
-    return border, TOPK - tl.sum((bits > border).to(tl.int32))
+    low = tl.full((), 0, tl.uint32)  # so many reach it; high too few
+    high = tl.full((), 0xFFFFFFFF, tl.uint32)
+    reach_low = tl.full((), BLOCK + 1, tl.int32)
+    reach_high = tl.full((), 0, tl.int32)
+    trial = rank_bits(guess)
+    tries = tl.full((), 0, tl.int32)
+    while (reach_low != TOPK) & (high - low > 1):
+        between = (trial > low) & (trial < high) & (tries < GUESSES)
+        trial = tl.where(between, trial, low + (high - low) // 2)
+        count = tl.sum((ranks >= trial).to(tl.int32))
+        enough = count >= TOPK
+        low = tl.where(enough, trial, low)
+        high = tl.where(enough, high, trial)
+        reach_low = tl.where(enough, count, reach_low)
+        reach_high = tl.where(enough, reach_high, count)
+        # first a step beyond, as the normal numbers lie; then where the line between the two says
+        beyond = to_score(trial) + step * 1.25 * (count - TOPK).to(tl.float32)
+        share = (reach_low - TOPK).to(tl.float32) + 0.5
+        share = share / (reach_low - reach_high).to(tl.float32)
+        line = to_score(low) + (to_score(high) - to_score(low)) * share
+        both = (low > 0) & (high < 0xFFFFFFFF)
+        trial = rank_bits(tl.where(both, line, beyond))
+        tries += 1
+    return low, TOPK - tl.sum((ranks > low).to(tl.int32))
 
 
 @triton.jit
@@ -79,8 +123,11 @@ def select_topk(
         scores += row.to(tl.int64) * row_stride
         positions += row.to(tl.int64) * row_stride
         all_columns = piece * BLOCK + tl.arange(0, BLOCK)
-        _, _, ranks, _ = load_ranks(scores, positions, all_columns, columns, visible, narrowed)
-        border, remaining = find_border(ranks, TOPK, BLOCK)
+        _, values, ranks, some = load_ranks(
+            scores, positions, all_columns, columns, visible, narrowed
+        )
+        guess, step = normal_guess(values, some, TOPK)
+        border, remaining = find_border(ranks, guess, step, TOPK, BLOCK)
         equals = tl.full((), 0, tl.int32)
         filled = tl.where(narrowed != 0, columns, visible)
         for start in range(piece * BLOCK, tl.minimum(piece * BLOCK + BLOCK, filled), WRITTEN):
