@@ -76,12 +76,9 @@ class SparseCase:
         return max(traffic / copy_gbs / 1e3, work / matmul_tflops / 1e6)
 
 
-_SHAPES = (
-    ("prefill", 1, 4096, 32768), ("decode", 1, 1, 65536), ("decode", 16, 1, 65536),
-    ("decode", 64, 1, 65536),
-)  # fmt: skip
-CASES: tuple[SparseCase, ...] = tuple(
-    SparseCase(phase=phase, batch=b, new=n, length=length) for phase, b, n, length in _SHAPES
+CASES: tuple[SparseCase, ...] = (
+    SparseCase(phase="prefill", batch=1, new=4096, length=32768),
+    *(SparseCase(phase="decode", batch=b, new=1, length=65536) for b in (1, 16, 64)),
 )
 
 

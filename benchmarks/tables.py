@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.results import Entry, Measured, Report, load_all, names
+from benchmarks.sparse_table import sparse_sections
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "reference" / "performance.md"
@@ -37,7 +38,7 @@ _NOTHING = "\nNo GPU result is recorded yet.\n"
 def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
-    return {PAGE: page(reports) + linear_sections(), SUMMARY: summary(reports)}
+    return {PAGE: page(reports) + linear_sections() + sparse_sections(), SUMMARY: summary(reports)}
 
 
 def page(reports: dict[str, Report]) -> str:

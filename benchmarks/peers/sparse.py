@@ -31,6 +31,7 @@ from benchmarks.sparse_cases import (
 )
 
 Call = Callable[[], Any]
+Prepare = Callable[[SparseInputs, Any], Call]
 OWN = ("triton", "nsa", "nsa:flashmla_kv", "nsa:flashmla_sparse")
 MODULES = {"triton": "attn_core", "nsa": "attn_nvidia.nsa"}
 DISTRIBUTIONS = {
@@ -226,18 +227,29 @@ def _single(case: SparseCase) -> bool:
 
 def _ours() -> list[SparseContestant]:
     launch = "attn_core.backends.triton.sparse.launch"
+    before: tuple[tuple[Part, Prepare], ...] = (
+        ("write", _write), ("score", _score), ("select", _select),
+    )  # fmt: skip
     found = [
         SparseContestant(name="triton", part=part, module=launch, prepare=prepare)
-        for part, prepare in (("write", _write), ("score", _score), ("select", _select))
+        for part, prepare in before
     ]
-    names = {"bf16": ("triton", "nsa"), "fp8_e4m3": ("triton", *OWN[2:])}
-    for store in STORES:
-        for name in names[store]:
-            own = {"name": name, "store": store, "module": MODULES[name.partition(":")[0]]}
-            prepares = [("attend", _attend(name, store)), ("chain", _chain(name, store))]
-            if store == "bf16":  # selects alike from either
-                prepares.append(("index_topk", _index_topk(name, store)))
-            found += [SparseContestant(part=part, prepare=p, **own) for part, p in prepares]
+    names: dict[Store, tuple[str, ...]] = {
+        "bf16": ("triton", "nsa"),
+        "fp8_e4m3": ("triton", *OWN[2:]),
+    }
+    for store, name in ((x, name) for x in STORES for name in names[x]):
+        parts: list[tuple[Part, Prepare]] = [
+            ("attend", _attend(name, store)),
+            ("chain", _chain(name, store)),
+        ]
+        if store == "bf16":  # selects alike from either
+            parts.append(("index_topk", _index_topk(name, store)))
+        module = MODULES[name.partition(":")[0]]
+        found += [
+            SparseContestant(name=name, part=part, store=store, module=module, prepare=prepare)
+            for part, prepare in parts
+        ]
     return found
 
 

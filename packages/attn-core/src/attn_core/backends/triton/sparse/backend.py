@@ -42,7 +42,7 @@ class TritonSparse(AttentionBackend):
         self._dense = Triton(config)
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._hopper: Any = None
-        if config.arch == "sm90" and config.device.type == "cuda" and has_gluon():
+        if config.arch == "sm90" and config.device.type != "cpu" and has_gluon():
             self._hopper = importlib.import_module("attn_core.backends.triton.sparse.hopper")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> SparsePlan:
