@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from benchmarks.linear_cases import CASES, LinearCase
+from benchmarks.linear_cases import CASES
 
 Record = dict[str, Any]
+
+
+class Named(Protocol):
+    """A case of a benchmark."""
+
+    @property
+    def name(self) -> str: ...
+
+
 _NAMES = [case.name for case in CASES]
 
 
@@ -18,7 +27,7 @@ def in_order(cases: Sequence[Record]) -> list[Record]:
     return sorted(cases, key=lambda x: _NAMES.index(x["name"]) if x["name"] in _NAMES else 0)
 
 
-def kept(out: pathlib.Path, report: Record, cases: Sequence[LinearCase]) -> list[Record]:
+def kept(out: pathlib.Path, report: Record, cases: Sequence[Named]) -> list[Record]:
     """Return the cases of an earlier file that are not run now, each with the commit that ran it.
 
     Raises SystemExit where its device, its versions but for the commit, or its rounds are others.

@@ -327,13 +327,13 @@ def _fp8_padded_with_slot_0(monkeypatch):
 
 
 def _slots_of_the_pool_in_what_was_gathered(monkeypatch):
-    real = nsa.NSA._gathered
+    real = nsa.gather_pages
 
-    def gathered(self, layer, cache, batch, topk_indices):
-        latents, _ = real(self, layer, cache, batch, topk_indices)
+    def gathered(layer, cache, batch, topk_indices, dtype):
+        latents, _ = real(layer, cache, batch, topk_indices, dtype)
         return latents, topk_indices
 
-    monkeypatch.setattr(nsa.NSA, "_gathered", gathered)
+    monkeypatch.setattr(nsa, "gather_pages", gathered)
 
 
 def _selection_ignored(monkeypatch):

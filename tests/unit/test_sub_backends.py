@@ -53,6 +53,24 @@ def test_a_name_is_for_its_phase():
     assert kernels(chosen(nsa_decode_backend="fa3")) == {"prefill": "", "decode": "fa3"}
 
 
+def test_trtllm_is_blackwells_by_name_alone():
+    device = parse_device("cuda:sm100")
+    libraries = {**LIBRARIES, "flashinfer-python": "0.6.14"}
+    names = Overrides(nsa_prefill_backend="trtllm", nsa_decode_backend="trtllm")
+    for page in (32, 64):
+        found = select(needs(page_size=page), device, REGISTRY, libraries, names, simulated=True)
+        assert {c.backend for c in found.roles.values()} == {"nsa"}
+        assert set(kernels(found).values()) == {"trtllm"}
+    without = select(needs(), device, REGISTRY, libraries, Overrides(), simulated=True)
+    assert without.backend("decode") == "triton"
+    with pytest.raises(
+        NoBackendError, match=r"on cuda:sm90; nearest are nsa: --nsa-decode-backend trtllm"
+    ):
+        chosen(nsa_decode_backend="trtllm")
+    with pytest.raises(NoBackendError, match="fp8_e4m3"):
+        select(needs("fp8_e4m3"), device, REGISTRY, libraries, names, simulated=True)
+
+
 def test_drafts_are_verified_by_the_kernel_of_their_role():
     found = kernels(chosen("fp8_e4m3", topk=1, nsa_prefill_backend="flashmla_sparse"))
     assert found["verify"] == found["prefill"] == "flashmla_sparse"
@@ -62,7 +80,7 @@ def test_drafts_are_verified_by_the_kernel_of_their_role():
 def test_a_backend_without_the_kernel_does_not_take_its_place():
     with pytest.raises(NoBackendError, match=r"fa3 .runs no kernel of this name."):
         chosen(attention_backend="triton", nsa_decode_backend="fa3")
-    with pytest.raises(NoBackendError, match=r"nsa: device cuda:sm100 .supports"):
+    with pytest.raises(NoBackendError, match=r"fa3 .runs trtllm."):
         chosen(device=parse_device("cuda:sm100"), nsa_decode_backend="fa3")
     beside = chosen(prefill_attention_backend="triton", nsa_decode_backend="fa3")
     assert (beside.backend("prefill"), beside.backend("decode")) == ("triton", "nsa")
@@ -73,7 +91,6 @@ def test_a_backend_without_the_kernel_does_not_take_its_place():
     [
         ("tilelang", "tilelang is not served: .* take flashmla_sparse"),
         ("aiter", "aiter is not served: .* on ROCm triton"),
-        ("trtllm", "trtllm is not served: it is Blackwell's"),
         ("flashmla_q8", "flashmla_q8 is not served: .* take flashmla_kv"),
         ("flashmla", "flashmla: known: aiter, fa3, .*flashmla_kv"),
     ],

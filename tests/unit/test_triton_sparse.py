@@ -13,19 +13,23 @@ from attn_core.runtime.layer import AttentionLayer
 PAGE = 16
 
 
+@pytest.fixture(autouse=True)
+def short_rows(monkeypatch):
+    """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
+    monkeypatch.setattr(launch, "ROW", 64)
+    monkeypatch.setattr(launch, "WRITTEN", 32)
+
+
 def selection(scores, topk, visible=None):
     """Select from scores [n, L] of one request per row, each in pages of its own, backwards."""
-    from attn_core.backends.triton.sparse.topk import select_topk
-
     n, length = scores.shape
     pages = -(-length // PAGE)
     table = torch.arange(n * pages).flip(0).view(n, pages).int()
     lengths = torch.tensor(visible or [length] * n, dtype=torch.int32)
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
-    select_topk[(n,)](
-        scores.contiguous(), length, table, pages, lengths, torch.arange(n + 1).int(),
-        torch.arange(n).int(), 0, chosen, topk, PAGE, 64, 32,
-    )  # fmt: skip
+    view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
+    ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
+    launch.select(scores.contiguous(), 0, n, view, ends, requests, chosen, page_size=PAGE)
     return chosen, table.long()
 
 
@@ -156,3 +160,38 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
 
     assert len(compiled([128, 1128, 2128])) == 2
     assert compiled([128, 1128, 2128]) == compiled([1, 17, 300, 2048, 2049, 4097, 70_000])
+
+
+@pytest.mark.parametrize("queries", [[1, 1], [70, 9]])
+@pytest.mark.parametrize("span", [128, 256])
+def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
+    """Tokens of some requests pass by keys, or spans of keys by one; no more is written."""
+    monkeypatch.setattr(launch, "SPAN", span)
+    rng, topk, heads, dim = torch.Generator().manual_seed(3), 16, 3, 32
+    seen, tokens = [300, 40], sum(queries)
+    keys = torch.randn(24, PAGE, dim, generator=rng).to(torch.float8_e4m3fn)
+    scales = torch.rand(24, PAGE, generator=rng) + 0.5
+    planes = (keys.view(torch.uint8).flatten(1), scales.view(torch.uint8))
+    cache = LayerCache(k=torch.zeros(24, PAGE, 1, 48), v=None, index=torch.cat(planes, 1))
+    table = torch.randperm(23, generator=rng).int() + 1
+    table = torch.stack([table[:19], table[4:].flip(0)])
+    lengths = torch.tensor(seen, dtype=torch.int32)
+    view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=300)
+    ends = torch.tensor([0, queries[0], tokens]).int()
+    requests = torch.tensor([0] * queries[0] + [1] * queries[1]).int()
+    q = torch.randn(tokens, heads, dim, generator=rng).to(torch.float8_e4m3fn)
+    w = torch.randn(tokens, heads, generator=rng)
+    scoring = launch.Scoring.of(q, w, cache, max(queries), "sm90")
+    assert scoring.constants.NATIVE
+    scores = torch.full((tokens, 300), torch.nan)
+    launch.score(scoring, view, ends, requests, scores, 0, tokens, topk)
+    for t in range(tokens):
+        r = int(requests[t])
+        visible = seen[r] - (int(ends[r + 1]) - t) + 1
+        position = torch.arange(visible)
+        page, inner = table[r][position // PAGE].long(), position % PAGE
+        right = q[t].double() @ keys.view(24, PAGE, dim).double()[page, inner].T
+        right = (w[t].double()[:, None] * right.clamp(min=0)).sum(0) * scales[page, inner]
+        if visible > topk:
+            torch.testing.assert_close(scores[t, :visible].double(), right, atol=1e-3, rtol=1e-4)
+        assert scores[t, visible:].isnan().all()

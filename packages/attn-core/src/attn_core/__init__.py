@@ -58,7 +58,7 @@ _HOME = {
     "runtime.vision": "VisionBackend",
     "runtime.workspace": "workspace",
     "runtime.dispatcher": "HybridDispatcher",
-    "runtime.sparse": "every_slot",
+    "runtime.sparse": "every_slot gather_pages",
     "runtime.sparse_prompts": "SparsePrompts attend_sparse plan_sparse",
     "runtime.graphs": "GraphRunner",
     "runtime.torch_ops": "CompiledAttention",

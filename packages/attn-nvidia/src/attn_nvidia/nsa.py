@@ -20,8 +20,8 @@ from attn_core import (
     create_backend,
     empty_attention,
     every_slot,
+    gather_pages,
     load_plugins,
-    read_pages,
     refuse_layer,
 )
 from torch import Tensor
@@ -139,7 +139,9 @@ class NSA(AttentionBackend):
             if metadata.cu_seqlens_q is None:
                 latents = cache.k
                 if self._store == "fp8_e4m3":
-                    latents, topk_indices = self._gathered(layer, cache, batch, topk_indices)
+                    latents, topk_indices = gather_pages(
+                        layer, cache, batch, topk_indices, torch.bfloat16
+                    )
                 return self._flashmla_sparse(q, layer, latents, topk_indices, out, return_lse)
             plans = self._selected(layer, topk_indices, metadata.cu_seqlens_q)
         assert plans is not None  # without one there is a selection
@@ -242,20 +244,6 @@ class NSA(AttentionBackend):
             return result
         lse = lse[:, :heads, 0]
         return result, lse.masked_fill(lse == torch.inf, -torch.inf)
-
-    def _gathered(
-        self, layer: AttentionLayer, cache: LayerCache, batch: ForwardBatch, topk_indices: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Dequantise the pages of a pass to bf16, and name the selected slots in them."""
-        view, size = batch.views[layer.view], cache.page_size
-        pages = view.page_table[:, : -(-view.max_seq_len // size)].flatten()
-        latents, _ = read_pages(cache, pages, torch.bfloat16)
-        place = torch.empty(cache.num_pages, dtype=torch.int32, device=pages.device)
-        # of a page that several requests share, any copy will do
-        place[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
-        page = topk_indices.clamp(min=0) // size
-        slots = place[page.long()] * size + topk_indices % size
-        return latents, torch.where(topk_indices < 0, -1, slots)
 
     def forward_ragged(
         self,

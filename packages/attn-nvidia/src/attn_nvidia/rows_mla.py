@@ -270,13 +270,28 @@ def nsa() -> Sequence[Capabilities]:
     gathers = replace(fp8, deterministic=True, sub_backend="flashmla_sparse")
     prefill = [gathers, *(replace(r, sub_backend="flashmla_auto") for r in (row, sinks, fp8))]
     named += [replace(row, sub_backend="fa3"), *(replace(r, phases=PREFILL) for r in prefill)]
-    return [row, sinks, fp8, *(replace(r, priority=5) for r in named)]
+    trtllm = replace(
+        row,
+        create="attn_nvidia.trtllm.sparse:TrtllmSparse",
+        archs={"sm100", "sm103"},
+        min_runtime="12.8",
+        requires=[FLASHINFER, "triton>=3.4"],
+        page_sizes={32, 64},
+        head_dims=frozenset(),
+        head_dim_pairs={LATENT_PAIR},
+        chunked_prefix=False,
+        lse=False,  # its kernel would take 256 rows of scratch for each query
+        deterministic=False,
+        requires_finite_padding=False,
+        with_linear_layers=False,
+        sub_backend="trtllm",
+    )
+    return [row, sinks, fp8, *(replace(r, priority=5) for r in (*named, trtllm))]
 
 
 NSA_REFUSED: Final = {
     "tilelang": "its kernels are written in TileLang, which no row here runs; take flashmla_sparse "
     "over a bf16 cache, or the backend triton by --attention-backend triton",
     "aiter": "it is AMD's; on ROCm triton runs sparse MLA by --attention-backend triton",
-    "trtllm": "it is Blackwell's, where no row here runs it; take --attention-backend triton",
     "flashmla_q8": "no row here runs it; take flashmla_kv, which reads the same FP8 cache",
 }

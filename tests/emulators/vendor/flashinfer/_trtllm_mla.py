@@ -130,7 +130,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise RuntimeError("Unsupported architecture")
     if max_q_len is not None and cum_seq_lens_q is None:
         raise ValueError("max_q_len is only supported when cum_seq_lens_q is provided")
-    if sparse_mla_top_k or backend == "cute-dsl":
+    if backend == "cute-dsl":
         raise NotImplementedError("no emulation of this one")
     if seq_lens is None:
         raise ValueError("seq_lens is required for trtllm-gen and cute-dsl MLA backends")
@@ -153,9 +153,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
             f"{kv_cache.shape[3]}"
         )
     batch = query.shape[0] if cum_seq_lens_q is None else cum_seq_lens_q.shape[0] - 1
-    if block_tables.ndim != 2 or block_tables.shape[0] != batch:
+    if sparse_mla_top_k:
+        sparse(query, block_tables, sparse_mla_top_k, cum_seq_lens_q, return_lse)
+    elif block_tables.ndim != 2 or block_tables.shape[0] != batch:
         raise ValueError(f"Expected batch size {batch} for query and block_table")
-    if block_tables.shape[-1] % (128 / page) != 0:
+    elif block_tables.shape[-1] % (128 / page) != 0:
         raise ValueError(
             "Expected block_num % (128 / block_size) == 0, got "
             f"block_num={block_tables.shape[-1]} and block_size={page}"
@@ -186,7 +188,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lens = dense(seq_lens).tolist()
     require(max(lens) <= max_seq_len, f"lengths {lens} above max_seq_len {max_seq_len}")
     pages = kv_cache.transpose(1, 2)
-    keys = attn_reference.gather(pages, dense(block_tables), lens)
+    if sparse_mla_top_k:  # tables of slots
+        require(min(lens) > 0 and max(lens) <= sparse_mla_top_k, f"{lens} of {sparse_mla_top_k}")
+        slots = dense(block_tables)[:, 0]
+        kinds = [row[:n].long() for row, n in zip(slots, lens, strict=True)]
+        require(all((s >= 0).all() and (s < kv_cache[..., 0].numel()).all() for s in kinds), "slot")
+        keys = [pages.flatten(0, 1)[s] for s in kinds]
+    else:
+        keys = attn_reference.gather(pages, dense(block_tables), lens)
     found, total = attn_reference.attend(
         query.flatten(0, -3),
         keys,
@@ -202,6 +211,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lse = torch.empty(flat) if lse is None else lse
     lse.copy_((total * math.log2(math.e)).view(lse.shape))  # ComputeLSEFromMD: base 2
     return out, lse
+
+
+def sparse(query, block_tables, topk, cum_seq_lens_q, with_lse):
+    """Refuse what selections do not have here: more queries of a request than one, an LSE."""
+    if query.ndim == 4 and block_tables.shape != (*query.shape[:2], topk):
+        raise ValueError(
+            f"Expected page_table.shape == {(*query.shape[:2], topk)}, got {block_tables.shape}"
+        )
+    if cum_seq_lens_q is not None or query.shape[1] != 1 or with_lse:
+        raise NotImplementedError("no emulation of this one")
 
 
 def ragged(query, seq_lens, cum_seq_lens_q, max_q_len, with_lse):

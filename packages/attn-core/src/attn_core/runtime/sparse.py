@@ -9,6 +9,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import slot_table
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.ops.index import write_index
+from attn_core.ops.kv import read_pages
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -75,6 +76,28 @@ def every_slot(layer: AttentionLayer, batch: ForwardBatch, page_size: int) -> Te
     chosen = torch.where(seen, slots[request], -1).int()
     width = max(_FEWEST, 1 << (max(1, view.max_seq_len) - 1).bit_length())
     return torch.nn.functional.pad(chosen, (0, width - chosen.shape[1]), value=-1)
+
+
+def gather_pages(
+    layer: AttentionLayer,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    topk_indices: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the pages of a pass in `dtype`, [n, page size, 1, D], and the selected slots in them.
+
+    For kernels that read no FP8. Of a page that several requests share there are copies; any of
+    them serves all. Never syncs.
+    """
+    view, size = batch.views[layer.view], cache.page_size
+    pages = view.page_table[:, : -(-view.max_seq_len // size)].flatten()
+    latents, _ = read_pages(cache, pages, dtype)
+    place = torch.empty(cache.num_pages, dtype=torch.int32, device=pages.device)
+    place[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+    page = topk_indices.clamp(min=0) // size
+    slots = place[page.long()] * size + topk_indices % size
+    return latents, torch.where(topk_indices < 0, -1, slots)
 
 
 def check_topk(topk_indices: Tensor | None, layer: AttentionLayer, batch: ForwardBatch) -> None:

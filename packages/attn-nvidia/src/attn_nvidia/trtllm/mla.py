@@ -34,8 +34,8 @@ from attn_nvidia.flashinfer.mla import LATENT, ROPE
 from attn_nvidia.flashinfer.mla_plan import PerPassCache
 from attn_nvidia.mla.decode import DecodePlan, MlaDecode
 
-_NOPE = 128  # of a head before absorption
-_LEAST = 150 * workspace_bytes.MIB  # what the documented system gives it
+NOPE = 128  # of a head before absorption
+LEAST = 150 * workspace_bytes.MIB  # what the documented system gives it
 
 
 class TrtllmMLA(MlaDecode):
@@ -74,7 +74,7 @@ class TrtllmMLA(MlaDecode):
         rows = requests * (-(-queries // 256) * 256)
         need = workspace_bytes.trtllm_gen(self._processors, heads, v_dim, rows)
         # trtllm_mha's: the counters at its front are left 0 by all kernels of generation
-        return workspace(self.config.device, "trtllm_gen decode", max(need, _LEAST))
+        return workspace(self.config.device, "trtllm_gen decode", max(need, LEAST))
 
     def attend(
         self,
@@ -102,7 +102,7 @@ class TrtllmMLA(MlaDecode):
                 q.view(*shape, dim),
                 pages.squeeze(2),
                 plan.extra,
-                _NOPE,
+                NOPE,
                 LATENT,
                 ROPE,
                 plan.table,

@@ -17,12 +17,14 @@ from triton.experimental.gluon.language.nvidia import hopper
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
 from attn_core.backends.triton.hopper.common import Sizes, row_offsets, zero_tail
 from attn_core.backends.triton.hopper.mla_latents import (
+    GATHER_WARPS,
     HIGH,
     MIDDLE,
     LatentTile,
     QueryTile,
     alloc_columns,
     alloc_factors,
+    gather_latents,
     load_latents,
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
@@ -36,11 +38,13 @@ from attn_core.backends.triton.masks import MASK_CAUSAL
 
 
 @gluon.jit
-def begin_scores(queries, q_middle, latents, step):
+def begin_scores(queries, q_middle, latents, step, CONFIG: gl.constexpr):
     """Begin the products of the rotary and the middle columns of a block, when it is there."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zeros = gl.full([64, 64], 0.0, gl.float32, S)
     latents.wait_full(step)
+    if CONFIG.GATHERS:
+        hopper.fence_async_shared()
     k_rope = latents.tile.rope.index(latents.stage(step)).permute((1, 0))
     k_middle = latents.tile.middle.index(latents.stage(step)).permute((1, 0))
     q_rope = queries.tile.rope.index(0)
@@ -49,11 +53,13 @@ def begin_scores(queries, q_middle, latents, step):
 
 
 @gluon.jit
-def add_scores(queries, q_low, latents, high, step, block, s):
+def add_scores(queries, q_low, latents, high, step, block, s, CONFIG: gl.constexpr):
     """Begin the products of the other columns; the high ones come last."""
     k_low = latents.tile.low.index(latents.stage(step)).permute((1, 0))
     s = hopper.warpgroup_mma(q_low, k_low, s, is_async=True)
     high.wait_full(block)
+    if CONFIG.GATHERS:
+        hopper.fence_async_shared()
     k_high = high.tile.index(high.stage(block)).permute((1, 0))
     return hopper.warpgroup_mma(queries.tile.high.index(0), k_high, s, is_async=True)
 
@@ -130,8 +136,8 @@ def attend_high(
         step += 1
         queries.wait_full(turn)
         if item.num_blocks > 0:
-            begun = begin_scores(queries, q_middle, latents, step)
-            begun = add_scores(queries, q_low, latents, high, step, block, begun)
+            begun = begin_scores(queries, q_middle, latents, step, CONFIG)
+            begun = add_scores(queries, q_low, latents, high, step, block, begun, CONFIG)
             s = hopper.warpgroup_mma_wait(0, deps=[begun])
         for i in range(0, item.num_blocks):
             start = (item.first_block + item.num_blocks - 1 - i) * 64
@@ -143,15 +149,18 @@ def attend_high(
             tile.rope.index(latents.stage(step)).store(p)
             alphas.tile.index(latents.stage(step)).store(alpha)
             hopper.fence_async_shared()
-            zero_tail(high.tile, high.stage(block), start, 0, seq_len, 64, 128)
+            if not CONFIG.GATHERS:
+                zero_tail(high.tile, high.stage(block), start, 0, seq_len, 64, 128)
             p = gl.convert_layout(p, P)
             v_high = high.tile.index(high.stage(block))
             summed = hopper.warpgroup_mma(p, v_high, acc, is_async=True)
             if i + 1 < item.num_blocks:
-                begun = begin_scores(queries, q_middle, latents, step + 1)
+                begun = begin_scores(queries, q_middle, latents, step + 1, CONFIG)
                 acc, p = hopper.warpgroup_mma_wait(2, deps=[summed, p])
                 high.release(block)
-                begun = add_scores(queries, q_low, latents, high, step + 1, block + 1, begun)
+                begun = add_scores(
+                    queries, q_low, latents, high, step + 1, block + 1, begun, CONFIG
+                )
                 # the other group's product is to run beside the softmax, not beside these
                 begun = hopper.warpgroup_mma_wait(2, deps=[begun])
                 alphas.fill(step)
@@ -163,7 +172,7 @@ def attend_high(
                 high.release(block)
             step += 1
             block += 1
-        if item.num_blocks == 0:  # no keys: nobody has given the queries back
+        if item.num_blocks <= 0:  # no keys: nobody has given the queries back
             queries.release(turn)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
@@ -207,8 +216,11 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
             alpha = alphas.tile.index(stage).load(gl.SliceLayout(1, O))
             acc = acc * alpha[:, None]
             middle = middle * gl.convert_layout(alpha, gl.SliceLayout(1, M))[:, None]
-            zero_tail(tile.low, stage, start, 0, item.seq_len, 64, 256)
-            zero_tail(tile.middle, stage, start, 0, item.seq_len, 64, 128)
+            if CONFIG.GATHERS:
+                hopper.fence_async_shared()
+            else:
+                zero_tail(tile.low, stage, start, 0, item.seq_len, 64, 256)
+                zero_tail(tile.middle, stage, start, 0, item.seq_len, 64, 128)
             p = tile.rope.index(stage)
             low_sum = hopper.warpgroup_mma(p, tile.low.index(stage), acc, is_async=True)
             middle_sum = hopper.warpgroup_mma(p, tile.middle.index(stage), middle, is_async=True)
@@ -254,8 +266,10 @@ def decode_mla_hopper(
         queries = new_channel(QueryTile(alloc_columns(T, 1, 128), alloc_columns(T, 1, 64)), 1)
         alphas = new_channel(alloc_factors(3), 3)
         factors = new_channel(alloc_factors(1), 1)
-        init_barriers((latents, alphas), 1, 1)
-        init_barriers((high,), 1, 1)
+        gathers: gl.constexpr = 32 * GATHER_WARPS
+        init_barriers((latents,), 1 + gathers if CONFIG.GATHERS else 1, 1)
+        init_barriers((alphas,), 1, 1)
+        init_barriers((high,), gathers if CONFIG.GATHERS else 1, 1)
         init_barriers((queries, factors), 1, 1)
         gl.warp_specialize(
             [
@@ -271,10 +285,10 @@ def decode_mla_hopper(
                     (latents, alphas, factors, out, partial, requests, work, sizes, CONFIG),
                 ),
                 (
-                    load_latents,
+                    gather_latents if CONFIG.GATHERS else load_latents,
                     (queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG),
                 ),
             ],
-            [4, 1],
-            [240, 24],
+            [4, GATHER_WARPS if CONFIG.GATHERS else 1],
+            [224, 40] if CONFIG.GATHERS else [240, 24],
         )  # fmt: skip

@@ -7,6 +7,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.channel import aggregate
@@ -16,6 +17,7 @@ from attn_core.backends.triton.hopper.split_kv import split_item
 MIDDLE = gl.constexpr(256)
 HIGH = gl.constexpr(384)
 ROPE = gl.constexpr(512)
+GATHER_WARPS = gl.constexpr(4)  # that copy single tokens, which TMA cannot
 
 
 @aggregate
@@ -115,6 +117,70 @@ def load_block(latents, high, k_rows, rows, step, block):
     mbarrier.expect(full, 64 * 128 * 2)
     for copy in gl.static_range(COPIES):
         load_columns(k_rows, rows[copy], high.tile, stage, full, HIGH, copy, COPIES)
+
+
+@gluon.jit
+def gather_columns(rows, tile, stage, FIRST: gl.constexpr, L: gl.constexpr):
+    """Copy the columns FIRST … of 64 rows that pointers [64] lead to."""
+    columns = FIRST + gl.arange(0, tile.shape[2], gl.SliceLayout(0, L))
+    async_copy.async_copy_global_to_shared(tile.index(stage), rows[:, None] + columns[None, :])
+
+
+@gluon.jit
+def gather_block(latents, high, rows, step, block, L: gl.constexpr):
+    """Copy a block of latents whose rows pointers [64] lead to."""
+    latents.wait_free(step)
+    stage = latents.stage(step)
+    full = latents.full.index(stage)
+    gather_columns(rows, latents.tile.rope, stage, ROPE, L)
+    gather_columns(rows, latents.tile.middle, stage, MIDDLE, L)
+    gather_columns(rows, latents.tile.low, stage, 0, L)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+    mbarrier.arrive(full, count=1)  # in place of that of the queries' copies
+    high.wait_free(block)
+    stage = high.stage(block)
+    gather_columns(rows, high.tile, stage, HIGH, L)
+    async_copy.mbarrier_arrive(high.full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def lookup_rows(store, slots, block, count, L: gl.constexpr):
+    """Return pointers to the rows of a block of slots; behind the last slot they lead to it."""
+    at = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, L))
+    slot = gl.load(slots + gl.maximum(gl.minimum(at, count - 1), 0))
+    return store.ptr + gl.maximum(slot, 0).to(gl.int64) * store.token_stride
+
+
+@gluon.jit
+def gather_latents(
+    queries, latents, high, q_rows, store, requests, work, sizes, CONFIG: gl.constexpr
+):
+    """Bring what load_latents brings, of pages of one token: page tables hold slots."""
+    ROWS: gl.constexpr = 64 // (4 * GATHER_WARPS)
+    L: gl.constexpr = gl.BlockedLayout([ROWS, 8], [4, 8], [GATHER_WARPS, 1], [1, 0])
+    step = 0
+    block = 0
+    turn = 0
+    seq = work.seq
+    next_unit = work.start
+    while next_unit < work.end:
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
+        slots = requests.page_table + seq.to(gl.int64) * sizes.table_stride
+        last = item.first_block + item.num_blocks - 1
+        rows = lookup_rows(store, slots, last, item.seq_len, L)
+        q_row = item.q_start * CONFIG.GROUP + work.row_block * 64
+        load_queries(queries, latents, q_rows, q_row, step, turn)
+        async_copy.mbarrier_arrive(latents.full.index(latents.stage(step)), increment_count=False)
+        step += 1
+        for i in range(0, item.num_blocks):
+            following = lookup_rows(store, slots, gl.maximum(last - i - 1, 0), item.seq_len, L)
+            gather_block(latents, high, rows, step, block, L)
+            rows = following
+            step += 1
+            block += 1
+        next_unit += item.end_unit - item.start_unit
+        turn += 1
 
 
 @gluon.jit

@@ -22,13 +22,14 @@ def load_values(latents, scales, page, inner, used, C: tl.constexpr):
     d = tl.arange(0, C.BDV)
     at = page * C.PAGE_STRIDE + inner * C.TOKEN_STRIDE
     inside = used[:, None] & (d < C.DV)[None, :]
-    values = tl.load(latents + at[:, None] + d[None, :], mask=inside, other=0)
+    values = tl.load(latents + at[:, None] + d[None, :], mask=inside, other=0.0)
     if C.FP8:
         group = tl.arange(0, C.BDV // GROUP)
         at = page * C.SCALES_PAGE + inner * C.SCALES_TOKEN
         inside = used[:, None] & (group < C.DV // GROUP)[None, :]
         scale = tl.load(scales + at[:, None] + group[None, :], mask=inside, other=0.0)
-        grouped = tl.reshape(from_e4m3(values), (C.BN, C.BDV // GROUP, GROUP))
+        values = values.to(tl.float32) if C.NATIVE else from_e4m3(values)
+        grouped = tl.reshape(values, (C.BN, C.BDV // GROUP, GROUP))
         values = tl.reshape(grouped * scale[:, :, None], (C.BN, C.BDV))
     return values
 

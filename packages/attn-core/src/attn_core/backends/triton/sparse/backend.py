@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_core.backends.triton.backend import Schedules, Triton
 from attn_core.backends.triton.sparse import launch
+from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.sparse import dense_pass, every_slot
+from attn_core.runtime.sparse import dense_pass, every_slot, gather_pages
+
+MOST_DECODED = 1 << 20  # FP8 latents that are decoded at once: 1.1 GiB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +41,9 @@ class TritonSparse(AttentionBackend):
         super().__init__(config)
         self._dense = Triton(config)
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        self._hopper: Any = None
+        if config.arch == "sm90" and config.device.type != "cpu" and has_gluon():
+            self._hopper = importlib.import_module("attn_core.backends.triton.sparse.hopper")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> SparsePlan:
         """Plan the pass; attention to all keys only where one of the layers may do so."""
@@ -89,6 +97,7 @@ class TritonSparse(AttentionBackend):
             metadata.requests,
             layer.index_topk,
             queries=batch.max_q_len,
+            arch=self.config.arch,
         )
 
     def select(
@@ -143,12 +152,39 @@ class TritonSparse(AttentionBackend):
         out = q.new_empty(tokens, heads, layer.v_head_dim) if out is None else out
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         processors = 0 if self.config.deterministic else self.config.multiprocessors or 1
-        launch.attend(
-            *(q, layer, cache, topk_indices, out, lse),
-            processors=processors,
-            arch=self.config.arch,
-        )
+        arch = self.config.arch
+        read = None
+        if self._hopper is not None and self._hopper.takes(q, layer, cache):
+            read = self._readable(q, layer, cache, batch, topk_indices)
+        if self._hopper is not None and read is not None:
+            self._hopper.attend(q, layer, *read, out, lse, processors=processors)
+        else:
+            attended = (q, layer, cache, topk_indices, out, lse)
+            launch.attend(*attended, processors=processors, arch=arch)
         return (out, lse) if return_lse else out
+
+    def _readable(
+        self,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        topk_indices: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return latents in the dtype of q and the slots in them; None where FP8 would be too many.
+
+        FP8 latents are decoded: those that were selected, or the pages of a pass if they are fewer.
+        """
+        if not self._fp8:
+            return cache.k, topk_indices
+        view = batch.views[layer.view]
+        held = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size) * cache.page_size
+        if min(held, topk_indices.numel()) > MOST_DECODED:
+            return None
+        if held <= topk_indices.numel():
+            return gather_pages(layer, cache, batch, topk_indices, q.dtype)
+        found: tuple[Tensor, Tensor] = self._hopper.decoded(cache, topk_indices, q.dtype)
+        return found
 
     def forward_ragged(
         self,

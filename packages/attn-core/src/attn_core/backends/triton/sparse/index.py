@@ -13,51 +13,91 @@ from attn_core.backends.triton.sparse.e4m3 import from_e4m3
 
 @triton.jit
 def load_index_keys(keys, scales, table, position, seen, strides, C: tl.constexpr):
-    """Return index keys [BN, BD] in the dtype that they are multiplied in, and scales [BN]."""
+    """Return index keys [BN, BD] as they are stored, and their scales [BN]."""
     page = tl.load(table + position // C.PAGE, mask=seen, other=0).to(tl.int64)
     offset = position % C.PAGE
     d = tl.arange(0, C.BD)
     at = page * strides.page + offset * strides.token
     inside = seen[:, None] & (d < C.D)[None, :]
-    raw = tl.load(keys + at[:, None] + d[None, :], mask=inside, other=0)
+    key = tl.load(keys + at[:, None] + d[None, :], mask=inside, other=0.0)
     if C.FP8:
-        key = from_e4m3(raw)
         scale = tl.load(scales + page * strides.scales_page + offset, mask=seen, other=0.0)
     else:
-        key = raw
         scale = tl.full((C.BN,), 1.0, tl.float32)
     return key, scale
 
 
-@triton.jit(do_not_specialize=["tokens", "first", "table_stride", "row_stride"])
+@triton.jit
+def load_queries(q, q_token, q_head, weights, weights_token, token, C: tl.constexpr):
+    """Return the queries [BH, BD] of a token and their weights [BH]."""
+    head = tl.arange(0, C.BH)
+    d = tl.arange(0, C.BD)
+    of_heads = head < C.HEADS
+    inside = of_heads[:, None] & (d < C.D)[None, :]
+    at = token * q_token + head[:, None] * q_head + d[None, :]
+    query = tl.load(q + at, mask=inside, other=0.0)
+    return query, tl.load(weights + token * weights_token + head, mask=of_heads, other=0.0)
+
+
+@triton.jit
+def as_factor(key, dtype: tl.constexpr, C: tl.constexpr):
+    """Return keys in the dtype that they are multiplied in: that of the queries."""
+    if C.FP8 and not C.NATIVE:
+        key = from_e4m3(key)
+    return key.to(dtype)
+
+
+@triton.jit
+def weigh(key, query, w):
+    """Return the scores [BN] of keys before their scales."""
+    products = tl.dot(key, tl.trans(query), input_precision="ieee")
+    return tl.sum(tl.maximum(products, 0.0) * w[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "first", "span", "table_stride", "row_stride"])
 def index_scores(
-    q, q_token, q_head, weights, weights_token, keys, scales, strides,
-    page_table, table_stride, seq_lens, cu_seqlens_q, requests, tokens, first, scores, row_stride,
+    q, q_token, q_head, weights, weights_token, keys, scales, strides, page_table, table_stride,
+    seq_lens, cu_seqlens_q, requests, tokens, first, scores, row_stride, span,
     TOPK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Score C.BN keys for C.BT tokens; consecutive tokens of one request share what is loaded.
+    """Score `span` keys for C.BT tokens. Keys stay while tokens pass, or one token while keys do.
 
     Queries that see at most TOPK keys need no scores. What a query does not see is not written.
     """
-    position = tl.program_id(1) * C.BN + tl.arange(0, C.BN)
-    head = tl.arange(0, C.BH)
-    d = tl.arange(0, C.BD)
-    for i in range(C.BT):
-        row = tl.program_id(0) * C.BT + i
-        token = (first + row).to(tl.int64)
-        here = row < tokens
-        request = tl.load(requests + token, mask=here, other=0)
+    dtype: tl.constexpr = q.dtype.element_ty
+    begin = tl.program_id(1) * span
+    row = tl.program_id(0) * C.BT
+    last = tl.minimum(row + C.BT, tokens)
+    while row < last:
+        request = tl.load(requests + first + row)
         end = tl.load(cu_seqlens_q + request + 1)
-        visible = tl.load(seq_lens + request) - (end - token).to(tl.int32) + 1
-        if here & (visible > TOPK) & (tl.program_id(1) * C.BN < visible):
-            seen = position < visible
-            table = page_table + request.to(tl.int64) * table_stride
-            k, scale = load_index_keys(keys, scales, table, position, seen, strides, C)
-            of_heads = head < C.HEADS
-            at = token * q_token + head[None, :] * q_head + d[:, None]
-            inside = of_heads[None, :] & (d < C.D)[:, None]
-            query = tl.load(q + at, mask=inside, other=0.0)
-            w = tl.load(weights + token * weights_token + head, mask=of_heads, other=0.0)
-            products = tl.dot(k.to(query.dtype), query, input_precision="ieee")
-            score = tl.sum(tl.maximum(products, 0.0) * w[None, :], 1) * scale
-            tl.store(scores + row.to(tl.int64) * row_stride + position, score, mask=seen)
+        length = tl.load(seq_lens + request)
+        table = page_table + request.to(tl.int64) * table_stride
+        stop = tl.maximum(tl.minimum(last, end - first), row + 1)  # rows of the request
+        most = tl.minimum(length - (end - first - stop), length)  # that any of them sees
+        if (most > TOPK) & (begin < most):
+            if C.BT == 1:
+                token = (first + row).to(tl.int64)
+                query, w = load_queries(q, q_token, q_head, weights, weights_token, token, C)
+                out = scores + row.to(tl.int64) * row_stride
+                for start in tl.range(begin, tl.minimum(begin + span, most), C.BN):
+                    position = start + tl.arange(0, C.BN)
+                    seen = position < most
+                    key, scale = load_index_keys(keys, scales, table, position, seen, strides, C)
+                    score = weigh(as_factor(key, dtype, C), query, w)
+                    tl.store(out + position, score * scale, mask=seen)
+            else:
+                position = begin + tl.arange(0, C.BN)
+                seen = position < most
+                key, scale = load_index_keys(keys, scales, table, position, seen, strides, C)
+                key = as_factor(key, dtype, C)
+                for r in tl.range(row, stop):
+                    at = tl.full((), 0, tl.int64) + r  # the interpreter counts in plain numbers
+                    token = first + at
+                    visible = tl.minimum(length - (end - first - r) + 1, length)
+                    query, w = load_queries(q, q_token, q_head, weights, weights_token, token, C)
+                    score = weigh(key, query, w)
+                    seen = (position < visible) & (visible > TOPK)
+                    out = scores + at * row_stride
+                    tl.store(out + position, score * scale, mask=seen)
+        row = stop

@@ -19,17 +19,28 @@ from attn_core.runtime.layer import AttentionLayer
 
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
 FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
-KEYS, TOKENS = 128, 8  # that a program scores: keys, and queries of a prompt
-_ROW = 4096  # scores of a row that a program looks at in turn
+TOKENS = 64  # of a prompt that pass by the keys which a program scores
+SPAN = 1024  # keys that pass by one query at most
+PROGRAMS = 1024  # that score, at the least
+ROW = 16384  # scores of a row that a program selects from; they stay in its registers
+ROW_WARPS = 16
+WRITTEN = 2048  # scores that it writes in turn
+# registers of a program, so that a multiprocessor has two; ROCm has no such option
+_TWO_AT_ONCE = {} if torch.version.hip or not torch.cuda.is_available() else {"maxnreg": 64}
+_FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
 
 
 class IndexConstants(NamedTuple):
-    """What index_scores is compiled for; names with B are padded, BT are tokens, BN keys."""
+    """What index_scores is compiled for; names with B are padded, BT are tokens, BN keys.
+
+    NATIVE: e4m3 keys are multiplied as they are.
+    """
 
     HEADS: int
     D: int
     PAGE: int
     FP8: bool
+    NATIVE: bool
     BT: int
     BN: int
     BH: int
@@ -61,12 +72,52 @@ class AttendConstants(NamedTuple):
     BDV: int
     BDR: int
     FP8: bool
+    NATIVE: bool
     PAGE_STRIDE: int
     TOKEN_STRIDE: int
     ROPE_PAGE: int
     ROPE_TOKEN: int
     SCALES_PAGE: int
     SCALES_TOKEN: int
+
+
+class Scoring(NamedTuple):
+    """The indexer's queries and keys as index_scores takes them."""
+
+    q_index: Tensor
+    weights: Tensor
+    keys: Tensor
+    scales: Tensor | None
+    strides: IndexStrides
+    constants: IndexConstants
+    options: dict[str, int]
+
+    @classmethod
+    def of(
+        cls, q_index: Tensor, weights: Tensor, cache: LayerCache, queries: int, arch: str | None
+    ) -> Scoring:
+        """Choose tiles. queries: the most that a request has. arch: as in BackendConfig."""
+        keys, scales = cache.index_keys
+        fp8, fp8_queries = scales is not None, q_index.dtype is torch.float8_e4m3fn
+        native = fp8 and fp8_queries and arch in _FP8
+        if fp8_queries and not native:
+            q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
+        _, heads, dim = q_index.shape
+        page, token, _ = keys.stride()
+        strides = IndexStrides(page, token, 0 if scales is None else scales.stride(0))
+        prompts = queries > 1
+        block_n, warps = (256, 8) if native and prompts else (128, 4)
+        if q_index.dtype.itemsize == 4:
+            block_n = 16
+        constants = IndexConstants(
+            *(heads, dim, cache.page_size, fp8, native, min(TOKENS, queries), block_n),
+            *(power_of_two(heads), power_of_two(dim)),
+        )
+        keys = keys.view(torch.uint8) if fp8 and not native else keys
+        options = {"num_warps": warps, "num_stages": 1}
+        if native:  # two programs share a multiprocessor: one weighs while the other multiplies
+            options |= {"num_stages": 4, "maxnreg": 128}
+        return cls(q_index, weights, keys, scales, strides, constants, options)
 
 
 def index_topk(
@@ -79,44 +130,57 @@ def index_topk(
     topk: int,
     *,
     queries: int,
+    arch: str | None = None,
 ) -> Tensor:
     """Score and select, some queries at a time; see AttentionBackend.index_topk.
 
-    requests: int32 [T], the request of each token. queries: the most that a request has.
+    requests: int32 [T], the request of each token. queries: the most that a request has. arch: of
+    the device, as in BackendConfig.
     """
-    if q_index.dtype is torch.float8_e4m3fn:
-        q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
-    tokens, heads, dim = q_index.shape
+    tokens = q_index.shape[0]
     chosen = torch.empty(tokens, topk, dtype=torch.int32, device=q_index.device)
-    keys, scales = cache.index_keys
-    fp8, size, longest = scales is not None, cache.page_size, view.max_seq_len
-    stored = keys.view(torch.uint8) if fp8 else keys
-    page, token, _ = keys.stride()
-    strides = IndexStrides(page, token, 0 if scales is None else scales.stride(0))
-    block_n = KEYS if q_index.dtype.itemsize == 2 else KEYS // 8
-    constants = IndexConstants(
-        *(heads, dim, size, fp8, min(TOKENS, queries), block_n),
-        *(power_of_two(heads), power_of_two(dim)),
-    )
-    table = view.page_table
-    lengths = (view.seq_lens, cu_seqlens_q, requests)
+    scoring = Scoring.of(q_index, weights, cache, queries, arch)
+    longest = view.max_seq_len
     columns = max(1, longest)
     rows = max(1, min(tokens, MOST_SCORES // columns))
     scores = torch.empty(
         (rows, columns) if longest > topk else (1, 1), dtype=torch.float32, device=q_index.device
     )
+    passes = (view, cu_seqlens_q, requests)
     for first in range(0, tokens, rows):
         count = min(rows, tokens - first)
         if longest > topk:
-            grid = (triton.cdiv(count, constants.BT), triton.cdiv(longest, block_n))
-            index_scores[grid](
-                q_index, *q_index.stride()[:2], weights, weights.stride(0), stored,
-                stored if scales is None else scales, strides, table, table.stride(0), *lengths,
-                count, first, scores, scores.stride(0), topk, constants,
-                num_warps=4, num_stages=1,
-            )  # fmt: skip
-        select(scores, first, count, view, cu_seqlens_q, requests, chosen, page_size=size)
+            score(scoring, *passes, scores, first, count, topk)
+        select(scores, first, count, *passes, chosen, page_size=cache.page_size)
     return chosen
+
+
+def score(
+    scoring: Scoring,
+    view: CacheView,
+    cu_seqlens_q: Tensor,
+    requests: Tensor,
+    scores: Tensor,
+    first: int,
+    count: int,
+    topk: int,
+) -> None:
+    """Write the scores of some queries from `first` on into scores float32 [count, L].
+
+    Of queries that see at most topk keys there are none.
+    """
+    x, constants = scoring, scoring.constants
+    span = constants.BN
+    if constants.BT == 1:  # as few as give every multiprocessor some programs
+        span = max(span, min(SPAN, view.max_seq_len * count // PROGRAMS // span * span))
+    table = view.page_table
+    grid = (triton.cdiv(count, constants.BT), triton.cdiv(view.max_seq_len, span))
+    index_scores[grid](
+        x.q_index, *x.q_index.stride()[:2], x.weights, x.weights.stride(0), x.keys,
+        x.keys if x.scales is None else x.scales, x.strides, table, table.stride(0),
+        view.seq_lens, cu_seqlens_q, requests, count, first, scores, scores.stride(0), span,
+        topk, constants, **x.options,
+    )  # fmt: skip
 
 
 def select(
@@ -133,14 +197,28 @@ def select(
     """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
 
     scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
-    What a query does not see is not read.
+    What a query does not see is not read. Longer rows than a program holds are narrowed first: each
+    piece of a row keeps its own greatest, which the greatest of all are among.
     """
     table, topk = view.page_table, chosen.shape[1]
-    select_topk[(count,)](
-        scores, scores.stride(0), table, table.stride(0), view.seq_lens, cu_seqlens_q, requests,
-        first, chosen, topk, page_size, _ROW,
-        min(1024, power_of_two(topk)), num_warps=8,
-    )  # fmt: skip
+    block = max(ROW, 2 * power_of_two(topk))
+    passes = (table, table.stride(0), view.seq_lens, cu_seqlens_q, requests, first)
+    columns, positions = view.max_seq_len, None
+    while True:
+        last = columns <= block
+        pieces = 1 if last else triton.cdiv(columns, block)
+        kept, into = scores, chosen
+        if not last:
+            kept = scores.new_empty(count, pieces * topk)
+            into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
+        select_topk[(count, pieces)](
+            scores, into if positions is None else positions, scores.stride(0), columns, *passes,
+            kept, into, kept.stride(0), int(positions is not None), int(last), topk, page_size,
+            block, min(WRITTEN, block), num_warps=ROW_WARPS, **_TWO_AT_ONCE,
+        )  # fmt: skip
+        if last:
+            return
+        scores, positions, columns = kept, into, pieces * topk
 
 
 def attend(
@@ -162,14 +240,16 @@ def attend(
     tokens, heads, dim = q.shape
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
     fp8 = cache.latent_dim > 0
+    native = fp8 and arch in _FP8
     block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
     blocks = triton.cdiv(heads, block_m)
     values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
     constants = AttendConstants(
         *(heads, v_dim, dim - v_dim, cache.page_size, topk, block_m, block_n),
-        *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8),
+        *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8, native),
         *(x.stride(axis) for x in (values, rope, scales) for axis in (0, 1)),
     )
+    stored = values.view(torch.uint8) if fp8 and not native else values
     most = max(1, topk // FEWEST_KEYS)
     wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
     keys = triton.cdiv(triton.cdiv(topk, wanted), block_n) * block_n
@@ -179,7 +259,7 @@ def attend(
         partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
         states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
     attend_selected[(tokens, blocks, parts)](
-        q, *q.stride()[:2], values.view(torch.uint8) if fp8 else values, rope, scales,
+        q, *q.stride()[:2], stored, rope, scales,
         topk_indices, topk_indices.stride(0), keys, layer.scale,
         partial, *partial.stride()[:3], states, *states.stride()[:2], constants,
         num_warps=warps, num_stages=1 if q.dtype == torch.float32 else 2,
@@ -190,7 +270,7 @@ def attend(
 
 def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:
     """Return heads and keys of a tile, and its warps."""
-    if fp8 or dtype == torch.float32:  # FP8's values too are float32 before they are multiplied
-        return 16, 16, 4
-    # 32 heads halve what is gathered; on sm80 and gfx942 their sums do not fit the registers
-    return (32, 32, 8) if heads > 16 and arch == "sm90" else (16, 32, 4)
+    if arch == "sm90" and heads > 16 and dtype != torch.float32:  # fills its shared memory
+        return 64, 64, 8
+    wide = fp8 or dtype == torch.float32  # FP8's values too are float32 before they are multiplied
+    return 16, 16 if wide else 32, 4

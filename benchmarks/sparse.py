@@ -1,0 +1,266 @@
+"""Measure sparse MLA (DSA) on a GPU: the chain of an indexer and attention, its parts, and peers.
+
+Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--rounds N] [--seconds N]`. The
+shapes are DeepSeek-V3.2's. Every result is compared with float64 for some queries first.
+Contestants take turns; a time is the median over the rounds of medians with a cold L2, of replayed
+CUDA graphs where there is one. No library has the whole chain: beside ours stands the sum of the
+fastest peer of each part, with our write of the index keys, for which no library has a call. The
+file is written after each case. With --only the other cases of an earlier file stay, if device and
+libraries are the same. The exit code is 1 where a result of ours is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention import device_name, versions
+from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
+from benchmarks.linear_record import Record, describe, kept, text
+from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant
+from benchmarks.results import FOLDER, slug
+from benchmarks.sparse_cases import CASES, STORES, TOPK, SparseCase, SparseInputs, build
+from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
+
+# Of the root mean square. FP8 products are summed with some 14 bits.
+TOLERANCES = {"score": 2e-3, "attend": 1e-2, "chain": 1e-2}
+MISSED = 0.01  # of a selection's keys by scores that were rounded another way
+
+
+def checked(inputs: SparseInputs) -> list[int]:
+    """Return the queries whose results are compared: the first, the last and one between."""
+    last = inputs.case.tokens - 1
+    return sorted({0, last // 2, last})
+
+
+def missed(inputs: SparseInputs, token: int, chosen: Tensor, scores: Tensor) -> float:
+    """Return which part of a query's slots int32 [K] is not right by scores [s] of what it sees.
+
+    1 where a slot comes twice or is not the query's. Of equal scores any key is right.
+    """
+    slots = inputs.slot_table[inputs.request[token], : len(scores)]
+    at = torch.full((int(inputs.slot_table.max()) + 1,), -1, device=slots.device)
+    at[slots.long()] = torch.arange(len(slots), device=slots.device)
+    keys = at[chosen[chosen >= 0].long()]
+    if len(set(keys.tolist())) != min(TOPK, len(scores)) or len(keys) != len(set(keys.tolist())):
+        return 1.0
+    if (keys < 0).any():
+        return 1.0
+    border = scores.topk(len(keys)).values[-1]
+    return float((scores[keys] < border).double().mean())
+
+
+def check(record: Record, inputs: SparseInputs, contestant: SparseContestant, call: Call) -> None:
+    """Call once, and record how far its result is from the reference."""
+    part, got, errors, misses = contestant.part, call(), [], []
+    store = contestant.store
+    for token in checked(inputs):
+        seen = int(inputs.visible[token])
+        chosen = inputs.chosen[token]
+        if part == "score":
+            errors.append(rms(got[token, :seen], inputs.scores(token)))
+        if part == "select":
+            misses.append(missed(inputs, token, got[token], inputs.drawn_scores[token, :seen]))
+        if part in ("index_topk", "chain"):
+            chosen = (got if part == "index_topk" else got[1])[token]
+            misses.append(missed(inputs, token, chosen, inputs.scores(token)))
+        if part in ("attend", "chain"):
+            out = got[0] if part == "chain" else got
+            out = out.view(inputs.case.tokens, *out.shape[-2:])[token]
+            errors.append(rms(out, inputs.attended(token, chosen, store)))
+    if errors:
+        record["out_error"] = max(errors)
+    if misses:
+        record["missed"] = max(misses)
+    allowed = 0.0 if part == "select" else MISSED
+    wrong = record.get("out_error", 0.0) > TOLERANCES.get(part, 0.0)
+    record["wrong"] = wrong or not record.get("missed", 0.0) <= allowed
+
+
+def rms(got: Tensor, want: Tensor) -> float:
+    """Return the root mean square of the difference over that of the right result; inf for NaN."""
+    error = (got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
+    return float(error.nan_to_num(nan=torch.inf))
+
+
+def entrant(
+    contestant: SparseContestant, inputs: SparseInputs, timer: Timer
+) -> tuple[Record, Entrant | None]:
+    """Prepare and check one contestant: its record, and what can be timed if anything can."""
+    record: Record = {"name": contestant.name, "part": contestant.label}
+    start = time.perf_counter()
+    try:
+        call = contestant.prepare(inputs, contestant.load())
+        check(record, inputs, contestant, call)
+    except Exception as raised:  # another project's code may raise anything: record it, go on
+        return record | {"error": text(raised)}, None
+    record["prepare_s"] = round(time.perf_counter() - start, 1)
+    replay = captured(record, call) if isinstance(timer, CudaTimer) else None
+    return record, Entrant(record, call, replay)
+
+
+def measure(
+    case: SparseCase,
+    contestants: Sequence[SparseContestant],
+    *,
+    device: torch.device,
+    timer: Timer,
+    ceilings: Ceilings,
+    rounds: int,
+    deadline: float,
+) -> Record:
+    """Return the record of a case: an entry per contestant and part."""
+    inputs = build(case, device)
+    entries: list[Record] = []
+    for label in dict.fromkeys(x.label for x in contestants):
+        ready: list[Entrant] = []
+        for contestant in contestants:
+            if contestant.label != label or not contestant.takes(case):
+                continue
+            if time.monotonic() > deadline:
+                record: Record = {"error": "not measured: --seconds is over"}
+                entries.append({"name": contestant.name, "part": label} | record)
+                continue
+            record, made = entrant(contestant, inputs, timer)
+            entries.append(record)
+            ready += [made] if made else []
+        time_rounds(ready, timer, rounds)
+        for x in entries:
+            if x["part"] == label:
+                print(f" {label:<16}{describe(x)}", flush=True)
+        del ready
+    result: Record = {"name": case.name, **asdict(case)}
+    result["entries"] = [{k: rounded(v) for k, v in x.items()} for x in entries]
+    result["parts"] = {
+        label: summary(case, label, entries, ceilings)
+        for label in dict.fromkeys(x["part"] for x in entries)
+    }
+    combine(result["parts"])
+    return result
+
+
+def summary(
+    case: SparseCase, label: str, entries: Sequence[Record], ceilings: Ceilings
+) -> dict[str, Any]:
+    """Return a part's floor, and the fastest of ours and of the peers."""
+    part, _, store = label.partition(" ")
+    rates = (ceilings.copy_gbs, ceilings.matmul_tflops)
+    found: Record = {"floor_us": rounded(case.floor_us(part, store or "bf16", *rates))}  # type: ignore[arg-type]
+    own = {x.name for x in CONTESTANTS if x.ours}
+    for side, ours in (("ours", True), ("peer", False)):
+        times = {
+            x["name"]: us for x in entries
+            if x["part"] == label and (x["name"] in own) is ours and (us := best_us(x))
+        }  # fmt: skip
+        if times:
+            name = min(times, key=lambda x: times[x])
+            found |= {side: name, f"{side}_us": rounded(times[name])}
+        if ours and "triton" in times:
+            found["triton_us"] = rounded(times["triton"])
+    return found
+
+
+def combine(parts: dict[str, Record]) -> None:
+    """Give chains and selections the sum of the fastest peers of their parts."""
+
+    def total(*labels: str) -> float | None:
+        times = [parts.get(x, {}).get("triton_us" if x == "write" else "peer_us") for x in labels]
+        return None if None in times else rounded(sum(t for t in times if t is not None))
+
+    sums = {"index_topk": total("score", "select")}
+    sums |= {f"chain {s}": total("write", "score", "select", f"attend {s}") for s in STORES}
+    for label, us in sums.items():
+        if us is not None and label in parts:
+            parts[label] |= {"peer": "best of each part", "peer_us": us}
+    for x in parts.values():
+        for name in ("triton", "ours"):
+            if f"{name}_us" in x and "peer_us" in x:
+                x[f"{name}_ratio"] = rounded(x[f"{name}_us"] / x["peer_us"])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__)
+    add = parser.add_argument
+    add("--only", default="", help="cases whose name matches this pattern")
+    add("--parts", default="", help="parts that match this pattern; needs --out")
+    add("--rounds", type=int, default=3)
+    add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
+    add("--device", default="cuda")
+    add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/sparse.….json)")
+    args = parser.parse_args(arguments)
+    if args.parts and args.out is None:
+        parser.error("--parts needs --out: a record has all parts")
+    return args
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    cases: Sequence[SparseCase] = CASES,
+    contestants: Sequence[SparseContestant] = CONTESTANTS,
+) -> int:
+    args = parse(arguments)
+    device, deadline = torch.device(args.device), time.monotonic() + args.seconds
+    names = [case.name for case in cases]
+    cases = [case for case in cases if re.search(args.only, case.name)]
+    taken = [x for x in contestants if re.search(args.parts, x.label) and x.available()]
+    torch.set_grad_enabled(False)
+    timer = timer_for(device)
+    ceilings = measure_ceilings(timer, device)
+    name = device_name(device)
+    out: pathlib.Path = args.out or FOLDER / f"sparse.{slug(name)}.json"
+    report: Record = {
+        "date": datetime.date.today().isoformat(),
+        "device": name,
+        "versions": versions(x.distribution for x in taken if not x.ours),
+        "ceilings": asdict(ceilings),
+        "rounds": args.rounds,
+        "cases": [],
+    }
+    others = kept(out, report, cases) if args.only else []
+    for number, case in enumerate(cases, 1):
+        if time.monotonic() > deadline:
+            print(f"--seconds is over: {len(cases) - number + 1} cases are left out")
+            break
+        print(f"[{number}/{len(cases)}] {case.name}", flush=True)
+        got = measure(
+            case, taken, device=device, timer=timer, ceilings=ceilings,
+            rounds=args.rounds, deadline=deadline,
+        )  # fmt: skip
+        got["commit"] = report["versions"].get("commit")
+        report["cases"].append(got)
+        for label, part in got["parts"].items():
+            print(f"  {label}: {part}", flush=True)
+        ordered = sorted(others + report["cases"], key=lambda x: names.index(x["name"]))
+        out.write_text(json.dumps(report | {"cases": ordered}, indent=1) + "\n")
+        if not usable(device):
+            print("the device is unusable: run the rest without the last contestant", flush=True)
+            return 1
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    own = {x.name for x in contestants if x.ours}
+    wrong = [
+        f"{case['name']} {x['part']} {x['name']}" for case in report["cases"]
+        for x in case["entries"] if x["name"] in own and x.get("wrong")
+    ]  # fmt: skip
+    if wrong:
+        print(f"ours is wrong: {', '.join(wrong)}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
