@@ -52,6 +52,7 @@ class BackendConfig:
     topk: int = 0
     num_draft_tokens: int = 0
     deterministic: bool = False
+    shared_prefix: bool = False  # read keys that neighbouring requests share once
     linear_layers: tuple[LinearLayer, ...] = ()  # those of a linear backend, which has no others
 
     def __post_init__(self) -> None:
