@@ -116,7 +116,7 @@ class HopperDecode(SplitKernel):
         # without a tree its mask is not read
         mask = inputs.requests.cu_seqlens_q if inputs.tree is None else inputs.tree
         return Arguments(
-            *(part.partials, inputs.requests, part.work_indptr, mask),
+            *(part.partials, inputs.requests, part.work_indptr, part.spans, mask),
             *(inputs.size, inputs.drafts, inputs.table_stride),
         )
 

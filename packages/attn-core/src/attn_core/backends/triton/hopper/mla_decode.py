@@ -243,7 +243,7 @@ def decode_mla_hopper(
     """
     launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
-    work = program_work(work_indptr, sizes, CONFIG)
+    work = program_work(work_indptr, work_indptr, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty
         k_tile = LatentTile(
