@@ -20,8 +20,13 @@ from benchmarks.contestant import Call, Contestant
 from benchmarks.suites import FIXED
 
 
-def our_backend(name: str, registry: Registry, device: torch.device) -> Contestant:
-    """Return one of our backends as a contestant. Raises UnknownBackendError."""
+def our_backend(
+    name: str, registry: Registry, device: torch.device, *, shared_prefix: bool = False
+) -> Contestant:
+    """Return one of our backends as a contestant. Raises UnknownBackendError.
+
+    shared_prefix: it reads keys that requests share once.
+    """
     spec = registry.get(name)
     origin, kind = registry.origins["softmax", spec.name], device_kind(device)
 
@@ -47,6 +52,7 @@ def our_backend(name: str, registry: Registry, device: torch.device) -> Contesta
             max_seq_len=case.length,
             topk=batch.spec.topk if batch.spec else 0,
             num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
+            shared_prefix=shared_prefix,
         )
         refuse_layer(config, layer)
         refuse_drafts(config, batch)

@@ -116,9 +116,7 @@ def attend(sharers, queries=1, mode=M.DECODE, spec=None, trees=None, **config):
     q = sharers.draw(sum(rows))
     backend = sharers.backend(shared_prefix=True, **config)
     plan = backend.init_forward_metadata(batch)
-    got = backend.forward(
-        q, None, None, sharers.layer, sharers.cache, batch, plan, return_lse=True
-    )
+    got = backend.forward(q, None, None, sharers.layer, sharers.cache, batch, plan, return_lse=True)
     sharers.check(got, q, rows, trees=trees)
     return next(iter(plan.values())).split
 

@@ -293,9 +293,7 @@ def merge_splits(
                         s_begin = s_before * C.HEADS + kv_head * s_units + s_row // BM * blocks
                         s_low = s_begin // quota
                         s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                        whole_at = whole_rows(
-                            programs, tokens, one + level, token, head, BM, C
-                        )
+                        whole_at = whole_rows(programs, tokens, one + level, token, head, BM, C)
                         m, total, acc = add_partials(
                             m, total, acc, partial, s_low, s_count, s_row % BM, 0, whole_at, live,
                             d, PARTIALS, BM, SPLIT, C,
