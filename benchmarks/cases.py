@@ -105,7 +105,7 @@ class Case:
 
     @property
     def groups(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """The groups of each level of `shared`: first request, requests, begin and end in tokens."""
+        """The groups of each level: first request, requests, begin and end in tokens."""
         levels, begin = [], 0
         sharers = self.batch if self.sharers is None else self.sharers
         for n, tokens in self.shared:

@@ -30,8 +30,8 @@ class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
     request: the one whose pages have the keys. level: of its span. row_block: which 64 rows.
-    context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units. first_key: the first that any row sees.
-    first_block … first_block + num_blocks: of keys.
+    context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
+    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
     """
 
     seq: Any
