@@ -158,6 +158,7 @@ MORE: dict[str, Site] = {
     "decode-shared": Site(case=decode(), shared_prefix=True),
     "decode-shared-page-1": Site(case=decode(), page_size=1, shared_prefix=True),
     "decode-shared-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5), shared_prefix=True),
+    "mla-decode-shared": Site(case=decode(**(MLA | {"heads": (16, 1)})), shared_prefix=True),
     "verify-shared": Site(case=verify(), shared_prefix=True),
     "decode-fixed": Site(case=decode(), deterministic=True),
     "decode-fp16": Site(case=decode(), dtype="fp16"),

@@ -195,7 +195,6 @@ class Scheduler:
         """
         config = self.config
         alone = config.deterministic or group.window is not None or group.dual_chunk is not None
-        alone = alone or self._latent
         return config.shared_prefix and not alone and group.causal and 1 < size <= MAX_REQUESTS
 
     def _cut(

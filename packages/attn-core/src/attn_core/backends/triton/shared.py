@@ -43,7 +43,8 @@ def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) 
     of each.
     """
     partials = 2 * 2 * rows * (v_head_dim + 1) * 4
-    key = (head_dim + v_head_dim) * store_bytes
+    latent = v_head_dim > 256 and head_dim > v_head_dim  # values are keys
+    key = (head_dim + (0 if latent else v_head_dim)) * store_bytes
     return power_of_two(8 * partials // key, LEAST_SHARED_KEYS)
 
 

@@ -168,7 +168,7 @@ class HopperMlaDecode(SplitKernel):
 
     def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
         """Return what all its launches in a pass share."""
-        shared = (part.partials, inputs.requests, part.work_indptr)
+        shared = (part.partials, inputs.requests, part.work_indptr, part.spans)
         return Arguments(*shared, inputs.size, inputs.table_stride)
 
     def make_attend(
