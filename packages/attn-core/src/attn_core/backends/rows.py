@@ -125,6 +125,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
+        shared_prefix=True,
         cuda_graph="uniform",
         layouts={"NHD", "HND"},
     )
@@ -169,6 +170,7 @@ def _triton_mla() -> Sequence[Capabilities]:
         max_verify_topk=1,
         lse=True,
         deterministic=True,
+        shared_prefix=True,
         cuda_graph="uniform",
     )
     needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)

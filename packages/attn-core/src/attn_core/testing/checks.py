@@ -11,7 +11,7 @@ from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import LATENT_KINDS, Kind, Phase
 from attn_core.spec.requirements import Requirements
-from attn_core.testing import case_catalog, metamorphic, neighbours, sparse_catalog
+from attn_core.testing import case_catalog, metamorphic, neighbours, sharing, sparse_catalog
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.dual_chunk_cases import DUAL_CHUNK
 from attn_core.testing.far import far_pages
@@ -200,6 +200,8 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
         yield partial(_related, f"twice-{name}", cases[name], base, metamorphic.twice)
     for name in (n for n in passes if n in cases):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
+    for name, case in case_catalog.SHARED[kind].items():
+        yield partial(_related, f"shared-prefix-{name}", case, base, sharing.shared)
     quantised = () if kind == "dsa" else ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     for store in ("auto", *quantised):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"
@@ -217,6 +219,7 @@ _PROVES: dict[Relation, str] = {
     neighbours.same_bits: "deterministic",
     run_case: "lse",
     replayed: "cuda_graph",
+    sharing.shared: "shared_prefix",
 }
 
 
@@ -227,6 +230,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         case.needs(point.dtype, point.page_size),
         lse=cell == "lse",
         deterministic=cell == "deterministic",
+        shared_prefix=cell == "shared_prefix",
     )
     level = "decode" if case.mode is ForwardMode.DECODE else "uniform"
     decodes_too = ask is metamorphic.then_decode

@@ -67,7 +67,7 @@ class SplitKV(Part):
     """How the keys of requests with few queries are split among programs (stream-K).
 
     work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared.
-    buffer: that of plan_shared int32 [BUFFER_ROWS, columns], None without. counter: int32 [1], zero.
+    buffer: int32 [BUFFER_ROWS, columns], of plan_shared, None without. counter: int32 [1], zero.
     partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
     All layers share them: one runs after the other.
     """

@@ -63,8 +63,8 @@ def fill_spans(
 ) -> None:
     """Fill the spans and the work_indptr of a batch: one small launch that a graph can record.
 
-    buffer: int32 [BUFFER_ROWS, columns], see spans_of; its first row takes work_indptr int32 [2 · batch + 1]. counter: int32 [1],
-    zero before and after.
+    buffer: int32 [BUFFER_ROWS, columns], see spans_of; its first row takes work_indptr int32
+    [2 · batch + 1]. counter: int32 [1], zero before and after.
     """
     cu_seqlens_q, seq_lens, table = requests
     batch = seq_lens.shape[0]
