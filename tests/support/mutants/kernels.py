@@ -1,5 +1,6 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
+from attn_core.backends.triton import shared
 from attn_core.backends.triton.portable import common, decode, dual_chunk
 from edited import Edited
 
@@ -118,3 +119,63 @@ class KernelIntraMaskedNowhere(Edited):
     kernel = dual_chunk.dual_chunk_loop
     before = "seen_by_all = tl.minimum(end, prefix + first_query + 1)"
     after = "seen_by_all = end"
+
+
+class KernelSharedOnePageTooFar(Edited):
+    """The first pages that differ are taken for equal."""
+
+    kernel = shared.plan_shared
+    before = "tl.where(inside & (page != next_page), i, limit)"
+    after = "tl.where(inside & (page != next_page), i + 1, limit)"
+
+
+class KernelSharedByTheNextAlone(Edited):
+    """A group shares what its last two requests do."""
+
+    kernel = shared._or_least
+    before = "tl.where(ends_2 > 0, least_2, tl.minimum(least_1, least_2))"
+    after = "least_2"
+
+
+class KernelSharedOwnKeysSkipped(Edited):
+    """A request of a group begins a block after the keys of its groups."""
+
+    kernel = shared.plan_shared
+    before = "tl.store(spans.begin + own, begin, mask=ok)"
+    after = "tl.store(spans.begin + own, begin + tl.where(begin > 0, BN, 0), mask=ok)"
+
+
+class KernelSharedDrafts(Edited):
+    """Keys of this pass count as shared."""
+
+    kernel = shared.plan_shared
+    before = "tl.load(lengths + b) - (middle - start)"
+    after = "tl.load(lengths + b) + 0"
+
+
+class KernelSharedMaskedAsOwn(Edited):
+    """The last keys of a group are masked for its first queries."""
+
+    kernel = decode.decode_splits
+    before = "prefix = tl.where(level == 0, length - queries, length)"
+    after = "prefix = length - queries"
+
+
+class KernelSharedRowsOfTheFirst(Edited):
+    """Every member merges the rows of its group's first one."""
+
+    kernel = decode.merge_splits
+    before = "s_row = (query - tl.load(spans.token + span)) * C.GROUP + row"
+    after = "s_row = row"
+
+
+class KernelSharedLevelsInOnePlace(Edited):
+    kernel = decode.whole_rows
+    before = "level.to(tl.int64) * tokens * heads"
+    after = "0 * level.to(tl.int64)"
+
+
+class KernelSharedInnerGroupNotMerged(Edited):
+    kernel = decode.merge_splits
+    before = "tl.static_range(1, 3)"
+    after = "tl.static_range(1, 2)"

@@ -288,7 +288,7 @@ SHARED: dict[str, dict[str, Case]] = {
         "decode-window": replace(_LONG, window=40),
         "tree": _LONG_TREES,
     },
-    "mla": {"decode": replace(_LONG, **_LATENT)},  # type: ignore[arg-type]  # as above
+    "mla": {"decode": replace(_LONG, query_lens=(1,) * 3, seq_lens=(340, 333, 1), **_LATENT)},  # type: ignore[arg-type]  # as above
     "dsa": {},
 }
 

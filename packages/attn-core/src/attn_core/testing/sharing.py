@@ -66,8 +66,8 @@ def patterns(requests: int) -> Iterator[tuple[int, ...]]:
     """Yield how many tokens each request shares with the one before it."""
     yield (0,) * requests
     yield (0, *[EVERYTHING] * (requests - 1))
-    yield (0, *[EVERYTHING, 300] * requests)[:requests]  # in levels
-    yield (0, 0, *[300] * (requests - 2))  # the first one is alone
+    yield (0, *[EVERYTHING, 511] * requests)[:requests]  # in levels
+    yield (0, 0, *[511] * (requests - 2))  # the first one is alone
 
 
 def _captured(backend: AttentionBackend, inputs: Inputs, point: Point) -> tuple[object, object]:
