@@ -86,10 +86,9 @@ def expected_spans(sharers, queries, granule=GRANULE):
     return sorted(groups(0, count - 1, 0, 1), key=lambda x: (x[4], x[0]))
 
 
-def planned_spans(split, size):
+def planned_spans(split, size, queries=1):
     """Return the spans of groups of a plan, and where the keys of each request alone begin."""
     spans, indptr = split.spans, split.work_indptr.tolist()
-    queries = spans.queries[0].item()
     groups = [
         (
             spans.request[s].item(),
@@ -179,7 +178,7 @@ def test_drafts_are_verified_after_what_is_shared(n, tree):
     sharers = Sharers(layer, [134, 140, 130, 270], [0, 8, 8, 4], page=16)
     trees = random_trees(4, n) if tree else None
     split = attend(sharers, n, M.TARGET_VERIFY, verify(n, trees), trees)
-    groups, _ = planned_spans(split, 4)
+    groups, _ = planned_spans(split, 4, n)
     assert groups == expected_spans(sharers, n)
     assert groups[0][3] == 64, "the context of one of them has no 128 tokens"
 

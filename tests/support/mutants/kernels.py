@@ -124,7 +124,7 @@ class KernelIntraMaskedNowhere(Edited):
 class KernelSharedOnePageTooFar(Edited):
     """The first pages that differ are taken for equal."""
 
-    kernel = shared.plan_shared
+    kernel = shared._compare
     before = "tl.where(inside & (page != next_page), i, limit)"
     after = "tl.where(inside & (page != next_page), i + 1, limit)"
 
@@ -140,7 +140,7 @@ class KernelSharedByTheNextAlone(Edited):
 class KernelSharedOwnKeysSkipped(Edited):
     """A request of a group begins a block after the keys of its groups."""
 
-    kernel = shared.plan_shared
+    kernel = shared._store_requests
     before = "tl.store(spans.begin + own, begin, mask=ok)"
     after = "tl.store(spans.begin + own, begin + tl.where(begin > 0, BN, 0), mask=ok)"
 
@@ -148,7 +148,7 @@ class KernelSharedOwnKeysSkipped(Edited):
 class KernelSharedDrafts(Edited):
     """Keys of this pass count as shared."""
 
-    kernel = shared.plan_shared
+    kernel = shared._compare
     before = "tl.load(lengths + b) - (middle - start)"
     after = "tl.load(lengths + b) + 0"
 
@@ -157,8 +157,8 @@ class KernelSharedMaskedAsOwn(Edited):
     """The last keys of a group are masked for its first queries."""
 
     kernel = decode.decode_splits
-    before = "prefix = tl.where(level == 0, length - queries, length)"
-    after = "prefix = length - queries"
+    before = "prefix = length\n"
+    after = "prefix = length - queries\n"
 
 
 class KernelSharedRowsOfTheFirst(Edited):

@@ -201,7 +201,8 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
     for name in (n for n in passes if n in cases):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
     for name, case in case_catalog.SHARED[kind].items():
-        yield partial(_related, f"shared-prefix-{name}", case, base, sharing.shared)
+        for point in (base, finest) if name == "decode" and kind == "mha" else (base,):
+            yield partial(_related, f"shared-prefix-{name}", case, point, sharing.shared)
     quantised = () if kind == "dsa" else ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     for store in ("auto", *quantised):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"

@@ -74,7 +74,13 @@ def fill_spans(
     if launcher is None:
         launcher = planners[key] = Launcher(
             plan_shared,
-            *(*sharing, launch.block_m, launch.block_n, power_of_two(batch), 512),
+            *(
+                *sharing,
+                launch.block_m,
+                launch.block_n,
+                power_of_two(batch),
+                2048 if sharing.page_size < 8 else 512,
+            ),
             num_warps=4,
         )
     launcher.launch((batch, 1, 1), (*tensors, batch, table.stride(0), buffer.stride(0)))
@@ -103,6 +109,20 @@ def _join(own, left, right, base):
         (apart, tl.where(left > base, left, NONE), own), 0, _or_least, reverse=True
     )
     return last > first, first, last, tl.minimum(before, after)
+
+
+@triton.jit
+def _store_requests(
+    work_indptr, spans, own, batch, queries, lengths, begin, BN: tl.constexpr
+):  # fmt: skip
+    """Store what each request reads alone, from key `begin` on, and return its units of work."""
+    ok = own < batch
+    units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1)
+    units = tl.where(ok & (queries > 0), units, 0)
+    tl.store(work_indptr, 0)
+    tl.store(work_indptr + 1 + own, tl.cumsum(units, 0), mask=ok)
+    tl.store(spans.begin + own, begin, mask=ok)
+    return tl.sum(units, 0)
 
 
 @triton.jit
@@ -148,6 +168,46 @@ def _store_groups(
     return groups + tl.sum(is_first.to(tl.int32), 0), work + tl.sum(units, 0)
 
 
+@triton.jit
+def _compare(
+    cu,
+    lengths,
+    table,
+    common,
+    counter,
+    b,
+    batch,
+    table_stride,
+    GRANULE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store how many granules request b and the next one share; say whether it is the last one."""
+    if b < batch - 1:
+        start = tl.load(cu + b)
+        middle = tl.load(cu + b + 1)
+        limit = tl.minimum(
+            tl.load(lengths + b) - (middle - start),
+            tl.load(lengths + b + 1) - (tl.load(cu + b + 2) - middle),
+        )
+        limit = tl.maximum(limit, 0) // PAGE
+        row = table + b.to(tl.int64) * table_stride
+        low = 0
+        while low < limit:
+            i = low + tl.arange(0, WIDTH)
+            inside = i < limit
+            page = tl.load(row + i, mask=inside, other=0)
+            next_page = tl.load(row + table_stride + i, mask=inside, other=0)
+            limit = tl.min(tl.where(inside & (page != next_page), i, limit), 0)
+            low += WIDTH
+        tl.store(common + b, limit * PAGE // GRANULE)
+    tl.debug_barrier()  # the thread that counts releases what this one stored
+    last = tl.atomic_add(counter, 1) == batch - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
 @triton.jit(do_not_specialize=["batch", "table_stride", "columns"])
 def plan_shared(
     cu,
@@ -172,38 +232,28 @@ def plan_shared(
     finish groups them (the intervals of an array of longest common prefixes), and writes the spans
     and work_indptr int32 [2 · batch + 1], the units of BN keys of one tile before each span: first
     those of the requests, then those of the groups, then none. Queries come after all shared keys.
+    Where no first pages are equal, the first program does so at once, for requests alone.
     """
-    common = buffer + 8 * columns
     b = tl.program_id(0)
-    if b < batch - 1:
-        start = tl.load(cu + b)
-        middle = tl.load(cu + b + 1)
-        limit = tl.minimum(
-            tl.load(lengths + b) - (middle - start),
-            tl.load(lengths + b + 1) - (tl.load(cu + b + 2) - middle),
-        )
-        limit = tl.maximum(limit, 0) // PAGE
-        row = table + b.to(tl.int64) * table_stride
-        low = 0
-        while low < limit:
-            i = low + tl.arange(0, WIDTH)
-            inside = i < limit
-            page = tl.load(row + i, mask=inside, other=0)
-            next_page = tl.load(row + table_stride + i, mask=inside, other=0)
-            limit = tl.min(tl.where(inside & (page != next_page), i, limit), 0)
-            low += WIDTH
-        tl.store(common + b, limit * PAGE // GRANULE)
-    tl.debug_barrier()  # the thread that counts releases what this one stored
-    if tl.atomic_add(counter, 1) == batch - 1:
-        tl.store(counter, 0)
-        own = tl.arange(0, BLOCK)
-        ok = own < batch
-        right = tl.load(common + own, mask=own < batch - 1, other=0, cache_modifier=".cg")
-        left = tl.load(common + own - 1, mask=ok & (own > 0), other=0, cache_modifier=".cg")
-        token = tl.load(cu + own, mask=ok, other=0)
-        queries = tl.load(cu + own + 1, mask=ok, other=0) - token
-        length = tl.load(lengths + own, mask=ok, other=0)
-
+    own = tl.arange(0, BLOCK)
+    ok = own < batch
+    token = tl.load(cu + own, mask=ok, other=0)
+    queries = tl.load(cu + own + 1, mask=ok, other=0) - token
+    length = tl.load(lengths + own, mask=ok, other=0)
+    has_next = own < batch - 1
+    row = table + own.to(tl.int64) * table_stride
+    page = tl.load(row, mask=ok, other=0)
+    next_page = tl.load(row + table_stride, mask=has_next, other=0)
+    long = length - queries >= GRANULE
+    alone = tl.sum((has_next & long & (page == next_page)).to(tl.int32), 0) == 0
+    is_planner = b == 0
+    if not alone:
+        is_planner = _compare(
+            cu, lengths, table, buffer + 8 * columns, counter, b, batch, table_stride, GRANULE,
+            PAGE, WIDTH,
+        )  # fmt: skip
+    if is_planner:
+        common = buffer + 8 * columns
         spans = Spans(
             buffer + columns,
             buffer + 2 * columns,
@@ -214,26 +264,24 @@ def plan_shared(
             buffer + 7 * columns,
         )
         none = own * 0
-        in_outer, outer_first, outer_last, outer_end = _join(own, left, right, none)
-        base = tl.where(in_outer, outer_end, NONE)
-        in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
-        begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
-        units = tl.maximum(tl.cdiv(length, BN) - begin // BN, 1)
-        units = tl.where(ok & (queries > 0), units, 0)
-        tl.store(buffer, 0)
-        tl.store(buffer + 1 + own, tl.cumsum(units, 0), mask=ok)
-        tl.store(spans.request + own, own, mask=ok)
-        tl.store(spans.token + own, token, mask=ok)
-        tl.store(spans.queries + own, queries, mask=ok)
-        tl.store(spans.begin + own, begin, mask=ok)
-        tl.store(spans.end + own, length, mask=ok)
-        tl.store(spans.level + own, none, mask=ok)
-        groups, work = _store_groups(
-            cu, buffer, spans, batch, own, 1, 0, tl.sum(units, 0), in_outer, outer_first,
-            outer_last, none, outer_end, GROUP, GRANULE, BM, BN,
-        )  # fmt: skip
-        groups, work = _store_groups(
-            cu, buffer, spans, batch, own, 2, groups, work, in_inner, inner_first, inner_last,
-            outer_end, inner_end, GROUP, GRANULE, BM, BN,
-        )  # fmt: skip
+        groups = 0
+        if alone:
+            work = _store_requests(buffer, spans, own, batch, queries, length, none, BN)
+            tl.store(spans.group + own, none - 1, mask=ok)
+        else:
+            right = tl.load(common + own, mask=has_next, other=0, cache_modifier=".cg")
+            left = tl.load(common + own - 1, mask=ok & (own > 0), other=0, cache_modifier=".cg")
+            in_outer, outer_first, outer_last, outer_end = _join(own, left, right, none)
+            base = tl.where(in_outer, outer_end, NONE)
+            in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
+            begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
+            work = _store_requests(buffer, spans, own, batch, queries, length, begin, BN)
+            groups, work = _store_groups(
+                cu, buffer, spans, batch, own, 1, groups, work, in_outer, outer_first, outer_last,
+                none, outer_end, GROUP, GRANULE, BM, BN,
+            )  # fmt: skip
+            groups, work = _store_groups(
+                cu, buffer, spans, batch, own, 2, groups, work, in_inner, inner_first, inner_last,
+                outer_end, inner_end, GROUP, GRANULE, BM, BN,
+            )  # fmt: skip
         tl.store(buffer + batch + 1 + own, work + none, mask=ok & (own >= groups))

@@ -98,17 +98,22 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     row_block = work.row_block
     first_key = 0
     if CONFIG.SHARED:
-        request = gl.load(work.spans.request + seq)
-        level = gl.load(work.spans.level + seq)
-        q_start = gl.load(work.spans.token + seq)
-        q_len = gl.load(work.spans.queries + seq)
         first_key = gl.load(work.spans.begin + seq)
-        seq_len = gl.load(work.spans.end + seq)
-        context_len = gl.where(level == 0, seq_len - q_len, seq_len)
-        # of one tile of several
-        num_units = gl.maximum((seq_len - first_key + CONFIG.BN - 1) // CONFIG.BN, 1)
-        row_block = start_unit // num_units
-        start_unit = start_unit % num_units
+        if seq < sizes.batch:
+            q_start = gl.load(requests.cu_seqlens_q + seq)
+            q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+            seq_len = gl.load(requests.seq_lens + seq)
+            context_len = seq_len - q_len
+        else:
+            request = gl.load(work.spans.request + seq)
+            level = gl.load(work.spans.level + seq)
+            q_start = gl.load(work.spans.token + seq)
+            q_len = gl.load(work.spans.queries + seq)
+            seq_len = gl.load(work.spans.end + seq)
+            context_len = seq_len
+            num_units = (seq_len - first_key) // CONFIG.BN  # of one tile of several
+            row_block = start_unit // num_units
+            start_unit = start_unit % num_units
     else:
         q_start = gl.load(requests.cu_seqlens_q + seq)
         q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
@@ -145,13 +150,12 @@ def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
     at = partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows
     if CONFIG.SHARED:
         HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
-        tokens = gl.load(requests.cu_seqlens_q + sizes.batch)
-        first = gl.num_programs(0) * 128 + item.level.to(gl.int64) * tokens * HEADS
-        row = item.row_block * 64 + rows
-        own = first + (item.q_start + row // CONFIG.GROUP) * HEADS
-        own = own + item.head * CONFIG.GROUP + row % CONFIG.GROUP
-        whole = item.end_unit - item.start_unit == item.num_units
-        at = gl.where(whole, own, at)
+        if item.end_unit - item.start_unit == item.num_units:
+            tokens = gl.load(requests.cu_seqlens_q + sizes.batch)
+            row = item.row_block * 64 + rows
+            token = item.level * tokens + item.q_start + row // CONFIG.GROUP
+            at = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
+            at += gl.num_programs(0) * 128
     return at
 
 

@@ -62,11 +62,11 @@ class Requests(NamedTuple):
 class Spans(NamedTuple):
     """Keys that neighbouring requests read: int32 [2 · batch] each, see plan_shared.
 
-    First come the spans of what each request reads alone, then those of groups, as many as there
-    are. request: the first one, whose row of the page table has the keys. token, queries: the first
-    query and how many there are. begin, end: keys. level: 0 of a request alone, 1 of a group, 2 of
-    a group within one. group: int32 [2, batch], the spans of the groups of each request at levels 1
-    and 2, -1 for none.
+    First come the spans of what each request reads alone, from key `begin` on; nothing else is
+    stored of these. Then come those of groups, as many as there are. request: the first one, whose
+    row of the page table has the keys. token, queries: the first query and how many there are.
+    begin, end: keys. level: 1 of a group, 2 of a group within one. group: int32 [2, batch], the
+    spans of the groups of each request at levels 1 and 2, -1 for none.
     """
 
     request: Any

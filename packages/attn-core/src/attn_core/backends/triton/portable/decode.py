@@ -97,16 +97,23 @@ def decode_splits(
             first = 0
             level = 0
             if SPLIT.SHARED:
-                b = tl.load(spans.request + seq)
-                query = tl.load(spans.token + seq)
-                queries = tl.load(spans.queries + seq)
                 first = tl.load(spans.begin + seq)
-                length = tl.load(spans.end + seq)
-                level = tl.load(spans.level + seq)
-                prefix = tl.where(level == 0, length - queries, length)
-                units = tl.maximum(tl.cdiv(length - first, BN), 1)  # of one tile of several
-                row_block = unit // units
-                unit = unit % units
+                if seq < batch:
+                    query = tl.load(requests.cu_seqlens_q + seq)
+                    queries = tl.load(requests.cu_seqlens_q + seq + 1) - query
+                    length = tl.load(requests.seq_lens + seq)
+                    prefix = length - queries
+                    row_block = 0
+                else:
+                    b = tl.load(spans.request + seq)
+                    query = tl.load(spans.token + seq)
+                    queries = tl.load(spans.queries + seq)
+                    length = tl.load(spans.end + seq)
+                    level = tl.load(spans.level + seq)
+                    prefix = length
+                    units = (length - first) // BN  # of one tile of several
+                    row_block = unit // units
+                    unit = unit % units
             else:
                 query = tl.load(requests.cu_seqlens_q + b)
                 queries = tl.load(requests.cu_seqlens_q + b + 1) - query
@@ -255,14 +262,16 @@ def merge_splits(
         count = (begin + units - 1) // quota - low + 1
     query = tl.load(cu + b)
     queries = tl.load(cu + b + 1) - query
-    grouped = False
+    outer = -1
+    inner = -1
     tokens = 0
     if SPLIT.SHARED:
-        grouped = tl.load(spans.begin + b) > 0
+        outer = tl.load(spans.group + b)
+        inner = tl.load(spans.group + batch + b)
         tokens = tl.load(cu + batch)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    if (count > 1) | grouped:
+    if (count > 1) | (outer >= 0):
         d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         one = tl.zeros([1], tl.int32)
         for turn in tl.static_range(ROWS):
@@ -283,8 +292,8 @@ def merge_splits(
             )  # fmt: skip
             if SPLIT.SHARED:
                 for level in tl.static_range(1, 3):
-                    span = tl.load(spans.group + (level - 1) * batch + b)
-                    if span >= 0:
+                    span = outer if level == 1 else inner
+                    if (outer >= 0) & (span >= 0):  # without groups nothing is known of levels
                         s_before = tl.load(work_indptr + span)
                         s_units = tl.load(work_indptr + span + 1) - s_before
                         s_row = (query - tl.load(spans.token + span)) * C.GROUP + row
