@@ -270,8 +270,8 @@ def _shuffled_table(case: Case, device: torch.device, rng: torch.Generator) -> T
     order = torch.randperm(int(pages.sum()), generator=rng, device=device)
     table[owned] = order.int() + 1
     for first, n, begin, end in itertools.chain(*case.groups):
-        pages = slice(begin // case.page_size, end // case.page_size)
-        table[first : first + n, pages] = table[first, pages].clone()
+        common = slice(begin // case.page_size, end // case.page_size)
+        table[first : first + n, common] = table[first, common].clone()
     return table
 
 

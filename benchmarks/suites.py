@@ -164,7 +164,7 @@ def shared() -> tuple[Case, ...]:
     ]
     cases = []
     for heads, page in itertools.product(((32, 8), (28, 4)), (64, 16)):
-        own = {"q_heads": heads[0], "kv_heads": heads[1], "page_size": page}
+        own: dict[str, Any] = {"q_heads": heads[0], "kv_heads": heads[1], "page_size": page}
         cases += [Case(phase="decode", **own, **shape) for shape in shapes]
         cases.append(Case(phase="verify", queries=8, tree=True, **own, **shapes[0]))
     return tuple(cases)

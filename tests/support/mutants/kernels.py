@@ -129,12 +129,12 @@ class KernelSharedOnePageTooFar(Edited):
     after = "tl.where(inside & (page != next_page), i + 1, limit)"
 
 
-class KernelSharedByTheNextAlone(Edited):
-    """A group shares what its last two requests do."""
+class KernelSharedByTheRequestsBefore(Edited):
+    """The keys of a group are those that a request shares with the ones before it."""
 
-    kernel = shared._or_least
-    before = "tl.where(ends_2 > 0, least_2, tl.minimum(least_1, least_2))"
-    after = "least_2"
+    kernel = shared._join
+    before = "tl.minimum(before, after)"
+    after = "before"
 
 
 class KernelSharedOwnKeysSkipped(Edited):
@@ -143,14 +143,6 @@ class KernelSharedOwnKeysSkipped(Edited):
     kernel = shared._store_requests
     before = "tl.store(spans.begin + own, begin, mask=ok)"
     after = "tl.store(spans.begin + own, begin + tl.where(begin > 0, BN, 0), mask=ok)"
-
-
-class KernelSharedDrafts(Edited):
-    """Keys of this pass count as shared."""
-
-    kernel = shared._compare
-    before = "tl.load(lengths + b) - (middle - start)"
-    after = "tl.load(lengths + b) + 0"
 
 
 class KernelSharedMaskedAsOwn(Edited):

@@ -10,7 +10,8 @@ from functools import lru_cache, partial
 import torch
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.runtime.backend import AttentionBackend
+from attn_core.runtime.backend import AttentionBackend, Metadata
+from attn_core.runtime.batch import ForwardBatch
 from attn_core.testing.answers import Answer, answer, expected
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
@@ -30,16 +31,17 @@ def shared(bench: Bench, case: Case, point: Point) -> Measure:
     before a replay of a CUDA graph: their groups differ.
     """
     row, measures = bench.row, []
-    batch, captured = None, None
+    batch: ForwardBatch | None = None
+    captured: Metadata = None
     for number, tokens in enumerate(patterns(len(case.seq_lens))):
         order = list(range(len(tokens)))
         random.Random(number).shuffle(order)
         rounds = bench.rounds(case.kv_dtype)
         inputs, right = _drawn(case, point, tokens, row.requires_finite_padding, rounds)
         inputs = to_device(inputs, bench.torch_device)
-        if batch is None or captured is None:
+        if batch is None:
             backend = create(bench, case, inputs, point)
-            batch, captured = _captured(backend, inputs, point)
+            batch, captured = _captured(backend, inputs)
         dtype, real = TORCH_DTYPES[point.dtype], inputs.real_tokens
         got = attend(backend, inputs, return_lse=row.lse)
         measures.append(compare(got, right, real, dtype, f"output, shared tokens {tokens}"))
@@ -70,7 +72,7 @@ def patterns(requests: int) -> Iterator[tuple[int, ...]]:
     yield (0, 0, *[511] * (requests - 2))  # the first one is alone
 
 
-def _captured(backend: AttentionBackend, inputs: Inputs, point: Point) -> tuple[object, object]:
+def _captured(backend: AttentionBackend, inputs: Inputs) -> tuple[ForwardBatch, Metadata]:
     """Return a batch of the same lengths with static tensors, and its plan as of a capture."""
     batch = inputs.batch
     views = {
