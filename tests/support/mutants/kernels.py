@@ -1,7 +1,7 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
 from attn_core.backends.triton import shared
-from attn_core.backends.triton.portable import common, decode, dual_chunk
+from attn_core.backends.triton.portable import common, decode, dual_chunk, merge
 from edited import Edited
 
 
@@ -80,7 +80,7 @@ class KernelSinkNotInTheSum(Edited):
 
 
 class KernelLastPartDropped(Edited):
-    kernel = decode.merge_splits
+    kernel = merge.add_partials
     before = "(part + i < count) & live"
     after = "(part + i < count - 1) & live"
 
@@ -156,7 +156,7 @@ class KernelSharedMaskedAsOwn(Edited):
 class KernelSharedRowsOfTheFirst(Edited):
     """Every member merges the rows of its group's first one."""
 
-    kernel = decode.merge_splits
+    kernel = merge.merge_splits
     before = "s_row = (query - tl.load(spans.token + span)) * C.GROUP + row"
     after = "s_row = row"
 
@@ -168,6 +168,6 @@ class KernelSharedLevelsInOnePlace(Edited):
 
 
 class KernelSharedInnerGroupNotMerged(Edited):
-    kernel = decode.merge_splits
+    kernel = merge.merge_splits
     before = "tl.static_range(1, 3)"
     after = "tl.static_range(1, 2)"

@@ -271,8 +271,7 @@ def _triton_linear() -> BackendSpec:
         head_dim_pairs="any",
         cuda_graph="uniform",
     )
-    # The documented CPU path of this name is compiled code, not Triton, and does not verify: here
-    # torch runs it.
+    # Documented is compiled code, not Triton, that does not verify: here torch runs it.
     cpu = _torch_linear()
     cpu = replace(cpu, device="cpu", priority=10, max_verify_topk=0, create=TORCH_LINEAR)
     # KDA's prefill at K 256 takes 123 KiB of shared memory, and these have 99.

@@ -87,8 +87,7 @@ class Backend(ABC):
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan one forward pass; called once, before its first layer."""
 
-    # CUDA graphs, as far as the row's cuda_graph level says. The defaults are right for a backend
-    # whose kernels read the batch's own tensors and which derives none from them.
+    # CUDA graphs, as far as cuda_graph says; right for kernels that read the batch's own tensors.
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers that this backend derives from a batch; called once."""
         return

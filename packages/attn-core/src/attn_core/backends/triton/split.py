@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from attn_core.backends.triton.kernel import Call, Kernel, Launchers, Pass, PassLaunch
 from attn_core.backends.triton.portable.arguments import MergeConstants, Scales, Split
-from attn_core.backends.triton.portable.decode import merge_splits
+from attn_core.backends.triton.portable.merge import merge_splits
 from attn_core.backends.triton.schedule import Cuts, SplitKV
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Arguments, Grid, Launcher
