@@ -22,9 +22,10 @@ from benchmarks.cases import Case
 from benchmarks.contestant import Contestant, installed_version
 from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
+from benchmarks.peers.sharing import SHARING
 from benchmarks.results import FOLDER, Report, default_path
 from benchmarks.runner import DeviceLost, measure_all
-from benchmarks.suites import PHASES, cases_of
+from benchmarks.suites import PHASES, SHARED, cases_of
 from benchmarks.timing import measure_ceilings, timer_for
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -51,11 +52,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def chosen_peers(names: str) -> tuple[Contestant, ...]:
+def offered(suite: str) -> tuple[Contestant, ...]:
+    """Return the peers of a suite: those that are told of groups where requests share."""
+    return (*SHARING, *PEERS) if suite == SHARED else PEERS
+
+
+def chosen_peers(names: str, suite: str = "all") -> tuple[Contestant, ...]:
     """Return the peers of --peers; all: the installed. Raises SystemExit for an unknown name."""
+    peers = offered(suite)
     if names in ("all", "none"):
-        return tuple(p for p in PEERS if p.available()) if names == "all" else ()
-    known = {p.name: p for p in PEERS}
+        return tuple(p for p in peers if p.available()) if names == "all" else ()
+    known = {p.name: p for p in peers}
     for name in names.split(","):
         if name not in known:
             raise SystemExit(f"--peers {name}: {near(name, known)}")
@@ -138,13 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [c for c in cases_of(args.phase) if re.search(args.cases, c.name)]
     if not cases:
         raise SystemExit(f"no case of {args.phase} matches {args.cases!r}")
-    peers, path = chosen_peers(args.peers), target(args, device_name(device))
+    peers, path = chosen_peers(args.peers, args.phase), target(args, device_name(device))
+    shares = args.phase == SHARED
     try:
-        ours = our_backend(
-            args.ours or ("triton" if device.type == "cuda" else "torch_native"),
-            load_plugins(),
-            device,
-        )
+        name = args.ours or ("triton" if device.type == "cuda" else "torch_native")
+        ours = our_backend(name, load_plugins(), device, shared_prefix=shares)
+        if shares:  # every request on its own, too
+            alone = our_backend(name, load_plugins(), device)
+            peers = (replace(alone, name=f"{name}-alone"), *peers)
     except AttnError as error:
         raise SystemExit(f"--ours: {error}") from None
     torch.set_grad_enabled(False)
@@ -162,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ceilings=asdict(ceilings),
         command="python -m benchmarks.attention " + shlex.join(_without_place(argv)),
     )
-    if args.peers == "all" and (missing := [p.name for p in PEERS if p not in peers]):
+    if args.peers == "all" and (missing := [p.name for p in offered(args.phase) if p not in peers]):
         report = replace(report, notes=(f"not installed: {', '.join(missing)}",))
         print(report.notes[0], flush=True)
     code = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,8 @@ class Case:
     standard deviation of their logarithm, `length` is their median and a sixteenth of the longest
     that there may be. queries: new tokens a request, None: all.
     tree: a random tree of drafts for each request, else they are a chain.
+    shared: (requests of a group, tokens that they share) of each level, the outermost first; the
+    groups lie in those before. sharers: how many requests share, None: all.
     """
 
     phase: Phase
@@ -50,6 +53,8 @@ class Case:
     page_size: int = 64
     kv_dtype: str = "bf16"
     dtype: str = "bf16"
+    shared: tuple[tuple[int, int], ...] = ()
+    sharers: int | None = None
 
     @property
     def name(self) -> str:
@@ -66,6 +71,8 @@ class Case:
         if self.phase == "verify":
             parts.append("tree" if self.tree else "chain")
         parts += [f"H{self.q_heads}/{self.kv_heads}", f"D{dims}", f"p{self.page_size}"]
+        parts += [f"shared {n}x{tokens}" for n, tokens in self.shared]
+        parts += [f"of {self.sharers}"] if self.sharers is not None else []
         return " ".join(parts + ([self.kv_dtype] if self.kv_dtype != self.dtype else []))
 
     @property
@@ -97,6 +104,17 @@ class Case:
         return (self.length, *rest)
 
     @property
+    def groups(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        """The groups of each level: first request, requests, begin and end in tokens."""
+        levels, begin = [], 0
+        sharers = self.batch if self.sharers is None else self.sharers
+        for n, tokens in self.shared:
+            end = begin + tokens
+            levels.append(tuple((first, n, begin, end) for first in range(0, sharers, n)))
+            begin = end
+        return tuple(levels)
+
+    @property
     def query_lens(self) -> tuple[int, ...]:
         return self.seq_lens if self.queries is None else (self.queries,) * self.batch
 
@@ -109,7 +127,9 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of K and V that the requests hold, each counted once; MLA holds no V."""
         per_token = self.head_dim + (0 if self.kind == "mla" else self.v_head_dim)
-        return sum(self.seq_lens) * self.kv_heads * per_token * TORCH_DTYPES[self.kv_dtype].itemsize
+        again = sum((n - 1) * (end - begin) for _, n, begin, end in itertools.chain(*self.groups))
+        tokens = sum(self.seq_lens) - again
+        return tokens * self.kv_heads * per_token * TORCH_DTYPES[self.kv_dtype].itemsize
 
     @property
     def bytes(self) -> int:
@@ -248,6 +268,9 @@ def _shuffled_table(case: Case, device: torch.device, rng: torch.Generator) -> T
     table = torch.zeros(case.batch, width, dtype=torch.int32, device=device)
     order = torch.randperm(int(pages.sum()), generator=rng, device=device)
     table[owned] = order.int() + 1
+    for first, n, begin, end in itertools.chain(*case.groups):
+        common = slice(begin // case.page_size, end // case.page_size)
+        table[first : first + n, common] = table[first, common].clone()
     return table
 
 

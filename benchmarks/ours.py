@@ -22,11 +22,17 @@ from benchmarks.suites import FIXED
 
 
 def our_backend(
-    name: str, registry: Registry, device: torch.device, dual_chunk: DualChunk | None = None
+    name: str,
+    registry: Registry,
+    device: torch.device,
+    dual_chunk: DualChunk | None = None,
+    *,
+    shared_prefix: bool = False,
 ) -> Contestant:
     """Return one of our backends as a contestant. Raises UnknownBackendError.
 
-    dual_chunk: of the layers of all its inputs.
+    dual_chunk: of the layers of all its inputs. shared_prefix: it reads keys that requests share
+    once.
     """
     spec = registry.get(name)
     origin, kind = registry.origins["softmax", spec.name], device_kind(device)
@@ -53,6 +59,7 @@ def our_backend(
             max_seq_len=case.length,
             topk=batch.spec.topk if batch.spec else 0,
             num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
+            shared_prefix=shared_prefix,
         )
         refuse_layer(config, layer)
         refuse_drafts(config, batch)

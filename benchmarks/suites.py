@@ -12,6 +12,7 @@ from benchmarks.cases import LATENT, ROPE, Case, Phase
 GRID = "grid"
 MLA_GRID = "mla-grid"
 RAGGED = "ragged"
+SHARED = "shared"
 _GIB = 1 << 30
 GRID_KV_BYTES = 40 * _GIB  # what the KV of one shape may take
 _GRID_FLOPS = 2 * 10**13  # and its work: some 30 ms on a GPU of 700 TFLOP/s
@@ -149,6 +150,26 @@ def ragged() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def shared() -> tuple[Case, ...]:
+    """Let requests share prefixes: one, several and nested groups, a half of them, and none."""
+    shapes: list[dict[str, Any]] = [
+        {"batch": 64, "length": 8192 + 512, "shared": ((64, 8192),)},
+        {"batch": 256, "length": 2048 + 256, "shared": ((256, 2048),)},
+        {"batch": 16, "length": 32768 + 1024, "shared": ((16, 32768),)},
+        {"batch": 64, "length": 8192 + 512, "shared": ((16, 8192),)},
+        {"batch": 64, "length": 8192 + 512, "shared": ((64, 4096), (8, 4096))},
+        {"batch": 64, "length": 8192 + 512, "shared": ((32, 8192),), "sharers": 32},
+        {"batch": 64, "length": 8192 + 512},
+        {"batch": 16, "length": 1024},
+    ]
+    cases = []
+    for heads, page in itertools.product(((32, 8), (28, 4)), (64, 16)):
+        own: dict[str, Any] = {"q_heads": heads[0], "kv_heads": heads[1], "page_size": page}
+        cases += [Case(phase="decode", **own, **shape) for shape in shapes]
+        cases.append(Case(phase="verify", queries=8, tree=True, **own, **shapes[0]))
+    return tuple(cases)
+
+
 def cases_of(phase: str) -> tuple[Case, ...]:
     """Return the cases of one phase, of a grid, or of "all": every phase but the grids."""
     if phase == GRID:
@@ -157,9 +178,11 @@ def cases_of(phase: str) -> tuple[Case, ...]:
         return mla_grid()
     if phase == RAGGED:
         return ragged()
+    if phase == SHARED:
+        return shared()
     if phase == "all":
         return tuple(itertools.chain(*FIXED.values()))
     return FIXED[phase]
 
 
-PHASES = (*FIXED, GRID, MLA_GRID, RAGGED, "all")
+PHASES = (*FIXED, GRID, MLA_GRID, RAGGED, SHARED, "all")

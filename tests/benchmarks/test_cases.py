@@ -83,7 +83,7 @@ def test_the_grid_covers_what_it_promises():
 
 
 def test_every_phase_has_cases_and_peers():
-    assert set(PHASES) == {*FIXED, "grid", "mla-grid", "ragged", "all"}
+    assert set(PHASES) == {*FIXED, "grid", "mla-grid", "ragged", "shared", "all"}
     for phase, cases in FIXED.items():
         assert {c.phase for c in cases} == {phase}
         for case in cases:

@@ -42,6 +42,14 @@ class Edited(Triton):
         with mock.patch.dict(InterpretedFunction.rewritten_fn, new):
             yield
 
+    def _plan(self, *args, **kwargs):
+        with self.edit():
+            return super()._plan(*args, **kwargs)
+
+    def init_forward_metadata_replay_cuda_graph(self, *args, **kwargs):
+        with self.edit():
+            super().init_forward_metadata_replay_cuda_graph(*args, **kwargs)
+
     def forward(self, *args, **kwargs):
         with self.edit():
             return super().forward(*args, **kwargs)

@@ -59,6 +59,7 @@ class Site:
     page_size: int = 64
     lse: bool = True
     deterministic: bool = False
+    shared_prefix: bool = False
 
     @property
     def paged(self) -> bool:
@@ -105,6 +106,7 @@ class Site:
             arch=chip.arch,
             multiprocessors=132,  # of an H200; it is no constant of a kernel
             deterministic=self.deterministic,
+            shared_prefix=self.shared_prefix,
         )
         (self._pass if self.paged else self._call)(chip, asked)
 

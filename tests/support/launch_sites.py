@@ -181,6 +181,11 @@ _LENS = {"query_lens": (64,), "key_lens": (64,)}
 _WIDE = RaggedCase(feature="", kind="mla", causal=True, heads=(16, 16), dims=(192, 128), **_LENS)
 _TOWER = RaggedCase(feature="", heads=(16, 16), dims=(80, 80), **_LENS)
 MORE: dict[str, Site] = {
+    "decode-shared": Site(case=decode(), shared_prefix=True),
+    "decode-shared-page-1": Site(case=decode(), page_size=1, shared_prefix=True),
+    "decode-shared-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5), shared_prefix=True),
+    "mla-decode-shared": Site(case=decode(**(MLA | {"heads": (16, 1)})), shared_prefix=True),
+    "verify-shared": Site(case=verify(), shared_prefix=True),
     "decode-fixed": Site(case=decode(), deterministic=True),
     "decode-fp16": Site(case=decode(), dtype="fp16"),
     "decode-fp32": Site(case=decode(), dtype="fp32"),

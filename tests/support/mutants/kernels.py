@@ -1,6 +1,7 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
-from attn_core.backends.triton.portable import common, decode, dual_chunk
+from attn_core.backends.triton import shared
+from attn_core.backends.triton.portable import common, decode, dual_chunk, merge
 from attn_core.ops.triton import vertical_slash
 from edited import Edited
 
@@ -80,7 +81,7 @@ class KernelSinkNotInTheSum(Edited):
 
 
 class KernelLastPartDropped(Edited):
-    kernel = decode.merge_splits
+    kernel = merge.add_partials
     before = "(part + i < count) & live"
     after = "(part + i < count - 1) & live"
 
@@ -139,3 +140,55 @@ class KernelLastColumnForgotten(Edited):
     kernel = vertical_slash.attend_rows
     before = "count = tl.load(column_count + at)"
     after = "count = tl.maximum(tl.load(column_count + at) - 1, 0)"
+
+
+class KernelSharedOnePageTooFar(Edited):
+    """The first pages that differ are taken for equal."""
+
+    kernel = shared._compare
+    before = "tl.where(inside & (page != next_page), i, limit)"
+    after = "tl.where(inside & (page != next_page), i + 1, limit)"
+
+
+class KernelSharedByTheRequestsBefore(Edited):
+    """The keys of a group are those that a request shares with the ones before it."""
+
+    kernel = shared._join
+    before = "tl.minimum(before, after)"
+    after = "before"
+
+
+class KernelSharedOwnKeysSkipped(Edited):
+    """A request of a group begins a block after the keys of its groups."""
+
+    kernel = shared._store_requests
+    before = "tl.store(spans.begin + own, begin, mask=ok)"
+    after = "tl.store(spans.begin + own, begin + tl.where(begin > 0, BN, 0), mask=ok)"
+
+
+class KernelSharedMaskedAsOwn(Edited):
+    """The last keys of a group are masked for its first queries."""
+
+    kernel = decode.decode_splits
+    before = "prefix = length\n"
+    after = "prefix = length - queries\n"
+
+
+class KernelSharedRowsOfTheFirst(Edited):
+    """Every member merges the rows of its group's first one."""
+
+    kernel = merge.merge_splits
+    before = "s_row = (query - tl.load(spans.token + span)) * C.GROUP + row"
+    after = "s_row = row"
+
+
+class KernelSharedLevelsInOnePlace(Edited):
+    kernel = decode.whole_rows
+    before = "level.to(tl.int64) * tokens * heads"
+    after = "0 * level.to(tl.int64)"
+
+
+class KernelSharedInnerGroupNotMerged(Edited):
+    kernel = merge.merge_splits
+    before = "tl.static_range(1, 3)"
+    after = "tl.static_range(1, 2)"

@@ -131,6 +131,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         max_verify_topk=ANY_TOPK,
         lse=True,
         deterministic=True,
+        shared_prefix=True,
         cuda_graph="uniform",
         layouts={"NHD", "HND"},
     )
@@ -175,6 +176,7 @@ def _triton_mla() -> Sequence[Capabilities]:
         max_verify_topk=1,
         lse=True,
         deterministic=True,
+        shared_prefix=True,
         cuda_graph="uniform",
     )
     needs = ("triton>=3.4 or pytorch-triton-rocm>=3.4",)
@@ -290,8 +292,7 @@ def _triton_linear() -> BackendSpec:
         separate_write_slots=True,
         create="attn_ascend.gdn:AscendGDN",
     )
-    # The documented CPU path of this name is compiled code, not Triton, and does not verify: here
-    # torch runs it.
+    # Documented is compiled code, not Triton, that does not verify: here torch runs it.
     cpu = _torch_linear()
     cpu = replace(cpu, device="cpu", priority=10, max_verify_topk=0, create=TORCH_LINEAR)
     # KDA's prefill at K 256 takes 123 KiB of shared memory, and these have 99.

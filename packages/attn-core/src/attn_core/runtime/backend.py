@@ -52,6 +52,7 @@ class BackendConfig:
     topk: int = 0
     num_draft_tokens: int = 0
     deterministic: bool = False
+    shared_prefix: bool = False  # read keys that neighbouring requests share once
     linear_layers: tuple[LinearLayer, ...] = ()  # those of a linear backend, which has no others
 
     def __post_init__(self) -> None:
@@ -86,8 +87,7 @@ class Backend(ABC):
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan one forward pass; called once, before its first layer."""
 
-    # CUDA graphs, as far as the row's cuda_graph level says. The defaults are right for a backend
-    # whose kernels read the batch's own tensors and which derives none from them.
+    # CUDA graphs, as far as cuda_graph says; right for kernels that read the batch's own tensors.
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers that this backend derives from a batch; called once."""
         return

@@ -139,6 +139,7 @@ def _config(selection: Selection, choice: Choice, **own: Any) -> BackendConfig:
         topk=speculation.topk if speculation else 0,
         num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
         deterministic=needs.deterministic,
+        shared_prefix=needs.shared_prefix,
         **own,
     )
 

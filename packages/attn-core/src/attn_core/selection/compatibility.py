@@ -254,6 +254,9 @@ def _flag_gaps(
     if needs.deterministic and not row.deterministic:
         fix = _set("no determinism", FixCost.FEATURE, deterministic=False)
         yield _no("deterministic", "asked", "", [fix])
+    if needs.shared_prefix and not row.shared_prefix and (speculates or phase is Phase.DECODE):
+        fix = _set("every request on its own", FixCost.FEATURE, shared_prefix=False)
+        yield _no("shared_prefix", "asked", "", [fix])
     # verify and draft extend are captured as a whole, prefill never
     short = row.cuda_graph in (("never", "decode") if speculates else ("never",))
     if needs.graphs and short and (speculates or phase is Phase.DECODE):

@@ -69,6 +69,7 @@ class Capabilities:
     max_session_topk: int | None = None  # largest topk of a run in which this row serves any phase
     lse: bool = False
     deterministic: bool = False
+    shared_prefix: bool = False  # decode and verify read keys that neighbouring requests share once
     cuda_graph: GraphLevel = "never"
     with_linear_layers: bool | None = (
         None  # True only beside linear layers, False never, None either

@@ -178,6 +178,7 @@ class Requirements:
     kv_cache_dtype: "auto" (the model's dtype) or a name in KV_DTYPES.
     page_size: tokens per page; with None the selection decides.
     lse, deterministic: every serving backend must support it.
+    shared_prefix: backends that decode or verify read keys that neighbouring requests share once.
     graphs: every role that is captured in CUDA graphs must support them, decode at level "decode",
     verify and draft at level "uniform".
     assumptions: sentences about unknown values and what was assumed for them.
@@ -191,6 +192,7 @@ class Requirements:
     speculation: Speculation | None = None
     lse: bool = False
     deterministic: bool = False
+    shared_prefix: bool = False
     graphs: bool = False
     assumptions: tuple[str, ...] = ()
 

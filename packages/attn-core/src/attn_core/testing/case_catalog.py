@@ -279,6 +279,18 @@ GRAPHS["mla"] = {
     for name in ("decode", "chain", "tree")
 }
 
+# Requests that are put behind prefixes which they share, per kind.
+_LONG = _decode("decode", 600, 610, 590, 330, 1, heads=(2, 1), dims=(32, 32))
+SHARED: dict[str, dict[str, Case]] = {
+    "mha": {
+        "decode": replace(_LONG, logit_cap=2.0, sinks=True),
+        "decode-window": replace(_LONG, window=40),
+        "tree": _verify("tree", (580, 620, 330), TREE_A, TREE_B, FOREST, heads=(2, 1)),
+    },
+    "mla": {"decode": replace(_LONG, query_lens=(1,) * 3, seq_lens=(340, 333, 1), **_LATENT)},  # type: ignore[arg-type]  # as above
+    "dsa": {},
+}
+
 # The cases that are put beside each other, per kind.
 RELATED: dict[str, dict[str, Case]] = {
     "mha": {c.feature: c for c in (_WHOLE, _DECODE, _EQUAL, _TREE, _CHAIN)}

@@ -11,7 +11,7 @@ from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import LATENT_KINDS, Kind, Phase
 from attn_core.spec.requirements import Requirements
-from attn_core.testing import case_catalog, metamorphic, neighbours, sparse_catalog
+from attn_core.testing import case_catalog, metamorphic, neighbours, sharing, sparse_catalog
 from attn_core.testing.cases import Case, RaggedCase
 from attn_core.testing.dual_chunk_cases import DUAL_CHUNK, SPARSE_PROMPTS
 from attn_core.testing.far import far_pages
@@ -20,14 +20,7 @@ from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import run_case, run_ragged
 from attn_core.testing.replay import replayed
-from attn_core.testing.shapes import (
-    adapted,
-    base_point,
-    dtypes,
-    page_cases,
-    points,
-    shape_cases,
-)
+from attn_core.testing.shapes import adapted, base_point, dtypes, page_cases, points, shape_cases
 from attn_core.testing.sparse_passes import run_sparse, selection_beside_nan
 from attn_core.testing.sparse_session import run_sparse_session
 from attn_core.testing.tolerance import Measure
@@ -161,12 +154,11 @@ def _ragged(
     row: Capabilities,
 ) -> Check:
     case = adapted(case, row)
-    merged = ask is metamorphic.prefix_in_chunks
     return Check(
         id=f"{case.feature}-{dtype}",
         feature=case.feature,
         cells=case.cells | ({"lse"} if row.lse else set()),
-        needs=replace(case.needs(dtype), lse=merged),
+        needs=replace(case.needs(dtype), lse=ask is metamorphic.prefix_in_chunks),
         phases=(case.phase,),
         run=lambda bench: ask(bench, case, dtype),
         flaw=_no_chunks if case.kind in LATENT_KINDS else _none,
@@ -200,6 +192,9 @@ def _related_cases(kind: Kind, base: Point, finest: Point) -> Iterator[Template]
         yield partial(_related, f"twice-{name}", cases[name], base, metamorphic.twice)
     for name in (n for n in passes if n in cases):
         yield partial(_related, f"same-bits-{name}", cases[name], finest, neighbours.same_bits)
+    for name, case in case_catalog.SHARED[kind].items():
+        for point in (base, finest) if name == "decode" else (base,):
+            yield partial(_related, f"shared-prefix-{name}", case, point, sharing.shared)
     quantised = () if kind == "dsa" else ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     for store in ("auto", *quantised):
         case, name = replace(cases["decode"], kv_dtype=store), f"layers-{store}"
@@ -217,6 +212,7 @@ _PROVES: dict[Relation, str] = {
     neighbours.same_bits: "deterministic",
     run_case: "lse",
     replayed: "cuda_graph",
+    sharing.shared: "shared_prefix",
 }
 
 
@@ -227,6 +223,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         case.needs(point.dtype, point.page_size),
         lse=cell == "lse",
         deterministic=cell == "deterministic",
+        shared_prefix=cell == "shared_prefix",
     )
     level = "decode" if case.mode is ForwardMode.DECODE else "uniform"
     decodes_too = ask is metamorphic.then_decode

@@ -33,6 +33,7 @@ class Bench:
     arch: str | None = None
     multiprocessors: int = 0
     deterministic: bool = False
+    shared_prefix: bool = False
 
     def rounds(self, kv_dtype: str) -> torch.dtype | None:
         """Return the float8 dtype that this row multiplies in, over a store of `kv_dtype`."""
@@ -72,6 +73,7 @@ class Bench:
             topk=topk,
             num_draft_tokens=num_draft_tokens,
             deterministic=self.deterministic,
+            shared_prefix=self.shared_prefix,
         )
         for layer in layers:
             refuse_layer(config, layer)

@@ -117,7 +117,7 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
         q = inputs.q.index_fill(0, own, torch.nan)
         used = -(-case.seq_lens[broken] // point.page_size)
         pages = inputs.batch.views["full"].page_table[broken, :used].long()
-        cache = _poisoned(inputs.cache, pages, point, large=bench.row.requires_finite_padding)
+        cache = poisoned(inputs.cache, pages, point, large=bench.row.requires_finite_padding)
         out, _ = attend(backend, dataclasses.replace(inputs, q=q, k=k, v=v), cache=cache)
         others = tokens_of(case, [r for r in everyone if r != broken])
         answer = _right_of(right, others)
@@ -127,7 +127,8 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
     return worst(errors)
 
 
-def _poisoned(cache: LayerCache, pages: Tensor, point: Point, *, large: bool) -> LayerCache:
+def poisoned(cache: LayerCache, pages: Tensor, point: Point, *, large: bool) -> LayerCache:
+    """Return a copy of a cache whose `pages` hold NaN, or large finite numbers."""
     fresh = clone_cache(cache)
     for pool, _ in fresh.parts():
         if pool is fresh.k and fresh.latent_dim:

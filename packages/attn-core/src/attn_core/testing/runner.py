@@ -75,6 +75,7 @@ def run_check(
         torch_device=on,
         arch=arch,
         deterministic=planned.check.needs.deterministic,
+        shared_prefix=planned.check.needs.shared_prefix,
     )
     try:
         with torch.no_grad():

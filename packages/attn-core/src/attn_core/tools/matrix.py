@@ -26,13 +26,17 @@ SOFTMAX_CELLS: dict[str, Cell] = {
     "encoder": lambda r: r.encoder,
     "lse": lambda r: r.lse,
     "deterministic": lambda r: r.deterministic,
+    "shared_prefix": lambda r: r.shared_prefix,
     "cuda_graph": lambda r: r.cuda_graph != "never",
 }
 LATENT_CELLS: dict[str, Cell] = {
     "fp8_kv": SOFTMAX_CELLS["fp8_kv"],
     "fp4_kv": SOFTMAX_CELLS["fp4_kv"],
     "chunked_prefix_cache": lambda r: r.chunked_prefix,
-    **{k: SOFTMAX_CELLS[k] for k in ("spec_topk1", "spec_topk_gt1", "lse", "deterministic")},
+    **{
+        k: SOFTMAX_CELLS[k]
+        for k in ("spec_topk1", "spec_topk_gt1", "lse", "deterministic", "shared_prefix")
+    },
     "cuda_graph": SOFTMAX_CELLS["cuda_graph"],
 }
 LINEAR_CELLS: dict[str, Cell] = {

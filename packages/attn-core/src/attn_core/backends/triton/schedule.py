@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Part, Pass
-from attn_core.backends.triton.portable.arguments import Partials
+from attn_core.backends.triton.portable.arguments import Partials, Requests, Spans
+from attn_core.backends.triton.shared import Sharing, fill_spans, spans_of
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
 
@@ -26,6 +27,7 @@ class Cuts:
     """What of a split is the same for all batches of a size.
 
     max_queries: requests with more have no work here; 0 for no such limit.
+    sharing: None where each request reads all of its keys.
     """
 
     choices: tuple[Choice[SplitKV], ...]
@@ -39,6 +41,7 @@ class Cuts:
     blocks_per_unit: int  # blocks of keys that no two programs share
     overlap: bool  # the merge is launched before the partials are complete
     merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
+    sharing: Sharing | None = None
     planners: dict[Hashable, Launcher] = field(default_factory=dict, init=False)  # of plan_splits
 
     @cached_property
@@ -48,6 +51,7 @@ class Cuts:
             (
                 *(self.launch, self.row_blocks, self.tile_rows, self.programs, self.overlap),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
+                self.sharing,
                 *(choice.kernel for choice in self.choices),
             )
         )
@@ -62,7 +66,8 @@ class Cuts:
 class SplitKV(Part):
     """How the keys of requests with few queries are split among programs (stream-K).
 
-    work_indptr: int32 [batch + 1], see plan_splits.
+    work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared.
+    buffer: int32 [BUFFER_ROWS, columns], of plan_shared, None without. counter: int32 [1], zero.
     partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
     All layers share them: one runs after the other.
     """
@@ -72,6 +77,8 @@ class SplitKV(Part):
     work_indptr: Tensor
     partial_out: Tensor
     partial_lse: Tensor
+    buffer: Tensor | None
+    counter: Tensor
 
     @property
     def key(self) -> int:
@@ -82,6 +89,13 @@ class SplitKV(Part):
     def partials(self) -> Partials:
         """The scratch as kernels take it."""
         return Partials(self.partial_out, self.partial_lse)
+
+    @property
+    def spans(self) -> Spans | Tensor:
+        """The spans as kernels take them; without sharing no kernel reads them."""
+        if self.buffer is None:
+            return self.work_indptr
+        return spans_of(self.buffer)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -133,11 +147,15 @@ class Schedule:
     tiles: Tiles | None = None
 
 
-def fill_split(
-    split: SplitKV, cu_seqlens_q: Tensor, seq_lens: Tensor, window: int | None, *, causal: bool
-) -> None:
-    """Fill split.work_indptr for a batch: one small launch, which a CUDA graph can record."""
-    batch, work_indptr, cuts = seq_lens.shape[0], split.work_indptr, split.cuts
+def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal: bool) -> None:
+    """Fill the plan of a split for a batch: one small launch, which a CUDA graph can record."""
+    work_indptr, cuts = split.work_indptr, split.cuts
+    if cuts.sharing is not None and split.buffer is not None:
+        plan = (split.buffer, split.counter, cuts.launch, cuts.sharing)
+        fill_spans(cuts.planners, requests, *plan)
+        return
+    cu_seqlens_q, seq_lens, _ = requests
+    batch = seq_lens.shape[0]
     addresses = (cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), work_indptr.data_ptr())
     at_cu, at_lens, at_indptr = addresses
     key = (

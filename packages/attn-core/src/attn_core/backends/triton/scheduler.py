@@ -19,6 +19,14 @@ from attn_core.backends.triton.schedule import (
     fill_order,
     fill_split,
 )
+from attn_core.backends.triton.shared import (
+    BUFFER_ROWS,
+    LEVELS,
+    MAX_REQUESTS,
+    SHARED_TILE_ROWS,
+    Sharing,
+    shared_granule,
+)
 from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
@@ -62,9 +70,10 @@ class Scheduler:
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
 
     def buffer(self, requests: int) -> Tensor:
-        """Return two rows for the plan of a batch, aligned alike for every batch size."""
-        columns = -(-(requests + 1) // 4) * 4
-        return torch.empty(2, columns, dtype=torch.int32, device=self.config.device)
+        """Return rows for the plan of a batch, aligned alike for every batch size."""
+        rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (2, requests)
+        columns = -(-(most + 1) // 4) * 4
+        return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
         """Return the filled schedule of a pass. static: the buffer of a graph's plans."""
@@ -76,7 +85,7 @@ class Scheduler:
         )
         one = tiles = None
         if split and (even or not self.config.deterministic):
-            one = self._split(group, inputs, longest, queries, static)
+            one = self._split(group, inputs, longest, queries, static, even=even)
         elif static is None and self._decodes(batch, longest):
             one = self._split(group, inputs, longest, 1, None, max_queries=1)
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
@@ -100,9 +109,11 @@ class Scheduler:
 
     def fill(self, schedule: Schedule, group: LayerGroup, batch: ForwardBatch) -> None:
         """Fill a schedule for the lengths of a batch: one small launch for each of its parts."""
-        cu_seqlens_q, seq_lens = batch.cu_seqlens_q, batch.views[group.view].seq_lens
+        view, cu_seqlens_q = batch.views[group.view], batch.cu_seqlens_q
+        seq_lens = view.seq_lens
         if schedule.split is not None:
-            fill_split(schedule.split, cu_seqlens_q, seq_lens, group.window, causal=group.causal)
+            requests = Requests(cu_seqlens_q, seq_lens, view.page_table)
+            fill_split(schedule.split, requests, group.window, causal=group.causal)
         if schedule.tiles is not None and schedule.tiles.ordered:
             fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group.num_queries_per_kv, paged=True)
 
@@ -141,23 +152,31 @@ class Scheduler:
         static: Tensor | None,
         *,
         max_queries: int = 0,
+        even: bool = False,
     ) -> SplitKV:
         size, batch_invariant = inputs.size, self.config.deterministic
         short = not batch_invariant and longest <= self._unsplit_keys
-        key = (group, size, inputs.mask, queries, short, max_queries)
+        key = (group, size, inputs.mask, queries, short, max_queries, even)
         cuts = self._cuts.get(key)
         if cuts is None:
             shape = self._shape(group, inputs, longest)
-            cuts = self._cuts[key] = self._cut(shape, size, queries, short, max_queries)
+            shares = even and not short and self._shares(group, size)
+            cuts = self._cuts[key] = self._cut(
+                shape, size, queries, short, max_queries, shares=shares
+            )
         partials = 2 * cuts.programs
         if batch_invariant:
             partials = cuts.tiles * (longest // KEYS_PER_PARTIAL + 2)
         rows, width = partials * cuts.launch.block_m, power_of_two(group.v_head_dim)
+        plan, indptrs = static, size + 1
+        if cuts.sharing is not None:
+            rows += (1 + LEVELS) * inputs.tokens * group.num_q_heads
+            plan, indptrs = self.buffer(size) if static is None else static, 2 * size + 1
         partial_out, partial_lse = self._partials(rows, width)
-        if static is None:
-            indptr = torch.empty(size + 1, dtype=torch.int32, device=self.config.device)
+        if plan is None:
+            indptr = torch.empty(indptrs, dtype=torch.int32, device=self.config.device)
         else:
-            indptr = static[0, : size + 1]
+            indptr = plan[0, :indptrs]
         return SplitKV(
             choices=cuts.choices,
             cuts=cuts,
@@ -165,29 +184,55 @@ class Scheduler:
             work_indptr=indptr,
             partial_out=partial_out,
             partial_lse=partial_lse,
+            buffer=None if cuts.sharing is None else plan,
+            counter=self._counter,
         )
 
-    def _cut(self, shape: Shape, size: int, queries: int, short: bool, max_queries: int) -> Cuts:
+    def _shares(self, group: LayerGroup, size: int) -> bool:
+        """Say whether the requests of a pass of equal query lengths may read keys together.
+
+        Windows move the keys of each request, and a deterministic one depends on no other.
+        """
+        config = self.config
+        alone = config.deterministic or group.window is not None or group.dual_chunk is not None
+        return config.shared_prefix and not alone and group.causal and 1 < size <= MAX_REQUESTS
+
+    def _cut(
+        self,
+        shape: Shape,
+        size: int,
+        queries: int,
+        short: bool,
+        max_queries: int,
+        *,
+        shares: bool,
+    ) -> Cuts:
         """Return what of a split no length decides but whether all keys are short."""
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
+        store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
+        shares = shares and rows <= SHARED_TILE_ROWS
         launch = decode_launch(
             self._arch,
-            rows,
+            SHARED_TILE_ROWS if shares else rows,
             group.head_dim,
             group.v_head_dim,
-            TORCH_DTYPES[config.kv_cache_dtype].itemsize,
+            store_bytes,
             page_size=config.page_size,
             short=short,
             tree=shape.mask == MASK_TREE.value,
             fp4=config.kv_cache_dtype == "fp4_e2m1",
+            shared=shares,
         )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
         row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)
         parts = max(1, self._processors * launch.ctas_per_sm // row_blocks)
         programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
-        kernels = self._kernels.decode
+        kernels, sharing = self._kernels.decode, None
+        if shares and row_blocks == 1:
+            granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
+            sharing = Sharing(granule, config.page_size, group.num_queries_per_kv)
         return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
             launch=launch,
@@ -200,6 +245,7 @@ class Scheduler:
             blocks_per_unit=max(1, keys_per_unit // launch.block_n),
             overlap=has_pdl(self._arch),
             merge_tile=merge_tile(tiles, tile_rows, programs, width),
+            sharing=sharing,
         )
 
     def _tiles(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from attn_core.backends.triton.kernel import Call, Kernel, Launchers, Pass, PassLaunch
 from attn_core.backends.triton.portable.arguments import MergeConstants, Scales, Split
-from attn_core.backends.triton.portable.decode import merge_splits
+from attn_core.backends.triton.portable.merge import merge_splits
 from attn_core.backends.triton.schedule import Cuts, SplitKV
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Arguments, Grid, Launcher
@@ -49,7 +49,10 @@ class SplitKernel(Kernel[SplitKV]):
 
 def constants_of(cuts: Cuts) -> Split:
     """Return the constants of a split."""
-    return Split(cuts.row_blocks, cuts.blocks_per_unit, cuts.batch_invariant, cuts.min_units)
+    shared = cuts.sharing is not None
+    return Split(
+        cuts.row_blocks, cuts.blocks_per_unit, cuts.batch_invariant, cuts.min_units, shared
+    )
 
 
 def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:
@@ -57,8 +60,8 @@ def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:
     cuts, cu_seqlens_q = part.cuts, inputs.requests.cu_seqlens_q
     columns, rows, _, _ = cuts.merge_tile
     grid = (cuts.tiles, -(-cuts.tile_rows // rows), part.partial_out.shape[1] // columns)
-    shared = (part.partials, cu_seqlens_q, part.work_indptr, inputs.size, cuts.programs)
-    return grid, Arguments(*shared)
+    shared = (part.partials, cu_seqlens_q, part.work_indptr, part.spans)
+    return grid, Arguments(*shared, inputs.size, cuts.programs)
 
 
 def _merge_launcher(layer: AttentionLayer, kept: _Kept, cuts: Cuts) -> Launcher:

@@ -94,12 +94,13 @@ def decode_launch(
     short: bool = False,
     tree: bool = False,
     fp4: bool = False,
+    shared: bool = False,
 ) -> Launch:
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
-    short: no request is split. tree: a request's last block is masked by what is loaded, which more
-    programs hide. fp4: the store is packed, which costs registers. A Hopper has kernels of its own
-    for tiles of 64 by 64 (hopper/launch.py).
+    shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
+    last block is masked by what is loaded, which more programs hide. fp4: the store is packed,
+    which costs registers. A Hopper has kernels of its own for tiles of 64 by 64 (hopper/launch.py).
     """
     if arch == "sm90" and store_bytes == 2:
         if head_dim == 576 and rows > 16:
@@ -120,6 +121,9 @@ def decode_launch(
         launch = replace(_turing(rows, head_dim, v_dim), ctas_per_sm=2)
         return _fitting(launch, arch, head_dim, v_dim, store_bytes)
     launch = _decode(rows, head_dim, v_dim, store_bytes)
+    if shared and v_dim <= 256:
+        # the masks of trees spill beside more keys, and with four warps
+        launch = replace(launch, warps=8, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     if v_dim > 256 and arch.startswith(("sm120", "gfx")):

@@ -38,7 +38,8 @@ class AttentionConfig(NamedTuple):
     WINDOW: whether there is one. STAGES: blocks in shared memory. INT64_OFFSETS: whether
     offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of 64 rows that
     a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
-    BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program.
+    BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
+    whether requests read keys together.
     """
 
     HEADS: int
@@ -58,6 +59,7 @@ class AttentionConfig(NamedTuple):
     BLOCKS_PER_UNIT: int = 1
     BATCH_INVARIANT: bool = False
     MIN_UNITS: int = 1
+    SHARED: bool = False
 
 
 @gluon.jit

@@ -22,7 +22,12 @@ from attn_core.backends.triton.hopper.common import (
     zero_tail,
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, softmax_step, store_output
-from attn_core.backends.triton.hopper.split_kv import partial_slot, program_work, split_item
+from attn_core.backends.triton.hopper.split_kv import (
+    is_final,
+    partial_rows,
+    program_work,
+    split_item,
+)
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
@@ -37,7 +42,7 @@ def load_keys_values(
     while next_unit < work.end:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        pages = requests.page_table + item.seq.to(gl.int64) * sizes.table_stride
+        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         head = item.head
         start = (item.first_block + item.num_blocks - 1) * CONFIG.BN
         slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
@@ -92,8 +97,8 @@ def attend(
         seq = item.seq
         seq_len = item.seq_len
         head = item.head
-        context_len = seq_len - item.q_len
-        first_row = work.row_block * 64
+        context_len = item.context_len
+        first_row = item.row_block * 64
         q_rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, B))
         columns = gl.arange(0, D, gl.SliceLayout(0, B))
         q_offsets = row_offsets(q, item.q_start, head, q_rows, GROUP)
@@ -111,7 +116,7 @@ def attend(
             unmasked_high = context_len
         if CONFIG.WINDOW:
             unmasked_low = gl.maximum(seq_len - sizes.window, 0)
-        tree = tree_mask + item.seq.to(gl.int64) * sizes.drafts * sizes.drafts
+        tree = tree_mask + item.request.to(gl.int64) * sizes.drafts * sizes.drafts
         mask = KeyMask(
             seq_len, context_len, unmasked_low, unmasked_high, sizes.window, tree, sizes.drafts
         )
@@ -139,30 +144,35 @@ def attend(
             values.release(step)
             step += 1
 
-        unsplit = item.end_unit - item.start_unit == item.num_units
+        final = is_final(item, CONFIG)
         if CONFIG.USE_SINKS:
-            if unsplit:
+            if final:
                 acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks + head * GROUP, rows % GROUP)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
-        if unsplit:
+        if final:
             store_output(
                 acc, m_i, l_i, empty, out, scales.v, item.q_start, item.q_len, head, first_row,
                 CONFIG,
             )  # fmt: skip
         else:
-            slot = partial_slot(work, next_unit, item, CONFIG)
             normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
             out_rows = gl.arange(0, 64, gl.SliceLayout(1, O))
             out_columns = gl.arange(0, D, gl.SliceLayout(0, O))
-            state_rows = slot.to(gl.int64) * 64 + out_rows
+            state_rows = partial_rows(work, next_unit, item, out_rows, requests, sizes, CONFIG)
             live = (first_row + out_rows < item.q_len * GROUP)[:, None]
             live = live & (out_columns >= 0)[None, :]
             gl.store(
                 partial.out + state_rows[:, None] * D + out_columns[None, :], normalized, mask=live
             )
-            lse_rows = slot.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-            gl.store(partial.lse + lse_rows, gl.where(empty, -float("inf"), m_i + gl.log2(l_i)))
+            lse_rows = gl.arange(0, 64, gl.SliceLayout(1, S))
+            lse_at = partial_rows(work, next_unit, item, lse_rows, requests, sizes, CONFIG)
+            lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
+            if CONFIG.SHARED:  # a row that is not live has no place of its own
+                live_rows = first_row + lse_rows < item.q_len * GROUP
+                gl.store(partial.lse + lse_at, lse, mask=live_rows)
+            else:
+                gl.store(partial.lse + lse_at, lse)
         next_unit += item.end_unit - item.start_unit
 
 
@@ -173,6 +183,7 @@ def decode_hopper(
     partial,
     requests,
     work_indptr,
+    spans,
     tree_mask,
     batch,
     drafts,
@@ -191,7 +202,7 @@ def decode_hopper(
     k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN), 64] at a time.
     """
     sizes = Sizes(batch, window, drafts, table_stride, 1)
-    work = program_work(work_indptr, sizes, CONFIG)
+    work = program_work(work_indptr, spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = q.ptr.dtype.element_ty
         QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.D], T)

@@ -116,7 +116,7 @@ class HopperDecode(SplitKernel):
         # without a tree its mask is not read
         mask = inputs.requests.cu_seqlens_q if inputs.tree is None else inputs.tree
         return Arguments(
-            *(part.partials, inputs.requests, part.work_indptr, mask),
+            *(part.partials, inputs.requests, part.work_indptr, part.spans, mask),
             *(inputs.size, inputs.drafts, inputs.table_stride),
         )
 
@@ -168,7 +168,7 @@ class HopperMlaDecode(SplitKernel):
 
     def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
         """Return what all its launches in a pass share."""
-        shared = (part.partials, inputs.requests, part.work_indptr)
+        shared = (part.partials, inputs.requests, part.work_indptr, part.spans)
         return Arguments(*shared, inputs.size, inputs.table_stride)
 
     def make_attend(

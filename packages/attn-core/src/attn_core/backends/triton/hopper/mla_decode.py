@@ -29,8 +29,9 @@ from attn_core.backends.triton.hopper.mla_latents import (
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
 from attn_core.backends.triton.hopper.split_kv import (
+    is_final,
     launch_dependents,
-    partial_slot,
+    partial_rows,
     program_work,
     split_item,
 )
@@ -66,22 +67,23 @@ def add_scores(queries, q_low, latents, high, step, block, s, CONFIG: gl.constex
 
 @gluon.jit
 def store_columns(
-    acc, factor, out, partial, work, unit, item, FIRST: gl.constexpr, CONFIG: gl.constexpr
-):
+    acc, factor, out, partial, work, unit, item, requests, sizes, FIRST: gl.constexpr,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
     """Store acc · factor, columns FIRST … of outputs or of an item's partial state."""
     GROUP: gl.constexpr = CONFIG.GROUP
     L: gl.constexpr = acc.type.layout
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, L))[:, None]
     rows = gl.arange(0, 64, gl.SliceLayout(1, L))
-    tile_rows = work.row_block * 64 + rows
+    tile_rows = item.row_block * 64 + rows
     columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
     valid = (tile_rows < item.q_len * GROUP)[:, None] & (columns >= 0)[None, :]
-    if item.end_unit - item.start_unit == item.num_units:
+    if is_final(item, CONFIG):
         offsets = row_offsets(out, item.q_start, 0, tile_rows, GROUP)
         result = acc.to(out.ptr.dtype.element_ty)
         gl.store(out.ptr + offsets[:, None] + columns[None, :], result, mask=valid)
     else:
-        offsets = (partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows) * 512
+        offsets = partial_rows(work, unit, item, rows, requests, sizes, CONFIG) * 512
         gl.store(partial.out + offsets[:, None] + columns[None, :], acc, mask=valid)
 
 
@@ -106,7 +108,7 @@ def attend_high(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    first_row = work.row_block * 64
+    first_row = work.row_block * 64  # of a request; those of a group see all of its keys
     q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // GROUP
     tile = latents.tile
     step = 0
@@ -118,7 +120,7 @@ def attend_high(
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         seq_len = item.seq_len
-        context_len = seq_len - item.q_len
+        context_len = item.context_len
         unmasked_high = seq_len
         if CONFIG.MASK == MASK_CAUSAL:
             unmasked_high = gl.minimum(seq_len, context_len + first_row // GROUP + 1)
@@ -176,18 +178,25 @@ def attend_high(
             queries.release(turn)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
-        unsplit = item.end_unit - item.start_unit == item.num_units
-        factor = gl.where(unsplit, scales.v, 1.0) / l_i
+        final = is_final(item, CONFIG)
+        factor = gl.where(final, scales.v, 1.0) / l_i
         factors.wait_free(turn)
         factors.tile.index(0).store(factor)
         factors.fill(turn)
-        if unsplit:
+        if final:
             store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
         else:
-            slot = partial_slot(work, next_unit, item, CONFIG)
-            lse_rows = slot.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-            gl.store(partial.lse + lse_rows, gl.where(empty, -float("inf"), m_i + gl.log2(l_i)))
-        store_columns(acc, factor, out, partial, work, next_unit, item, HIGH, CONFIG)
+            rows = gl.arange(0, 64, gl.SliceLayout(1, S))
+            lse_at = partial_rows(work, next_unit, item, rows, requests, sizes, CONFIG)
+            lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
+            if CONFIG.SHARED:  # a row that is not live has no place of its own
+                live = item.row_block * 64 + rows < item.q_len * GROUP
+                gl.store(partial.lse + lse_at, lse, mask=live)
+            else:
+                gl.store(partial.lse + lse_at, lse)
+        store_columns(
+            acc, factor, out, partial, work, next_unit, item, requests, sizes, HIGH, CONFIG
+        )
         next_unit += item.end_unit - item.start_unit
         turn += 1
 
@@ -230,8 +239,10 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
         factors.wait_full(turn)
         factor = factors.tile.index(0).load(gl.SliceLayout(1, O))
         factors.release(turn)
-        store_columns(acc, factor, out, partial, work, next_unit, item, 0, CONFIG)
-        store_columns(middle, factor, out, partial, work, next_unit, item, MIDDLE, CONFIG)
+        store_columns(acc, factor, out, partial, work, next_unit, item, requests, sizes, 0, CONFIG)
+        store_columns(
+            middle, factor, out, partial, work, next_unit, item, requests, sizes, MIDDLE, CONFIG
+        )
         next_unit += item.end_unit - item.start_unit
         turn += 1
 
@@ -243,6 +254,7 @@ def decode_mla_hopper(
     partial,
     requests,
     work_indptr,
+    spans,
     batch,
     table_stride,
     k_rows,
@@ -255,7 +267,7 @@ def decode_mla_hopper(
     """
     launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
-    work = program_work(work_indptr, sizes, CONFIG)
+    work = program_work(work_indptr, spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty
         k_tile = LatentTile(

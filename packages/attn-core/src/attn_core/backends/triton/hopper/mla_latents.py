@@ -197,8 +197,8 @@ def load_latents(
     while next_unit < work.end:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        pages = requests.page_table + seq.to(gl.int64) * sizes.table_stride
-        q_row = item.q_start * CONFIG.GROUP + work.row_block * 64
+        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
+        q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
         load_queries(queries, latents, q_rows, q_row, step, turn)
         step += 1
         for i in range(0, item.num_blocks):

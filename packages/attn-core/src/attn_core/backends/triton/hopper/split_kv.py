@@ -14,10 +14,12 @@ from triton.experimental.gluon import language as gl
 class Work(NamedTuple):
     """Units start … end of the line of work, a program's share; indptr: see plan_splits.
 
-    seq: the sequence of the first unit. row_block: which 64 rows of each head, see decode_splits.
+    A sequence is a request, or a span if SHARED. seq: that of the first unit. row_block: which 64
+    rows of each head, see decode_splits.
     """
 
     indptr: Any
+    spans: Any
     start: Any
     end: Any
     seq: Any
@@ -27,11 +29,15 @@ class Work(NamedTuple):
 class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
-    start_unit … end_unit: of the tile's num_units. first_key: the first that any row sees.
-    first_block … first_block + num_blocks: of keys.
+    request: the one whose pages have the keys. level: of its span. row_block: which 64 rows.
+    context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
+    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
     """
 
     seq: Any
+    request: Any
+    level: Any
+    row_block: Any
     head: Any
     start_unit: Any
     end_unit: Any
@@ -39,6 +45,7 @@ class SplitItem(NamedTuple):
     q_start: Any
     q_len: Any
     seq_len: Any
+    context_len: Any
     first_key: Any
     first_block: Any
     num_blocks: Any
@@ -53,21 +60,25 @@ def launch_dependents():
 
 
 @gluon.jit
-def program_work(indptr, sizes, CONFIG: gl.constexpr):
+def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
     """Return the units of this program: as many for each part, the last ones may have none."""
-    num_units = gl.load(indptr + sizes.batch) * CONFIG.HEADS
+    seqs = sizes.batch
+    if CONFIG.SHARED:
+        seqs = 2 * sizes.batch
+    num_units = gl.load(indptr + seqs) * CONFIG.HEADS
     parts = gl.num_programs(0) // CONFIG.ROW_BLOCKS
     quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
     start = gl.program_id(0) // CONFIG.ROW_BLOCKS * quota
     # all at once: a search would wait for one load after the other
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     before = gl.full([128], 0, gl.int32, L)
-    for low in range(0, sizes.batch, 128):
+    for low in range(0, seqs, 128):
         i = low + gl.arange(0, 128, L)
-        ends = gl.load(indptr + 1 + i, mask=i < sizes.batch, other=0)
-        before += ((i < sizes.batch) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
+        ends = gl.load(indptr + 1 + i, mask=i < seqs, other=0)
+        before += ((i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
     end = gl.minimum(start + quota, num_units)
-    return Work(indptr, start, end, gl.sum(before, 0), gl.program_id(0) % CONFIG.ROW_BLOCKS)
+    row_block = gl.program_id(0) % CONFIG.ROW_BLOCKS
+    return Work(indptr, spans, start, end, gl.sum(before, 0), row_block)
 
 
 @gluon.jit
@@ -82,24 +93,70 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     num_units = gl.load(work.indptr + seq + 1) - before
     head = (unit - before * CONFIG.HEADS) // num_units
     start_unit = (unit - before * CONFIG.HEADS) % num_units
+    request = seq
+    level = 0
+    row_block = work.row_block
+    first_key = 0
+    if CONFIG.SHARED:
+        first_key = gl.load(work.spans.begin + seq)
+        if seq < sizes.batch:
+            q_start = gl.load(requests.cu_seqlens_q + seq)
+            q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+            seq_len = gl.load(requests.seq_lens + seq)
+            context_len = seq_len - q_len
+        else:
+            request = gl.load(work.spans.request + seq)
+            level = gl.load(work.spans.level + seq)
+            q_start = gl.load(work.spans.token + seq)
+            q_len = gl.load(work.spans.queries + seq)
+            seq_len = gl.load(work.spans.end + seq)
+            context_len = seq_len
+            num_units = (seq_len - first_key) // CONFIG.BN  # of one tile of several
+            row_block = start_unit // num_units
+            start_unit = start_unit % num_units
+    else:
+        q_start = gl.load(requests.cu_seqlens_q + seq)
+        q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+        seq_len = gl.load(requests.seq_lens + seq)
+        context_len = seq_len - q_len
+        if CONFIG.WINDOW:
+            first_key = gl.maximum(seq_len - q_len - sizes.window + 1, 0)
     if CONFIG.BATCH_INVARIANT:
         end_unit = start_unit + 1
     else:
         end_unit = gl.minimum(start_unit + work.end - unit, num_units)
-    q_start = gl.load(requests.cu_seqlens_q + seq)
-    q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
-    seq_len = gl.load(requests.seq_lens + seq)
-    first_key = 0
-    if CONFIG.WINDOW:
-        first_key = gl.maximum(seq_len - q_len - sizes.window + 1, 0)
     skipped = first_key // CONFIG.BN
     first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
     return SplitItem(
-        seq, head, start_unit, end_unit, num_units, q_start, q_len, seq_len, first_key,
-        first_block, end_block - first_block,
+        seq, request, level, row_block, head, start_unit, end_unit, num_units, q_start, q_len,
+        seq_len, context_len, first_key, first_block, end_block - first_block,
     )  # fmt: skip
+
+
+@gluon.jit
+def is_final(item, CONFIG: gl.constexpr):
+    """Say whether an item has all keys of its rows, so that its output is the final one."""
+    whole = item.end_unit - item.start_unit == item.num_units
+    if CONFIG.SHARED:
+        whole = whole & (item.level == 0) & (item.first_key == 0)
+    return whole
+
+
+@gluon.jit
+def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
+    """Return where the partial states of rows 0 … 63 of an item lie, see decode_splits."""
+    at = partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows
+    if CONFIG.SHARED:
+        HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
+        if item.end_unit - item.start_unit == item.num_units:
+            tokens = gl.load(requests.cu_seqlens_q + sizes.batch)
+            row = item.row_block * 64 + rows
+            token = item.level * tokens + item.q_start + row // CONFIG.GROUP
+            at = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
+            at += gl.num_programs(0) * 128
+    return at
 
 
 @gluon.jit

@@ -59,6 +59,25 @@ class Requests(NamedTuple):
     page_table: Any
 
 
+class Spans(NamedTuple):
+    """Keys that neighbouring requests read: int32 [2 · batch] each, see plan_shared.
+
+    First come the spans of what each request reads alone, from key `begin` on; nothing else is
+    stored of these. Then come those of groups, as many as there are. request: the first one, whose
+    row of the page table has the keys. token, queries: the first query and how many there are.
+    begin, end: keys. level: 1 of a group, 2 of a group within one. group: int32 [2, batch], the
+    spans of the groups of each request at levels 1 and 2, -1 for none.
+    """
+
+    request: Any
+    token: Any
+    queries: Any
+    begin: Any
+    end: Any
+    level: Any
+    group: Any
+
+
 class Tree(NamedTuple):
     """The mask uint8 [batch, n, n] of n drafts each, and the positions int64 [T] of all tokens."""
 
@@ -117,12 +136,17 @@ class MergeConstants(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Constants of a split-KV schedule, see plan_splits and decode_splits."""
+    """Constants of a split-KV schedule, see plan_splits and decode_splits.
+
+    SHARED: the work is that of Spans. Then ROW_BLOCKS and BLOCKS_PER_UNIT are 1, and nothing is
+    BATCH_INVARIANT.
+    """
 
     ROW_BLOCKS: int
     BLOCKS_PER_UNIT: int
     BATCH_INVARIANT: bool
     MIN_UNITS: int
+    SHARED: bool
 
 
 class Tile(NamedTuple):

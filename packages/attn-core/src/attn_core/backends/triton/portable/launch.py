@@ -55,7 +55,7 @@ class PortableDecode(SplitKernel):
     def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
         """Return what all its launches in a pass share."""
         return Arguments(
-            *(part.partials, inputs.requests, part.work_indptr, _tree(inputs)),
+            *(part.partials, inputs.requests, part.work_indptr, part.spans, _tree(inputs)),
             *(inputs.size, inputs.drafts, inputs.table_stride),
         )
 

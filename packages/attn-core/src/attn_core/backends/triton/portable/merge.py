@@ -1,0 +1,142 @@
+"""Merges the partials that split-KV attention leaves, by their log-sum-exp."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_core.backends.triton.portable.common import finalize
+from attn_core.backends.triton.portable.decode import quota_of, whole_rows
+
+
+@triton.jit
+def add_partials(
+    m, total, acc, partial, low, count, tile_row, row_block, whole_at, live, d,
+    PARTIALS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add the partials of one row of a tile to its state m, total [1] and acc [1, len(d)].
+
+    They are those of `count` programs, from `low` on. whole_at: where the only one lies if SHARED.
+    """
+    i = tl.arange(0, PARTIALS)
+    for part in range(0, count, PARTIALS):
+        ok = (part + i < count) & live
+        slot = (low + part + i) * SPLIT.ROW_BLOCKS + row_block
+        # the first program stored this at the end of its quota, the others at the begin
+        if not SPLIT.BATCH_INVARIANT:
+            slot = 2 * slot + (part + i == 0).to(tl.int32)
+        at = slot.to(tl.int64) * BM + tile_row
+        if SPLIT.SHARED:
+            at = tl.where(count == 1, whole_at, at)
+        s = tl.load(partial.lse + at, mask=ok, other=-float("inf"))
+        x = tl.load(partial.out + at[:, None] * C.BDV + d[None, :], mask=ok[:, None], other=0.0)
+        new = tl.maximum(m, tl.max(s, 0))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        weight = tl.exp2(s - base)
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
+        m = new
+    return m, total, acc
+
+
+@triton.jit(do_not_specialize=["batch", "programs"])
+def merge_splits(
+    out,
+    partial,
+    cu,
+    work_indptr,
+    spans,
+    batch,
+    programs,
+    sinks,
+    v_scale,
+    BM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Merge the partials of ROWS rows of a tile that was split, PARTIALS at a time.
+
+    Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS). OVERLAP: the launch
+    begins before the partials are complete, and waits for them (programmatic dependent launch).
+    SHARED: the partials of the request alone come first, then those of its groups by level.
+    """
+    tiles = C.HEADS * SPLIT.ROW_BLOCKS
+    b = tl.program_id(0) // tiles
+    kv_head = tl.program_id(0) % tiles // SPLIT.ROW_BLOCKS
+    row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
+    seqs = batch * 2 if SPLIT.SHARED else batch
+    before = tl.load(work_indptr + b)
+    units = tl.load(work_indptr + b + 1) - before
+    _, quota = quota_of(work_indptr, seqs, C.HEADS, programs, SPLIT)
+    begin = before * C.HEADS + kv_head * units
+    if SPLIT.BATCH_INVARIANT:
+        low = begin
+        count = units
+    else:
+        low = begin // quota
+        count = (begin + units - 1) // quota - low + 1
+    query = tl.load(cu + b)
+    queries = tl.load(cu + b + 1) - query
+    outer = -1
+    inner = -1
+    tokens = 0
+    if SPLIT.SHARED:
+        outer = tl.load(spans.group + b)
+        inner = tl.load(spans.group + batch + b)
+        tokens = tl.load(cu + batch)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if (count > 1) | (outer >= 0):
+        d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        one = tl.zeros([1], tl.int32)
+        for turn in tl.static_range(ROWS):
+            tile_row = tl.program_id(1) * ROWS + turn
+            row = row_block * BM + tile_row
+            live = (tile_row < BM) & (row < queries * C.GROUP)
+            token = (query + row // C.GROUP).to(tl.int64)
+            head = kv_head * C.GROUP + row % C.GROUP
+            m = tl.full([1], -float("inf"), tl.float32)
+            total = tl.zeros([1], tl.float32)
+            acc = tl.zeros([1, COLUMNS], tl.float32)
+            whole_at = 0
+            if SPLIT.SHARED:
+                whole_at = whole_rows(programs, tokens, one, token, head, BM, C)
+            m, total, acc = add_partials(
+                m, total, acc, partial, low, count, tile_row, row_block, whole_at, live, d,
+                PARTIALS, BM, SPLIT, C,
+            )  # fmt: skip
+            if SPLIT.SHARED:
+                for level in tl.static_range(1, 3):
+                    span = outer if level == 1 else inner
+                    if (outer >= 0) & (span >= 0):  # without groups nothing is known of levels
+                        s_before = tl.load(work_indptr + span)
+                        s_units = tl.load(work_indptr + span + 1) - s_before
+                        s_row = (query - tl.load(spans.token + span)) * C.GROUP + row
+                        s_tiles = tl.cdiv(tl.load(spans.queries + span) * C.GROUP, BM)
+                        blocks = s_units // s_tiles
+                        s_begin = s_before * C.HEADS + kv_head * s_units + s_row // BM * blocks
+                        s_low = s_begin // quota
+                        s_count = (s_begin + blocks - 1) // quota - s_low + 1
+                        whole_at = whole_rows(programs, tokens, one + level, token, head, BM, C)
+                        m, total, acc = add_partials(
+                            m, total, acc, partial, s_low, s_count, s_row % BM, 0, whole_at, live,
+                            d, PARTIALS, BM, SPLIT, C,
+                        )  # fmt: skip
+            sink = m
+            if C.USE_SINKS:
+                sink = tl.load(sinks + head + one, mask=live, other=0.0).to(tl.float32)
+            result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
+            o_at = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
+            inside = live & (d < C.DV)[None, :]
+            tl.store(
+                o_at + one[:, None] + d[None, :], result.to(out.ptr.dtype.element_ty), mask=inside
+            )
+            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head + one, lse, mask=live)

@@ -1,0 +1,315 @@
+"""Keys that neighbouring requests share are read once: the plan on the device, and the numbers."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from attn_core.cache.page_table import slot_table
+from attn_core.ops.kv import read_kv
+from attn_core.runtime.batch import ForwardMode, SpecInfo
+
+pytest.importorskip("triton")
+
+from attn_core.backends.triton import scheduler
+from attn_core.backends.triton import shared as SHARED
+from attn_core.backends.triton.shared import Sharing
+from triton_passes import DEVICE, Requests, make_layer
+
+M = ForwardMode
+GRANULE = 64  # so that short requests share
+
+
+@pytest.fixture(autouse=True)
+def small_granule(monkeypatch):
+    """Share from 64 keys on, and split short requests wherever this runs."""
+    monkeypatch.setattr(scheduler, "shared_granule", lambda *args: GRANULE)
+    monkeypatch.setattr(scheduler, "unsplit_keys_on", lambda device: 0)
+
+
+class Sharers(Requests):
+    """Requests whose leading pages are those of the request before, as many as `shared` says.
+
+    shared: pages that each request shares with the one before it. What is shared no longer has
+    pages of its own: those hold NaN.
+    """
+
+    def __init__(self, layer, lengths, shared, **more):
+        super().__init__(layer, lengths, **more)
+        freed = torch.ones(self.cache.k.shape[0], dtype=torch.bool)
+        for b, pages in enumerate(shared):
+            if pages:
+                self.table[b, :pages] = self.table[b - 1, :pages]
+        for row, n in zip(self.table, lengths, strict=True):
+            freed[row[: -(-n // self.page)].long()] = False
+        for part, _ in self.cache.parts():
+            poison = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+            poison[freed] = 0x7F if part.dtype.itemsize == 1 else torch.nan
+        for b, n in enumerate(lengths):
+            slots = slot_table(self.table[b : b + 1], self.page, n)[0].long()
+            k, v = read_kv(self.cache, slots, torch.float32)
+            self.keys[b] = k
+            self.values[b] = k[..., : layer.v_head_dim] if v is None else v
+
+    def permuted(self, order):
+        """Put the requests into another order."""
+        for name in ("lengths", "keys", "values"):
+            setattr(self, name, [getattr(self, name)[i] for i in order])
+        self.table = self.table[list(order)].contiguous()
+        return self
+
+
+def expected_spans(sharers, queries, granule=GRANULE):
+    """Return the spans of groups (first request, requests, begin, end, level), found naively."""
+    table, page, count = sharers.table.tolist(), sharers.page, len(sharers.lengths)
+    common = []
+    for b in range(count - 1):
+        limit = max(0, min(sharers.lengths[b : b + 2]) - queries) // page
+        pairs = zip(table[b][:limit], table[b + 1][:limit], strict=True)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        common.append(same * page // granule)
+
+    def groups(low, high, base, level):
+        found, first = [], low
+        while first < high:
+            last = first
+            while last < high and common[last] > base:
+                last += 1
+            if last > first:
+                least = min(common[first:last])
+                found.append((first, last - first + 1, base * granule, least * granule, level))
+                if level == 1:
+                    found += groups(first, last, least, 2)
+            first = last + 1
+        return found
+
+    return sorted(groups(0, count - 1, 0, 1), key=lambda x: (x[4], x[0]))
+
+
+def planned_spans(split, size, queries=1):
+    """Return the spans of groups of a plan, and where the keys of each request alone begin."""
+    spans, indptr = split.spans, split.work_indptr.tolist()
+    groups = [
+        (
+            spans.request[s].item(),
+            spans.queries[s].item() // queries,
+            spans.begin[s].item(),
+            spans.end[s].item(),
+            spans.level[s].item(),
+        )
+        for s in range(size, 2 * size)
+        if indptr[s + 1] > indptr[s]
+    ]
+    return groups, spans.begin[:size].tolist()
+
+
+def verify(n, trees=None):
+    """Return what a pass that verifies n drafts says of them."""
+    mask = None if trees is None else trees.to(DEVICE)
+    return SpecInfo(topk=1 if trees is None else 2, num_draft_tokens=n, tree_mask=mask)
+
+
+def attend(sharers, queries=1, mode=M.DECODE, spec=None, trees=None, **config):
+    """Attend with groups and check against float64; return the split that was planned."""
+    rows = [queries] * len(sharers.lengths)
+    batch = sharers.batch(rows, mode=mode, spec=spec)
+    q = sharers.draw(sum(rows))
+    backend = sharers.backend(shared_prefix=True, **config)
+    plan = backend.init_forward_metadata(batch)
+    got = backend.forward(q, None, None, sharers.layer, sharers.cache, batch, plan, return_lse=True)
+    sharers.check(got, q, rows, trees=trees)
+    return next(iter(plan.values())).split
+
+
+CASES = {
+    "all": ([200, 230, 257, 193], [0, 8, 8, 8]),
+    "one alone": ([200, 230, 90, 257], [0, 9, 0, 0]),
+    "equal": ([240, 240, 240], [0, 15, 15]),
+    "two groups": ([200, 190, 150, 180, 171], [0, 8, 0, 5, 5]),
+    "levels": ([300, 280, 310, 290, 330, 260], [0, 12, 4, 12, 4, 9]),
+    "three levels": ([400, 400, 400, 400], [0, 20, 12, 4]),
+    "nothing": ([200, 190, 150], [0, 0, 0]),
+    "too little": ([200, 190, 150], [0, 3, 3]),
+    "many": ([80 + 3 * b for b in range(19)], [0, *[4] * 18]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_are_found_and_read_right(name):
+    lengths, shared = CASES[name]
+    sharers = Sharers(make_layer(1, dim=32), lengths, shared, page=16)
+    split = attend(sharers)
+    groups, begins = planned_spans(split, len(lengths))
+    expected = expected_spans(sharers, 1)
+    assert groups == expected
+    assert bool(expected) == (name not in ("nothing", "too little"))
+    for b, begin in enumerate(begins):
+        ends = [end for first, n, _, end, _ in expected if first <= b < first + n]
+        assert begin == max(ends, default=0)
+
+
+def random_trees(requests, n, seed=0):
+    """Draw masks bool [requests, n, n] of trees."""
+    rng = random.Random(seed)
+    masks = torch.eye(n).bool().repeat(requests, 1, 1)
+    for b, i in itertools.product(range(requests), range(1, n)):
+        parent = rng.randrange(-1, i)
+        if parent >= 0:
+            masks[b, i] |= masks[b, parent]
+    return masks.to(DEVICE)
+
+
+@pytest.mark.parametrize("heads", [(2, 4, 32), (1, 7, 64), (3, 1, 16)])
+@pytest.mark.parametrize("page", [1, 8, 48, 64])
+def test_pages_and_heads(heads, page):
+    count, group, dim = heads
+    keys = {1: 150, 8: 19, 48: 3, 64: 2}[page]
+    sharers = Sharers(
+        make_layer(count, group, dim), [200, 230, 160, 257], [0, keys, keys, keys], page=page
+    )
+    split = attend(sharers)
+    assert planned_spans(split, 4)[0] == [(0, 4, 0, 128, 1)]
+
+
+@pytest.mark.parametrize(("n", "tree"), [(3, False), (8, True)])
+def test_drafts_are_verified_after_what_is_shared(n, tree):
+    """Drafts never are shared: the last page that all share may hold some."""
+    layer = make_layer(1, 7 if n == 3 else 4, 32)
+    sharers = Sharers(layer, [134, 140, 130, 270], [0, 8, 8, 4], page=16)
+    trees = random_trees(4, n) if tree else None
+    split = attend(sharers, n, M.TARGET_VERIFY, verify(n, trees), trees)
+    groups, _ = planned_spans(split, 4, n)
+    assert groups == expected_spans(sharers, n)
+    assert groups[0][3] == 64, "the context of one of them has no 128 tokens"
+
+
+@pytest.mark.parametrize("store", ["fp32", "fp16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
+def test_stores(store):
+    dtype = store if store in ("fp32", "fp16") else "bf16"
+    layer = make_layer(dim=64)
+    attend(Sharers(layer, [150, 180, 201], [0, 9, 9], page=16, dtype=dtype, store=store))
+
+
+def test_sinks_softcap_and_the_other_layout():
+    sinks = torch.linspace(-2, 3, 8, device=DEVICE)
+    layer = make_layer(dim=32, sinks=sinks, logit_cap=5.0)
+    attend(Sharers(layer, [150, 180, 201], [0, 9, 4], page=16, layout="HND"))
+
+
+@pytest.mark.parametrize(
+    ("more", "config"),
+    [({"sliding_window": 70}, {}), ({}, {"deterministic": True})],
+    ids=["window", "deterministic"],
+)
+def test_windows_and_deterministic_mode_stay_without_groups(more, config):
+    sharers = Sharers(make_layer(dim=32, **more), [150, 180, 201], [0, 9, 9], page=16)
+    assert attend(sharers, **config).buffer is None
+
+
+def test_without_the_switch_nothing_changes():
+    sharers = Sharers(make_layer(dim=32), [150, 180], [0, 9], page=16)
+    batch = sharers.batch([1, 1], mode=M.DECODE)
+    [schedule] = sharers.backend().init_forward_metadata(batch).values()
+    assert schedule.split.buffer is None
+    assert schedule.split.cuts.sharing is None
+
+
+def test_pages_that_are_equal_after_the_first_that_differ_are_not_shared():
+    sharers = Sharers(make_layer(dim=32), [200, 230], [0, 9], page=16)
+    sharers.table[1, 0] = sharers.table[0, 10]  # any other page
+    groups, begins = planned_spans(plan_of(sharers), 2)
+    assert groups == []
+    assert begins == [0, 0]
+
+
+def plan_of(sharers, **config):
+    batch = sharers.batch([1] * len(sharers.lengths), mode=M.DECODE)
+    [schedule] = sharers.backend(shared_prefix=True, **config).init_forward_metadata(batch).values()
+    return schedule.split
+
+
+def test_table_padding_is_not_compared():
+    """Entries past the pages of a request may be anything, also those of its neighbour."""
+    sharers = Sharers(make_layer(dim=32), [80, 230, 80], [0, 5, 5], page=16)
+    sharers.table[0, 5:] = sharers.table[1, 5:15]
+    sharers.table[2, 5:] = sharers.table[1, 5:15]
+    split = attend(sharers)
+    assert planned_spans(split, 3)[0] == [(0, 3, 0, 64, 1)]
+
+
+def test_a_table_of_other_strides():
+    sharers = Sharers(make_layer(dim=32), [150, 180, 201], [0, 9, 9], page=16)
+    wide = torch.full((3, 40), 9999, dtype=torch.int32, device=DEVICE)
+    wide[:, : sharers.table.shape[1]] = sharers.table
+    sharers.table = wide[:, : sharers.table.shape[1]]
+    assert planned_spans(attend(sharers), 3)[0] == [(0, 3, 0, 128, 1)]
+
+
+def test_any_order_of_the_requests_gives_the_same_answers():
+    lengths, shared = CASES["levels"]
+    for seed in range(2):
+        order = random.Random(seed).sample(range(len(lengths)), len(lengths))
+        sharers = Sharers(make_layer(1, dim=32), lengths, shared, page=16).permuted(order)
+        split = attend(sharers)
+        assert planned_spans(split, len(lengths))[0] == expected_spans(sharers, 1)
+
+
+def test_a_captured_plan_serves_other_groups():
+    """The tables and lengths of a batch are overwritten in place, as before a replay."""
+    layer = make_layer(dim=32)
+    together = Sharers(layer, [300, 290, 280, 270], [0, 12, 12, 4], page=16)
+    backend = together.backend(shared_prefix=True)
+    backend.init_cuda_graph_state(4, 4)
+    rows = [1] * 4
+    batch = together.batch(rows, mode=M.DECODE)
+    plan = backend.init_forward_metadata_capture_cuda_graph(batch)
+    [split] = [schedule.split for schedule in plan.values()]
+    view, address = batch.views["full"], split.buffer.data_ptr()
+    q = together.draw(4)
+    for lengths, shared in [
+        ([300, 290, 280, 270], [0, 12, 12, 4]),
+        ([250, 290, 100, 210], [0, 0, 0, 0]),
+        ([290, 300, 128, 200], [0, 9, 0, 5]),
+        ([1, 300, 300, 1], [0, 0, 18, 0]),  # padded rows
+    ]:
+        other = Sharers(layer, lengths, shared, page=16)
+        view.page_table.zero_()
+        view.page_table[:, : other.table.shape[1]] = other.table
+        view.seq_lens.copy_(torch.tensor(lengths))
+        backend.init_forward_metadata_replay_cuda_graph(batch, plan)
+        got = backend.forward(q, None, None, layer, other.cache, batch, plan, return_lse=True)
+        other.check(got, q, rows)
+        assert planned_spans(split, 4)[0] == expected_spans(other, 1)
+        assert split.buffer.data_ptr() == address
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_trees_of_requests(seed):
+    rng = random.Random(seed)
+    count, page = rng.randint(2, 12), rng.choice([1, 5, 16, 64])
+    lengths = [rng.randint(1, 330) for _ in range(count)]
+    shared = [0] + [
+        rng.choice([0, rng.randint(0, min(pair))]) // page for pair in itertools.pairwise(lengths)
+    ]
+    layer = make_layer(rng.choice([1, 2]), rng.choice([1, 4, 5]), 32)
+    sharers = Sharers(layer, lengths, shared, page=page, layout=rng.choice(["NHD", "HND"]))
+    split = attend(sharers, multiprocessors=rng.choice([1, 3, 40]))
+    assert planned_spans(split, count)[0] == expected_spans(sharers, 1)
+
+
+def test_a_group_has_to_save_more_than_its_partials_cost():
+    """More query rows write more partials, so that more keys have to be shared."""
+    granule = SHARED.shared_granule
+    assert granule(4, 128, 128, 2) == 256
+    for rows, dims, width in itertools.product((4, 7, 32, 64), ((64, 64), (128, 128)), (1, 2, 4)):
+        keys = granule(rows, *dims, width)
+        saved = keys * sum(dims) * width  # by two members, which would read them twice
+        written = 2 * rows * (dims[1] + 1) * 4
+        assert keys % 128 == 0
+        assert saved >= 4 * 2 * written
+
+
+def test_a_group_begins_and_ends_at_blocks():
+    assert plan_of(Sharers(make_layer(dim=32), [150, 180], [0, 9], page=16)).cuts.sharing == (
+        Sharing(GRANULE, 16, 4)
+    )
