@@ -145,10 +145,10 @@ def create_passes(
 
     return PassBuilder(
         create,
+        selection,
         device=device,
         page_size=kv_cache_spec.block_size,
         drafts=drafts,
-        host_lengths=any(x.row.needs_host_lengths for x in selection.roles.values()),
         max_bs=scheduler.max_num_seqs,
         max_num_tokens=tokens,
     )
@@ -185,7 +185,7 @@ class Builder(AttentionMetadataBuilder[Pass]):
         if first:
             parts.append(self.passes.even(common, first, tokens))
         if prefills:
-            parts.append(self.passes.ragged(common, first, tokens))
+            parts.append(self.passes.ragged(common, slice(first, common.num_reqs)))
         return Pass(self.passes.dispatcher, self.layers, tuple(parts))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Pass:

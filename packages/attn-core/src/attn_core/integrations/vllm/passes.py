@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.selection.result import Selection
 
 
 class Part(NamedTuple):
@@ -40,24 +42,25 @@ class PassBuilder:
 
     create: makes the dispatcher, once vLLM has bound the caches.
     drafts: the tokens of a request in a verify pass; 0 without speculation.
-    host_lengths: some chosen row plans on the host.
     max_bs, max_num_tokens: of captured passes.
     """
 
     def __init__(
         self,
         create: Callable[[], HybridDispatcher],
+        selection: Selection,
         *,
         device: torch.device,
         page_size: int,
         drafts: int,
-        host_lengths: bool,
         max_bs: int,
         max_num_tokens: int,
     ) -> None:
         self._create = create
         self._dispatcher: HybridDispatcher | None = None
-        self.page_size, self.drafts, self.host_lengths = page_size, drafts, host_lengths
+        self.page_size, self.drafts = page_size, drafts
+        self.roles = selection.roles
+        self.host_lengths = any(x.row.needs_host_lengths for x in self.roles.values())
         self._limits = (max_bs, max_num_tokens)
         # vLLM does not name the positions of every pass; of chains attn-core reads none
         self._positions = torch.arange(max_num_tokens, device=device)
@@ -110,20 +113,20 @@ class PassBuilder:
         self._captured[_memory(batch)] = plan
         return Part(slice(0, tokens), batch, plan)
 
-    def ragged(self, common: Any, first: int, first_token: int) -> Part:
-        """Plan prefill of the requests from `first` on, whose tokens begin at `first_token`."""
-        starts = common.query_start_loc_cpu
-        host = tuple((starts[first + 1 :] - starts[first:-1]).tolist())
-        tokens = slice(first_token, first_token + sum(host))
-        cu_seqlens = common.query_start_loc[first:]
-        if first_token:
-            cu_seqlens = cu_seqlens - first_token
+    def ragged(self, common: Any, rows: slice) -> Part:
+        """Plan prefill of some of a pass's requests."""
+        starts = common.query_start_loc_cpu[rows.start : rows.stop + 1].tolist()
+        host = tuple(end - start for start, end in pairwise(starts))
+        tokens = slice(starts[0], starts[-1])
+        cu_seqlens = common.query_start_loc[rows.start : rows.stop + 1]
+        if tokens.start:
+            cu_seqlens = cu_seqlens - tokens.start
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             cu_seqlens_q=cu_seqlens,
             positions=self._positions_of(common, tokens),
             max_q_len=max(host),
-            views={"full": self._view(common, slice(first, common.num_reqs), host)},
+            views={"full": self._view(common, rows, host)},
             query_lens_host=host,
         )
         return Part(tokens, batch, self.dispatcher.init_forward_metadata(batch))
