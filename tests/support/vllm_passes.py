@@ -51,8 +51,8 @@ def attention(config, name="layers.0.attn", heads=4, kv_heads=2, dim=32, **chang
         spec = module.get_kv_cache_spec(config)
         shape = module.attn_backend.get_kv_cache_shape(BLOCKS, BLOCK, kv_heads, dim)
     cache = torch.full(shape, float("nan"))
-    module.kv_cache = cache if spec.dtype.itemsize > 1 else cache.to(torch.float8_e4m3fn).view(
-        torch.uint8
+    module.kv_cache = (
+        cache if spec.dtype.itemsize > 1 else cache.to(torch.float8_e4m3fn).view(torch.uint8)
     )
     return module
 
@@ -184,8 +184,13 @@ def run(config, metadata, common, made, module, **expected):
     worst, start = 0.0, 0
     for (keys, values), new in zip(histories, made.new, strict=True):
         found = out[start : start + new].double()
-        here = dense(q[start : start + new].view(new, heads, dim), keys, values,
-                     module.impl.scale, **expected)
+        here = dense(
+            q[start : start + new].view(new, heads, dim),
+            keys,
+            values,
+            module.impl.scale,
+            **expected,
+        )
         assert found.isfinite().all()
         worst = max(worst, (found - here).abs().max().item())
         start += new

@@ -73,7 +73,10 @@ class PrefillBackend(MLAPrefillBackend):
             raise UnsupportedError(f"an output quantised by prefill on attn_core; {_REMEDY}")
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
-        return self._attend(q, k, v, starts, longest, True, return_softmax_lse, out)
+        result: Tensor | tuple[Tensor, Tensor] = self._attend(
+            q, k, v, starts, longest, True, return_softmax_lse, out
+        )
+        return result
 
     def run_prefill_context_chunk(
         self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
