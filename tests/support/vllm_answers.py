@@ -12,7 +12,7 @@ import sys
 PROMPTS = [[3 + i * j % 7 for i in range(n)] for j, n in enumerate((37, 5, 64, 1, 90), 1)]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 32,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 16,  # so that n-grams come again
 }  # fmt: skip
 GEMMA = {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_attention_heads": 8,
@@ -21,8 +21,8 @@ GEMMA = {
     "layer_types": ["sliding_attention", "full_attention"],
     "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-SHAPE = {  # few words, so that n-grams come again
-    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 16,
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512,
     "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
 }  # fmt: skip
 
@@ -39,6 +39,8 @@ def write_model(folder, name):
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
+    if name == "gemma2":  # it multiplies embeddings by 16
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.01)
     model.save_pretrained(folder)
 
 

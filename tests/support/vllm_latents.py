@@ -1,5 +1,6 @@
 """vLLM's layer of MLA on a CPU, with what vLLM has for GPUs alone written out."""
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -33,17 +34,21 @@ def write_latents(latent, rope, cache, slots, kv_cache_dtype, scale):
     cache[slots[real] // BLOCK, slots[real] % BLOCK] = rows
 
 
-def gather(cache, workspace, block_table, cu_seq_lens, token_to_seq, tokens, *_args, seq_starts):
+def gather(src_cache, dst, block_table, cu_seq_lens, seq_starts, **_options):
     """Gather a chunk of each prefix as vLLM's kernel for GPUs does."""
-    for row, (first, last) in enumerate(pairwise(cu_seq_lens)):
+    for row, (first, last) in enumerate(pairwise(cu_seq_lens.tolist())):
         at = torch.arange(last - first) + seq_starts[row]
-        workspace[first:last] = cache[block_table[row, at // BLOCK].long(), at % BLOCK]
+        dst[first:last] = src_cache[block_table[row, at // BLOCK].long(), at % BLOCK]
 
 
 def merge(output, prefix_output, prefix_lse, suffix_output, suffix_lse, **_options):
     """Merge two parts by their LSE [H, T], as vLLM's kernel for GPUs does."""
     weights = torch.stack([prefix_lse, suffix_lse]).softmax(0).transpose(1, 2)[..., None]
     output.copy_(weights[0] * prefix_output + weights[1] * suffix_output)
+
+
+def _unpinned(create, *size, pin_memory=False, **options):
+    return create(*size, **options)
 
 
 def put_on_cpu(monkeypatch):
@@ -54,8 +59,9 @@ def put_on_cpu(monkeypatch):
     monkeypatch.setattr(ops, "concat_and_cache_mla", write_latents)
     monkeypatch.setattr(ops, "gather_and_maybe_dequant_cache", gather, raising=False)
     monkeypatch.setattr(mla_attention, "merge_attn_states", merge)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **k: empty(*size, **k))
+    for name in ("empty", "zeros"):
+        create = getattr(torch, name)
+        monkeypatch.setattr(torch, name, partial(_unpinned, create))
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *a, **k: LatentBackend)
     monkeypatch.setattr(registry.MLAPrefillBackendEnum, "get_class", lambda member: PrefillBackend)
 
