@@ -42,7 +42,7 @@ class PassBuilder:
 
     create: makes the dispatcher, once vLLM has bound the caches.
     drafts: the tokens of a request in a verify pass; 0 without speculation.
-    max_bs, max_num_tokens: of captured passes.
+    max_bs: requests of a captured pass, at most. max_num_tokens: tokens of any pass, at most.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PassBuilder:
         self.page_size, self.drafts = page_size, drafts
         self.roles = selection.roles
         self.host_lengths = any(x.row.needs_host_lengths for x in self.roles.values())
-        self._limits = (max_bs, max_num_tokens)
+        self._limits = (max_bs, max_bs * max(drafts, 1))
         # vLLM does not name the positions of every pass; of chains attn-core reads none
         self._positions = torch.arange(max_num_tokens, device=device)
         self._first = torch.arange(max_num_tokens + 1, dtype=torch.int32, device=device)
