@@ -8,6 +8,7 @@ import torch
 from attn_core import AttnError, NoBackendError, UnsupportedError
 from attn_core.integrations.vllm import layers, passes, register, server
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm_on_cpu import register_on_cpu
 from vllm_passes import (
     BLOCK,
     Pass,
@@ -16,7 +17,6 @@ from vllm_passes import (
     engine,
     error,
     forward_context,
-    register_on_cpu,
     run,
 )
 

@@ -1,6 +1,7 @@
 """Serve requests by vLLM on a CPU twice over and print what it answered, as one line of JSON.
 
-Arguments: "attn_core" or "vllm", a folder for the model, and arguments of vLLM's LLM as JSON.
+Arguments: a folder for the model, its name, and arguments of vLLM's LLM as JSON. With the plugin
+vllm_on_cpu attn-core attends.
 """
 
 import collections
@@ -45,7 +46,7 @@ def write_model(folder, name):
 
 
 def count_passes():
-    """Count the parts of passes by their mode, as attn-core plans them."""
+    """Count the parts of passes in this process by their mode, as attn-core plans them."""
     from attn_core import HybridDispatcher
 
     modes = collections.Counter()
@@ -60,15 +61,10 @@ def count_passes():
 
 
 def main():
-    backend, folder, name, arguments = sys.argv[1:]
+    folder, name, arguments = sys.argv[1:]
     if not pathlib.Path(folder, "config.json").exists():
         write_model(folder, name)
-    modes = {}
-    if backend == "attn_core":
-        from vllm_passes import register_on_cpu
-
-        register_on_cpu()
-        modes = count_passes()
+    modes = count_passes()
     from vllm import LLM, SamplingParams
 
     model = LLM(

@@ -9,15 +9,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-PATH = "attn_core.integrations.vllm.Backend"
 BLOCK, BLOCKS, CONTEXT, ROWS = 16, 48, 160, 8
-
-
-def register_on_cpu():
-    """Put the plugin's class where vLLM's CPU platform looks, which reads no flag."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, PATH)
 
 
 def engine(drafts=0, use_mla=False, kv_cache_dtype="auto", **changed):
