@@ -77,6 +77,24 @@ def test_a_group_has_layers_of_its_own_caches():
         assert error(config, plan, made, module) < 1e-5
 
 
+def test_a_layer_attends_to_the_cache_of_another():
+    torch.manual_seed(0)
+    config = engine()
+    first = attention(config, "layers.0.attn")
+    second = attention(config, "layers.1.attn", kv_sharing_target_layer_name="layers.0.attn")
+    second.kv_cache = first.kv_cache  # as vLLM binds them
+    plan = builder(config, first, second)
+    made = Pass((1, 9), (30, 0))
+    common = made.common()
+    metadata = plan.build(0, common)
+    assert run(config, metadata, common, made, first) < 1e-5
+    q, before = torch.randn(10, 128), first.kv_cache.clone()
+    with forward_context(config, metadata, common, first, second):
+        outs = [module(q, x, x) for module, x in ((second, torch.randn(10, 64)),)]
+    assert outs[0].isfinite().all()
+    torch.testing.assert_close(first.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_requests_without_tokens_pad_a_pass_of_even_ones():
     torch.manual_seed(0)
     config, module, plan = build(engine(DRAFTS))

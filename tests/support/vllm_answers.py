@@ -78,7 +78,8 @@ def main():
         outs = model.generate(prompts, how, use_tqdm=False)
         answers += [[list(o.outputs[0].token_ids), o.num_cached_tokens] for o in outs]
     print("ANSWERS", json.dumps({"answers": answers, "modes": modes}), flush=True)
-    os._exit(0)  # vLLM's own end takes seconds
+    model.llm_engine.engine_core.shutdown()
+    os._exit(0)  # the rest of vLLM's end takes seconds
 
 
 if __name__ == "__main__":
