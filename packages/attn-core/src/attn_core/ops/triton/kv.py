@@ -147,8 +147,8 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     """Write new K and V into token slots, bit for bit what attn_core.ops.kv.write_kv writes.
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N], -1 for padding;
-    pools of any strides but that of the last dimension, 1. One launch; allocates nothing and never syncs.
-    Raises UsageError for shapes that do not fit.
+    pools of any strides but that of the last dimension, 1. One launch; allocates nothing and never
+    syncs. Raises UsageError for shapes that do not fit.
     """
     other = k if v is None else v
     at_k, at_v, at_slots = k.data_ptr(), other.data_ptr(), slots.data_ptr()
