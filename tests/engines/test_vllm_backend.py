@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attn_core import AttnError, NoBackendError, UnsupportedError
+from attn_core.integrations import vllm as adapter
 from attn_core.integrations.vllm import layers, passes, register, server
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm_on_cpu import register_on_cpu
@@ -268,10 +269,14 @@ def test_other_layers_passes_caches_and_versions_are_refused():
     common.causal = False
     with pytest.raises(UnsupportedError, match="causal"):
         plan.build(0, common)
-    with pytest.raises(UnsupportedError, match=r"vLLM 0\.27\.1"):
-        server.check_version("0.27.1")
     with pytest.raises(UnsupportedError, match="output quantised"):
         module.impl.forward(module, None, None, None, None, None, None, output_scale=1.0)
+
+
+def test_another_release_is_refused_where_the_flag_names_attn_core(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.27.1")
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.27\.1.*install a tested release"):
+        _ = adapter.Backend
 
 
 def test_a_model_that_nothing_serves_is_explained(monkeypatch):

@@ -37,11 +37,17 @@ def _register_prefill() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class behind CUSTOM: vLLM has one name for models with MLA and for others."""
+    """Return the class behind CUSTOM: vLLM has one name for models with MLA and for others.
+
+    Raises UnsupportedError for a release of vLLM that the adapter was not tested with.
+    """
     if name != "Backend":
         raise AttributeError(name)
     from vllm.config import get_current_vllm_config
 
+    from attn_core.integrations.vllm.server import check_version
+
+    check_version()
     model = get_current_vllm_config().model_config
     if model is not None and model.use_mla:
         from attn_core.integrations.vllm.latent import LatentBackend
