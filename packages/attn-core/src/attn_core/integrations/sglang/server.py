@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from attn_core.errors import UnsupportedError
-from attn_core.selection.result import Overrides
+from attn_core.integrations.choice import LINEAR_ARGUMENTS
 from attn_core.spec.requirements import Speculation
 from attn_core.tools.env_vars import variable
 
@@ -30,13 +29,6 @@ REFUSED: Mapping[str, str] = {
     "enable_unified_memory": "leave out --enable-unified-memory",
     "enable_prefill_cp": "leave out --enable-prefill-cp",
 }
-BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-LINEAR_ARGUMENTS = (
-    "linear_attn_backend",
-    "linear_attn_prefill_backend",
-    "linear_attn_decode_backend",
-)
-SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 REFUSED_LINEAR: Mapping[str, str] = {  # what changes where SGLang keeps states
     "enable_linear_replayssm": "leave out --enable-linear-replayssm",
     "enable_gdn_replayssm_spec": "leave out --enable-gdn-replayssm-spec",
@@ -45,7 +37,6 @@ REFUSED_LINEAR: Mapping[str, str] = {  # what changes where SGLang keeps states
     "enable_two_batch_overlap": "leave out --enable-two-batch-overlap",
 }
 LINEAR_DEFAULT = "triton"  # of --linear-attn-backend
-_LISTS = ("prefer", "allow", "deny")
 
 
 def has_version(tested: SpecifierSet) -> bool:
@@ -250,21 +241,3 @@ def check_tree_masks(args: Any) -> None:
                 "its hook was not applied; remove the plugin that imports this module earlier, or "
                 "use draft chains (--speculative-eagle-topk 1)"
             )
-
-
-def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
-    """Read attn-core's own choices: SGLang's flags name attn_core, ATTN_* name what is inside.
-
-    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
-    ATTN_MM_ATTENTION_BACKEND, ATTN_LINEAR_ATTN_BACKEND, ATTN_LINEAR_ATTN_PREFILL_BACKEND,
-    ATTN_LINEAR_ATTN_DECODE_BACKEND, ATTN_NSA_PREFILL_BACKEND, ATTN_NSA_DECODE_BACKEND, and
-    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between
-    commas.
-    """
-    chosen: dict[str, Any] = {}
-    named = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
-    for name in (*named, *_LISTS):
-        value = environ.get(variable("--" + name.replace("_", "-")), "")
-        if value:
-            chosen[name] = tuple(value.split(",")) if name in _LISTS else value
-    return Overrides(**chosen)

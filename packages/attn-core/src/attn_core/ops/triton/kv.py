@@ -93,7 +93,8 @@ def _write_side(
     here = row < rows
     token = row // HEADS
     head = row % HEADS
-    slot = tl.load(slots + token * slots_token, mask=here, other=0)
+    slot = tl.load(slots + token * slots_token, mask=here, other=-1)
+    here &= slot >= 0  # -1 is padding
     page = slot // PAGE
     inner = slot % PAGE
     pool += (page * SIDE.page + inner * SIDE.token + head * SIDE.head)[:, None]
@@ -145,9 +146,9 @@ def _write(
 def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Write new K and V into token slots, bit for bit what attn_core.ops.kv.write_kv writes.
 
-    k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N]; pools of any
-    strides but that of the last dimension, 1. One launch; allocates nothing and never syncs.
-    Raises UsageError for shapes that do not fit.
+    k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N], -1 for padding;
+    pools of any strides but that of the last dimension, 1. One launch; allocates nothing and never
+    syncs. Raises UsageError for shapes that do not fit.
     """
     other = k if v is None else v
     at_k, at_v, at_slots = k.data_ptr(), other.data_ptr(), slots.data_ptr()

@@ -1,0 +1,59 @@
+"""The selection inside an engine, whose flags name attn-core; ATTN_* variables name the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.result import Overrides, Selection
+from attn_core.selection.solver import select
+from attn_core.spec.device import parse_device, probe_device
+from attn_core.spec.requirements import Requirements
+from attn_core.tools.env_vars import variable
+
+BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+LINEAR_ARGUMENTS = (
+    "linear_attn_backend",
+    "linear_attn_prefill_backend",
+    "linear_attn_decode_backend",
+)
+SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
+_LISTS = ("prefer", "allow", "deny")
+
+
+def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
+    """Select for this machine by ATTN_* variables. Raises NoBackendError."""
+    registry = load_plugins()
+    here = parse_device("cpu") if device.type == "cpu" else probe_device()
+    # each is chosen for what is there: a name of others would find no such layers
+    others = [] if requirements.vision else ["mm_attention_backend"]
+    others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS
+    others += [] if requirements.linear_layers else LINEAR_ARGUMENTS
+    sparse = any(x.kind == "dsa" for x in requirements.softmax_layers)
+    others += [] if sparse else SPARSE_ARGUMENTS
+    unused: dict[str, Any] = dict.fromkeys(others)
+    names = replace(overrides(), **unused)
+    libraries = registry.installed_libraries()
+    return select(requirements, here, registry, libraries, names), registry
+
+
+def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
+    """Read attn-core's own choices: an engine's flags name attn-core, ATTN_* name what is inside.
+
+    ATTN_ATTENTION_BACKEND, ATTN_PREFILL_ATTENTION_BACKEND, ATTN_DECODE_ATTENTION_BACKEND,
+    ATTN_MM_ATTENTION_BACKEND, ATTN_LINEAR_ATTN_BACKEND, ATTN_LINEAR_ATTN_PREFILL_BACKEND,
+    ATTN_LINEAR_ATTN_DECODE_BACKEND, ATTN_NSA_PREFILL_BACKEND, ATTN_NSA_DECODE_BACKEND, and
+    ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
+    """
+    chosen: dict[str, Any] = {}
+    named = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
+    for name in (*named, *_LISTS):
+        value = environ.get(variable("--" + name.replace("_", "-")), "")
+        if value:
+            chosen[name] = tuple(value.split(",")) if name in _LISTS else value
+    return Overrides(**chosen)
