@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from attn_core.errors import AttnError
+from attn_core.selection.expected import Expected
 from attn_core.selection.mismatch import Mismatch
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
@@ -64,7 +65,7 @@ class Verdict:
     row: Capabilities
     reasons: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
-    measured: float | None = None  # its cost in the profile of this device
+    expected: Expected | None = None  # by the profile of this device
 
     @property
     def fits(self) -> bool:
@@ -209,6 +210,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "fits": verdict.fits,
         "reasons": [str(r) for r in verdict.reasons],
         "notes": list(verdict.notes),
+        "expected": None if verdict.expected is None else verdict.expected.to_json(),
     }
 
 
@@ -245,9 +247,9 @@ def explain(selection: Selection) -> str:
 
 def _place(verdict: Verdict) -> str:
     """Say what ranks a row that fits and was not selected."""
-    if verdict.measured is None:
+    if verdict.expected is None:
         return f"fits, priority {verdict.row.priority}"
-    return f"fits, measured {verdict.measured:.2f} times as long as the fastest"
+    return f"fits, measured: {verdict.expected} per request and layer"
 
 
 def _states(selection: Selection) -> Iterator[tuple[str, StateBytes]]:

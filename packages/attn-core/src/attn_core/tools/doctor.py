@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import attn_core
-from attn_core.plugins import profiles
+from attn_core.costs import store
 from attn_core.plugins.dependencies import (
     Libraries,
     Pin,
@@ -144,7 +144,7 @@ def _packages(registry: Registry) -> Iterator[Finding]:
     modules = [origin.module for origin in registry.origins.values()]
     for fault in faults(modules):
         yield Finding("evidence", "unreadable", "problem", fault)
-    for fault in profiles.faults(modules):
+    for fault in store.faults(modules):
         yield Finding("profile", "unreadable", "problem", fault)
 
 
