@@ -170,7 +170,7 @@ class InputFlags(BackendFlags):
         str | None,
         flag(
             "--profile",
-            "Measured costs: a file of `attn tune`, or none; default: this machine's, else shipped.",
+            "Measured costs: a file of `attn tune`, or none; default: its own, else shipped.",
         ),
     ] = None
     workload: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_core.cli.console import console, print_json, print_table, progress
-from attn_core.cli.inputs import must_be_here, selection_inputs
+from attn_core.cli.inputs import SHAPE, must_be_here, selection_inputs
 from attn_core.cli.options import InputFlags, flag, takes
 from attn_core.costs import store
 from attn_core.costs.environment import environment
@@ -27,7 +27,7 @@ from attn_core.spec.device import probe_device
 if TYPE_CHECKING:
     from attn_core.measure.session import Step
 
-DEFAULT = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # of most models of 7 to 9 B
+DEFAULT = LayerRequirements(num_q_heads=32, num_kv_heads=8, head_dim=128)  # many of 7 to 9 B
 MOST_MINUTES = 24 * 60.0
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
@@ -146,13 +146,12 @@ def _inputs(flags: InputFlags, path: Path | None, registry: Registry) -> Selecti
     here = probe_device()
     device = None if flags.device == here.type else flags.device  # the one of that type
     flags = replace(flags, model=path or flags.model, device=device)
-    shape = (flags.num_q_heads, flags.num_kv_heads, flags.head_dim)
+    shape = (flags.kind, *(getattr(flags, name) for name in SHAPE if name not in ("kind", "sinks")))
     inputs = selection_inputs(flags, registry)
     must_be_here(inputs, here, "a measurement")
-    if flags.model is None and shape == (None, None, None) and flags.kind in (None, "mha"):
-        layers = tuple(replace(x, **DEFAULT) for x in inputs.requirements.layers)
-        return replace(inputs, requirements=replace(inputs.requirements, layers=layers))
-    return inputs
+    if flags.model is not None or flags.sinks or any(x is not None for x in shape):
+        return inputs
+    return replace(inputs, requirements=replace(inputs.requirements, layers=(DEFAULT,)))
 
 
 def _selected(inputs: SelectionInputs, registry: Registry, profile: Profile) -> dict[str, str]:

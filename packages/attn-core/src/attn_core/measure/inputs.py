@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, cast
 
 import torch
@@ -129,8 +130,10 @@ def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs
     )
     keys, page = lengths(size), form.page_size or 1
     counts = [num_pages_for(s, page) for s in keys]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1
-    table = pad_page_table([x.tolist() for x in order.split(counts)], device=device)
+    pages = list(range(1, 1 + sum(counts)))
+    random.Random(seed).shuffle(pages)
+    rest = iter(pages)
+    table = pad_page_table([list(islice(rest, n)) for n in counts], device=device)
     pool = KVPool(
         [layer],
         num_pages=1 + sum(counts),

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from attn_core.costs.profile import MOST_TEXT, Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
+from attn_core.errors import BackendRunError
 from attn_core.measure.candidates import Candidate, Job, work
 from attn_core.measure.inputs import Inputs, build, bytes_of
 from attn_core.measure.timing import Call, clock_of, measure
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
-from attn_core.runtime.run_errors import BackendRunError
 from attn_core.testing.tolerance import CheckFailed
 
 SECONDS = 1.0  # of the rounds of one shape

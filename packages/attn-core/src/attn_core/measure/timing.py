@@ -45,10 +45,7 @@ class EventClock:
         wanted = 1.5 * self._host_s / max(self._flush_s, 1e-6)
         for _ in range(max(1, min(MOST_FLUSHES, math.ceil(wanted)))):
             self._buffer.zero_()
-        start, end = (
-            torch.Event(self.device, enable_timing=True),
-            torch.Event(self.device, enable_timing=True),
-        )
+        start, end = self._events()
         start.record()
         before = time.perf_counter()
         call()
@@ -59,15 +56,16 @@ class EventClock:
         return float(start.elapsed_time(end)) * 1e3, host * 1e6
 
     def _span(self, call: Call) -> float:
-        start, end = (
-            torch.Event(self.device, enable_timing=True),
-            torch.Event(self.device, enable_timing=True),
-        )
+        start, end = self._events()
         start.record()
         call()
         end.record()
         torch.accelerator.synchronize(self.device)
         return float(start.elapsed_time(end))
+
+    def _events(self) -> tuple[torch.Event, torch.Event]:
+        start = torch.Event(self.device, enable_timing=True)
+        return start, torch.Event(self.device, enable_timing=True)
 
 
 Clock = CpuClock | EventClock
@@ -120,4 +118,4 @@ def _settled(fast: Sequence[float], slow: Sequence[float]) -> bool:
 
 def _by_chance(wins: int, rounds: int) -> float:
     """Return the probability of as many wins or more if both were equally fast."""
-    return sum(math.comb(rounds, k) for k in range(wins, rounds + 1)) / 2**rounds
+    return float(sum(math.comb(rounds, k) for k in range(wins, rounds + 1)) / 2**rounds)
