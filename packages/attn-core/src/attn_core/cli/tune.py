@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from attn_core.selection.expected import micros
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.result import NoBackendError
 from attn_core.spec.device import probe_device
+from attn_core.spec.requirements import LayerRequirements
 
 if TYPE_CHECKING:
     from attn_core.measure.session import Step
@@ -89,11 +91,14 @@ def tune_command(
         }
         print_json(data | {"selection": _selected(inputs, registry, known)})
         return
+    from attn_core.measure.session import SPENT
+
     lines = console()
     for name, why in bad:
         lines.print(f"known bad: {name}: {why}", soft_wrap=True)
-    for s in skipped:
-        lines.print(f"not measured: {s.job.size}, {s.job.form}: {s.skipped}", soft_wrap=True)
+    for reason, number in Counter(s.skipped for s in skipped).items():
+        again = "; run again to go on" if reason == SPENT else ""
+        lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
     lines.print(f"{len(known.costs)} points in {file}", soft_wrap=True)
     for role, text in _selected(inputs, registry, known).items():
         lines.print(f"  {role:<11}{text}", soft_wrap=True)

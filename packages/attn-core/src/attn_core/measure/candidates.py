@@ -60,12 +60,12 @@ def jobs(
     *,
     grid: bool = True,
 ) -> list[Job]:
-    """List every shape that is worth measuring for these requirements, the least work first.
+    """List every shape that is worth measuring for these requirements, the most useful first.
 
-    The shapes are the passes of the workload and, with `grid`, corners around them, so that other
-    passes lie between measured ones. Pages are those that the selection has today, and the smallest
-    that other candidates take. Raises UsageError where nothing can be measured: unknown heads, no
-    plain attention over a cache.
+    These are the passes of the workload, the least work first, and then, with `grid`, corners
+    around them, so that other passes lie between measured ones. Pages are those that the selection
+    has today, and the smallest that other candidates take. Raises UsageError where nothing can be
+    measured: unknown heads, no plain attention over a cache.
     """
     layers = forms(needs, None)
     if not layers:
@@ -92,7 +92,16 @@ def jobs(
                 if able:
                     found.append(Job(form, size, tuple(able)))
     unique = {(job.form, job.size): job for job in found}
-    return sorted(unique.values(), key=lambda job: work(job.form, job.size))
+    usual = {x for p in Phase for x, _ in workload.passes(p, needs.speculation)}
+    first = found[0].form.page_size if found else None
+    return sorted(
+        unique.values(),
+        key=lambda job: (
+            job.form.page_size != first,
+            job.size not in usual,
+            work(job.form, job.size),
+        ),
+    )
 
 
 def work(form: Form, size: Pass) -> float:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
-from attn_core.cache.page_table import num_pages_for, pad_page_table, slot_table
+from attn_core.cache.page_table import num_pages_for, slot_table
 from attn_core.cache.pool import KVPool
 from attn_core.costs.shapes import Form, Pass
 from attn_core.ops.kv import read_kv
@@ -130,10 +129,9 @@ def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs
     )
     keys, page = lengths(size), form.page_size or 1
     counts = [num_pages_for(s, page) for s in keys]
-    pages = list(range(1, 1 + sum(counts)))
-    random.Random(seed).shuffle(pages)
-    rest = iter(pages)
-    table = pad_page_table([list(islice(rest, n)) for n in counts], device=device)
+    table = torch.zeros(len(keys), max(counts), dtype=torch.int32, device=device)
+    owned = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+    table[owned] = 1 + torch.randperm(sum(counts), generator=rng, device=device).int()
     pool = KVPool(
         [layer],
         num_pages=1 + sum(counts),

@@ -25,6 +25,7 @@ from attn_core.testing.tolerance import CheckFailed
 SECONDS = 1.0  # of the rounds of one shape
 PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
 HOST_BYTES = 4 << 30
+SPENT = "the time is spent"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def session(
         begin(job)
         left = end - time.monotonic()
         if left <= 0:
-            yield Step(job, Profile(), "the time is spent")
+            yield Step(job, Profile(), SPENT)
             continue
         if (need := bytes_of(job.form, job.size)) > _memory(device):
             yield Step(job, Profile(), f"it takes {need / 1e9:.1f} GB")
@@ -109,7 +110,7 @@ def run(
     del inputs, calls
     gc.collect()
     if device.type != "cpu":
-        torch.accelerator.empty_cache()
+        torch.get_device_module(device).empty_cache()
     return {names[i]: cost for i, cost in timed.items()}, bad
 
 
