@@ -12,6 +12,7 @@ from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 
 SAME = 1 / 16  # lengths this close, relative, count as one
+FARTHEST = 2.0  # doublings, of a measured form that still stands for the asked one
 WEIGHTS = (1.0, 0.5, 0.5, 1.0)  # of the axes in the work: mean and longest grow together
 
 
@@ -82,7 +83,8 @@ class CostModel:
                     continue
                 if drafts != size.drafts:
                     far += abs(math.log2(max(drafts, 1) / max(size.drafts, 1)))
-                yield far, points
+                if far <= FARTHEST:
+                    yield far, points
 
 
 def _interpolated(points: _Points, size: Pass, graphs: bool) -> tuple[float, float, float] | None:
@@ -100,10 +102,7 @@ def _interpolated(points: _Points, size: Pass, graphs: bool) -> tuple[float, flo
         return None
     low, high = min(below, key=_first), min(above, key=_first)
     rise, total = low[0], low[0] + high[0]
-    if rise <= 4 * SAME and low[1] == high[1]:  # measured itself, or as good as
-        us, lo, hi = low[2]
-        slack = math.exp(_apart(low[1], x)) if low[1] != x else 1.0
-        return us, lo / slack, hi * slack
+    slack = math.exp(_gap(x, low[1]) + _gap(high[1], x))  # lengths that only count as one
     share = rise / total if total else 0.0
     (a, a_low, a_high), (b, b_low, b_high) = low[2], high[2]
     us = a * (b / a) ** share
@@ -111,7 +110,7 @@ def _interpolated(points: _Points, size: Pass, graphs: bool) -> tuple[float, flo
     linear = a + (b - a) * work
     noise_low = (a_low / a) ** (1 - share) * (b_low / b) ** share
     noise_high = (a_high / a) ** (1 - share) * (b_high / b) ** share
-    return us, min(us, linear) * noise_low, max(us, linear) * noise_high
+    return us, min(us, linear) * noise_low / slack, max(us, linear) * noise_high * slack
 
 
 def _first(item: tuple[float, tuple[float, ...], tuple[float, float, float]]) -> tuple[object, ...]:
@@ -137,7 +136,3 @@ def _zip(a: tuple[float, ...], b: tuple[float, ...]) -> Iterator[tuple[float, fl
 
 def _gap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return sum(w * max(0.0, j - i) for w, (i, j) in zip(WEIGHTS, _zip(a, b), strict=True))
-
-
-def _apart(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    return _gap(a, b) + _gap(b, a)

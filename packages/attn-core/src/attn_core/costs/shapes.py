@@ -13,7 +13,8 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 
 PassPhase = Literal["prefill", "decode", "verify"]
 PROSE = ("note", "preferred_page_reason", "bans", "priority", "create")  # change no kernel's time
-NEAR = ("q_heads", "kv_heads", "page_size", "window")  # the nearest measured value stands for these
+# The nearest measured value stands for these; a doubling of heads changes more than one of pages.
+NEAR = {"q_heads": 1.0, "kv_heads": 1.0, "window": 1.0, "page_size": 0.125}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Form:
     deterministic: bool = False
 
     def distance(self, measured: Form) -> float | None:
-        """Return how far a measured form is, in doublings; None if it says nothing about this one.
+        """Return how far a measured form is, in doublings of heads; None: it says nothing here.
 
         Head dims, dtypes and features have to agree. Of heads, pages and windows the nearest
         measured value stands for the asked one.
@@ -51,7 +52,7 @@ class Form:
                 continue
             if f.name not in NEAR or have is None:
                 return None
-            far += abs(math.log2(asked / have))
+            far += NEAR[f.name] * abs(math.log2(asked / have))
         return far
 
     def __str__(self) -> str:
