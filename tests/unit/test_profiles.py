@@ -87,6 +87,7 @@ def test_a_shipped_profile_of_another_library_is_left_out(registry):
     found = select(MHA, H200, registry, libraries, simulated=True)
     assert (found.backend("prefill"), found.backend("decode")) == ("fa3", "fa3")
     assert "priority" in found.roles["decode"].reason
+    assert "flashinfer-python was 0.6.14 and is 0.6.15" in explain(found)
 
 
 BROKEN = [

@@ -87,6 +87,16 @@ def own(environment: Mapping[str, str]) -> Profile | None:
     return read(path) if path.exists() else None
 
 
+def others(environment: Mapping[str, str]) -> Iterator[str]:
+    """Say what differs in each profile of this device that was tuned in another environment."""
+    path = own_path(environment)
+    for file in sorted(path.parent.glob(path.name.rpartition("-")[0] + "-*.json")):
+        with contextlib.suppress(UsageError):
+            found = read(file)
+            if found.device == environment.get("device") and file != path:
+                yield f"{file.name} is not used: {', '.join(found.differences(environment))}"
+
+
 def shipped(modules: Iterable[str], device: str) -> Profile | None:
     """Return what plugins ship for a device, by its driver's name; None if nothing.
 

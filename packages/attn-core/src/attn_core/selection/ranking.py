@@ -21,15 +21,23 @@ from attn_core.spec.kinds import Family, Phase
 from attn_core.spec.requirements import Requirements
 
 
-def shipped_profile(device: Device, registry: Registry, libraries: Libraries) -> Profile:
-    """Return what plugins ship for this device; nothing if a library has another version here."""
+def shipped_profile(
+    device: Device, registry: Registry, libraries: Libraries
+) -> tuple[Profile, str]:
+    """Return what plugins ship for this device; or nothing, and a sentence that says why.
+
+    A profile is refused if a library has another version here. A version that is not known agrees.
+    """
     if device.name is None:
-        return Profile()
+        return Profile(), ""
     modules = (origin.module for origin in registry.origins.values())
     found = store.shipped(modules, device.name) or Profile()
     here = {name: libraries.get(name) for name in found.environment if name in libraries}
-    shared = {name: found.environment[name] for name in here}
-    return Profile() if Profile(environment=shared).differences(here) else found
+    then = Profile(environment={name: found.environment[name] for name in here})
+    if differs := then.differences(here):
+        text = f"the profile of {device.name} is not used: {', '.join(differs)}"
+        return Profile(), f"{text}; `attn tune` measures this machine"
+    return found, ""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,10 @@ def select(
     """
     overrides = _canonical(overrides or Overrides(), registry)
     if profile is None:
-        profile = shipped_profile(device, registry, libraries)
+        profile, refused = shipped_profile(device, registry, libraries)
+        if refused:
+            assumed = (*requirements.assumptions, refused)
+            requirements = replace(requirements, assumptions=assumed)
     costs = Costs(CostModel(profile), workload or Workload(), requirements)
     s = RowJudge(requirements, device, registry, libraries, overrides, costs, simulated)
     _check(s)
