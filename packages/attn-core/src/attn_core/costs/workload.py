@@ -65,6 +65,10 @@ class Workload:
             mix += self._steps(verifies)
         return tuple(mix)
 
+    def lengths(self) -> dict[int, float]:
+        """Return KV tokens of a request in the middle of its output → share."""
+        return {prompt + self.output // 2: share for prompt, share in _shares(self.prompts)}
+
     def _steps(self, verifies: Speculation | None) -> Mix:
         """Return decode passes or verifications; a request is, on average, in its middle."""
         steps = self.output / (min(self.acceptance, verifies.num_draft_tokens) if verifies else 1)
@@ -74,13 +78,13 @@ class Workload:
                 Pass.even(
                     "verify" if verifies else "decode",
                     n,
-                    max(prompt + self.output // 2, drafts),
+                    max(length, drafts),
                     drafts,
                     tree=verifies is not None and verifies.topk > 1,
                 ),
                 share * part * steps / n,
             )
-            for prompt, share in _shares(self.prompts)
+            for length, share in self.lengths().items()
             for n, part in _shares(self.requests)
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from attn_core.errors import AttnError
-from attn_core.selection.expected import Expected
+from attn_core.selection.expected import Costs, Expected
 from attn_core.selection.mismatch import Mismatch
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
@@ -103,6 +103,8 @@ class Selection:
     runs_today: for each role whose row is declared but not implemented, the best implemented
     backend, or None if none fits.
     advice: sentences about what is slow here, with the flag that avoids it.
+    alternatives: role → backends that may take over single passes where they were measured faster,
+    over the same cache; costs: by which they are compared.
     """
 
     requirements: Requirements = field(default_factory=Requirements)
@@ -117,6 +119,8 @@ class Selection:
     conflicts: tuple[str, ...] = ()
     runs_today: Mapping[Role, str | None] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
+    alternatives: Mapping[Role, tuple[Choice, ...]] = field(default_factory=dict)
+    costs: Costs | None = field(default=None, compare=False, repr=False)
 
     def backend(self, role: Role) -> str | None:
         """Return the name of a role's backend, or None if there is no such role."""
@@ -170,6 +174,10 @@ def to_json(selection: Selection, error: str | None = None) -> dict[str, Any]:
         "assumptions": list(selection.assumptions),
         "why": _reasons(selection),
         "conflicts": list(selection.conflicts),
+        "alternatives": {
+            label(role): [c.backend for c in others]
+            for role, others in selection.alternatives.items()
+        },
         "runs_today": {label(role): name for role, name in selection.runs_today.items()},
         "advice": list(selection.advice),
         "verdicts": [_verdict(v) for v in selection.verdicts],
@@ -232,6 +240,11 @@ def explain(selection: Selection) -> str:
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")
     if notes := notes_of(selection):
         lines.append(f"  {'note':<11}{notes}")
+    lines += [
+        f"  {'by pass':<11}{label(role)}: {', '.join(c.backend for c in others)} may take over "
+        "passes of sizes at which they were measured faster"
+        for role, others in selection.alternatives.items()
+    ]
     lines += [f"  {'advice':<11}{a}" for a in selection.advice]
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]

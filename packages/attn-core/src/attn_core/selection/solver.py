@@ -13,6 +13,7 @@ from attn_core.errors import UsageError
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.advice import advice, runs_today
+from attn_core.selection.alternatives import with_alternatives
 from attn_core.selection.expected import Costs
 from attn_core.selection.ranking import (
     RowJudge,
@@ -169,13 +170,14 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
         mode = s.needs.speculation.mode
         verifier = replace(roles[mode], reason=f"--speculative-attention-mode {mode}")
         roles["verify"] = roles["draft"] = verifier
-    return replace(
+    found = replace(
         base,
         roles=roles,
         page_size=page,
         page_size_reason=page_reason,
         layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
     )
+    return with_alternatives(s, found, pre, dec, fitting, _conflict)
 
 
 def _joint_rank(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[float, ...]:
