@@ -22,6 +22,7 @@ from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.warmup import warmup
 from attn_core.selection.result import Overrides, explain, to_json
 from attn_core.selection.solver import select
 from attn_core.spec.capabilities import BackendSpec, Capabilities
@@ -290,3 +291,13 @@ def test_passes_of_any_size_over_one_cache_give_what_one_backend_gives(monkeypat
         assert torch.equal(a, b)
     names = {name for counts in serve.pickers.counts().values() for _, name in counts}
     assert names == ({"short", "long"} if not graphs else names)
+
+
+def test_a_warm_up_runs_every_backend_that_may_be_picked():
+    dispatcher, pre, dec, other = adaptive()
+    warmed = warmup(dispatcher, max_bs=2)
+    assert {w.backend for w in warmed} == {"prefiller", "decoder", "other"}
+    assert any(name == "forward_decode" for name, *_ in other.calls)
+    assert any(name == "forward_decode" for name, *_ in dec.calls)
+    assert pre.calls
+    assert not dispatcher.pickers.counts()["decode"]

@@ -81,7 +81,7 @@ def table(
 
 def _middle(bits: int) -> int:
     """Return the middle of the numbers that have so many bits."""
-    return (3 * 2 ** (bits - 1) - 1) // 2
+    return (3 * (1 << (bits - 1)) - 1) // 2
 
 
 def _queries(phase: PassPhase, drafts: int, length: int) -> list[int]:
