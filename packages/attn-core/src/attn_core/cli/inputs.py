@@ -92,8 +92,8 @@ def _workload(text: str) -> Workload:
     if text.lstrip().startswith("{"):
         return Workload.parse(text)
     try:
-        return Workload.parse(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return Workload.parse(store.content(Path(text), "--workload").decode())
+    except UnicodeDecodeError as error:
         raise UsageError(f"--workload {text}: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def tune_command(
     env = environment(registry, inputs.device)
     file = out or store.own_path(env)
     known = Profile()
-    if file.exists():
+    if os.path.exists(file):
         known = store.read(file)
         if differs := known.differences(env):
             if out is not None:
@@ -79,7 +80,7 @@ def tune_command(
                 store.write(file, step.profile)
             if step.skipped:
                 skipped.append(step)
-    known = store.read(file) if file.exists() else known
+    known = store.read(file) if os.path.exists(file) else known
     bad = sorted({(key.backend, why) for key, why in known.bad.items()})
     if json:
         data = {

@@ -22,19 +22,28 @@ MOST_BYTES = 32 << 20
 
 def read(path: pathlib.Path) -> Profile:
     """Read a profile. Raises UsageError, which names the file and what is wrong with it."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"profile {path}: {error.strerror or error}") from None
-    if len(text) > MOST_BYTES:
-        raise UsageError(f"profile {path}: larger than {MOST_BYTES >> 20} MiB; it is none")
+    text = content(path, "profile")
     try:
         return Profile.from_json(json.loads(text))
     except UsageError as error:
         raise UsageError(f"profile {path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"profile {path}: {type(error).__name__}: {error}") from None
+
+
+def content(path: pathlib.Path, what: str) -> bytes:
+    """Return what a file holds, a regular one of at most 32 MiB. Raises UsageError."""
+    if not os.path.isfile(path):  # a pipe or a device may never end
+        problem = "not a file" if os.path.exists(path) else "No such file"
+        raise UsageError(f"{what} {path}: {problem}")
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{what} {path}: {error.strerror or error}") from None
+    if len(text) > MOST_BYTES:
+        raise UsageError(f"{what} {path}: larger than {MOST_BYTES >> 20} MiB; it is none")
+    return text
 
 
 def write(path: pathlib.Path, profile: Profile) -> Profile:
