@@ -200,7 +200,7 @@ def sample():
 def test_a_profile_comes_back_from_its_file(tmp_path):
     path = tmp_path / "new" / "p.json"
     store.write(path, sample())
-    assert store.read(path) == sample()
+    assert store.read_profile(path) == sample()
     assert not list(path.parent.glob("p.json?*"))  # no half-written file stays
 
 
@@ -234,7 +234,7 @@ def test_a_file_of_another_environment_is_replaced(tmp_path):
     store.write(path, sample())
     other = Profile(environment={"device": "y"}, date="2026-11-23T10:00:00+00:00")
     store.write(path, other)
-    assert store.read(path) == other
+    assert store.read_profile(path) == other
 
 
 JUNK = (None, True, -1, 0, 1e400, float("nan"), "", "x" * 400, [], {}, [[]], 1 << 60, "\udcff")
@@ -278,7 +278,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, text):
     path = tmp_path / "p.json"
     path.write_bytes(text)
     with pytest.raises(UsageError, match=r"p\.json"):
-        store.read(path)
+        store.read_profile(path)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
@@ -286,9 +286,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     path.write_bytes(b" " * 2000)
     monkeypatch.setattr(store, "MOST_BYTES", 1000)
     with pytest.raises(UsageError, match="larger than"):
-        store.read(path)
+        store.read_profile(path)
     with pytest.raises(UsageError, match="No such file"):
-        store.read(tmp_path / "none.json")
+        store.read_profile(tmp_path / "none.json")
 
 
 def _writer(path, number, rounds):
@@ -308,13 +308,13 @@ def test_processes_that_write_one_file_lose_nothing_and_readers_see_whole_files(
     seen = 0
     while any(w.is_alive() for w in writers):
         if path.exists():
-            now = len(store.read(path).costs)
+            now = len(store.read_profile(path).costs)
             assert now >= seen
             seen = now
     for w in writers:
         w.join()
         assert w.exitcode == 0
-    assert len(store.read(path).costs) == 3 * rounds
+    assert len(store.read_profile(path).costs) == 3 * rounds
 
 
 def test_the_environment_names_chip_torch_and_libraries():

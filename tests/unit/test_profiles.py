@@ -78,7 +78,7 @@ def test_the_shipped_profile_is_what_the_records_say():
     reports = {name: profile.load(profile.FOLDER / name) for name in profile.RECORDS}
     made = profile.profile(reports)
     assert path.read_text() == profile.text_of(made)
-    assert store.read(path).costs.keys() == made.costs.keys()
+    assert store.read_profile(path).costs.keys() == made.costs.keys()
 
 
 def test_a_shipped_profile_of_another_library_is_left_out(registry):

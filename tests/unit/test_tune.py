@@ -150,9 +150,9 @@ def test_an_interrupted_run_goes_on_where_it_ended(registry, tmp_path, monkeypat
     steps = session(todo, Profile(), env, CPU, arch=None, minutes=1)
     with pytest.raises(KeyboardInterrupt):
         [store.write(path, step.profile) for step in steps]
-    assert len(store.read(path).costs) == 3
+    assert len(store.read_profile(path).costs) == 3
     monkeypatch.setattr(sessions, "run", kept)
-    steps, profile = run(todo, store.read(path), env=env)
+    steps, profile = run(todo, store.read_profile(path), env=env)
     assert len(steps) == len(todo) - 3
     assert {key.size for key in profile.costs} == {job.size for job in todo}
     assert run(todo, profile)[0] == []
@@ -266,7 +266,7 @@ def test_a_profile_of_another_environment_is_refused_with_the_reason(tmp_path, m
         assert cli.exit_code(done.exception) == 2
         assert "environment" in str(done.exception)
         assert "torch was 1.0 and is " in str(done.exception)
-    assert store.read(path).environment == env
+    assert store.read_profile(path).environment == env
 
 
 @pytest.mark.parametrize(

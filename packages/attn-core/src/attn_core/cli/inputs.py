@@ -69,7 +69,7 @@ def _profile(
         return Profile()
     if flags.profile is not None:
         path = Path(flags.profile)
-        found = store.read(path)
+        found = store.read_profile(path)
         if simulated:  # what is assumed to be installed has any version
             here = {name: libraries[name] for name in found.environment if name in libraries}
             known = {name: found.environment[name] for name in here}
@@ -84,7 +84,7 @@ def _profile(
                 "`attn tune` here, or leave --profile away"
             )
         return found
-    return None if simulated else store.own(environment(registry, device))
+    return None if simulated else store.tuned_profile(registry, device)
 
 
 def _workload(text: str) -> Workload:

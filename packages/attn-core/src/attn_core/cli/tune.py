@@ -65,7 +65,7 @@ def tune_command(
     file = out or store.own_path(env)
     known = Profile()
     if os.path.exists(file):
-        known = store.read(file)
+        known = store.read_profile(file)
         if differs := known.differences(env):
             if out is not None:
                 raise UsageError(
@@ -80,7 +80,7 @@ def tune_command(
                 store.write(file, step.profile)
             if step.skipped:
                 skipped.append(step)
-    known = store.read(file) if os.path.exists(file) else known
+    known = store.read_profile(file) if os.path.exists(file) else known
     bad = sorted({(key.backend, why) for key, why in known.bad.items()})
     if json:
         data = {

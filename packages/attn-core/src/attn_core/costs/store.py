@@ -13,14 +13,17 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.errors import UsageError
 from attn_core.plugins.data_files import data_files
+from attn_core.plugins.registry import Registry
+from attn_core.spec.device import Device
 
 MOST_BYTES = 32 << 20
 
 
-def read(path: pathlib.Path) -> Profile:
+def read_profile(path: pathlib.Path) -> Profile:
     """Read a profile. Raises UsageError, which names the file and what is wrong with it."""
     text = content(path, "profile")
     try:
@@ -57,7 +60,7 @@ def write(path: pathlib.Path, profile: Profile) -> Profile:
         whole = profile
         if path.exists():
             with contextlib.suppress(UsageError):  # what cannot be read is replaced
-                there = read(path)
+                there = read_profile(path)
                 if not there.differences(profile.environment):
                     whole = there.merged(profile)
         text = json.dumps(whole.to_json(), separators=(",", ":"), sort_keys=True)
@@ -82,28 +85,31 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def own_path(environment: Mapping[str, str]) -> pathlib.Path:
+def own_path(env: Mapping[str, str]) -> pathlib.Path:
     """Return where the profile of an environment lives: a folder of the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    device = re.sub(r"[^a-z0-9]+", "-", environment.get("device", "").lower()).strip("-")[:40]
-    digest = hashlib.sha256(repr(sorted(environment.items())).encode()).hexdigest()[:12]
+    device = re.sub(r"[^a-z0-9]+", "-", env.get("device", "").lower()).strip("-")[:40]
+    digest = hashlib.sha256(repr(sorted(env.items())).encode()).hexdigest()[:12]
     return pathlib.Path(cache) / "attn-core" / "profiles" / f"{device}-{digest}.json"
 
 
-def own(environment: Mapping[str, str]) -> Profile | None:
-    """Return what was tuned in this environment, None if nothing. Raises UsageError."""
-    path = own_path(environment)
-    return read(path) if path.exists() else None
+def tuned_profile(registry: Registry, device: Device | None = None) -> Profile | None:
+    """Return what `attn tune` measured on this machine, None if nothing. Raises UsageError.
+
+    device: this machine's; None asks the drivers.
+    """
+    path = own_path(environment(registry, device))
+    return read_profile(path) if path.exists() else None
 
 
-def others(environment: Mapping[str, str]) -> Iterator[str]:
+def others(env: Mapping[str, str]) -> Iterator[str]:
     """Say what differs in each profile of this device that was tuned in another environment."""
-    path = own_path(environment)
+    path = own_path(env)
     for file in sorted(path.parent.glob(path.name.rpartition("-")[0] + "-*.json")):
         with contextlib.suppress(UsageError):
-            found = read(file)
-            if found.device == environment.get("device") and file != path:
-                yield f"{file.name} is not used: {', '.join(found.differences(environment))}"
+            found = read_profile(file)
+            if found.device == env.get("device") and file != path:
+                yield f"{file.name} is not used: {', '.join(found.differences(env))}"
 
 
 def shipped(modules: Iterable[str], device: str) -> Profile | None:

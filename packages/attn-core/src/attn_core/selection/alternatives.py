@@ -75,7 +75,7 @@ def _admissible(s: RowJudge, selection: Selection, v: Verdict, chosen: Verdict) 
     return (
         v.expected is not None
         and v.spec.creator(row) is not None
-        and row.absorbed == own.absorbed
+        and (row.absorbed, row.fused_kv_write) == (own.absorbed, own.fused_kv_write)
         and selection.layout in row.layouts
         and takes_page(row, selection.page_size or 1)
         and _demands_no_more(row, own)

@@ -41,7 +41,7 @@ def tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bo
     if here:
         env = environment(registry, device)
         try:
-            own = store.own(env)
+            own = store.tuned_profile(registry, device)
         except UsageError as error:
             return Tuning("unreadable", False, str(error), TUNE)
     shipped, stale = shipped_profile(device, registry, libraries)
