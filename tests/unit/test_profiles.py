@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from attn_core.cli import inputs
 from attn_core.cli.options import InputFlags
 from attn_core.costs import store
-from attn_core.costs.profile import Profile
+from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.shapes import Form
+from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
+from attn_core.integrations.sglang.selection import choose
+from attn_core.integrations.transformers.select import select_for
 from attn_core.plugins.registry import load_plugins
 from attn_core.selection.result import Overrides, explain
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, parse_device, probe_device
+from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 
 H200 = parse_device("h200")
@@ -160,3 +166,24 @@ def test_a_machine_takes_the_profile_of_the_gpu_that_is_meant(
     found = inputs.selection_inputs(InputFlags(device=named), registry)
     assert (found.device.name, found.simulated) == (name, simulated)
     assert found.device.runtime == (None if simulated else "13.0")
+
+
+def test_the_integrations_take_what_was_tuned_here(monkeypatch):
+    """flex_attention is the last by priority; a profile that measured it alone puts it first."""
+    form = Form(q_heads=4, kv_heads=2, head_dim=32, v_head_dim=32, dtype="fp32", store="fp32",
+                page_size=1)  # fmt: skip
+    costs = {
+        Key("flex_attention", "", form, size): Cost(1.0, 1.0, 1.0, 0.0)
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        for size, _ in Workload().passes(phase, None)
+    }
+    monkeypatch.setattr(store, "tuned_profile", lambda *args: Profile(costs=costs))
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    }  # fmt: skip
+    found = select_for(config, dtype=torch.float32, device=torch.device("cpu"))
+    assert found.backend("prefill") == found.backend("decode") == "flex_attention"
+    found, _ = choose(replace(MHA, layers=(replace(MHA.layers[0], num_q_heads=4, num_kv_heads=2,
+                              head_dim=32),), dtype="fp32"), torch.device("cpu"))  # fmt: skip
+    assert found.backend("decode") == "flex_attention"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attn_core.costs import store
 from attn_core.errors import UsageError
 from attn_core.integrations.sglang.server import (
     BACKEND_ARGUMENTS,
@@ -34,7 +35,9 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
     names = replace(overrides(), **unused)
-    selection = select(requirements, here, registry, registry.installed_libraries(), names)
+    profile = store.tuned_profile(registry, here)
+    libraries = registry.installed_libraries()
+    selection = select(requirements, here, registry, libraries, names, profile)
     check_ranks({role: choice.backend for role, choice in selection.roles.items()})
     return selection, registry
 
