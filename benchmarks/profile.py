@@ -1,8 +1,7 @@
 """Write what a plugin ships as a measured profile: `python -m benchmarks.profile`.
 
 It reads the records of `benchmarks.attention` of one device, whose timed shapes are the points of
-the profile. `--check` fails if the file is another. `--from FILE` ships what `attn tune` measured
-on that device instead.
+the profile. `--check` fails if the file is another.
 """
 
 from __future__ import annotations

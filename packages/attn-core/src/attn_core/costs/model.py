@@ -90,9 +90,10 @@ class CostModel:
 def _interpolated(points: _Points, size: Pass, graphs: bool) -> tuple[float, float, float] | None:
     """Interpolate between the nearest point below and the nearest point above, in logarithms.
 
-    Below: no axis is greater; above: none is smaller. The time of an attention kernel lies between
-    a power of the work and a fixed part plus a part that grows with the work, so the bounds are the
-    two interpolations, in logarithms and linear, widened by the quartiles of both points.
+    Below: no axis is greater; above: none is smaller. The time of an attention kernel is taken to
+    lie between a power of the work and a fixed part plus a part that grows with the work: the
+    bounds are both interpolations, in logarithms and linear, widened by the quartiles of the two
+    points. A kernel that gets faster with more work, by another split or tile, may lie outside.
     """
     x = _axes(size)
     at = [(_axes(p), _time(cost, graphs)) for p, cost in points.items()]
