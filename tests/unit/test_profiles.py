@@ -9,6 +9,7 @@ import torch
 from attn_core.cli import inputs
 from attn_core.cli.options import InputFlags
 from attn_core.costs import store
+from attn_core.costs.environment import environment
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form
 from attn_core.costs.workload import Workload
@@ -21,6 +22,7 @@ from attn_core.selection.solver import select
 from attn_core.spec.device import Device, parse_device, probe_device
 from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+from attn_core.tools.tuning import tuning
 
 H200 = parse_device("h200")
 MHA = Requirements(layers=(LayerRequirements(num_q_heads=32, num_kv_heads=8, head_dim=128),))
@@ -187,3 +189,50 @@ def test_the_integrations_take_what_was_tuned_here(monkeypatch):
     found, _ = choose(replace(MHA, layers=(replace(MHA.layers[0], num_q_heads=4, num_kv_heads=2,
                               head_dim=32),), dtype="fp32"), torch.device("cpu"))  # fmt: skip
     assert found.backend("decode") == "flex_attention"
+
+
+def tuned(env, **us):
+    """Return a profile of one environment: backend → µs of every pass of the default workload."""
+    form = Form(q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=1)
+    costs = {
+        Key(name, "", form, size): Cost(value, value, value, 0.0)
+        for name, value in us.items()
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        for size, _ in Workload().passes(phase, None)
+    }
+    return Profile(environment=env, costs=costs, date="2026-11-20T10:00:00+00:00")
+
+
+def test_the_doctor_says_what_is_measured_and_what_it_brings(tmp_path, monkeypatch, registry):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, libraries = Device("cpu", "avx2"), {}
+    env = environment(registry, here)
+
+    def found():
+        return tuning(registry, here, libraries, here=True)
+
+    nothing = found()
+    assert (nothing.found, nothing.good, nothing.fix) == ("nothing", False, "attn tune")
+    assert "decode: torch_native, flex_attention" in nothing.verdict
+    old = env | {"torch": "1.0"}
+    store.write(store.own_path(old), tuned(old, flex_attention=1.0))
+    assert found().found == "stale"
+    assert f"torch was 1.0 and is {env['torch']}" in found().verdict
+    store.write(store.own_path(env), tuned(env, flex_attention=1.0, torch_native=4.0))
+    measured = found()
+    assert measured.good
+    assert measured.found == f"{2 * (3 + 9)} points"
+    assert "days old" in measured.verdict
+    assert "prefill takes 75 % less with flex_attention than with torch_native" in measured.verdict
+    store.own_path(env).write_text("{")
+    assert found().found == "unreadable"
+
+
+def test_the_doctor_knows_what_is_shipped(registry):
+    shipped = tuning(registry, H200, LIBRARIES, here=False)
+    assert shipped.good
+    assert "shipped for NVIDIA H200" in shipped.verdict
+    assert "decode takes" in shipped.verdict
+    stale = tuning(registry, H200, LIBRARIES | {"triton": "9"}, here=False)
+    assert (stale.found, stale.good) == ("stale", False)
+    assert "triton was 3.6.0 and is 9" in stale.verdict
