@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -63,9 +64,9 @@ class EventClock:
         torch.accelerator.synchronize(self.device)
         return float(start.elapsed_time(end))
 
-    def _events(self) -> tuple[torch.Event, torch.Event]:
-        start = torch.Event(self.device, enable_timing=True)
-        return start, torch.Event(self.device, enable_timing=True)
+    def _events(self) -> tuple[Any, Any]:
+        create = torch.get_device_module(self.device).Event
+        return create(enable_timing=True), create(enable_timing=True)
 
 
 Clock = CpuClock | EventClock
