@@ -1,7 +1,8 @@
 """Write what a plugin ships as a measured profile: `python -m benchmarks.profile`.
 
-It reads the records of `benchmarks.attention` of one device, whose timed shapes are the points of
-the profile. `--check` fails if the file is another.
+Its points are the timed shapes of the records of `benchmarks.attention` of one device, and what
+`attn tune --out` measured there (TUNED). A form of layers that was tuned has no points of records:
+both would not compare. `--check` fails if the file is another.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Iterator, Mapping
 
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
+from attn_core.costs.store import read_profile
 
 from benchmarks.results import FOLDER, Measured, Report, load
 
 PROFILES = pathlib.Path(__file__).parent.parent / "packages/attn-nvidia/src/attn_nvidia/profiles"
 RECORDS = ("attention.nvidia-h200.grid.json", "attention.nvidia-h200.all.json")
+TUNED = "tune.nvidia-h200.json"  # optional
 BACKENDS = ("fa3", "flashinfer", "triton")  # the others take too few of these shapes
 VERSIONS = ("torch", "triton", "attn-core", "sglang-kernel", "flashinfer-python")
 PHASES = {"prefill": "prefill", "extend": "prefill", "decode": "decode", "fp8": "decode"}
@@ -66,16 +69,29 @@ def costs(cases: Iterator[Measured]) -> Iterator[tuple[Key, Cost]]:
             yield Key(name, "", form_of(case), size_of(case)), cost
 
 
-def profile(reports: Mapping[str, Report]) -> Profile:
-    """Return the profile of one device, from its records by file name."""
+def tuned() -> Profile:
+    """Return what `attn tune` measured on the device, if that is recorded."""
+    path = FOLDER / TUNED
+    return read_profile(path) if path.exists() else Profile()
+
+
+def profile(reports: Mapping[str, Report], own: Profile) -> Profile:
+    """Return the profile of one device, from its records by file name and what was tuned there."""
     (device,) = {report.device for report in reports.values()}
     cases = {case.name: case for report in reports.values() for case in report.cases}
     newest = max(reports.values(), key=lambda report: report.date)
     versions = {name: newest.versions.get(name) for name in VERSIONS}
+    environment = {"device": device} | {k: v for k, v in versions.items() if v}
+    shared = {k: v for k, v in own.environment.items() if k in environment}
+    if differs := Profile(environment=environment).differences(shared) if shared else []:
+        raise SystemExit(f"{TUNED} is of another environment: {'; '.join(differs)}")
+    forms = {key.form for key in own.costs}
+    recorded = {k: c for k, c in costs(iter(cases.values())) if k.form not in forms}
     return Profile(
-        environment={"device": device} | {k: v for k, v in versions.items() if v},
-        costs=dict(costs(iter(cases.values()))),
-        date=newest.date,
+        environment=environment,
+        costs={**recorded, **own.costs},
+        bad=own.bad,
+        date=max(newest.date, own.date),
     )
 
 
@@ -90,7 +106,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     args = parser.parse_args()
     path = PROFILES / "nvidia-h200.json"
-    text = text_of(profile({name: load(FOLDER / name) for name in RECORDS}))
+    text = text_of(profile({name: load(FOLDER / name) for name in RECORDS}, tuned()))
     if args.check:
         same = path.exists() and path.read_text() == text
         print(f"{path.name} is {'what' if same else 'not what'} the records say")
