@@ -1,8 +1,8 @@
 """Write what a plugin ships as a measured profile: `python -m benchmarks.profile`.
 
-It reads the records of `benchmarks.attention` of one device, and sums for each task the time of
-each backend over the shapes that all of them were timed in. Long shapes weigh most, as they do in
-serving. `--check` fails if the file is another.
+Its points are the timed shapes of the records of `benchmarks.attention` of one device, and what
+`attn tune --out` measured there (TUNED). A form of layers that was tuned has no points of records:
+both would not compare. `--check` fails if the file is another.
 """
 
 from __future__ import annotations
@@ -11,61 +11,94 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+
+from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.shapes import Form, Pass
+from attn_core.costs.store import read_profile
 
 from benchmarks.results import FOLDER, Measured, Report, load
 
 PROFILES = pathlib.Path(__file__).parent.parent / "packages/attn-nvidia/src/attn_nvidia/profiles"
 RECORDS = ("attention.nvidia-h200.grid.json", "attention.nvidia-h200.all.json")
+TUNED = "tune.nvidia-h200.json"  # optional
 BACKENDS = ("fa3", "flashinfer", "triton")  # the others take too few of these shapes
-TASKS = ("prefill", "decode", "decode fp8", "verify chain", "verify tree")
+VERSIONS = ("torch", "triton", "attn-core", "sglang-kernel", "flashinfer-python")
+PHASES = {"prefill": "prefill", "extend": "prefill", "decode": "decode", "fp8": "decode"}
 
 
-def task(case: Measured) -> str:
-    """Name what a case does as selection does: "decode fp8", "verify tree"."""
-    if case.phase == "fp8":
-        return "decode fp8"
-    if case.phase == "verify":
-        return "verify tree" if case.shape["tree"] else "verify chain"
-    return case.phase
+def size_of(case: Measured) -> Pass:
+    """Return the size of a recorded case."""
+    shape = case.shape
+    verifies = case.phase == "verify"
+    return Pass(
+        phase="verify" if verifies else PHASES[case.phase],  # type: ignore[arg-type]  # its values
+        requests=shape["batch"],
+        kv_tokens=shape["kv_tokens"],
+        longest=shape["length"],
+        queries=shape["tokens"],
+        drafts=shape["queries"] if verifies else 0,
+        tree=shape["tree"],
+    )
 
 
-def times(case: Measured) -> dict[str, float]:
-    """Return backend → µs; of a library's several kernels the fastest, which is its wrapper's."""
-    found: dict[str, float] = {}
-    for entry in (case.ours, *case.peers):
-        name = entry.name.partition("-")[0]
-        if entry.counts and entry.us is not None and name in BACKENDS:
-            found[name] = min(entry.us, found.get(name, entry.us))
-    return found
+def form_of(case: Measured) -> Form:
+    """Return the form of a recorded case."""
+    shape = case.shape
+    names = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size", "dtype")
+    return Form(store=shape["kv_dtype"], **{name: shape[name] for name in names})
 
 
-def costs(cases: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Return task → backend → its time over the fastest one's, in all shapes that both took."""
-    found: dict[str, dict[str, float]] = {}
-    for name in TASKS:
-        timed = [times(case) for case in cases if task(case) == name]
-        able = [b for b in BACKENDS if 2 * sum(b in t for t in timed) > len(timed)]
-        common = [t for t in timed if all(b in t for b in able)]
-        total = {b: sum(t[b] for t in common) for b in able}
-        if total:
-            fastest = min(total.values())
-            found[name] = {b: round(us / fastest, 3) for b, us in sorted(total.items())}
-    return found
+def costs(cases: Iterator[Measured]) -> Iterator[tuple[Key, Cost]]:
+    """Yield every timed point; of a library's several kernels the fastest, which is its wrapper's.
+
+    The records hold no time of the host.
+    """
+    for case in cases:
+        if case.phase not in (*PHASES, "verify"):
+            continue
+        timed: dict[str, Cost] = {}
+        for entry in (case.ours, *case.peers):
+            name = entry.name.partition("-")[0]
+            if not entry.counts or entry.us is None or name not in BACKENDS:
+                continue
+            low, high = (entry.us if x is None else x for x in (entry.p20, entry.p80))
+            cost = Cost(entry.us, min(low, entry.us), max(high, entry.us), 0.0)
+            timed[name] = min(cost, timed.get(name, cost))
+        for name, cost in timed.items():
+            yield Key(name, "", form_of(case), size_of(case)), cost
 
 
-def profile(reports: Mapping[str, Report]) -> dict[str, object]:
-    """Return the profile of one device, from its records by file name."""
+def tuned() -> Profile:
+    """Return what `attn tune` measured on the device, if that is recorded."""
+    path = FOLDER / TUNED
+    return read_profile(path) if path.exists() else Profile()
+
+
+def profile(reports: Mapping[str, Report], own: Profile) -> Profile:
+    """Return the profile of one device, from its records by file name and what was tuned there."""
     (device,) = {report.device for report in reports.values()}
-    by_name = {case.name: case for report in reports.values() for case in report.cases}
+    cases = {case.name: case for report in reports.values() for case in report.cases}
     newest = max(reports.values(), key=lambda report: report.date)
-    return {
-        "device": device,
-        "date": newest.date,
-        "records": sorted(reports),
-        "versions": dict(newest.versions),
-        "costs": costs(list(by_name.values())),
-    }
+    versions = {name: newest.versions.get(name) for name in VERSIONS}
+    environment = {"device": device} | {k: v for k, v in versions.items() if v}
+    shared = {k: v for k, v in own.environment.items() if k in environment}
+    if differs := Profile(environment=environment).differences(shared) if shared else []:
+        raise SystemExit(f"{TUNED} is of another environment: {'; '.join(differs)}")
+    forms = {key.form for key in own.costs}
+    recorded = {k: c for k, c in costs(iter(cases.values())) if k.form not in forms}
+    return Profile(
+        environment=environment,
+        costs={**recorded, **own.costs},
+        bad=own.bad,
+        date=max(newest.date, own.date),
+    )
+
+
+def text_of(made: Profile) -> str:
+    """Return what the file holds, one entry a line."""
+    text = json.dumps(made.to_json(), separators=(",", ":"), sort_keys=True)
+    return text.replace('{"backend"', '\n{"backend"') + "\n"
 
 
 def main() -> int:
@@ -73,14 +106,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     args = parser.parse_args()
     path = PROFILES / "nvidia-h200.json"
-    text = json.dumps(profile({name: load(FOLDER / name) for name in RECORDS}), indent=1) + "\n"
+    text = text_of(profile({name: load(FOLDER / name) for name in RECORDS}, tuned()))
     if args.check:
         same = path.exists() and path.read_text() == text
         print(f"{path.name} is {'what' if same else 'not what'} the records say")
         return 0 if same else 1
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    print(text, end="")
+    print(f"wrote {path}: {text.count(chr(10))} lines")
     return 0
 
 

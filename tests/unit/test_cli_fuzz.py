@@ -64,7 +64,7 @@ KEYS = (
 def run(monkeypatch, capfd):
     """Run `attn` in this process, with the kernels left out; return exit code, output, errors."""
     registry = functools.cache(load_plugins)()
-    for name in ("backends", "check", "doctor", "select", "warmup"):
+    for name in ("backends", "check", "doctor", "select", "tune", "warmup"):
         monkeypatch.setattr(f"attn_core.cli.{name}.load_plugins", lambda: registry)
     for name in [n for n in os.environ if n.startswith("ATTN_")]:
         monkeypatch.delenv(name)
@@ -75,6 +75,7 @@ def run(monkeypatch, capfd):
     monkeypatch.setattr("attn_core.cli.check._run", no_kernels)
     monkeypatch.setattr("attn_core.cli.generate._load", no_kernels)
     monkeypatch.setattr("attn_core.runtime.warmup.create", no_kernels)
+    monkeypatch.setattr("attn_core.measure.candidates.jobs", no_kernels)
 
     def call(arguments):
         monkeypatch.setattr(sys, "argv", ["attn", *arguments])
@@ -95,7 +96,7 @@ def hold(arguments, code, out, err):
     assert code in (0, 1, 2, 3), about
     assert code != 1 or arguments[0] in ("doctor", "check"), about
     assert "internal error" not in err, about
-    assert "Traceback" not in out + err, about
+    assert "Traceback" not in out + err or "--debug" in arguments, about
     assert "\x1b" not in out + err, about
     assert code in (0, 1) or len(err) > 10 or "--json" in arguments, about  # says why
     if "--json" in arguments and "--help" not in arguments and code in (0, 3) and out:
@@ -137,6 +138,7 @@ def _fitting(flag, pools, paths):
     for part, pool in (
         ("backend", names), ("device", places), ("model", paths), ("evidence", paths),
         ("installed", libraries), ("size", numbers), ("head", numbers), ("topk", numbers),
+        ("profile", paths), ("workload", paths),
         ("dtype", words), ("kind", words), ("format", words), ("mode", words), ("version", words),
     ):  # fmt: skip
         if part in flag:

@@ -19,11 +19,12 @@ TORCH_FREE = (
     "formatting",
     "spec",
     "plugins",
+    "costs",
     "selection",
     "model_config",
     "tools",
 )
-WITH_TORCH = ("cache", "ops", "runtime", "backends", "integrations", "testing")
+WITH_TORCH = ("cache", "ops", "runtime", "backends", "integrations", "testing", "measure")
 ORDER = {name: place for place, name in enumerate((*TORCH_FREE, *WITH_TORCH, "cli"))}
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
+import torch
 from attn_core.cli import inputs
 from attn_core.cli.options import InputFlags
+from attn_core.costs import store
+from attn_core.costs.environment import environment
+from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.shapes import Form, row_key
+from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
-from attn_core.plugins import profiles
+from attn_core.integrations.sglang.selection import choose
+from attn_core.integrations.transformers.select import select_for
 from attn_core.plugins.registry import load_plugins
 from attn_core.selection.result import Overrides, explain
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, parse_device, probe_device
+from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+from attn_core.tools.tuning import tuning
 
 H200 = parse_device("h200")
 MHA = Requirements(layers=(LayerRequirements(num_q_heads=32, num_kv_heads=8, head_dim=128),))
@@ -40,7 +48,7 @@ def test_an_h200_takes_what_was_fastest_there(registry):
     assert "measured" in found.roles["decode"].reason
     assert "NVIDIA H200" in explain(found)
     assert chosen(registry, MHA, Device("cuda", "sm90"))[1] == ("fa3", "fa3")
-    assert chosen(registry, MHA, profile={})[1] == ("fa3", "fa3")
+    assert chosen(registry, MHA, profile=Profile())[1] == ("fa3", "fa3")
 
 
 @pytest.mark.parametrize(
@@ -76,31 +84,47 @@ def test_the_shipped_profile_is_what_the_records_say():
 
     path = profile.PROFILES / "nvidia-h200.json"
     reports = {name: profile.load(profile.FOLDER / name) for name in profile.RECORDS}
-    assert json.loads(path.read_text()) == json.loads(json.dumps(profile.profile(reports)))
+    made = profile.profile(reports, profile.tuned())
+    assert path.read_text() == profile.text_of(made)
+    assert store.read_profile(path).costs.keys() == made.costs.keys()
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("[]", "a JSON list"),
-        ("{", "JSONDecodeError"),
-        ('{"device": 3, "costs": {}}', "device is 3"),
-        ('{"device": "x"}', "costs is None"),
-        ('{"device": "x", "costs": {"decode": 1}}', "the costs of decode are 1"),
-        ('{"device": "x", "costs": {"decode": {"a": NaN}}}', "a costs nan in decode"),
-        ('{"device": "x", "costs": {"decode": {"a": -1}}}', "a costs -1"),
-        ('{"device": "x", "costs": {"decode": {"a": true}}}', "a costs True"),
-    ],
-)
+def test_what_is_shipped_is_of_rows_as_they_are_today(registry):
+    """A row that changed since it was measured has no times: measure again, or drop its points."""
+    rows = {(s.name, row_key(r)) for s in registry.backends.values() for r in s.capabilities}
+    shipped = store.shipped(["attn_nvidia"], "NVIDIA H200")
+    assert {(k.backend, k.row) for k in shipped.costs if k.row} <= rows
+
+
+def test_a_shipped_profile_of_another_library_is_left_out(registry):
+    """Its times are of FlashInfer 0.6.14; another version has other kernels."""
+    libraries = LIBRARIES | {"flashinfer-python": "0.6.15"}
+    found = select(MHA, H200, registry, libraries, simulated=True)
+    assert (found.backend("prefill"), found.backend("decode")) == ("fa3", "fa3")
+    assert "priority" in found.roles["decode"].reason
+    assert "flashinfer-python was 0.6.14 and is 0.6.15" in explain(found)
+
+
+BROKEN = [
+    ("[]", "expected a JSON object"),
+    ("{", "JSONDecodeError"),
+    ('{"schema": 2}', "expected schema 1, found 2"),
+    ('{"schema": 1, "environment": 3}', "expected an environment, found 3"),
+    ('{"schema": 1, "environment": {"torch": 2}}', "expected environment torch: a short text"),
+    ('{"schema": 1, "environment": {}, "series": 1}', "expected series: a list"),
+]
+
+
+@pytest.mark.parametrize(("text", "fault"), BROKEN)
 def test_a_broken_profile_is_skipped_and_named(tmp_path, monkeypatch, text, fault):
     folder = tmp_path / "attn_broken" / "profiles"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("")
     (folder / "x.json").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    profiles._files.cache_clear()
-    assert profiles.costs(["attn_broken", "attn_no_such:thing", "?"], "x") == {}
-    (said,) = profiles.faults(["attn_broken"])
+    store._files.cache_clear()
+    assert store.shipped(["attn_broken", "attn_no_such:thing", "?"], "x") is None
+    (said,) = store.faults(["attn_broken"])
     assert fault in said
     assert "x.json" in said
 
@@ -151,3 +175,71 @@ def test_a_machine_takes_the_profile_of_the_gpu_that_is_meant(
     found = inputs.selection_inputs(InputFlags(device=named), registry)
     assert (found.device.name, found.simulated) == (name, simulated)
     assert found.device.runtime == (None if simulated else "13.0")
+
+
+def test_the_integrations_take_what_was_tuned_here(monkeypatch):
+    """flex_attention is the last by priority; a profile that measured it alone puts it first."""
+    form = Form(q_heads=4, kv_heads=2, head_dim=32, v_head_dim=32, dtype="fp32", store="fp32",
+                page_size=1)  # fmt: skip
+    costs = {
+        Key("flex_attention", "", form, size): Cost(1.0, 1.0, 1.0, 0.0)
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        for size, _ in Workload().passes(phase, None)
+    }
+    monkeypatch.setattr(store, "tuned_profile", lambda *args: Profile(costs=costs))
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    }  # fmt: skip
+    found = select_for(config, dtype=torch.float32, device=torch.device("cpu"))
+    assert found.backend("prefill") == found.backend("decode") == "flex_attention"
+    found, _ = choose(replace(MHA, layers=(replace(MHA.layers[0], num_q_heads=4, num_kv_heads=2,
+                              head_dim=32),), dtype="fp32"), torch.device("cpu"))  # fmt: skip
+    assert found.backend("decode") == "flex_attention"
+
+
+def tuned(env, **us):
+    """Return a profile of one environment: backend → µs of every pass of the default workload."""
+    form = Form(q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=1)
+    costs = {
+        Key(name, "", form, size): Cost(value, value, value, 0.0)
+        for name, value in us.items()
+        for phase in (Phase.PREFILL, Phase.DECODE)
+        for size, _ in Workload().passes(phase, None)
+    }
+    return Profile(environment=env, costs=costs, date="2026-11-20T10:00:00+00:00")
+
+
+def test_the_doctor_says_what_is_measured_and_what_it_brings(tmp_path, monkeypatch, registry):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, libraries = Device("cpu", "avx2"), {}
+    env = environment(registry, here)
+
+    def found():
+        return tuning(registry, here, libraries, here=True)
+
+    nothing = found()
+    assert (nothing.found, nothing.good, nothing.fix) == ("nothing", False, "attn tune")
+    assert "decode: torch_native, flex_attention" in nothing.verdict
+    old = env | {"torch": "1.0"}
+    store.write(store.own_path(old), tuned(old, flex_attention=1.0))
+    assert found().found == "stale"
+    assert f"torch was 1.0 and is {env['torch']}" in found().verdict
+    store.write(store.own_path(env), tuned(env, flex_attention=1.0, torch_native=4.0))
+    measured = found()
+    assert measured.good
+    assert measured.found == f"{2 * (3 + 9)} points"
+    assert "days old" in measured.verdict
+    assert "prefill takes 75 % less with flex_attention than with torch_native" in measured.verdict
+    store.own_path(env).write_text("{")
+    assert found().found == "unreadable"
+
+
+def test_the_doctor_knows_what_is_shipped(registry):
+    shipped = tuning(registry, H200, LIBRARIES, here=False)
+    assert shipped.good
+    assert "shipped for NVIDIA H200" in shipped.verdict
+    assert "decode takes" in shipped.verdict
+    stale = tuning(registry, H200, LIBRARIES | {"triton": "9"}, here=False)
+    assert (stale.found, stale.good) == ("stale", False)
+    assert "triton was 3.6.0 and is 9" in stale.verdict

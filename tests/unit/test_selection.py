@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import strategies as gen
+from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.shapes import Form
+from attn_core.costs.workload import Workload
 from attn_core.errors import AttnError, UnknownBackendError, UsageError
 from attn_core.plugins.registry import load_plugins
 from attn_core.selection.diagnosis import describe, why_not
@@ -348,12 +351,58 @@ def test_prefer_is_an_order_allow_and_deny_are_lists():
         select(Requirements(), HERE, registry, {}, Overrides(allow=()))
 
 
+def measured(us, *, page_size=1, host_us=0.0):
+    """Return a profile: backend → phase → µs of every pass of the default workload."""
+    form = Form(q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=page_size)
+    costs = {
+        Key(name, "", form, size): Cost(value, value * 0.99, value * 1.01, host_us)
+        for name, phases in us.items()
+        for phase, value in phases.items()
+        for size, _ in Workload().passes(Phase(phase), None)
+    }
+    return Profile(costs=costs)
+
+
 def test_a_measured_profile_ranks_before_priorities():
     registry = registry_of(a=row(priority=30), b=row(priority=10))
-    profile = {("b", "decode"): 1.0, ("b", "prefill"): 2.0, ("a", "decode"): 3.0}
+    profile = measured({"b": {"decode": 1.0, "prefill": 2.0}, "a": {"decode": 3.0}})
     chosen = select(Requirements(), HERE, registry, {}, profile=profile)
     assert (chosen.backend("prefill"), chosen.backend("decode")) == ("b", "b")
     assert "measured" in chosen.roles["decode"].reason
+    assert "67 % less than a (sure)" in chosen.roles["decode"].reason
+
+
+def test_what_is_within_the_error_is_said_to_be_unsure():
+    registry = registry_of(a=row(priority=30), b=row(priority=10))
+    profile = measured({"a": {"decode": 1.01}, "b": {"decode": 1.0}})
+    chosen = select(Requirements(), HERE, registry, {}, profile=profile)
+    assert chosen.backend("decode") == "b"
+    assert "(not sure)" in chosen.roles["decode"].reason
+    assert "0.200 µs (0.198 µs to 0.202 µs)" not in chosen.roles["decode"].reason
+
+
+def test_phases_are_weighed_together_where_they_cannot_share_a_cache():
+    """Alone, a is best in prefill and b in decode; of what shares a layout, b twice costs less."""
+    registry = registry_of(a=row(layouts={"HND"}), b=row(layouts={"NHD"}))
+    us = {"a": {"prefill": 10.0, "decode": 9.0}, "b": {"prefill": 12.0, "decode": 1.0}}
+    chosen = select(Requirements(), HERE, registry, {}, profile=measured(us))
+    assert (chosen.backend("prefill"), chosen.backend("decode")) == ("b", "b")
+    assert "with a this phase alone takes 10.0 µs" in chosen.roles["prefill"].reason
+    # 60 times as much work in prompts turns it round
+    prompts = Workload(prompts={1024: 1}, requests={64: 1}, output=1)
+    us = {"a": {"prefill": 10.0, "decode": 9.0}, "b": {"prefill": 12.0, "decode": 1.0}}
+    chosen = select(Requirements(), HERE, registry, {}, profile=measured(us), workload=prompts)
+    assert (chosen.backend("prefill"), chosen.backend("decode")) == ("a", "a")
+
+
+def test_a_call_without_a_graph_takes_no_less_than_the_host():
+    graph, eager = row(cuda_graph="always"), row(cuda_graph="never")
+    registry = registry_of(a=eager, b=graph)
+    us = {"a": {"decode": 1.0, "prefill": 1.0}, "b": {"decode": 2.0, "prefill": 2.0}}
+    profile = measured(us, host_us=50.0)
+    chosen = select(Requirements(), HERE, registry, {}, profile=profile)
+    assert chosen.backend("decode") == "b"
+    assert "with b" not in chosen.roles["decode"].reason
 
 
 def test_one_solve_over_both_phases_agrees_on_page_layout_and_cache():

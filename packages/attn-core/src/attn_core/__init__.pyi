@@ -17,6 +17,10 @@ from attn_core.cache.pool import KVPool as KVPool
 from attn_core.cache.state_pool import CHUNK_SIZE as CHUNK_SIZE
 from attn_core.cache.state_pool import StateCache as StateCache
 from attn_core.cache.state_pool import StatePool as StatePool
+from attn_core.costs.profile import Profile as Profile
+from attn_core.costs.store import read_profile as read_profile
+from attn_core.costs.store import tuned_profile as tuned_profile
+from attn_core.costs.workload import Workload as Workload
 from attn_core.dtypes import KV_DTYPES as KV_DTYPES
 from attn_core.dtypes import PLAIN_DTYPES as PLAIN_DTYPES
 from attn_core.errors import AttnError as AttnError

@@ -21,6 +21,8 @@ COMMANDS = {
     "generate": "generate:generate_command",
     "check": "check:check_command",
     "warmup": "warmup:warmup_command",
+    "tune": "tune:tune_command",
+    "bench": "tune:bench_command",
 }
 
 

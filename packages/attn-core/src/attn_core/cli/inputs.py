@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from attn_core.cli.options import DTYPES, KV_DTYPES, InputFlags, names
+from attn_core.costs import store
+from attn_core.costs.environment import environment
+from attn_core.costs.profile import Profile
+from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.formatting import near
-from attn_core.plugins.dependencies import alternatives, parse_libraries
+from attn_core.plugins.dependencies import Libraries, alternatives, parse_libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.inputs import SelectionInputs
-from attn_core.spec.device import RUNTIMES, parse_device, probe_device
+from attn_core.spec.device import RUNTIMES, Device, parse_device, probe_device
 from attn_core.spec.kinds import LINEAR_KINDS, Kind
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 
@@ -47,7 +51,50 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
         assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
     needs = _requirements(flags, assumed)
     simulated = not same or flags.assume_installed is not None
-    return SelectionInputs(needs, device, libraries, flags.overrides(), simulated)
+    profile = _profile(flags, device, registry, libraries, simulated)
+    workload = Workload() if flags.workload is None else _workload(flags.workload)
+    return SelectionInputs(
+        needs, device, libraries, flags.overrides(), simulated, profile, workload
+    )
+
+
+def _profile(
+    flags: InputFlags, device: Device, registry: Registry, libraries: Libraries, simulated: bool
+) -> Profile | None:
+    """Return the named profile, else what was tuned here, else None, which is what is shipped.
+
+    Raises UsageError for a profile of another environment, with what differs.
+    """
+    if flags.profile == "none":
+        return Profile()
+    if flags.profile is not None:
+        path = Path(flags.profile)
+        found = store.read_profile(path)
+        if simulated:  # what is assumed to be installed has any version
+            here = {name: libraries[name] for name in found.environment if name in libraries}
+            known = {name: found.environment[name] for name in here}
+            named = device.name is None or found.device == device.name
+            differs = Profile(environment=known).differences(here)
+            differs += [] if named else [f"device was {found.device} and is {device.name}"]
+        else:
+            differs = found.differences(environment(registry, device))
+        if differs:
+            raise UsageError(
+                f"--profile {path}: measured in another environment: {'; '.join(differs)}; run "
+                "`attn tune` here, or leave --profile away"
+            )
+        return found
+    return None if simulated else store.tuned_profile(registry, device)
+
+
+def _workload(text: str) -> Workload:
+    """Return the workload of JSON text, or of the file that has it."""
+    if text.lstrip().startswith("{"):
+        return Workload.parse(text)
+    try:
+        return Workload.parse(store.content(Path(text), "--workload").decode())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--workload {text}: {error}") from None
 
 
 def _libraries(
@@ -198,3 +245,21 @@ def check(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
 
 def _all_names(registry: Registry) -> list[str]:
     return sorted({w.name for group in registry.requires() for w in alternatives(group)})
+
+
+def must_be_here(inputs: SelectionInputs, here: Device, what: str) -> None:
+    """Refuse a simulated device or assumed libraries: kernels need real ones.
+
+    what: what runs them: "a warm-up".
+    """
+    if not inputs.simulated or (inputs.device.type == "cpu" and here.type != "cpu"):
+        return
+    if (inputs.device.type, inputs.device.arch) == (here.type, here.arch):
+        raise UsageError(
+            f"--assume-installed: {what} runs kernels, so it takes the libraries that are "
+            "installed; leave it away"
+        )
+    raise UsageError(
+        f"--device {inputs.device}: {what} runs kernels, and this machine has {here}; leave "
+        "--device away, or run the command on a machine that has one"
+    )

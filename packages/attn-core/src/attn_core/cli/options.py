@@ -166,6 +166,17 @@ class InputFlags(BackendFlags):
         list[str] | None,
         flag("--assume-installed", "Libraries to assume: all, or NAME[==VERSION],…"),
     ] = None
+    profile: Annotated[
+        str | None,
+        flag(
+            "--profile",
+            "Measured costs: a file of `attn tune`, or none; default: its own, else shipped.",
+        ),
+    ] = None
+    workload: Annotated[
+        str | None,
+        flag("--workload", "JSON, or a file of it: shares of prompts and requests, and more."),
+    ] = None
 
 
 def names(values: list[str] | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from attn_core.cli.layers import layers_as_data, layers_as_text
 from attn_core.cli.options import InputFlags, flag, takes
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.diagnosis import WhyNot, describe, why_not
+from attn_core.selection.explain_costs import explain_costs
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.result import NoBackendError, explain, to_json
 from attn_core.spec.kinds import Family
@@ -28,6 +29,10 @@ def select_command(
     implemented_only: Annotated[
         bool,
         flag("--implemented-only", "Select implemented backends only.", env=False),
+    ] = False,
+    explain_cost: Annotated[
+        bool,
+        flag("--explain-cost", "Print what every pass of the workload costs.", env=False),
     ] = False,
 ) -> None:
     """Select backends for a model on a device and explain why. Exit code 3: none fits."""
@@ -50,6 +55,8 @@ def select_command(
         print_json(to_json(selection) | layers)
     else:
         print_text(explain(selection))
+        if explain_cost:
+            print_text(explain_costs(selection))
 
 
 @takes(InputFlags)

@@ -10,13 +10,12 @@ from typing import Annotated
 import typer
 
 from attn_core.cli.console import console, print_json, print_table, progress
-from attn_core.cli.inputs import selection_inputs
+from attn_core.cli.inputs import must_be_here, selection_inputs
 from attn_core.cli.options import InputFlags, flag, takes
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
-from attn_core.selection.inputs import SelectionInputs
-from attn_core.spec.device import Device, probe_device
+from attn_core.spec.device import probe_device
 from attn_core.spec.requirements import Requirements
 
 MAX_BYTES = 16 << 30  # of the tensors of one pass, which serves no request
@@ -44,7 +43,7 @@ def warmup_command(
     here = probe_device()
     device = None if flags.device == here.type else flags.device  # the one of that type
     inputs = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)
-    _must_be_here(inputs, here)
+    must_be_here(inputs, here, "a warm-up")
     selection = inputs.select(registry)
     if not {"prefill", "decode"} <= selection.roles.keys():
         raise UsageError("this model has no softmax attention: there is nothing to warm up")
@@ -110,18 +109,3 @@ def _refuse_size(size: int, what: str) -> None:
             f"a warm-up of {what} takes about {size / 1e9:.0f} GB (at most "
             f"{MAX_BYTES / 1e9:.0f}); give smaller ones, or --tp for one rank's share"
         )
-
-
-def _must_be_here(inputs: SelectionInputs, here: Device) -> None:
-    """Refuse a simulated device or assumed libraries: kernels need real ones."""
-    if not inputs.simulated or (inputs.device.type == "cpu" and here.type != "cpu"):
-        return
-    if (inputs.device.type, inputs.device.arch) == (here.type, here.arch):
-        raise UsageError(
-            "--assume-installed: a warm-up runs kernels, so it takes the libraries that are "
-            "installed; leave it away"
-        )
-    raise UsageError(
-        f"--device {inputs.device}: a warm-up runs kernels, and this machine has {here}; leave "
-        "--device away, or run `attn warmup` on a machine that has one"
-    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_core.costs import store
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Overrides, Selection
 from attn_core.selection.solver import select
@@ -27,7 +28,7 @@ _LISTS = ("prefer", "allow", "deny")
 
 
 def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
-    """Select for this machine by ATTN_* variables. Raises NoBackendError."""
+    """Select by ATTN_* variables and what was tuned on this machine. Raises NoBackendError."""
     registry = load_plugins()
     here = parse_device("cpu") if device.type == "cpu" else probe_device()
     # each is chosen for what is there: a name of others would find no such layers
@@ -38,8 +39,9 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
     names = replace(overrides(), **unused)
+    profile = store.tuned_profile(registry, here)
     libraries = registry.installed_libraries()
-    return select(requirements, here, registry, libraries, names), registry
+    return select(requirements, here, registry, libraries, names, profile), registry
 
 
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -13,16 +12,15 @@ from attn_core.cache.state_pool import StatePool
 from attn_core.errors import AttnError, UnsupportedError, UsageError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
+from attn_core.runtime.adaptive import Pickers, Planned
 from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
     refuse_call,
     refuse_capture,
     refuse_drafts,
-    refuse_layer,
     refuse_mode,
     refuse_output,
-    refuse_scales,
 )
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
@@ -33,9 +31,11 @@ from attn_core.runtime.routes import (
     MISSING,
     ROLE_OF_MODE,
     Route,
+    captured_backends,
     create_linear_routes,
     create_routes,
     distinct,
+    refuse_routes,
 )
 from attn_core.runtime.run_errors import backend_errors, run_error
 from attn_core.runtime.sparse import check_topk, select_keys
@@ -50,6 +50,7 @@ class HybridDispatcher:
     backend verifies and drafts.
     caches: a KVPool or an engine's own pool. A pool of the same form may replace it between passes.
     linear: the backends and the pool of linear layers, if the model has any.
+    pickers: pick the backend of each pass, of the roles that have several over this cache.
     Raises UnsupportedError if a backend's row does not support a field of its config's layers or
     the form of their scales. Any exception other than an AttnError that a backend raises is
     re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
@@ -62,21 +63,13 @@ class HybridDispatcher:
         routes: Mapping[Role, AttentionBackend],
         caches: CachePool,
         linear: LinearRoutes | None = None,
+        pickers: Pickers | None = None,
     ) -> None:
-        for role in ("prefill", "decode"):
-            if role not in routes:
-                raise UsageError(f"no backend for {role!r} (routes: {sorted(routes)})")
         self.routes = dict(routes)
-        self.caches, self.linear = caches, linear
+        self.caches, self.linear, self.pickers = caches, linear, pickers or Pickers({})
         self._by_mode: dict[ForwardMode, Route] = {}
         self._ragged: set[tuple[Role, int, bool]] = set()  # as Route.checked
-        for backend in distinct(self.routes.values()):
-            for layer in backend.config.layers:
-                refuse_layer(backend.config, layer)
-        for role, backend in self.routes.items():
-            for layer in backend.config.layers if role != "encode" else ():
-                with contextlib.suppress(UsageError):  # a layer without a cache is ragged
-                    refuse_scales(backend.config, layer, caches.layer(layer.layer_id))
+        refuse_routes(self._every(), caches)
 
     @classmethod
     def from_selection(
@@ -92,28 +85,34 @@ class HybridDispatcher:
         max_bs: int = 0,
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
+        adaptive: bool = True,
     ) -> HybridDispatcher:
         """Create the selected backends; roles with the same backend and row share one instance.
 
+        adaptive: take in each pass the one of the selection's backends that was measured fastest.
         dtype, speculation and determinism come from the selection; limits are BackendConfig's.
         Linear layers run over `states`; without it, the model runs its own. Raises UsageError for a
         pool of another page size, dtype or layout, and all that create_backend and LinearRoutes do.
         """
         limits = {"max_bs": max_bs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        routes = create_routes(
-            selection, registry, caches, tuple(layers), tuple(vision_layers), **limits
-        )
-        if states is None:
-            return cls(routes, caches)
-        backends = create_linear_routes(selection, registry, states, tuple(linear_layers), **limits)
-        return cls(routes, caches, LinearRoutes(backends, states))
+        created = create_routes(
+            selection, registry, caches, tuple(layers), tuple(vision_layers),
+            adaptive=adaptive, **limits,
+        )  # fmt: skip
+        routes, linear = {role: backends[0] for role, backends in created.items()}, None
+        if states is not None:
+            own = create_linear_routes(selection, registry, states, tuple(linear_layers), **limits)
+            linear = LinearRoutes(own, states)
+        return cls(routes, caches, linear, Pickers.of(selection, created))
 
     def backend(self, role: Role) -> AttentionBackend:
         """Return the backend of a role. Raises UnsupportedError if the selection has none."""
-        try:
-            return self.routes[role]
-        except KeyError:
-            raise UnsupportedError(f"no backend for {role}: selected {MISSING[role]}") from None
+        if role not in self.routes:
+            raise UnsupportedError(f"no backend for {role}: selected {MISSING[role]}")
+        return self.routes[role]
+
+    def _every(self) -> list[tuple[Role, AttentionBackend]]:
+        return [*self.routes.items(), *self.pickers.items()]
 
     def _of(self, batch: ForwardBatch) -> AttentionBackend:
         return self.backend(ROLE_OF_MODE[batch.forward_mode])
@@ -125,6 +124,13 @@ class HybridDispatcher:
         self._by_mode[mode] = route
         return route
 
+    def _planned(self, batch: ForwardBatch, route: Route | None, method: str) -> Metadata:
+        backend = self._of(batch) if route is None else route.backend
+        refuse_drafts(backend.config, batch)
+        with backend_errors(backend.config, method, batch):
+            metadata = getattr(backend, method)(batch)
+        return metadata if route is None else Planned(route, metadata)
+
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan this pass with its backends, once, before its first layer; None if idle.
 
@@ -132,12 +138,8 @@ class HybridDispatcher:
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
-        backend = self._of(batch)
-        refuse_drafts(backend.config, batch)
-        with backend_errors(backend.config, "init_forward_metadata", batch):
-            metadata = backend.init_forward_metadata(batch)
-        linear = self.linear
-        return metadata if linear is None else HybridMetadata(metadata, linear.plan(batch))
+        metadata = self._planned(batch, self.pickers.pick(batch), "init_forward_metadata")
+        return metadata if not self.linear else HybridMetadata(metadata, self.linear.plan(batch))
 
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
@@ -158,7 +160,12 @@ class HybridDispatcher:
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
             return empty_attention(q, layer, out, return_lse)
-        route = self._by_mode.get(mode) or self._route(mode)
+        if type(metadata) is HybridMetadata:
+            metadata = metadata.softmax
+        if type(metadata) is Planned:
+            route, metadata = metadata
+        else:
+            route = self._by_mode.get(mode) or self._route(mode)
         config = route.backend.config
         if return_lse or topk_indices is not None:
             refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
@@ -167,8 +174,6 @@ class HybridDispatcher:
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
-        if type(metadata) is HybridMetadata:
-            metadata = metadata.softmax
         q, dense = q if q.is_contiguous() else readable(q), fillable(out)
         if k is not None:
             k, v = readable(k), None if v is None else readable(v)
@@ -245,16 +250,8 @@ class HybridDispatcher:
 
     @property
     def captured(self) -> tuple[AttentionBackend, ...]:
-        """The backends whose passes are captured in CUDA graphs.
-
-        These are the decode backend and the backend that verifies and drafts, if their rows
-        support graphs. If the decode backend's row does not, nothing is captured.
-        """
-        roles: tuple[Role, ...] = ("decode", "verify", "draft")
-        able = [self.routes[r] for r in roles if r in self.routes]
-        if self.routes["decode"].config.row.cuda_graph == "never":
-            return ()
-        return distinct(b for b in able if b.config.row.cuda_graph != "never")
+        """The backends captured in CUDA graphs; none if the decode backend's row has no graphs."""
+        return captured_backends(self._every())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers of the captured backends; called once."""
@@ -269,7 +266,8 @@ class HybridDispatcher:
         """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
-        backend = self._of(batch)
+        route = self.pickers.captured(batch)
+        backend = self._of(batch) if route is None else route.backend
         if backend not in self.captured:
             names = ", ".join(b.config.name for b in self.captured) or "nothing"
             raise UnsupportedError(
@@ -277,11 +275,8 @@ class HybridDispatcher:
                 f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
             )
         refuse_capture(backend.config, batch)
-        refuse_drafts(backend.config, batch)
-        with backend_errors(backend.config, "init_forward_metadata_capture_cuda_graph", batch):
-            metadata = backend.init_forward_metadata_capture_cuda_graph(batch)
-        linear = self.linear
-        return metadata if linear is None else HybridMetadata(metadata, linear.capture(batch))
+        metadata = self._planned(batch, route, "init_forward_metadata_capture_cuda_graph")
+        return metadata if not self.linear else HybridMetadata(metadata, self.linear.capture(batch))
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
@@ -292,9 +287,12 @@ class HybridDispatcher:
             if type(metadata) is HybridMetadata:
                 self._linear().replay(batch, metadata.linear)
                 metadata = metadata.softmax
+            if type(metadata) is Planned:
+                backend, metadata = metadata.route.backend, metadata.metadata
             with backend_errors(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
                 backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the KV length of padded requests, as the decode backend defines it."""
-        return self.routes["decode"].get_cuda_graph_seq_len_fill_value()
+        """Return the KV length of padded requests, as the decode backends define it."""
+        every = distinct(b for role, b in self._every() if role == "decode")
+        return max(b.get_cuda_graph_seq_len_fill_value() for b in every)

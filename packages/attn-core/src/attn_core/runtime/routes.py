@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from attn_core.runtime.backend import (
     create_backend,
 )
 from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.contract_checks import refuse_layer, refuse_scales
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.selection.result import LINEAR_ROLES, SOFTMAX_ROLES, Choice, Selection
@@ -61,36 +63,41 @@ def create_routes(
     caches: CachePool,
     layers: tuple[AttentionLayer, ...],
     vision_layers: tuple[AttentionLayer, ...],
+    adaptive: bool,
     **limits: int,
-) -> dict[Role, AttentionBackend]:
-    """Return role → backend, one instance where roles name the same row of the same backend.
+) -> dict[Role, tuple[AttentionBackend, ...]]:
+    """Return role → the chosen backend and, if `adaptive`, its alternatives.
 
-    The arguments and errors are those of HybridDispatcher.from_selection; limits: its max_*.
+    There is one instance where roles name the same row of the same backend. The arguments and
+    errors are those of HybridDispatcher.from_selection; limits: its max_*.
     """
     pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
     chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
     if pool != chosen:
         raise UsageError(f"the pool is {pool}, the selection {chosen} (page size, store, layout)")
     created: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
-    routes: dict[Role, AttentionBackend] = {}
+    routes: dict[Role, tuple[AttentionBackend, ...]] = {}
     for role in SOFTMAX_ROLES:
         if role not in selection.roles:
             continue
-        choice, encodes = selection.roles[role], role == "encode"
-        # a vision tower has layers of its own, so its backend is a second instance
-        key = (choice.backend, choice.row, encodes)
-        if key not in created:
-            config = _config(
-                selection,
-                choice,
-                layers=vision_layers if encodes else layers,
-                page_size=caches.page_size,
-                kv_cache_dtype=caches.kv_cache_dtype,
-                device=caches.device,
-                **limits,
-            )
-            created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
-        routes[role] = created[key]
+        encodes = role == "encode"
+        others = selection.alternatives.get(role, ()) if adaptive else ()
+        choices = (selection.roles[role], *others)
+        for choice in choices:
+            # a vision tower has layers of its own, so its backend is a second instance
+            key = (choice.backend, choice.row, encodes)
+            if key not in created:
+                config = _config(
+                    selection,
+                    choice,
+                    layers=vision_layers if encodes else layers,
+                    page_size=caches.page_size,
+                    kv_cache_dtype=caches.kv_cache_dtype,
+                    device=caches.device,
+                    **limits,
+                )
+                created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
+        routes[role] = tuple(created[c.backend, c.row, encodes] for c in choices)
     return routes
 
 
@@ -142,6 +149,38 @@ def _config(selection: Selection, choice: Choice, **own: Any) -> BackendConfig:
         shared_prefix=needs.shared_prefix,
         **own,
     )
+
+
+def refuse_routes(routes: Sequence[tuple[Role, AttentionBackend]], caches: CachePool) -> None:
+    """Raise UnsupportedError for a layer or scales that a backend's row does not support.
+
+    Raises UsageError where nobody prefills or decodes.
+    """
+    roles, seen = {role for role, _ in routes}, set()
+    for name in ("prefill", "decode"):
+        if name not in roles:
+            raise UsageError(f"no backend for {name!r} (routes: {sorted(roles)})")
+    for role, backend in routes:
+        for layer in backend.config.layers if id(backend) not in seen else ():
+            refuse_layer(backend.config, layer)
+            if role != "encode":
+                with contextlib.suppress(UsageError):  # a layer without a cache is ragged
+                    refuse_scales(backend.config, layer, caches.layer(layer.layer_id))
+        seen.add(id(backend))
+
+
+def captured_backends(
+    routes: Sequence[tuple[Role, AttentionBackend]],
+) -> tuple[AttentionBackend, ...]:
+    """Return the backends whose passes are captured in CUDA graphs: of decode, verify and draft.
+
+    The first that decodes is the chosen one: if its row does not support graphs, nothing is.
+    """
+    if next(b for role, b in routes if role == "decode").config.row.cuda_graph == "never":
+        return ()
+    roles: tuple[Role, ...] = ("decode", "verify", "draft")
+    able = (b for role in roles for name, b in routes if name == role)
+    return distinct(b for b in able if b.config.row.cuda_graph != "never")
 
 
 def distinct(items: Iterable[_T]) -> tuple[_T, ...]:

@@ -56,7 +56,8 @@ def warmup(
     requests; verify and drafts if the dispatcher has backends for them; and attention without a
     cache for encoders, MLA and the vision tower. All except causal passes without a cache run at
     three lengths, because backends choose kernels by length. Linear layers run their prefill,
-    decode, verify and commit. Layers of sparse MLA select and attend to what they selected. Layers
+    decode, verify and commit. Layers of sparse MLA select and attend to what they selected. Passes
+    over the cache run on the alternatives of the chosen backends, too. Layers
     that share a plan and its options run once. Only page 0 of the pool is written, and no state.
     index_heads: of the indexers of sparse MLA.
     step(backend, pass, number of passes) is called before each pass.
@@ -67,7 +68,11 @@ def warmup(
     selects = any(x.index_topk for x in dispatcher.routes["prefill"].config.layers)
     if selects and index_heads is None:
         raise UsageError("layers of sparse MLA select keys: give index_heads, of their indexers")
-    passes = list(_passes(dispatcher, max_bs, index_heads or 0))
+    first, *others = _fixed(dispatcher)
+    passes = list(_passes(first, max_bs, index_heads or 0))
+    for other in others:
+        paged = partial(_paged, other, index_heads or 0)
+        passes += _over_the_cache(other, paged, max_bs)
     with torch.no_grad():
         for one in passes:
             step(one.backend, one.what, len(passes))
@@ -155,6 +160,20 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
 
 def _sparse(needs: LayerRequirements) -> bool:
     return needs.dual_chunk is not None and needs.dual_chunk.sparse_threshold is not None
+
+
+def _fixed(dispatcher: HybridDispatcher) -> list[HybridDispatcher]:
+    """Return dispatchers that pick nothing: of the chosen backends, then of the alternatives."""
+    by_role = dispatcher.pickers.by_role
+    most = max((len(p.routes) for p in by_role.values()), default=1)
+    picked = [
+        {role: p.routes[i].backend for role, p in by_role.items() if i < len(p.routes)}
+        for i in range(1, most)
+    ]
+    return [
+        HybridDispatcher(dispatcher.routes | routes, dispatcher.caches, dispatcher.linear)
+        for routes in ({}, *picked)
+    ]
 
 
 def _passes(dispatcher: HybridDispatcher, max_bs: int, index_heads: int) -> Iterator[_Pass]:

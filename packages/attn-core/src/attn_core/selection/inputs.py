@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from attn_core.costs.profile import Profile
+from attn_core.costs.workload import Workload
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.mismatch import Fix, apply_fix
@@ -23,6 +25,8 @@ class SelectionInputs:
     libraries: Libraries
     overrides: Overrides
     simulated: bool = False
+    profile: Profile | None = None  # as select() takes it
+    workload: Workload = field(default_factory=Workload)
 
     def apply(self, fixes: tuple[Fix, ...]) -> SelectionInputs:
         """Return the inputs after `fixes`. Another device is a simulated one."""
@@ -49,7 +53,15 @@ class SelectionInputs:
                     values["layers"] = [replace(x, **values) for x in own]
                 needs = replace(needs, layers=tuple(dict.fromkeys((*values["layers"], *others))))
         moved = (device.type, device.arch) != (self.device.type, self.device.arch)
-        return SelectionInputs(needs, device, libraries, overrides, self.simulated or moved)
+        return SelectionInputs(
+            needs,
+            device,
+            libraries,
+            overrides,
+            self.simulated or moved,
+            None if moved else self.profile,
+            self.workload,
+        )
 
     def select(self, registry: Registry, *, advise: bool = True) -> Selection:
         """Run select() on these inputs."""
@@ -59,6 +71,8 @@ class SelectionInputs:
             registry,
             self.libraries,
             self.overrides,
+            self.profile,
+            workload=self.workload,
             simulated=self.simulated,
             advise=advise,
         )

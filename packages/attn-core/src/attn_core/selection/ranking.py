@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from attn_core.costs import store
+from attn_core.costs.profile import Profile
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries
-from attn_core.plugins.profiles import costs
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
+from attn_core.selection.expected import Costs, Expected, micros
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import Overrides, Verdict
 from attn_core.selection.sub_backends import flag_of, sub_backend_gaps
@@ -18,42 +20,24 @@ from attn_core.spec.device import Device
 from attn_core.spec.kinds import Family, Phase
 from attn_core.spec.requirements import Requirements
 
-Profile = Mapping[tuple[str, str], float]  # (backend, phase) → measured cost, any one unit
 
+def shipped_profile(
+    device: Device, registry: Registry, libraries: Libraries
+) -> tuple[Profile, str]:
+    """Return what plugins ship for this device; or nothing, and a sentence that says why.
 
-def shipped_profile(needs: Requirements, device: Device, registry: Registry) -> Profile:
-    """Return what plugins measured on this device for what these requirements make a phase do.
-
-    Costs are relative to the fastest backend. Empty for a device without a profile, in
-    deterministic mode, and for layers of other kinds than "mha": nothing of the sort was measured.
+    A profile is refused if a library has another version here. A version that is not known agrees.
     """
-    if device.name is None or needs.deterministic:
-        return {}
-    if any(x.kind != "mha" or x.encoder for x in needs.softmax_layers):
-        return {}
-    known = costs((origin.module for origin in registry.origins.values()), device.name)
-    profile: dict[tuple[str, str], float] = {}
-    for phase in (Phase.PREFILL, Phase.DECODE):
-        tasks = [known.get(task, {}) for task in _tasks(needs, phase)]
-        sums = {
-            name: sum(t[name] for t in tasks) for name in tasks[0] if all(name in t for t in tasks)
-        }
-        fastest = min(sums.values(), default=1.0)
-        profile |= {(name, phase.value): cost / fastest for name, cost in sums.items()}
-    return profile
-
-
-def _tasks(needs: Requirements, phase: Phase) -> list[str]:
-    """Name what a phase does as profiles do: "decode", "decode fp8", "verify chain" …
-
-    Where decode verifies, no request decodes one token; a prefill that verifies does both.
-    """
-    drafts, store = needs.speculation, needs.store_dtype.partition("_")[0]
-    tasks = [phase.value]
-    if drafts is not None and drafts.mode == phase.value:
-        verify = "verify tree" if drafts.topk > 1 else "verify chain"
-        tasks = [verify] if phase is Phase.DECODE else [phase.value, verify]
-    return [task if store in ("bf16", "fp16") else f"{task} {store}" for task in tasks]
+    if device.name is None:
+        return Profile(), ""
+    modules = (origin.module for origin in registry.origins.values())
+    found = store.shipped(modules, device.name) or Profile()
+    here = {name: libraries.get(name) for name in found.environment if name in libraries}
+    then = Profile(environment={name: found.environment[name] for name in here})
+    if differs := then.differences(here):
+        text = f"the profile of {device.name} is not used: {', '.join(differs)}"
+        return Profile(), f"{text}; `attn tune` measures this machine"
+    return found, ""
 
 
 @dataclass(frozen=True)
@@ -65,13 +49,13 @@ class RowJudge:
     registry: Registry
     libraries: Libraries
     overrides: Overrides
-    profile: Profile
+    costs: Costs
     simulated: bool
 
     def weigh(self, family: Family, phase: Phase) -> tuple[Verdict, ...]:
         """Return the verdict on every row of a family for a phase."""
         spec_mode = self.needs.speculation and self.needs.speculation.mode
-        return tuple(
+        verdicts = tuple(
             Verdict(
                 spec,
                 phase,
@@ -87,11 +71,13 @@ class RowJudge:
                 + self._policy(spec, row)
                 + sub_backend_gaps(row, phase, self.overrides),
                 tuple(n for n in (_not_built(spec, row), _ragged_only(spec, row), row.note) if n),
-                self.profile.get((spec.name, phase.value)),
             )
             for spec in self.registry.family(family)
             for row in spec.capabilities
         )
+        fitting = [(v.spec, v.row) for v in verdicts if v.fits]
+        costs = iter(self.costs.expected(fitting, phase, self.needs.page_size))
+        return tuple(replace(v, expected=next(costs)) if v.fits else v for v in verdicts)
 
     def _policy(self, spec: BackendSpec, row: Capabilities) -> tuple[Mismatch, ...]:
         gaps = []
@@ -108,12 +94,20 @@ class RowJudge:
         return tuple(gaps)
 
     def rank(self, verdict: Verdict) -> tuple[float, ...]:
-        """Rank fitting rows, best first: by preference, then measured cost, then priority."""
+        """Rank fitting rows, best first: by preference, then expected cost, then priority."""
         prefer, name = self.overrides.prefer, verdict.spec.name
         place = prefer.index(name) if name in prefer else len(prefer)
-        cost = verdict.measured
-        measured = (0, cost) if cost is not None else (1, 0)  # what is measured ranks first
+        cost = verdict.expected
+        measured = (0, cost.us) if cost is not None else (1, 0)  # what is measured ranks first
         return (place, *measured, -verdict.row.priority)
+
+    def on_pages(self, verdict: Verdict, page: int) -> Verdict:
+        """Return the verdict with what it costs on pages of this size."""
+        cost = verdict.expected
+        if cost is None or self.needs.page_size is not None:
+            return verdict
+        cost = self.costs.on_pages(verdict.spec, verdict.row, verdict.phase, page, cost)
+        return replace(verdict, expected=cost)
 
     def named(self, family: Family, phase: Phase) -> str | None:
         """Return the name that the caller gave for this phase, after checking that it exists."""
@@ -126,25 +120,38 @@ class RowJudge:
         fitting = [v for v in verdicts if v.fits and name in (None, v.spec.name)]
         return sorted(fitting, key=lambda v: (self.rank(v), v.spec.name))
 
-    def reason(self, chosen: Verdict, family: Family) -> str:
-        """Say why `chosen` was selected for its phase."""
+    def reason(self, chosen: Verdict, family: Family, others: Sequence[Verdict] = ()) -> str:
+        """Say why `chosen` was selected for its phase; others: those that fit, too."""
         flag, name = self.overrides.flag(family, chosen.phase)
         field, kernel = self.overrides.sub_backend(chosen.phase)
         if kernel is not None and family == "softmax":
             return f"{kernel}, named by {flag_of(field)}"
         if chosen.row.sub_backend:
             unnamed = replace(chosen, row=replace(chosen.row, sub_backend=""))
-            return f"{chosen.row.sub_backend}, {self.reason(unnamed, family)}"
+            return f"{chosen.row.sub_backend}, {self.reason(unnamed, family, others)}"
         if name is not None:
             return f"named by {flag}"
         if chosen.spec.name in self.overrides.prefer:
             return "preferred by --prefer"
-        if chosen.measured is not None:
-            return f"measured fastest of those that fit{self._where()}"
+        if chosen.expected is not None:
+            return self._measured(chosen, chosen.expected, others)
         return f"highest priority of those that fit ({chosen.row.priority})"
 
-    def _where(self) -> str:
-        return f" on {self.device.name}" if self.device.name else ""
+    def _measured(self, chosen: Verdict, cost: Expected, others: Sequence[Verdict]) -> str:
+        """Say what the choice costs, how much less that is than the next, and how sure it is."""
+        where = f" on {self.device.name}" if self.device.name else ""
+        text = f"measured{where}: {cost} per request and layer"
+        rest = [v for v in others if v.spec.name != chosen.spec.name and v.expected is not None]
+        if not rest:
+            return f"{text}; no other that fits was measured"
+        best = min(rest, key=lambda v: v.expected.us if v.expected else 0.0)
+        assert best.expected is not None
+        other = best.expected
+        less = 1 - cost.us / other.us
+        if less < 0:
+            return f"{text}; with {best.spec.name} this phase alone takes {micros(other.us)}"
+        sure = "sure" if cost.surely_below(other) else "not sure"
+        return f"{text}, {100 * less:.0f} % less than {best.spec.name} ({sure})"
 
 
 def _not_built(spec: BackendSpec, row: Capabilities) -> str:

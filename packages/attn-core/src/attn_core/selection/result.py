@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from attn_core.errors import AttnError
+from attn_core.selection.expected import Costs, Expected
 from attn_core.selection.mismatch import Mismatch
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
@@ -64,7 +65,7 @@ class Verdict:
     row: Capabilities
     reasons: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
-    measured: float | None = None  # its cost in the profile of this device
+    expected: Expected | None = None  # by the profile of this device
 
     @property
     def fits(self) -> bool:
@@ -102,6 +103,8 @@ class Selection:
     runs_today: for each role whose row is declared but not implemented, the best implemented
     backend, or None if none fits.
     advice: sentences about what is slow here, with the flag that avoids it.
+    alternatives: role → backends that may take over single passes where they were measured faster,
+    over the same cache; costs: by which they are compared.
     """
 
     requirements: Requirements = field(default_factory=Requirements)
@@ -116,6 +119,8 @@ class Selection:
     conflicts: tuple[str, ...] = ()
     runs_today: Mapping[Role, str | None] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
+    alternatives: Mapping[Role, tuple[Choice, ...]] = field(default_factory=dict)
+    costs: Costs | None = field(default=None, compare=False, repr=False)
 
     def backend(self, role: Role) -> str | None:
         """Return the name of a role's backend, or None if there is no such role."""
@@ -169,6 +174,10 @@ def to_json(selection: Selection, error: str | None = None) -> dict[str, Any]:
         "assumptions": list(selection.assumptions),
         "why": _reasons(selection),
         "conflicts": list(selection.conflicts),
+        "alternatives": {
+            label(role): [c.backend for c in others]
+            for role, others in selection.alternatives.items()
+        },
         "runs_today": {label(role): name for role, name in selection.runs_today.items()},
         "advice": list(selection.advice),
         "verdicts": [_verdict(v) for v in selection.verdicts],
@@ -209,6 +218,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "fits": verdict.fits,
         "reasons": [str(r) for r in verdict.reasons],
         "notes": list(verdict.notes),
+        "expected": None if verdict.expected is None else verdict.expected.to_json(),
     }
 
 
@@ -230,6 +240,11 @@ def explain(selection: Selection) -> str:
         lines.append(f"  {'kv cache':<11}{selection.kv_cache_dtype}, layout {selection.layout}")
     if notes := notes_of(selection):
         lines.append(f"  {'note':<11}{notes}")
+    lines += [
+        f"  {'by pass':<11}{label(role)}: {', '.join(c.backend for c in others)} may take over "
+        "passes of sizes at which they were measured faster"
+        for role, others in selection.alternatives.items()
+    ]
     lines += [f"  {'advice':<11}{a}" for a in selection.advice]
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]
@@ -245,9 +260,9 @@ def explain(selection: Selection) -> str:
 
 def _place(verdict: Verdict) -> str:
     """Say what ranks a row that fits and was not selected."""
-    if verdict.measured is None:
+    if verdict.expected is None:
         return f"fits, priority {verdict.row.priority}"
-    return f"fits, measured {verdict.measured:.2f} times as long as the fastest"
+    return f"fits, measured: {verdict.expected} per request and layer"
 
 
 def _states(selection: Selection) -> Iterator[tuple[str, StateBytes]]:

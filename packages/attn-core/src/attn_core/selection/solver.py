@@ -6,12 +6,16 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
+from attn_core.costs.model import CostModel
+from attn_core.costs.profile import Profile
+from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.advice import advice, runs_today
+from attn_core.selection.alternatives import with_alternatives
+from attn_core.selection.expected import Costs
 from attn_core.selection.ranking import (
-    Profile,
     RowJudge,
     best_per_backend,
     nothing_fits,
@@ -40,6 +44,7 @@ def select(
     overrides: Overrides | None = None,
     profile: Profile | None = None,
     *,
+    workload: Workload | None = None,
     simulated: bool = False,
     advise: bool = True,
 ) -> Selection:
@@ -47,7 +52,8 @@ def select(
 
     libraries: distribution → version; None means new enough.
     profile: measured costs, which rank before priorities. None takes what a plugin ships for this
-    device, {} takes nothing.
+    device, Profile() takes nothing.
+    workload: the mix of passes that costs are weighed by; None takes Workload().
     simulated: the device is not this machine's, so a backend that is declared but not implemented
     may be selected, with a note.
     advise: also determine what runs today, and which flag avoids what is slow.
@@ -57,8 +63,12 @@ def select(
     """
     overrides = _canonical(overrides or Overrides(), registry)
     if profile is None:
-        profile = shipped_profile(requirements, device, registry)
-    s = RowJudge(requirements, device, registry, libraries, overrides, profile, simulated)
+        profile, refused = shipped_profile(device, registry, libraries)
+        if refused:
+            assumed = (*requirements.assumptions, refused)
+            requirements = replace(requirements, assumptions=assumed)
+    costs = Costs(CostModel(profile), workload or Workload(), requirements)
+    s = RowJudge(requirements, device, registry, libraries, overrides, costs, simulated)
     _check(s)
     chosen = _solve(s)
     if not advise:
@@ -122,16 +132,15 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
     for phase, options in fitting.items():
         if not options:
             raise NoBackendError(nothing_fits(s, verdicts, phase), base)
-    ranked = {p: [(s.rank(v), v) for v in options] for p, options in fitting.items()}
     pairs = {
-        (
-            *(a + b for a, b in zip(first, second, strict=True)),
-            (pre.row is not dec.row, pre.spec.name, dec.spec.name, i),
-        ): (pre, dec)
-        for i, ((first, pre), (second, dec)) in enumerate(
-            itertools.product(ranked[Phase.PREFILL], ranked[Phase.DECODE])
-            if Phase.DECODE in ranked
-            else ((v, v) for v in ranked[Phase.PREFILL])
+        (*_joint_rank(s, pre, dec), (pre.row is not dec.row, pre.spec.name, dec.spec.name, i)): (
+            pre,
+            dec,
+        )
+        for i, (pre, dec) in enumerate(
+            itertools.product(fitting[Phase.PREFILL], fitting[Phase.DECODE])
+            if Phase.DECODE in fitting
+            else ((v, v) for v in fitting[Phase.PREFILL])
         )
     }
     conflicts: dict[tuple[str, str], str] = {}  # pairs that rank before the chosen one
@@ -152,8 +161,8 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
     base = replace(base, conflicts=tuple(conflicts.values()))
     page, page_reason = _page(s, pre, dec)
     roles: dict[Role, Choice] = {
-        "prefill": _choice(pre, s.reason(pre, "softmax")),
-        "decode": _choice(dec, s.reason(dec, "softmax")),
+        "prefill": _choice(pre, s.reason(pre, "softmax", fitting[Phase.PREFILL])),
+        "decode": _choice(dec, s.reason(dec, "softmax", fitting.get(Phase.DECODE, ()))),
     }
     if Phase.DECODE not in fitting:
         roles["decode"] = _choice(dec, "the model does not decode: as prefill")
@@ -161,13 +170,24 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
         mode = s.needs.speculation.mode
         verifier = replace(roles[mode], reason=f"--speculative-attention-mode {mode}")
         roles["verify"] = roles["draft"] = verifier
-    return replace(
+    found = replace(
         base,
         roles=roles,
         page_size=page,
         page_size_reason=page_reason,
         layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
     )
+    return with_alternatives(s, found, pre, dec, fitting, _conflict)
+
+
+def _joint_rank(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[float, ...]:
+    """Rank a pair: the sum of both, whose expected costs are those on the pages that they share."""
+    if pre.expected is None or dec.expected is None or _conflict(s, pre, dec):
+        both = pre, dec
+    else:
+        page = _page(s, pre, dec)[0]
+        both = s.on_pages(pre, page), s.on_pages(dec, page)
+    return tuple(a + b for a, b in zip(*map(s.rank, both), strict=True))
 
 
 def _choice(chosen: Verdict, reason: str) -> Choice:

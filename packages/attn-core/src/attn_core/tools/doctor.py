@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import attn_core
-from attn_core.plugins import profiles
+from attn_core.costs import store
 from attn_core.plugins.dependencies import (
     Libraries,
     Pin,
@@ -26,6 +26,7 @@ from attn_core.plugins.dependencies import (
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, probe_device, torch_build
+from attn_core.tools.tuning import tuning
 
 Level = Literal["ok", "note", "problem"]
 BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
@@ -55,6 +56,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *(_npu(here, libraries) if device is None else ()),
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
+        _tuning(registry, here, libraries, here=device is None),
         *_strangers(registry.pins),
     ]
 
@@ -144,7 +146,7 @@ def _packages(registry: Registry) -> Iterator[Finding]:
     modules = [origin.module for origin in registry.origins.values()]
     for fault in faults(modules):
         yield Finding("evidence", "unreadable", "problem", fault)
-    for fault in profiles.faults(modules):
+    for fault in store.faults(modules):
         yield Finding("profile", "unreadable", "problem", fault)
 
 
@@ -247,6 +249,11 @@ def _group(
         verdict = "; ".join(t for t in (turn, text) if t)
         key = ("installed", name.name, verdict)
         yield key, Finding(name.name, version, level, verdict, fix)
+
+
+def _tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bool) -> Finding:
+    what = tuning(registry, device, libraries, here=here)
+    return Finding("measured", what.found, "ok" if what.good else "note", what.verdict, what.fix)
 
 
 def _strangers(pins: tuple[Pin, ...]) -> Iterator[Finding]:

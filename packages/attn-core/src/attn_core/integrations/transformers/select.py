@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.costs import store
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.architectures import check_supported
@@ -34,7 +35,7 @@ def select_for(
 ) -> Selection:
     """Select backends for the keys of a model's config.json on this machine.
 
-    dtype, device: those of the model's weights.
+    dtype, device: those of the model's weights. What `attn tune` measured here decides first.
     With linear layers, linear_verify takes tokens back in assisted generation; it is absent if no
     backend can. Raises UnsupportedError for an unsupported architecture or device, and what
     select() raises.
@@ -51,7 +52,8 @@ def select_for(
     )
     registry = registry or load_plugins()
     here, libraries = _device(device), registry.installed_libraries()
-    chosen = select(needs, here, registry, libraries, overrides)
+    profile = store.tuned_profile(registry, here)
+    chosen = select(needs, here, registry, libraries, overrides, profile)
     if "linear_decode" not in chosen.roles:
         return chosen
     # Softmax layers run drafts as an extend, so that only the linear ones need a verifier.

@@ -1,0 +1,152 @@
+"""Profiles as files: what plugins ship, and what was tuned on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from attn_core.costs.environment import environment
+from attn_core.costs.profile import Profile
+from attn_core.errors import UsageError
+from attn_core.plugins.data_files import data_files
+from attn_core.plugins.registry import Registry
+from attn_core.spec.device import Device
+
+MOST_BYTES = 32 << 20
+
+
+def read_profile(path: pathlib.Path) -> Profile:
+    """Read a profile. Raises UsageError, which names the file and what is wrong with it."""
+    text = content(path, "profile")
+    try:
+        return Profile.from_json(json.loads(text))
+    except UsageError as error:
+        raise UsageError(f"profile {path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"profile {path}: {type(error).__name__}: {error}") from None
+
+
+def content(path: pathlib.Path, what: str) -> bytes:
+    """Return what a file holds, a regular one of at most 32 MiB. Raises UsageError."""
+    if not os.path.isfile(path):  # a pipe or a device may never end
+        problem = "not a file" if os.path.exists(path) else "No such file"
+        raise UsageError(f"{what} {path}: {problem}")
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{what} {path}: {error.strerror or error}") from None
+    if len(text) > MOST_BYTES:
+        raise UsageError(f"{what} {path}: larger than {MOST_BYTES >> 20} MiB; it is none")
+    return text
+
+
+def write(path: pathlib.Path, profile: Profile) -> Profile:
+    """Add a profile to a file and return what it then holds.
+
+    Other processes may read and write it at the same time: each write takes in what is there, under
+    a lock, and replaces the file at once. A file of another environment is replaced, not added to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        whole = profile
+        if path.exists():
+            with contextlib.suppress(UsageError):  # what cannot be read is replaced
+                there = read_profile(path)
+                if not there.differences(profile.environment):
+                    whole = there.merged(profile)
+        text = json.dumps(whole.to_json(), separators=(",", ":"), sort_keys=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text.replace('{"backend"', '\n{"backend"') + "\n")
+        os.replace(file.name, path)
+    return whole
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Hold the lock of a file, where the system has locks; it ends with its process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: the last of two writers wins
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def own_path(env: Mapping[str, str]) -> pathlib.Path:
+    """Return where the profile of an environment lives: a folder of the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    device = re.sub(r"[^a-z0-9]+", "-", env.get("device", "").lower()).strip("-")[:40]
+    digest = hashlib.sha256(repr(sorted(env.items())).encode()).hexdigest()[:12]
+    return pathlib.Path(cache) / "attn-core" / "profiles" / f"{device}-{digest}.json"
+
+
+def tuned_profile(registry: Registry, device: Device | None = None) -> Profile | None:
+    """Return what `attn tune` measured on this machine, None if nothing. Raises UsageError.
+
+    device: this machine's; None asks the drivers.
+    """
+    path = own_path(environment(registry, device))
+    return read_profile(path) if path.exists() else None
+
+
+def others(env: Mapping[str, str]) -> Iterator[str]:
+    """Say what differs in each profile of this device that was tuned in another environment."""
+    path = own_path(env)
+    for file in sorted(path.parent.glob(path.name.rpartition("-")[0] + "-*.json")):
+        with contextlib.suppress(UsageError):
+            found = read_profile(file)
+            if found.device == env.get("device") and file != path:
+                yield f"{file.name} is not used: {', '.join(found.differences(env))}"
+
+
+def shipped(modules: Iterable[str], device: str) -> Profile | None:
+    """Return what plugins ship for a device, by its driver's name; None if nothing.
+
+    modules: the values of the plugins' entry points. A file that cannot be read is skipped, and
+    `faults` names it.
+    """
+    merged: Profile | None = None
+    for module in dict.fromkeys(modules):
+        for _, data in _files(module):
+            if not isinstance(data, str) and data.device == device:
+                merged = data if merged is None else merged.merged(data)
+    return merged
+
+
+def faults(modules: Iterable[str]) -> list[str]:
+    """Return one sentence for every shipped profile that is skipped."""
+    return [
+        f"profile {path} is skipped: {data}"
+        for module in sorted(set(modules))
+        for path, data in _files(module)
+        if isinstance(data, str)
+    ]
+
+
+@functools.cache
+def _files(module: str) -> tuple[tuple[pathlib.Path, Profile | str], ...]:
+    return tuple(
+        (path, data if isinstance(data, str) else Profile.from_json(data))
+        for path, data in data_files(module, "profiles", _fault)
+    )
+
+
+def _fault(data: Any) -> str | None:
+    try:
+        Profile.from_json(data)
+    except UsageError as error:
+        return str(error)
+    return None

@@ -1,0 +1,188 @@
+"""The inputs of one measured pass: a shuffled paged pool, a batch, and what is right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
+from attn_core.cache.page_table import num_pages_for, slot_table
+from attn_core.cache.pool import KVPool
+from attn_core.costs.shapes import Form, Pass
+from attn_core.ops.kv import read_kv
+from attn_core.ops.quant import to_fp8
+from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.testing.oracle import attend_request, tree_mask, yardstick
+from attn_core.testing.tolerance import Measure, require, within_budget
+
+MODES = {
+    "prefill": ForwardMode.EXTEND,
+    "decode": ForwardMode.DECODE,
+    "verify": ForwardMode.TARGET_VERIFY,
+}
+SOFT_CAP = 30.0
+CHECKED = 4  # queries of each checked request
+
+
+def lengths(size: Pass) -> list[int]:
+    """Return KV lengths of the requests: one is the longest, the others share the rest evenly."""
+    others = size.requests - 1
+    if not others:
+        return [size.kv_tokens]
+    rest = size.kv_tokens - size.longest
+    short, more = divmod(rest, others)
+    return [size.longest] + [short + (i < more) for i in range(others)]
+
+
+def bytes_of(form: Form, size: Pass) -> int:
+    """Return the bytes of a pass's K and V, and of its queries and output."""
+    heads, kv_heads = form.q_heads or 1, form.kv_heads or 1
+    width = (form.head_dim or 1) + (0 if form.kind == "mla" else (form.v_head_dim or 1))
+    stored = size.kv_tokens * kv_heads * width * TORCH_DTYPES[form.store].itemsize
+    return stored + 2 * size.queries * heads * width * TORCH_DTYPES[form.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """What every candidate is called with; the new tokens are in the pool already.
+
+    q [T, Hq, D]. parents: of the drafts of every request's tree. answers: what is right, by whether
+    it is rounded: of each checked request the rows of the output, the truth and the yardstick.
+    """
+
+    form: Form
+    size: Pass
+    q: Tensor
+    pool: KVPool
+    cache: LayerCache
+    batch: ForwardBatch
+    layer: AttentionLayer
+    parents: list[int] | None
+    answers: dict[bool, list[tuple[list[int], Tensor, Tensor]]] = field(default_factory=dict)
+
+    def check(self, out: Tensor, *, rounds: bool) -> Measure:
+        """Compare some queries of some requests with the float64 oracle; raise CheckFailed.
+
+        rounds: the kernel rounds queries and probabilities to the store's FP8.
+        """
+        if rounds not in self.answers:
+            self.answers[rounds] = [*self._answers(rounds)]
+        out = out.view(-1, self.layer.num_q_heads, self.layer.v_head_dim)
+        require(bool(out.isfinite().all()), f"{self.size}: not all values are finite")
+        worst = Measure()
+        for rows, truth, plain in self.answers[rounds]:
+            got = out[torch.tensor(rows, device=out.device)]
+            one = within_budget(str(self.size), got, truth, plain, self.q.dtype)
+            worst = max(worst, one, key=lambda m: m.ratio)
+        return worst
+
+    def _answers(self, rounds: bool) -> list[tuple[list[int], Tensor, Tensor]]:
+        starts = self.batch.cu_seqlens_q.tolist()
+        keys, found = self.batch.views["full"].seq_lens_host or (), []
+        table, layer = self.batch.views["full"].page_table, self.layer
+        store = TORCH_DTYPES[self.form.store]
+        for b in sorted({0, self.size.requests // 2, self.size.requests - 1}):
+            n, s = starts[b + 1] - starts[b], keys[b]
+            picked = sorted({0, n - 1, *random.Random(b).sample(range(n), min(n, CHECKED - 2))})
+            slots = slot_table(table[b : b + 1], self.form.page_size or 1, s)[0]
+            k, v = read_kv(self.cache, slots, torch.float32)
+            v = k[..., : layer.v_head_dim] if v is None else v
+            q = self.q[starts[b] : starts[b + 1]]
+
+            def solve(
+                dtype: torch.dtype, order: int, q: Tensor = q, k: Tensor = k, v: Tensor = v,
+                picked: list[int] = picked,
+            ) -> tuple[Tensor, Tensor]:  # fmt: skip
+                out, lse = attend_request(
+                    q, k, v, dtype=dtype, causal=True, scale=layer.scale,
+                    window=layer.sliding_window, parents=self.parents, logit_cap=layer.logit_cap,
+                    sinks=layer.sinks, queries=picked, order=order,
+                    rounds=store if rounds and dtype != torch.float64 else None,
+                )  # fmt: skip
+                return out, lse
+
+            truth = solve(torch.float64, 0)
+            plain = yardstick(solve, self.q.dtype, truth)
+            found.append(([starts[b] + i for i in picked], truth[0], plain[0]))
+        return found
+
+
+def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs:
+    """Draw the inputs of a pass, the same for the same seed; pages are shuffled over the pool."""
+    rng = torch.Generator(device).manual_seed(seed)
+    heads, d = form.q_heads or 1, form.head_dim or 1
+    layer = AttentionLayer(
+        layer_id=0,
+        num_q_heads=heads,
+        num_kv_heads=form.kv_heads or heads,
+        head_dim=d,
+        v_head_dim=form.v_head_dim or d,
+        scale=d**-0.5,
+        logit_cap=SOFT_CAP if form.logit_cap else None,
+        sliding_window=form.window,
+        sinks=torch.randn(heads, device=device, generator=rng) if form.sinks else None,
+    )
+    keys, page = lengths(size), form.page_size or 1
+    counts = [num_pages_for(s, page) for s in keys]
+    table = torch.zeros(len(keys), max(counts), dtype=torch.int32, device=device)
+    owned = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+    table[owned] = 1 + torch.randperm(sum(counts), generator=rng, device=device).int()
+    pool = KVPool(
+        [layer],
+        num_pages=1 + sum(counts),
+        page_size=page,
+        kv_cache_dtype=form.store,
+        device=device,
+        kind=cast(Literal["mha", "mla"], form.kind),
+    )
+    cache = pool.layer(0)
+    for store in (cache.k, cache.v):
+        if store is not None:
+            _fill(store, rng)
+    queries, parents = [size.queries // size.requests] * size.requests, None
+    spec = None
+    if size.phase == "verify":
+        mask = None
+        if size.tree:
+            parents = [(i - 1) // 2 if i else -1 for i in range(size.drafts)]
+            one = tree_mask(parents).to(device)
+            mask = one.expand(size.requests, -1, -1).contiguous()
+        topk = 2 if size.tree else 1
+        spec = SpecInfo(topk=topk, num_draft_tokens=size.drafts, tree_mask=mask)
+    batch = ForwardBatch.build(
+        MODES[size.phase],
+        query_lens=queries,
+        seq_lens=keys,
+        page_table=table,
+        page_size=page,
+        spec=spec,
+        writes=False,
+    )
+    shape = (size.queries, heads, d)
+    q = torch.randn(shape, dtype=TORCH_DTYPES[form.dtype], device=device, generator=rng)
+    return Inputs(
+        form=form,
+        size=size,
+        q=q,
+        pool=pool,
+        cache=cache,
+        batch=batch,
+        layer=layer,
+        parents=parents,
+    )
+
+
+def _fill(store: Tensor, rng: torch.Generator) -> None:
+    """Draw values from a normal distribution; FP8 in parts, as float32 takes four times as much."""
+    if store.dtype.itemsize > 1:
+        store.normal_(generator=rng)
+        return
+    for at in range(0, store.shape[0], 4096):
+        pages = store[at : at + 4096]
+        draw = torch.randn(pages.shape, device=pages.device, generator=rng)
+        pages.copy_(to_fp8(draw, store.dtype, 1.0))

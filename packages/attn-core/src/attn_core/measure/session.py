@@ -1,0 +1,191 @@
+"""Measure shapes one after the other, each backend checked before it is timed."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_core.costs.profile import MOST_TEXT, Cost, Key, Profile
+from attn_core.costs.shapes import Form, Pass
+from attn_core.errors import BackendRunError
+from attn_core.measure.candidates import Candidate, Job, work
+from attn_core.measure.inputs import Inputs, build, bytes_of
+from attn_core.measure.timing import Call, clock_of, measure
+from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
+from attn_core.testing.tolerance import CheckFailed
+
+SECONDS = 1.0  # of the rounds of one shape
+PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
+HOST_BYTES = 4 << 30
+SPENT = "the time is spent"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a job. profile: what it added; skipped: why it was not measured, or ""."""
+
+    job: Job
+    profile: Profile
+    skipped: str = ""
+
+
+def session(
+    todo: Sequence[Job],
+    known: Profile,
+    environment: Mapping[str, str],
+    device: torch.device,
+    *,
+    arch: str | None,
+    minutes: float,
+    begin: Callable[[Job], None] = lambda job: None,
+) -> Iterator[Step]:
+    """Yield every job when it is done, with what was measured; done jobs of `known` are left out.
+
+    minutes: no job begins after them, or if it would, by what was measured so far, not end in time.
+    """
+    end = time.monotonic() + 60 * minutes
+    clock, seen = clock_of(device), known
+    for job in todo:
+        candidates = [c for c in job.candidates if not _known(seen, job, c)]
+        if not candidates:
+            continue
+        if len(candidates) < len(job.candidates):  # all of a shape again, so that they compare
+            candidates = [c for c in job.candidates if not _bad(seen, job, c)]
+        begin(job)
+        left = end - time.monotonic()
+        if left <= 0:
+            yield Step(job, Profile(), SPENT)
+            continue
+        if (need := bytes_of(job.form, job.size)) > _memory(device):
+            yield Step(job, Profile(), f"it takes {need / 1e9:.1f} GB")
+            continue
+        able = [c for c in candidates if _predicted(seen, job, c) * 4 < left]
+        if not able:
+            yield Step(job, Profile(), "it would take longer than the time that is left")
+            continue
+        costs, bad = run(job.form, job.size, able, device, clock, min(SECONDS, left), arch=arch)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        part = Profile(environment=environment, costs=costs, bad=bad, date=now)
+        seen = seen.merged(part)
+        yield Step(job, part)
+
+
+def run(
+    form: Form,
+    size: Pass,
+    candidates: Sequence[Candidate],
+    device: torch.device,
+    clock: Any,
+    seconds: float,
+    *,
+    arch: str | None,
+) -> tuple[dict[Key, Cost], dict[Key, str]]:
+    """Check every candidate on one shape and time those that are right, in turns."""
+    inputs = build(form, size, device)
+    calls: dict[Key, Call] = {}
+    bad: dict[Key, str] = {}
+    with torch.no_grad():
+        for c in candidates:
+            key = Key(c.spec.name, c.digest, form, size)
+            try:
+                call = prepare(c, inputs, arch)
+                fp8 = c.row.quantizes_q_to_fp8 and form.store.startswith("fp8")
+                inputs.check(call(), rounds=fp8)
+                calls[key] = call
+            except CheckFailed as failure:
+                bad[key] = _short(f"wrong: {failure}")
+            except Exception as error:  # a plugin's code: what it raises is the finding
+                bad[key] = _short(f"{type(error).__name__}: {error}")
+                _usable(device, c, error)
+        names = {str(i): key for i, key in enumerate(calls)}
+        timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
+    del inputs, calls
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    return {names[i]: cost for i, cost in timed.items()}, bad
+
+
+def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[[], Tensor]:
+    """Create a backend, plan the pass, and return its call. Raises what the backend raises."""
+    form, size, batch, layer = inputs.form, inputs.size, inputs.batch, inputs.layer
+    config = BackendConfig(
+        name=candidate.spec.name,
+        row=candidate.row,
+        layers=(layer,),
+        page_size=inputs.pool.page_size,
+        dtype=form.dtype,
+        kv_cache_dtype=form.store,
+        device=inputs.pool.device,
+        arch=arch,
+        max_bs=size.requests,
+        max_num_tokens=size.queries,
+        max_seq_len=size.longest,
+        topk=batch.spec.topk if batch.spec else 0,
+        num_draft_tokens=size.drafts,
+        deterministic=form.deterministic,
+    )
+    refuse_layer(config, layer)
+    refuse_drafts(config, batch)
+    backend = create_backend(candidate.spec, config)
+    metadata = backend.init_forward_metadata(batch)
+
+    def call() -> Tensor:
+        out = backend.forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
+        return out if isinstance(out, Tensor) else out[0]
+
+    return call
+
+
+def _known(profile: Profile, job: Job, candidate: Candidate) -> bool:
+    key = Key(candidate.spec.name, candidate.digest, job.form, job.size)
+    return key in profile.costs or key in profile.bad
+
+
+def _bad(profile: Profile, job: Job, candidate: Candidate) -> bool:
+    return Key(candidate.spec.name, candidate.digest, job.form, job.size) in profile.bad
+
+
+def _predicted(profile: Profile, job: Job, candidate: Candidate) -> float:
+    """Return the seconds of a call, by the most work of this row that was measured; 0: unknown."""
+    done = [
+        (work(key.form, key.size), cost.us)
+        for key, cost in profile.costs.items()
+        if (key.backend, key.row) == (candidate.spec.name, candidate.digest)
+    ]
+    if not done:
+        return 0.0
+    most, us = max(done)
+    return us / 1e6 * max(1.0, work(job.form, job.size) / most)
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
+    return HOST_BYTES
+
+
+def _usable(device: torch.device, candidate: Candidate, error: Exception) -> None:
+    """Raise BackendRunError where a failed call left the device unusable for this process."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.accelerator.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError as broken:
+        raise BackendRunError(
+            f"{candidate.spec.name} left {device} unusable: {error}; what was measured is kept, "
+            f"run again with --deny {candidate.spec.name}"
+        ) from broken
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:MOST_TEXT]

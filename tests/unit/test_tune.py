@@ -1,0 +1,285 @@
+"""`attn tune` measures what is right, says what is wrong, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_core import cli
+from attn_core.backends.torch_native.backend import TorchNative
+from attn_core.cli.app import build_app
+from attn_core.costs import store
+from attn_core.costs.profile import Profile
+from attn_core.costs.shapes import Pass
+from attn_core.costs.workload import Workload
+from attn_core.errors import UsageError
+from attn_core.measure import session as sessions
+from attn_core.measure.candidates import jobs, work
+from attn_core.measure.inputs import build, lengths
+from attn_core.measure.session import session
+from attn_core.measure.timing import FEWEST, MOST, certain, cost_of, measure
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.result import Overrides
+from attn_core.spec.device import probe_device
+from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+from attn_core.testing.tolerance import CheckFailed
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+SMALL = Workload(prompts={20: 1, 70: 1}, requests={1: 1, 3: 1}, output=8)
+MHA = LayerRequirements(num_q_heads=4, num_kv_heads=2, head_dim=32)
+NEEDS = Requirements(layers=(MHA,), dtype="fp32")
+
+
+class Wrong(TorchNative):
+    """A backend whose scale is 2 % too large, in decode alone."""
+
+    def forward(self, q, *args, **kwargs):
+        return super().forward(q * 1.02, *args, **kwargs)
+
+
+class Broken(TorchNative):
+    def init_forward_metadata(self, batch):
+        raise RuntimeError("no kernel\nfor this shape")
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Torch_native, and two backends with its rows that are wrong and that raise."""
+    module = types.ModuleType("faulty_backends")
+    module.Wrong, module.Broken = Wrong, Broken
+    monkeypatch.setitem(sys.modules, "faulty_backends", module)
+    good = load_plugins().get("torch_native")
+    rows = [replace(r, create=None) for r in good.capabilities]
+    specs = [good] + [
+        replace(good, name=n.lower(), capabilities=rows, create=f"faulty_backends:{n}", aliases=())
+        for n in ("Wrong", "Broken")
+    ]
+    return Registry(backends={("softmax", s.name): s for s in specs})
+
+
+def planned(registry, needs=NEEDS, **options):
+    here = probe_device()
+    return jobs(needs, here, registry, {}, Overrides(), SMALL, **{"grid": False} | options)
+
+
+def run(todo, known=None, minutes=1.0, env=None):
+    found = session(
+        todo, known or Profile(), env or {"device": "x"}, CPU, arch=None, minutes=minutes
+    )
+    steps, profile = list(found), known or Profile()
+    for step in steps:
+        profile = profile.merged(step.profile)
+    return steps, profile
+
+
+def test_what_is_wrong_or_fails_is_listed_and_has_no_times(registry):
+    _, profile = run(planned(registry))
+    assert {key.backend for key in profile.costs} == {"torch_native"}
+    reasons = {key.backend: why for key, why in profile.bad.items()}
+    assert reasons.keys() == {"wrong", "broken"}
+    assert reasons["wrong"].startswith("wrong: ")
+    assert "allowed" in reasons["wrong"]
+    assert reasons["broken"] == "RuntimeError: no kernel for this shape"
+    assert all(cost.us > 0 and cost.low <= cost.us <= cost.high for cost in profile.costs.values())
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        replace(NEEDS, layers=(MHA, replace(MHA, sliding_window=16, logit_cap=30.0, sinks=True))),
+        replace(NEEDS, speculation=Speculation(topk=2, num_draft_tokens=5, mode="decode")),
+        replace(NEEDS, speculation=Speculation(topk=1, num_draft_tokens=3, mode="prefill")),
+        replace(NEEDS, dtype="bf16", kv_cache_dtype="fp8_e4m3"),
+        Requirements(layers=(LayerRequirements(kind="mla", num_q_heads=4, num_kv_heads=1,
+                                               head_dim=576, v_head_dim=512),)),
+    ],
+    ids=["window-cap-sinks", "tree", "chain", "fp8", "mla"],
+)  # fmt: skip
+def test_every_form_is_checked_against_the_oracle(needs):
+    """The registry's own backends are right here, so nothing is bad and every pass has times."""
+    todo = planned(load_plugins(), needs)
+    todo = [
+        replace(j, candidates=tuple(c for c in j.candidates if c.spec.name == "torch_native"))
+        for j in todo
+    ]
+    steps, profile = run(todo)
+    assert not profile.bad
+    assert len(profile.costs) == len(todo) == len(steps)
+
+
+def test_the_check_sees_one_key_too_few(registry):
+    """A window that is off by one fails, in prefill and in decode, and so does a NaN."""
+    job = planned(registry)[0]
+    (native,) = [c for c in job.candidates if c.spec.name == "torch_native"]
+    for size in (Pass.even("prefill", 2, 40, 10), Pass.even("decode", 3, 17)):
+        inputs = build(replace(job.form, window=8), size, CPU)
+        good = sessions.prepare(native, inputs, None)().clone()
+        inputs.check(good, rounds=False)
+        short = replace(inputs, layer=replace(inputs.layer, sliding_window=7))
+        wrong = sessions.prepare(native, short, None)()
+        with pytest.raises(CheckFailed, match="error"):
+            inputs.check(wrong, rounds=False)
+        good[-1, 0, 0] = torch.nan
+        with pytest.raises(CheckFailed, match="finite"):
+            inputs.check(good, rounds=False)
+
+
+def test_a_ragged_pass_has_its_longest_request():
+    size = Pass(phase="decode", requests=4, kv_tokens=103, longest=50, queries=4)
+    assert lengths(size) == [50, 18, 18, 17]
+
+
+def test_an_interrupted_run_goes_on_where_it_ended(registry, tmp_path, monkeypatch):
+    """What is measured is in the file at once; the next run measures the rest alone."""
+    path, env, todo = tmp_path / "p.json", {"device": "x"}, planned(registry)
+    left = iter(range(3))
+
+    def stop(*args, **kwargs):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return kept(*args, **kwargs)
+
+    kept = sessions.run
+    monkeypatch.setattr(sessions, "run", stop)
+    steps = session(todo, Profile(), env, CPU, arch=None, minutes=1)
+    with pytest.raises(KeyboardInterrupt):
+        [store.write(path, step.profile) for step in steps]
+    assert len(store.read_profile(path).costs) == 3
+    monkeypatch.setattr(sessions, "run", kept)
+    steps, profile = run(todo, store.read_profile(path), env=env)
+    assert len(steps) == len(todo) - 3
+    assert {key.size for key in profile.costs} == {job.size for job in todo}
+    assert run(todo, profile)[0] == []
+
+
+def test_no_shape_begins_after_the_minutes(registry):
+    steps, profile = run(planned(registry), minutes=1e-9)
+    assert not profile.costs
+    assert {step.skipped for step in steps} == {sessions.SPENT}
+
+
+def test_a_shape_that_takes_too_much_memory_is_left_out(registry, monkeypatch):
+    monkeypatch.setattr(sessions, "HOST_BYTES", 40_000)
+    steps, profile = run(planned(registry))
+    assert 0 < len(profile.costs) < len(steps)
+    assert any("GB" in step.skipped for step in steps)
+
+
+def test_the_workloads_own_passes_come_first_with_the_least_work(registry):
+    todo = planned(registry, grid=True)
+    usual = [j for j in todo if j.size.longest in (20, 70, 24, 74)]
+    assert todo[: len(usual)] == usual
+    assert [work(j.form, j.size) for j in usual] == sorted(work(j.form, j.size) for j in usual)
+
+
+@pytest.mark.parametrize(
+    ("layer", "fault"),
+    [
+        (LayerRequirements(), "head_dim None, num_q_heads None"),
+        (LayerRequirements(kind="dsa"), "nothing to tune"),
+        (replace(MHA, encoder=True), "nothing to tune"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(registry, layer, fault):
+    with pytest.raises(UsageError, match=fault):
+        planned(registry, replace(NEEDS, layers=(layer,)))
+
+
+class Ticks:
+    """A clock whose calls say what they take."""
+
+    def __init__(self):
+        self.order = []
+
+    def sample(self, call):
+        name, us = call()
+        self.order.append(name)
+        return us, 1.0
+
+
+def test_rounds_are_interleaved_and_end_when_the_order_is_certain():
+    clock = Ticks()
+    measure({"a": lambda: ("a", 1.0), "b": lambda: ("b", 2.0)}, clock, seconds=60)
+    assert clock.order[:4] == ["a", "b", "b", "a"]
+    assert len(clock.order) == 2 * FEWEST
+    noisy = iter([1.0, 3.0] * MOST)
+    clock = Ticks()
+    measure({"a": lambda: ("a", next(noisy)), "b": lambda: ("b", 2.1)}, clock, seconds=60)
+    assert len(clock.order) == 2 * MOST
+    clock = Ticks()
+    measure({"a": lambda: ("a", 1.0), "b": lambda: ("b", 2.0)}, clock, seconds=0)
+    assert len(clock.order) == 2 * 3
+    assert measure({}, Ticks(), seconds=0) == {}
+
+
+def test_a_cost_is_the_median_with_its_quartiles():
+    samples = [(float(x), 2.0) for x in (5, 1, 9, 2, 3)]
+    assert cost_of(samples) == (3.0, 2.0, 5.0, 2.0)
+    assert statistics.median(x for x, _ in samples) == 3.0
+    assert not certain({"a": [(1.0, 0)] * 4, "b": [(2.0, 0)] * 4})
+    assert certain({"a": [(1.0, 0)] * FEWEST, "b": [(2.0, 0)] * FEWEST})
+
+
+ARGUMENTS = ["--head-dim", "32", "--num-q-heads", "4", "--num-kv-heads", "2", "--dtype", "fp32"]
+ARGUMENTS += ["--allow", "torch_native", "--workload"]
+ARGUMENTS += ['{"prompts": {"20": 1}, "requests": {"2": 1}, "output": 8}']
+
+
+def attn(*arguments):
+    return CliRunner().invoke(build_app(), [*arguments, *ARGUMENTS])
+
+
+def test_the_commands_measure_keep_and_select(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = attn("tune", "--quick", "--json", "--minutes", "1")
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.output)
+    assert data["points"] == 2
+    assert data["selection"]["decode"].startswith("torch_native: measured")
+    file = data["profile"]
+    assert file.startswith(str(tmp_path))
+    chosen = json.loads(attn("select", "--json").output)  # finds it by itself
+    assert "measured" in chosen["why"]["decode"]
+    assert chosen["why"]["prefill"].endswith("no other that fits was measured")
+    without = json.loads(attn("select", "--json", "--profile", "none").output)
+    assert "priority" in without["why"]["decode"]
+    text = attn("tune", "--quick", "--minutes", "1").output
+    assert "2 points in" in text
+    bench = attn("bench", "--json", "--minutes", "1")
+    assert {x["backend"] for x in json.loads(bench.output)["measured"]} == {"torch_native"}
+    assert "torch_native" in attn("bench", "--minutes", "1").output
+
+
+def test_a_profile_of_another_environment_is_refused_with_the_reason(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    env = {"device": "another", "torch": "1.0"}
+    store.write(path, Profile(environment=env, date="2026-11-23T10:00:00+00:00"))
+    for command in (["select", "--profile", str(path)], ["tune", "--out", str(path)]):
+        done = attn(*command)
+        assert isinstance(done.exception, UsageError)
+        assert cli.exit_code(done.exception) == 2
+        assert "environment" in str(done.exception)
+        assert "torch was 1.0 and is " in str(done.exception)
+    assert store.read_profile(path).environment == env
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["tune", "--minutes", "0"], "--minutes 0.0: above 0"),
+        (["tune", "--minutes", "nan"], "--minutes nan: above 0"),
+        (["tune", "--device", "cuda:sm90"], "a measurement runs kernels"),
+        (["bench", "--assume-installed", "all"], "a measurement runs kernels"),
+        (["select", "--profile", "/no/such/file"], "No such file"),
+    ],
+)
+def test_wrong_arguments_are_said(arguments, fault):
+    done = attn(*arguments)
+    assert isinstance(done.exception, UsageError), done.output
+    assert fault in str(done.exception)
