@@ -85,7 +85,7 @@ class HybridDispatcher:
         max_bs: int = 0,
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
-        adaptive: bool = True,
+        adaptive: bool = False,
     ) -> HybridDispatcher:
         """Create the selected backends; roles with the same backend and row share one instance.
 
