@@ -48,7 +48,9 @@ PASSES = {
     "tree-window": ((*CUT, "decode_splits"), {"drafts": True, "layer": {"sliding_window": 50}}),
 }
 OTHERS = ("_merge",)  # what stands beside attention
-SPARSE = ("index_scores", "select_topk", "attend_selected")  # of sparse MLA
+SPARSE = ("index_scores", "select_topk")  # of sparse MLA
+# what attends to a selection: in float32, and on Hopper in 16 bits or over FP8 latents
+SELECTED, SELECTED_FP8 = ("attend_selected",), ("count_slots", "decode_mla_hopper")
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -113,7 +115,9 @@ def run_suite_check(kind, feature):
 )
 def test_a_selection_stays_in_its_memory(name):
     names = run_suite_check("dsa", name)
-    assert {*SPARSE} <= {*names} or DEVICE.type == "cpu"
+    attend = SELECTED_FP8 if HOPPER and name.endswith("fp8") else SELECTED
+    decode = ("decode_selected",) if HOPPER and name == "dsa-decode-fp8" else ()
+    assert {*SPARSE, *attend, *decode} <= {*names} or DEVICE.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -124,11 +128,25 @@ def test_a_selection_stays_in_its_memory(name):
         ("dual-chunk-decode-long", "decode_splits"),
         ("dual-chunk-verify-chain", "decode_splits"),
         ("dual-chunk-fp8", "extend_tiles"),
+        ("dual-chunk-sparse-chunks", "list_keys"),
+        ("dual-chunk-sparse-heads", "attend_rows"),
     ],
 )
 def test_dual_chunk_attention_stays_in_its_memory(name, kernel):
     names = run_suite_check("mha", name)
     assert kernel in names or DEVICE.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("mha", "shared-prefix-decode"),
+        ("mha", "shared-prefix-tree"),
+        ("mla", "shared-prefix-decode"),
+    ],
+)
+def test_shared_prefixes_stay_in_their_memory(kind, name):
+    assert "plan_shared" in run_suite_check(kind, name) or DEVICE.type == "cpu"
 
 
 @pytest.mark.parametrize("name", ["mla-fp8-e4m3", "mla-fp8-e4m3-prefill"])

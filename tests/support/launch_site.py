@@ -72,14 +72,23 @@ class Site:
         cells = set(self.case.cells)
         if not self.paged and self.case.kind == "mha" and self.case.causal:
             cells.discard("encoder")
-        flags = {"lse": self.lse, "deterministic": self.deterministic}
+        flags = {
+            "lse": self.lse,
+            "deterministic": self.deterministic,
+            "shared_prefix": self.shared_prefix,
+        }
         return frozenset(cells | {name for name, on in flags.items() if on})
 
     def row(self, chip: Chip) -> Capabilities:
         """Return the row that is asked. Raises NotDeclared with what the nearest one lacks."""
         case, gaps = self.case, []
         needs = case.needs(self.dtype, self.page_size) if self.paged else case.needs(self.dtype)
-        needs = replace(needs, lse=self.lse, deterministic=self.deterministic)
+        needs = replace(
+            needs,
+            lse=self.lse,
+            deterministic=self.deterministic,
+            shared_prefix=self.shared_prefix,
+        )
         drafts = needs.speculation is not None
         phases = case.phases if self.paged else (case.phase,)
         for row in chip.spec.capabilities:

@@ -77,7 +77,7 @@ def attend(
     parts = min(tokens * units, max(1, (processors or tokens * units) // row_blocks))
     decode_mla_hopper[(parts * row_blocks,)](
         rows, Outputs(out, lse, *out.stride()[:2]), Partials(partial_out, partial_lse),
-        Requests(ends, counts, topk_indices), indptr, tokens, topk_indices.stride(0),
+        Requests(ends, counts, topk_indices), indptr, indptr, tokens, topk_indices.stride(0),
         Store(latents, *strides), Scales(layer.scale, 1.0, 1.0), config,
         num_warps=4,
     )  # fmt: skip
