@@ -198,6 +198,7 @@ def test_a_digest_is_of_the_instructions_alone():
     assert digest(LISTING.replace("v_add_u32", "v_sub_u32")) != digest(LISTING)
 
 
+@pytest.mark.long
 def test_digests_of_one_checkout_agree():
     once, again = (build("sm80", "merge", "--digest") for _ in range(2))
     assert once == again

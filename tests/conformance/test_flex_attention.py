@@ -139,7 +139,11 @@ class World:
 
 @pytest.mark.parametrize(
     ("page_size", "store"),
-    [(16, "fp32"), (1, "fp32"), (24, "fp32"), (64, "fp8_e4m3")],
+    [
+        (16, "fp32"),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in ((1, "fp32"), (24, "fp32"))),
+        (64, "fp8_e4m3"),
+    ],
     ids=lambda x: str(x),
 )
 def test_a_hundred_steps_are_right_and_compile_nothing(page_size, store):

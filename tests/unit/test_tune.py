@@ -89,19 +89,29 @@ def test_what_is_wrong_or_fails_is_listed_and_has_no_times(registry):
     assert all(cost.us > 0 and cost.low <= cost.us <= cost.high for cost in profile.costs.values())
 
 
+FORMS = {
+    "window-cap-sinks": replace(
+        NEEDS, layers=(MHA, replace(MHA, sliding_window=16, logit_cap=30.0, sinks=True))
+    ),
+    "tree": replace(NEEDS, speculation=Speculation(topk=2, num_draft_tokens=5, mode="decode")),
+    "chain": replace(NEEDS, speculation=Speculation(topk=1, num_draft_tokens=3, mode="prefill")),
+    "fp8": replace(NEEDS, dtype="bf16", kv_cache_dtype="fp8_e4m3"),
+    "mla": Requirements(
+        layers=(
+            LayerRequirements(
+                kind="mla", num_q_heads=4, num_kv_heads=1, head_dim=576, v_head_dim=512
+            ),
+        )
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "needs",
-    [
-        replace(NEEDS, layers=(MHA, replace(MHA, sliding_window=16, logit_cap=30.0, sinks=True))),
-        replace(NEEDS, speculation=Speculation(topk=2, num_draft_tokens=5, mode="decode")),
-        replace(NEEDS, speculation=Speculation(topk=1, num_draft_tokens=3, mode="prefill")),
-        replace(NEEDS, dtype="bf16", kv_cache_dtype="fp8_e4m3"),
-        Requirements(layers=(LayerRequirements(kind="mla", num_q_heads=4, num_kv_heads=1,
-                                               head_dim=576, v_head_dim=512),)),
-    ],
-    ids=["window-cap-sinks", "tree", "chain", "fp8", "mla"],
-)  # fmt: skip
-def test_every_form_is_checked_against_the_oracle(needs):
+    "name",
+    [pytest.param(n, marks=[] if n == "tree" else [pytest.mark.long]) for n in FORMS],
+)
+def test_every_form_is_checked_against_the_oracle(name):
+    needs = FORMS[name]
     """The registry's own backends are right here, so nothing is bad and every pass has times."""
     todo = planned(load_plugins(), needs)
     todo = [

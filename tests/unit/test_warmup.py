@@ -137,6 +137,7 @@ def test_sparse_layers_select_in_every_pass_that_does_not_attend_to_all_keys():
         made(replace(SPARSE, index_heads=None))
 
 
+@pytest.mark.long
 def test_flex_attention_compiles_before_the_first_request():
     pytest.importorskip("torch._inductor")
     dispatcher = made(MHA, name="flex_attention")
