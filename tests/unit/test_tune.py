@@ -108,12 +108,11 @@ FORMS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n == "tree" else [pytest.mark.long]) for n in FORMS],
+    ["tree", *(pytest.param(n, marks=pytest.mark.long) for n in FORMS if n != "tree")],
 )
 def test_every_form_is_checked_against_the_oracle(name):
-    needs = FORMS[name]
     """The registry's own backends are right here, so nothing is bad and every pass has times."""
-    todo = planned(load_plugins(), needs)
+    todo = planned(load_plugins(), FORMS[name])
     todo = [
         replace(j, candidates=tuple(c for c in j.candidates if c.spec.name == "torch_native"))
         for j in todo
