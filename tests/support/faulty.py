@@ -1,4 +1,4 @@
-"""Backends with a planted fault, right ones beside them, and passes that show it in a dispatcher."""
+"""Backends with a planted fault, and passes that show it in a dispatcher."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.graphs import without_host_lengths
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.capabilities import BackendSpec
+from attn_core.spec.kinds import SERVING
 from attn_core.testing.oracle import tree_mask
+from attn_core.trust.reproducer import Setting
+from attn_core.trust.rerun import device_of, fitting_row
 from reference import LATENT, ROW, Reference
 
 LONG = 100  # tokens, beyond which Lengthy is wrong
@@ -68,10 +72,8 @@ def layers(kind="mha", count=2, **changes):
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32}
     if kind == "mla":
         shape = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 96, "v_head_dim": 64}
-    return tuple(
-        AttentionLayer(layer_id=i, **shape, scale=shape["head_dim"] ** -0.5, **changes)
-        for i in range(count)
-    )
+    shape |= {"scale": shape["head_dim"] ** -0.5, **changes}
+    return tuple(AttentionLayer(layer_id=i, **shape) for i in range(count))
 
 
 class Served:
@@ -79,13 +81,13 @@ class Served:
 
     def __init__(
         self, name, shadow=None, *, kind="mha", every_layer=None, dtype="fp32", store=None,
-        page_size=16, layout="NHD", scales=None, fused=False,
+        page_size=16, layout="NHD", scales=None, fused=False, device="cpu", pages=80,
     ):  # fmt: skip
         self.layers = every_layer or layers(kind)
         self.dtype, self.page_size = TORCH_DTYPES[dtype], page_size
         self.pool = KVPool(
-            self.layers, num_pages=80, page_size=page_size, kv_cache_dtype=store or dtype,
-            kind=kind, layout=layout, scales=scales,
+            self.layers, num_pages=pages, page_size=page_size, kv_cache_dtype=store or dtype,
+            kind=kind, layout=layout, scales=scales, device=device,
         )  # fmt: skip
         self.rng = torch.Generator().manual_seed(5)
         for layer in self.layers:
@@ -93,42 +95,40 @@ class Served:
             for part, _ in cache.parts():
                 if part.dtype != torch.uint8:
                     part.copy_(torch.randn(part.shape, generator=self.rng).to(part.dtype))
-        known = registry()
+        known, on = registry(), torch.device(device)
         spec = known.get(name)
-        row = next(r for r in spec.capabilities if r.kind == kind)
-        row = dataclasses.replace(row, fused_kv_write=fused)
+        setting = Setting(kind=kind, dtype=dtype, kv_cache_dtype=store or dtype)
+        row = fitting_row(
+            spec, known, setting, self.layers, page_size=page_size, layout=layout,
+            phases=sorted(SERVING, key=str), topk=0, device=device_of(on),
+        )  # fmt: skip
+        row = dataclasses.replace(row, fused_kv_write=fused or row.fused_kv_write)
         config = BackendConfig(
             name=name, row=row, layers=self.layers, page_size=page_size, dtype=dtype,
-            kv_cache_dtype=store or dtype, device=torch.device("cpu"), topk=2,
-            num_draft_tokens=len(TREE),
+            kv_cache_dtype=store or dtype, device=on, topk=2, num_draft_tokens=len(TREE),
         )  # fmt: skip
         backend = create_backend(spec, config)
         roles = ("prefill", "decode", "verify", "draft")
-        self.dispatcher = HybridDispatcher(
-            dict.fromkeys(roles, backend), self.pool, shadow=shadow
-        )
+        self.dispatcher = HybridDispatcher(dict.fromkeys(roles, backend), self.pool, shadow=shadow)
 
     def batch(self, mode, query_lens, seq_lens, *, host=True):
         spec = None
         if mode is ForwardMode.TARGET_VERIFY:
             mask = torch.stack([tree_mask(TREE)] * len(seq_lens))
+            mask = mask.to(self.pool.device)
             spec = SpecInfo(topk=2, num_draft_tokens=len(TREE), tree_mask=mask)
-        ids, rows = torch.randperm(79, generator=self.rng) + 1, []
+        ids = torch.randperm(self.pool.layer(0).num_pages - 1, generator=self.rng) + 1
         width = -(-max(seq_lens) // self.page_size)
         table = torch.zeros(len(seq_lens), width, dtype=torch.int32)
         for b, s in enumerate(seq_lens):
             n = -(-s // self.page_size)
             table[b, :n], ids = ids[:n].int(), ids[n:]
-        del rows
         made = ForwardBatch.build(
-            mode, query_lens=query_lens, seq_lens=seq_lens, page_table=table,
+            mode, query_lens=query_lens, seq_lens=seq_lens,
+            page_table=table.to(self.pool.device),
             page_size=self.page_size, spec=spec,
         )  # fmt: skip
-        if host:
-            return made
-        from attn_core.runtime.graphs import without_host_lengths
-
-        return without_host_lengths(made)
+        return made if host else without_host_lengths(made)
 
     def run(self, mode, query_lens, seq_lens, *, return_lse=False, host=True):
         """Run a pass through all layers; return the outputs."""
@@ -138,7 +138,7 @@ class Served:
         for layer in self.layers:
             t = batch.num_tokens
             q, k, v = (
-                torch.randn(t, h, d, generator=self.rng).to(self.dtype)
+                torch.randn(t, h, d, generator=self.rng).to(self.pool.device, self.dtype)
                 for h, d in (
                     (layer.num_q_heads, layer.head_dim),
                     (layer.num_kv_heads, layer.head_dim),

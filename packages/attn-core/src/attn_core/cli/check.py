@@ -58,7 +58,7 @@ def check_command(
     registry = load_plugins()
     if backend is not None:
         registry.find(backend)  # or says which names there are
-    here = _here(device)
+    here = local_device(device)
     if evidence is not None:
         _check_folder(evidence)
     from attn_core.testing.plan import KINDS  # torch, which other commands do without
@@ -240,7 +240,7 @@ def _check_folder(folder: Path) -> None:
         ) from error
 
 
-def _here(device: str | None) -> Device:
+def local_device(device: str | None) -> Device:
     """Return the named device of this machine. Its CPU always counts as one."""
     here = probe_device()
     if device is None:

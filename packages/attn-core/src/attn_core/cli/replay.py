@@ -1,0 +1,81 @@
+"""`attn replay` and `attn bisect`: run the file of a difference again, and make it smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attn_core.cli.check import local_device
+from attn_core.cli.console import console, print_json, print_table
+from attn_core.cli.options import flag, names
+from attn_core.plugins.registry import load_plugins
+from attn_core.plugins.streams import stdout_to_stderr
+
+if TYPE_CHECKING:
+    from attn_core.trust.judge import Verdict
+    from attn_core.trust.replay import Replayed
+
+FILE = typer.Argument(help="A reproducer, as a Shadow or `attn bisect` writes it.")
+ON = flag("--device", "TYPE[:ARCH]: a device of this machine.", env=False)
+
+
+def replay_command(
+    file: Annotated[Path, FILE],
+    backend: Annotated[
+        list[str] | None,
+        flag("--backend", "NAME,…: backends to run; default: the recorded ones.", env=False),
+    ] = None,
+    device: Annotated[str | None, ON] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run an attention call from a file and judge who is wrong. Exit code 1: a backend is wrong.
+
+    The truth is a float64 oracle, the tolerance that of the conformance suite. The outputs in the
+    file are judged too.
+    """
+    registry, here = load_plugins(), local_device(device)
+    from attn_core.trust.files import load  # torch, which other commands do without
+    from attn_core.trust.replay import described, replay
+
+    r = load(file)
+    with stdout_to_stderr():  # compilers print
+        found = replay(r, names(backend), registry, here)
+    if json:
+        about = {"file": str(file), "device": str(here), "call": described(r), "about": r.about}
+        print_json({**about, "backends": {x.name: _data(x) for x in found}})
+    else:
+        console().print(described(r), soft_wrap=True)
+        rows = [row for x in found for row in _rows(x)]
+        header = ["backend", "verdict", "worst request", "error", "allowed"]
+        print_table(header, rows, title=f"on {here}")
+    if any(x.wrong for x in found):
+        raise typer.Exit(1)
+
+
+def _rows(x: Replayed) -> list[list[str]]:
+    rows = []
+    if x.now is not None:
+        rows.append([x.name, *_cells(x.now)])
+    if x.refused:
+        rows.append([x.name, f"not run: {x.refused}", "", "", ""])
+    if x.recorded is not None:
+        rows.append([f"{x.name}, recorded", *_cells(x.recorded)])
+    return rows
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    measure = verdict.measure
+    said = f"wrong ({verdict.of})" if verdict.wrong else "right"
+    return [said, str(verdict.request), f"{measure.error:.2e}", f"{measure.budget:.2e}"]
+
+
+def _data(x: Replayed) -> dict[str, Any]:
+    def of(v: Verdict | None) -> dict[str, Any] | None:
+        if v is None:
+            return None
+        numbers = {"error": v.measure.error, "allowed": v.measure.budget}
+        return {"wrong": v.wrong, "of": v.of, "request": v.request, **numbers}
+
+    return {"now": of(x.now), "recorded": of(x.recorded), "refused": x.refused}
