@@ -1,4 +1,4 @@
-"""`attn replay` and `attn bisect`: run the file of a difference again, and make it smaller."""
+"""`attn replay`: run the file of a difference again and judge who is wrong."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ def replay_command(
         rows = [row for x in found for row in _rows(x)]
         header = ["backend", "verdict", "worst request", "error", "allowed"]
         print_table(header, rows, title=f"on {here}")
+        for x in (x for x in found if x.refused):
+            console().print(f"{x.name} was not run: {x.refused}", soft_wrap=True)
     if any(x.wrong for x in found):
         raise typer.Exit(1)
 
@@ -58,8 +60,6 @@ def _rows(x: Replayed) -> list[list[str]]:
     rows = []
     if x.now is not None:
         rows.append([x.name, *_cells(x.now)])
-    if x.refused:
-        rows.append([x.name, f"not run: {x.refused}", "", "", ""])
     if x.recorded is not None:
         rows.append([f"{x.name}, recorded", *_cells(x.recorded)])
     return rows
