@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "generate:generate_command",
     "check": "check:check_command",
     "replay": "replay:replay_command",
+    "bisect": "replay:bisect_command",
     "warmup": "warmup:warmup_command",
     "tune": "tune:tune_command",
     "bench": "tune:bench_command",

@@ -1,4 +1,4 @@
-"""`attn replay`: run the file of a difference again and judge who is wrong."""
+"""`attn replay` and `attn bisect`: run the file of a difference again, and make it smaller."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_core.cli.check import local_device
-from attn_core.cli.console import console, print_json, print_table
+from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag, names
+from attn_core.errors import UsageError
+from attn_core.formatting import printable
 from attn_core.plugins.registry import load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
 
@@ -54,6 +56,45 @@ def replay_command(
             console().print(f"{x.name} was not run: {x.refused}", soft_wrap=True)
     if any(x.wrong for x in found):
         raise typer.Exit(1)
+
+
+def bisect_command(
+    file: Annotated[Path, FILE],
+    backend: Annotated[
+        str | None,
+        flag("--backend", "The backend that is wrong; default: the recorded one.", env=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        flag("--out", "Where to write it; default: beside FILE, as NAME.smallest.", env=False),
+    ] = None,
+    device: Annotated[str | None, ON] = None,
+) -> None:
+    """Reduce a failing attention call to the smallest one that still fails, and write it.
+
+    Requests, tokens, heads, layers and features that the fault does not need are left out.
+    """
+    registry, here = load_plugins(), local_device(device)
+    from attn_core.trust.bisect import smallest  # torch
+    from attn_core.trust.files import load, save
+    from attn_core.trust.replay import described
+
+    r, target = load(file), out or file.with_suffix(f".smallest{file.suffix}")
+    if target.exists() and target.samefile(file):
+        raise UsageError(f"--out {printable(str(out), 200)} is FILE itself; name another")
+    from rich.progress import TextColumn
+
+    with stdout_to_stderr(), progress(TextColumn("{task.description}")) as bar:
+        task = bar.add_task("")
+        found = smallest(
+            r, backend, registry, here, step=lambda text: bar.update(task, description=text)
+        )
+    save(found.smallest, target)
+    text = console()
+    for name in found.steps:
+        text.print(f"not needed: {name}", soft_wrap=True)
+    text.print(f"{described(found.smallest)} ({found.tried} calls tried)", soft_wrap=True)
+    text.print(f"wrote {printable(str(target))}", soft_wrap=True)
 
 
 def _rows(x: Replayed) -> list[list[str]]:

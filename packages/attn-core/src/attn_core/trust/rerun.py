@@ -78,12 +78,8 @@ def fitting_row(
         gaps.append(list(dict.fromkeys(lacks)))
     if not gaps:
         raise UnsupportedError(f"{spec.name} has no rows of kind {setting.kind} that can be run")
-    nearest = "; ".join(min(gaps, key=_count))
-    raise UnsupportedError(f"{spec.name} cannot run this: {nearest}")
-
-
-def _count(lacks: list[str]) -> int:
-    return len(lacks)
+    nearest: list[str] = min(gaps, key=len)
+    raise UnsupportedError(f"{spec.name} cannot run this: {'; '.join(nearest)}")
 
 
 def bench_for(r: Reproducer, name: str, registry: Registry, device: Device) -> Bench:
