@@ -154,7 +154,7 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
     monkeypatch.setattr(launch, "select_topk", Recorded("topk", 4))
     cache = LayerCache(k=torch.zeros(1, 64, 1, 48), v=None, index=torch.zeros(1, 64, 16))
 
-    def compiled(lengths):
+    def compiled(lengths, queries=1):
         constants.clear()
         for length in lengths:
             lens, table = torch.tensor([length]).int(), torch.zeros(1, 1).int()
@@ -163,11 +163,14 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
             )
             ends, request = torch.tensor([0, 1]).int(), torch.zeros(1).int()
             q, w = torch.zeros(1, 4, 16), torch.zeros(1, 4)
-            launch.index_topk(q, w, cache, view, ends, request, 2048, queries=1)
+            launch.index_topk(q, w, cache, view, ends, request, 2048, queries=queries)
         return {*constants}
 
     assert len(compiled([128, 1128, 2128])) == 2
     assert compiled([128, 1128, 2128]) == compiled([1, 17, 300, 2048, 2049, 4097, 70_000])
+    by_queries = [frozenset(compiled([2128], n)) for n in range(1, 300)]
+    assert len({*by_queries}) == 4
+    assert by_queries[63:] == by_queries[16:17] * 236
 
 
 @pytest.mark.parametrize("queries", [[1, 1], [70, 9]])
