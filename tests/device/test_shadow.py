@@ -58,9 +58,11 @@ def served(shadow=None, kind="mha", shape="plain", **more):
 def test_right_backends_do_not_differ(kind, shape, store, tmp_path):
     shadow = Shadow("torch_native", every=1, folder=tmp_path)
     x = served(shadow, kind, shape, store=store)
-    for mode, queries, keys in PASSES:
+    passes = PASSES[:2] if kind == "mla" else PASSES  # its row at this page verifies chains alone
+    for mode, queries, keys in passes:
         x.run(mode, queries, keys, return_lse=True)
-    assert (shadow.difference, shadow.problem, shadow.compared) == (None, "", 6)
+    calls = 2 * len(passes)
+    assert (shadow.difference, shadow.problem, shadow.compared) == (None, "", calls)
 
 
 class Off(Triton):
@@ -91,7 +93,9 @@ def test_a_fault_is_found_and_replayed(kind, tmp_path, monkeypatch, capsys):
         "torch_native": False,
     }
     monkeypatch.setattr(sys, "argv", ["attn", "replay", str(found.file), "--json"])
-    cli.main()  # the installed triton is right, and exit code 1 would be raised
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code  # the installed triton is right
     said = json.loads(capsys.readouterr().out)["backends"]
     assert not said["triton"]["now"]["wrong"]
     assert said["triton"]["recorded"]["wrong"]
