@@ -30,12 +30,14 @@ def select_for(
     device: torch.device,
     page_size: int | None = None,
     kv_cache_dtype: str = "auto",
+    shared_prefix: bool = False,
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Selection:
     """Select backends for the keys of a model's config.json on this machine.
 
-    dtype, device: those of the model's weights. What `attn tune` measured here decides first.
+    dtype, device: those of the model's weights. shared_prefix: as in Requirements. What `attn tune`
+    measured here decides first.
     With linear layers, linear_verify takes tokens back in assisted generation; it is absent if no
     backend can. Raises UnsupportedError for an unsupported architecture or device, and what
     select() raises.
@@ -50,6 +52,7 @@ def select_for(
         kv_cache_dtype=kv_cache_dtype,
         page_size=page_size,
     )
+    needs = replace(needs, shared_prefix=shared_prefix)
     registry = registry or load_plugins()
     here, libraries = _device(device), registry.installed_libraries()
     profile = store.tuned_profile(registry, here)
