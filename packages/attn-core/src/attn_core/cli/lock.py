@@ -21,6 +21,7 @@ from attn_core.selection.lock import Lock
 from attn_core.selection.moves import changes, differences, moves
 from attn_core.selection.ranking import shipped_profile
 from attn_core.selection.result import Selection
+from attn_core.tools.probes import probed
 
 
 @takes(InputFlags)
@@ -36,7 +37,7 @@ def lock_command(
     """
     if os.path.lexists(file):  # any other file stays as it is
         store.parsed(file, "lock", Lock.from_json)
-    registry = load_plugins()
+    registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
     selection = inputs.select(registry)
     kept = lock_of(inputs, selection, registry)

@@ -23,6 +23,7 @@ from attn_core.selection.lock import Lock
 from attn_core.selection.moves import require
 from attn_core.selection.result import NoBackendError, explain, to_json
 from attn_core.spec.kinds import Family
+from attn_core.tools.probes import probed
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -47,7 +48,7 @@ def select_command(
 
     With --locked, exit code 1: the selection differs from the lock; the error says what changed.
     """
-    registry = load_plugins()
+    registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
     layers = {"layers_read": layers_as_data(inputs.requirements)}
     if flags.model is not None and not json:
@@ -83,7 +84,7 @@ def why_not_command(
     json: Json = False,
 ) -> None:
     """Explain why a backend is not selected, and find the smallest change that makes it fit."""
-    registry = load_plugins()
+    registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
     answers = [
         why_not(

@@ -96,12 +96,17 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def own_path(env: Mapping[str, str]) -> pathlib.Path:
-    """Return where the profile of an environment lives: a folder of the user's cache."""
+def folder(name: str) -> pathlib.Path:
+    """Return a folder of attn-core in the user's cache; it may not exist."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(cache) / "attn-core" / name
+
+
+def own_path(env: Mapping[str, str], kind: str = "profiles") -> pathlib.Path:
+    """Return where what belongs to an environment lives: its profile, or another kind of file."""
     device = re.sub(r"[^a-z0-9]+", "-", env.get("device", "").lower()).strip("-")[:40]
     digest = hashlib.sha256(repr(sorted(env.items())).encode()).hexdigest()[:12]
-    return pathlib.Path(cache) / "attn-core" / "profiles" / f"{device}-{digest}.json"
+    return folder(kind) / f"{device}-{digest}.json"
 
 
 def tuned_profile(registry: Registry, device: Device | None = None) -> Profile | None:

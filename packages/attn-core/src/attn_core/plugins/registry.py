@@ -27,6 +27,7 @@ BUILTIN = "attn-core"
 ERROR_LENGTH = 1000  # characters that are kept of an error
 SLOW_SECONDS = 1.0  # a plugin whose rows take longer is reported: every `attn` command waits for it
 Key = tuple[Family, str]
+RowName = tuple[Family, str, str]  # of a backend, and the digest of one of its rows
 
 
 class Distribution(Protocol):
@@ -99,6 +100,7 @@ class Registry:
     pins: tuple[Pin, ...] = ()
     slow: tuple[SlowPlugin, ...] = ()
     own_libraries: Libraries = field(default_factory=dict)  # that plugins compiled, and are here
+    failed: Mapping[RowName, str] = field(default_factory=dict)  # rows whose probe failed here
 
     def family(self, family: Family) -> tuple[BackendSpec, ...]:
         """Return the backends of one family, sorted by name."""

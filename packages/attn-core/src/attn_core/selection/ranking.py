@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from attn_core.costs import store
 from attn_core.costs.profile import Profile
+from attn_core.costs.shapes import row_key
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
@@ -82,6 +83,10 @@ class RowJudge:
     def _policy(self, spec: BackendSpec, row: Capabilities) -> tuple[Mismatch, ...]:
         gaps = []
         allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
+        failed = not self.simulated and self.registry.failed
+        if failed and (why := failed.get((spec.family, name, row_key(row)))):
+            retry = f"`attn check {name}` says more, `attn doctor --probe` tries again"
+            gaps.append(Mismatch("probe", f"its probe failed {why}", retry))
         if spec.creator(row) is None and not self.simulated:
             gaps.append(Mismatch("implementation", f"{name} is declared", "not implemented in 0.1"))
         if allow is not None and name not in allow:

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 import attn_core
 from attn_core.costs import store
+from attn_core.errors import UsageError
 from attn_core.plugins.dependencies import (
     Libraries,
     Pin,
@@ -26,9 +27,11 @@ from attn_core.plugins.dependencies import (
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, probe_device, torch_build
+from attn_core.tools import probes
 from attn_core.tools.tuning import tuning
 
 Level = Literal["ok", "note", "problem"]
+PROBE = "attn doctor --probe"
 BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
 
 
@@ -57,6 +60,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
         _tuning(registry, here, libraries, here=device is None),
+        *(_probes(registry, here) if device is None else ()),
         *_strangers(registry.pins),
     ]
 
@@ -254,6 +258,24 @@ def _group(
 def _tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bool) -> Finding:
     what = tuning(registry, device, libraries, here=here)
     return Finding("measured", what.found, "ok" if what.good else "note", what.verdict, what.fix)
+
+
+def _probes(registry: Registry, here: Device) -> Iterator[Finding]:
+    """Say what became of the probes on this machine, and name each row that failed."""
+    try:
+        found = probes.read(registry, here)
+    except UsageError as error:
+        yield Finding("probes", "unreadable", "problem", str(error), PROBE)
+        return
+    if found is None:
+        text = "whether the backends run here, and how a crash ends, was not tried"
+        yield Finding("probes", "none", "note", text, PROBE)
+        return
+    passed = len(found.verdicts) - len(found.failed)
+    yield Finding("probes", f"{passed} rows", "ok", f"passed, on {found.date}")
+    for (_, name, row), why in found.failed.items():
+        text = f"its probe failed, so it is not selected: {why}"
+        yield Finding(f"{name}, row {row}", "failed", "problem", text, f"attn check {name}")
 
 
 def _strangers(pins: tuple[Pin, ...]) -> Iterator[Finding]:
