@@ -11,7 +11,7 @@ import typer
 from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag
 from attn_core.errors import UsageError
-from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.plugins.registry import Registry, RowName, load_plugins
 from attn_core.spec.device import parse_device, probe_device
 from attn_core.tools.doctor import examine
 from attn_core.tools.probes import write
@@ -68,7 +68,8 @@ def _probe(registry: Registry, seconds: float) -> None:
         raise UsageError(f"--seconds {seconds}: above 0, at most {MOST_SECONDS}")
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-    here, verdicts = probe_device(), {}
+    here = probe_device()
+    verdicts: dict[RowName, str] = {}
     todo = targets(registry, here)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with progress(*columns, TextColumn("{task.description}")) as bar:

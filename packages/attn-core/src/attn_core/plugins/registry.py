@@ -24,7 +24,7 @@ from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.kinds import Family
 
 BUILTIN = "attn-core"
-ERROR_LENGTH = 1000  # characters that are kept of an error
+ERROR_LENGTH = 1000  # characters of an error
 SLOW_SECONDS = 1.0  # a plugin whose rows take longer is reported: every `attn` command waits for it
 Key = tuple[Family, str]
 RowName = tuple[Family, str, str]  # of a backend, and the digest of one of its rows
@@ -155,8 +155,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     origins: dict[Key, Origin] = {}
     names: dict[Key, Origin] = {}  # and aliases
     broken: list[BrokenPlugin] = []
-    pins: list[Pin] = []
-    slow: list[SlowPlugin] = []
+    pins, slow = list[Pin](), list[SlowPlugin]()
     own: dict[str, str | None] = {}
     points = _installed_points(broken) if entry_points is None else entry_points
     unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}

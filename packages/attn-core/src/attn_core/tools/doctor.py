@@ -31,7 +31,6 @@ from attn_core.tools import probes
 from attn_core.tools.tuning import tuning
 
 Level = Literal["ok", "note", "problem"]
-PROBE = "attn doctor --probe"
 BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
 
 
@@ -262,20 +261,20 @@ def _tuning(registry: Registry, device: Device, libraries: Libraries, *, here: b
 
 def _probes(registry: Registry, here: Device) -> Iterator[Finding]:
     """Say what became of the probes on this machine, and name each row that failed."""
+    fix = "attn doctor --probe"
     try:
         found = probes.read(registry, here)
     except UsageError as error:
-        yield Finding("probes", "unreadable", "problem", str(error), PROBE)
+        yield Finding("probes", "unreadable", "problem", str(error), fix)
         return
     if found is None:
-        text = "whether the backends run here, and how a crash ends, was not tried"
-        yield Finding("probes", "none", "note", text, PROBE)
+        yield Finding("probes", "none", "note", "whether the backends run was not tried", fix)
         return
-    passed = len(found.verdicts) - len(found.failed)
-    yield Finding("probes", f"{passed} rows", "ok", f"passed, on {found.date}")
+    passed = f"{len(found.verdicts) - len(found.failed)} rows"
+    yield Finding("probes", passed, "ok", f"passed, on {found.date}")
     for (_, name, row), why in found.failed.items():
-        text = f"its probe failed, so it is not selected: {why}"
-        yield Finding(f"{name}, row {row}", "failed", "problem", text, f"attn check {name}")
+        what, text = f"{name}, row {row}", f"not selected: {why}"
+        yield Finding(what, "failed", "problem", text, f"attn check {name}")
 
 
 def _strangers(pins: tuple[Pin, ...]) -> Iterator[Finding]:

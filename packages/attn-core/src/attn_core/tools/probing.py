@@ -94,12 +94,13 @@ def _shared(rest: list[Target], device: Device, seconds: float) -> Iterator[Prob
             start_new_session=True,  # compilers that it starts end with it
         )
         lines: queue.Queue[str] = queue.Queue()
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it died: the end of its output says so
-                process.stdin.write(json.dumps(asked))
-                process.stdin.close()
+                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.flush()  # it stays open: its end tells the process that we died
             try:
                 started = lines.get(timeout=START_SECONDS) != ""
             except queue.Empty:
@@ -143,9 +144,8 @@ def _end(process: subprocess.Popen[str], said: IO[str]) -> str:
             return f"its process was killed by signal {-code}"
     said.seek(0)
     last = next((x.strip() for x in reversed(said.readlines()[-50:]) if x.strip()), "")
-    return f"its process ended with exit code {code}" + (
-        f": {printable(last, 300)}" if last else ""
-    )
+    how = f"its process ended with exit code {code}"
+    return f"{how}: {printable(last, 300)}" if last else how
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
