@@ -30,7 +30,9 @@ _LISTS = ("prefer", "allow", "deny")
 
 def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
     """Select by ATTN_* variables and what was tuned on this machine. Raises NoBackendError."""
-    here = parse_device("cpu") if device.type == "cpu" else probe_device()
+    here = probe_device()
+    if device.type == "cpu" != here.type:  # the CPU beside an accelerator
+        here = parse_device("cpu")
     registry = probed(load_plugins(), here)
     # each is chosen for what is there: a name of others would find no such layers
     others = [] if requirements.vision else ["mm_attention_backend"]
