@@ -15,7 +15,7 @@ _HOME = {
         "UnsupportedError UsageError"
     ),
     "spec.kinds": "Family GraphLevel Kind Phase Role",
-    "spec.device": "Device parse_device probe_device",
+    "spec.device": "Device parse_device probe_cpu probe_device",
     "spec.dual_chunk": "DualChunk",
     "spec.requirements": "LayerRequirements Requirements Speculation",
     "spec.capabilities": "ANY_TOPK BackendSpec Capabilities",
@@ -28,6 +28,7 @@ _HOME = {
     "selection.mismatch": "Fix Mismatch",
     "selection.result": "Choice NoBackendError Overrides Selection Verdict",
     "selection.solver": "select",
+    "tools.probes": "probed",
     "selection.diagnosis": "WhyNot",
     "model_config": "context_length read_config read_vertical_slash requirements_from_config",
     "cache.layer_cache": "TORCH_DTYPES LayerCache",
