@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -15,7 +14,6 @@ from packaging.version import Version
 
 import attn_core
 from attn_core.costs import store
-from attn_core.errors import UsageError
 from attn_core.plugins.dependencies import (
     Libraries,
     Pin,
@@ -28,9 +26,9 @@ from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, devices_of, probe_device, torch_build
 from attn_core.tools import probes
+from attn_core.tools.finding import Finding, Level
 from attn_core.tools.tuning import tuning
 
-Level = Literal["ok", "note", "problem"]
 BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
 
 VECTORS = {  # architecture of a CPU → what its kernels may use
@@ -40,17 +38,6 @@ VECTORS = {  # architecture of a CPU → what its kernels may use
     "neon": "with NEON",
     "": "with instructions that are not known",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was checked: what was found, the verdict and the command that fixes it."""
-
-    subject: str
-    found: str
-    level: Level
-    verdict: str
-    fix: str = ""
 
 
 def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
@@ -68,7 +55,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
         _tuning(registry, here, libraries, here=device is None),
-        *(_probes(registry, here) if device is None else ()),
+        *(probes.findings(registry, here) if device is None else ()),
         *_strangers(registry.pins),
     ]
 
@@ -272,24 +259,6 @@ def _group(
 def _tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bool) -> Finding:
     what = tuning(registry, device, libraries, here=here)
     return Finding("measured", what.found, "ok" if what.good else "note", what.verdict, what.fix)
-
-
-def _probes(registry: Registry, here: Device) -> Iterator[Finding]:
-    """Say what became of the probes on this machine, and name each row that failed."""
-    fix = "attn doctor --probe"
-    try:
-        found = probes.read(registry, here)
-    except UsageError as error:
-        yield Finding("probes", "unreadable", "problem", str(error), fix)
-        return
-    if found is None:
-        yield Finding("probes", "none", "note", "whether the backends run was not tried", fix)
-        return
-    passed = f"{len(found.verdicts) - len(found.failed)} rows"
-    yield Finding("probes", passed, "ok", f"passed, on {found.date}")
-    for (_, name, row), why in found.failed.items():
-        what, text = f"{name}, row {row}", f"not selected: {why}"
-        yield Finding(what, "failed", "problem", text, f"attn check {name}")
 
 
 def _strangers(pins: tuple[Pin, ...]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
@@ -15,6 +15,7 @@ from attn_core.formatting import printable
 from attn_core.plugins.registry import Registry, RowName
 from attn_core.spec.device import Device, probe_device
 from attn_core.spec.kinds import Family
+from attn_core.tools.finding import Finding
 
 SCHEMA = 1
 FOLDER = "probes"
@@ -93,6 +94,24 @@ def probed(registry: Registry, device: Device | None = None) -> Registry:
         return registry
     where = f"on {chip(device or probe_device())}"
     return replace(registry, failed={n: f"{where}: {why}" for n, why in found.failed.items()})
+
+
+def findings(registry: Registry, here: Device) -> Iterator[Finding]:
+    """Say what became of the probes on this machine, and name each row that failed."""
+    fix = "attn doctor --probe"
+    try:
+        found = read(registry, here)
+    except UsageError as error:
+        yield Finding("probes", "unreadable", "problem", str(error), fix)
+        return
+    if found is None:
+        yield Finding("probes", "none", "note", "whether the backends run was not tried", fix)
+        return
+    passed = f"{len(found.verdicts) - len(found.failed)} rows"
+    yield Finding("probes", passed, "ok", f"passed, on {found.date}")
+    for (_, name, row), why in found.failed.items():
+        what, text = f"{name}, row {row}", f"not selected: {why}"
+        yield Finding(what, "failed", "problem", text, f"attn check {name}")
 
 
 def _text(name: str, value: Any) -> str:
