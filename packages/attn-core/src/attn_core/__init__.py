@@ -18,7 +18,7 @@ _HOME = {
     "spec.device": "Device parse_device probe_cpu probe_device",
     "spec.dual_chunk": "DualChunk",
     "spec.requirements": "LayerRequirements Requirements Speculation",
-    "spec.capabilities": "ANY_TOPK BackendSpec Capabilities",
+    "spec.capabilities": "ANY_TOPK BackendSpec Capabilities KnownBad",
     "plugins.dependencies": "Pin chosen_distribution",
     "plugins.hookspecs": "hookimpl",
     "plugins.registry": "Registry load_plugins",

@@ -113,6 +113,7 @@ from attn_core.selection.solver import select as select
 from attn_core.spec.capabilities import ANY_TOPK as ANY_TOPK
 from attn_core.spec.capabilities import BackendSpec as BackendSpec
 from attn_core.spec.capabilities import Capabilities as Capabilities
+from attn_core.spec.capabilities import KnownBad as KnownBad
 from attn_core.spec.device import Device as Device
 from attn_core.spec.device import parse_device as parse_device
 from attn_core.spec.device import probe_cpu as probe_cpu

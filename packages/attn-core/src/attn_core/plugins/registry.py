@@ -137,8 +137,9 @@ class Registry:
         return tuple(sorted({group for row in rows for group in row.requires}))
 
     def installed_libraries(self) -> dict[str, str | None]:
-        """Look up the versions of the libraries that rows require and are here; imports none."""
-        return {**installed(self.requires()), **self.own_libraries}
+        """Look up the versions here of libraries that rows, or known_bad, name; imports none."""
+        bad = {x for s in self.backends.values() for k in s.known_bad for x in k.libraries}
+        return {**installed({*self.requires(), *bad}), **self.own_libraries}
 
 
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
@@ -212,9 +213,8 @@ def _origin(point: EntryPoint) -> Origin:
     dist, module = point.dist, printable(point.value, ERROR_LENGTH)
     if dist is None or dist.name is None:  # a distribution whose METADATA is lost has no name
         return Origin("unknown", "?", module)
-    return Origin(
-        printable(canonicalize_name(dist.name)), printable(str(dist.version or "?")), module
-    )
+    version = printable(str(dist.version or "?"))
+    return Origin(printable(canonicalize_name(dist.name)), version, module)
 
 
 def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:

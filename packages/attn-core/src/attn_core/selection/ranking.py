@@ -13,6 +13,7 @@ from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
 from attn_core.selection.expected import Costs, Expected, micros
+from attn_core.selection.known_bad import known_bad_gaps
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import Overrides, Verdict
 from attn_core.selection.sub_backends import flag_of, sub_backend_gaps
@@ -70,6 +71,7 @@ class RowJudge:
                     speculates=family == "softmax" and spec_mode == phase.value,
                 )
                 + self._policy(spec, row)
+                + tuple(known_bad_gaps(spec, row, self.needs, self.device, self.libraries, phase))
                 + sub_backend_gaps(row, phase, self.overrides),
                 tuple(n for n in (_not_built(spec, row), _ragged_only(spec, row), row.note) if n),
             )
