@@ -73,6 +73,7 @@ def run(monkeypatch, capfd):
         raise UsageError("no kernels here")
 
     monkeypatch.setattr("attn_core.costs.store.put", no_kernels)  # it would write anywhere
+    monkeypatch.setattr("attn_core.cli.doctor.run_probes", no_kernels)
     monkeypatch.setattr("attn_core.cli.check._run", no_kernels)
     monkeypatch.setattr("attn_core.cli.generate._load", no_kernels)
     monkeypatch.setattr("attn_core.runtime.warmup.create", no_kernels)
