@@ -45,7 +45,7 @@ def lock_command(
         store.put(file, jsons.dumps(kept.to_json(), indent=1, ensure_ascii=True) + "\n")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise UsageError(f"lock {file}: {getattr(error, 'strerror', None) or error}") from None
-    lines = [f"  {name:<16}{c.choice:<16} {c.reason}".rstrip() for name, c in kept.decision.items()]
+    lines = [f"  {name:<17}{c.choice:<16} {c.reason}".rstrip() for name, c in kept.decision.items()]
     print_text("\n".join([f"{file}, on {inputs.device}", *lines]))
 
 
