@@ -1,7 +1,13 @@
-"""Bound the number of random examples."""
+"""Bound the number of random examples; run `attn` in this process."""
+
+from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
+import pytest
+from attn_core import cli
 from hypothesis import HealthCheck, settings
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -9,3 +15,22 @@ COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=60, derandomize=True, **COMMON)
 settings.register_profile("random", max_examples=300, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def here(monkeypatch, capfd):
+    """Return what runs `attn` in this process: another one takes half a second to start."""
+    for name in [n for n in os.environ if n.startswith("ATTN_")]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["attn", *arguments])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run

@@ -33,25 +33,6 @@ def attn(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def here(monkeypatch, capfd):
-    """Return what runs `attn` in this process: another one takes half a second to start."""
-    for name in [n for n in os.environ if n.startswith("ATTN_")]:
-        monkeypatch.delenv(name)
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["attn", *arguments])
-        capfd.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
-
-    return run
-
-
 def data(*arguments: str) -> dict:
     done = attn(*arguments)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ KEYS = (
 def run(monkeypatch, capfd):
     """Run `attn` in this process, with the kernels left out; return exit code, output, errors."""
     registry = functools.cache(load_plugins)()
-    for name in ("backends", "check", "doctor", "select", "tune", "warmup"):
+    for name in ("backends", "check", "doctor", "lock", "select", "tune", "warmup"):
         monkeypatch.setattr(f"attn_core.cli.{name}.load_plugins", lambda: registry)
     for name in [n for n in os.environ if n.startswith("ATTN_")]:
         monkeypatch.delenv(name)
@@ -72,6 +72,8 @@ def run(monkeypatch, capfd):
     def no_kernels(*args, **kwargs):
         raise UsageError("no kernels here")
 
+    monkeypatch.setattr("attn_core.costs.store.put", no_kernels)  # it would write anywhere
+    monkeypatch.setattr("attn_core.cli.doctor.run_probes", no_kernels)
     monkeypatch.setattr("attn_core.cli.check._run", no_kernels)
     monkeypatch.setattr("attn_core.cli.generate._load", no_kernels)
     monkeypatch.setattr("attn_core.runtime.warmup.create", no_kernels)
@@ -94,7 +96,9 @@ def hold(arguments, code, out, err):
     """Check what every call must hold to."""
     about = (arguments, err[-2000:])
     assert code in (0, 1, 2, 3), about
-    assert code != 1 or arguments[0] in ("doctor", "check"), about
+    assert code != 1 or arguments[0] in ("doctor", "check", "diff") or "--locked" in arguments, (
+        about
+    )
     assert "internal error" not in err, about
     assert "Traceback" not in out + err or "--debug" in arguments, about
     assert "\x1b" not in out + err, about
@@ -138,7 +142,8 @@ def _fitting(flag, pools, paths):
     for part, pool in (
         ("backend", names), ("device", places), ("model", paths), ("evidence", paths),
         ("installed", libraries), ("size", numbers), ("head", numbers), ("topk", numbers),
-        ("profile", paths), ("workload", paths),
+        ("profile", paths), ("workload", paths), ("locked", paths), ("old", paths),
+        ("new", paths), ("file", paths),
         ("dtype", words), ("kind", words), ("format", words), ("mode", words), ("version", words),
     ):  # fmt: skip
         if part in flag:
@@ -166,6 +171,9 @@ def folder(tmp_path):
     (tmp_path / "bytes.json").write_bytes(bytes(range(256)))
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "digits.json").write_text('{"hidden_size": ' + "9" * 5000 + "}")
+    lock = {"schema": 1, "asked": {}, "decision": {}, "environment": {}, "profile": ""}
+    lock |= {"conflicts": [], "weighed": []}
+    (tmp_path / "a.lock").write_text(json.dumps(lock))
     (tmp_path / "short.gguf").write_bytes(b"GGUF\3\0\0\0")
     return tmp_path
 

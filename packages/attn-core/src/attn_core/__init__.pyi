@@ -113,8 +113,10 @@ from attn_core.selection.solver import select as select
 from attn_core.spec.capabilities import ANY_TOPK as ANY_TOPK
 from attn_core.spec.capabilities import BackendSpec as BackendSpec
 from attn_core.spec.capabilities import Capabilities as Capabilities
+from attn_core.spec.capabilities import KnownBad as KnownBad
 from attn_core.spec.device import Device as Device
 from attn_core.spec.device import parse_device as parse_device
+from attn_core.spec.device import probe_cpu as probe_cpu
 from attn_core.spec.device import probe_device as probe_device
 from attn_core.spec.dual_chunk import DualChunk as DualChunk
 from attn_core.spec.kinds import Family as Family
@@ -125,6 +127,7 @@ from attn_core.spec.kinds import Role as Role
 from attn_core.spec.requirements import LayerRequirements as LayerRequirements
 from attn_core.spec.requirements import Requirements as Requirements
 from attn_core.spec.requirements import Speculation as Speculation
+from attn_core.tools.probes import probed as probed
 from attn_core.trust.shadow import Shadow as Shadow
 
 __version__: str

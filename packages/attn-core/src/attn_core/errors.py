@@ -19,6 +19,10 @@ class ModelConfigError(AttnError):
     """A model directory or config.json that cannot be read or understood."""
 
 
+class LockError(AttnError):
+    """The selection is another than the one that was locked; the message says what changed."""
+
+
 class BackendNotImplementedError(AttnError):
     """The backend is declared, so it can be selected and explained, but it is not implemented."""
 

@@ -18,6 +18,8 @@ COMMANDS = {
     "doctor": "doctor:doctor_command",
     "select": "select:select_command",
     "why-not": "select:why_not_command",
+    "lock": "lock:lock_command",
+    "diff": "lock:diff_command",
     "generate": "generate:generate_command",
     "check": "check:check_command",
     "replay": "replay:replay_command",

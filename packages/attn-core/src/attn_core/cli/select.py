@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,13 +12,18 @@ from attn_core.cli.command_line import applier, changed_flags, written
 from attn_core.cli.console import print_json, print_text
 from attn_core.cli.inputs import selection_inputs
 from attn_core.cli.layers import layers_as_data, layers_as_text
+from attn_core.cli.lock import lock_of
 from attn_core.cli.options import InputFlags, flag, takes
+from attn_core.costs import store
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.diagnosis import WhyNot, describe, why_not
 from attn_core.selection.explain_costs import explain_costs
 from attn_core.selection.inputs import SelectionInputs
+from attn_core.selection.lock import Lock
+from attn_core.selection.moves import require
 from attn_core.selection.result import NoBackendError, explain, to_json
 from attn_core.spec.kinds import Family
+from attn_core.tools.probes import probed
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -34,15 +40,22 @@ def select_command(
         bool,
         flag("--explain-cost", "Print what every pass of the workload costs.", env=False),
     ] = False,
+    locked: Annotated[
+        Path | None, flag("--locked", "Refuse to differ from this file of `attn lock`.")
+    ] = None,
 ) -> None:
-    """Select backends for a model on a device and explain why. Exit code 3: none fits."""
-    registry = load_plugins()
+    """Select backends for a model on a device and explain why. Exit code 3: none fits.
+
+    With --locked, exit code 1: the selection differs from the lock; the error says what changed.
+    """
+    registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
     layers = {"layers_read": layers_as_data(inputs.requirements)}
     if flags.model is not None and not json:
         print_text(layers_as_text(inputs.requirements, flags.model))
     if implemented_only:  # as on this machine, where nothing else can be created
         inputs = replace(inputs, simulated=False)
+    kept = None if locked is None else store.parsed(locked, "lock", Lock.from_json)
     try:
         selection = inputs.select(registry)
     except NoBackendError as error:
@@ -51,10 +64,15 @@ def select_command(
             raise typer.Exit(3) from None
         print_text(explain(error.selection))
         raise
+    changed = None
+    if kept is not None:
+        changed = require(kept, lock_of(inputs, selection, registry), f"lock {locked}")
     if json:
-        print_json(to_json(selection) | layers)
+        print_json(to_json(selection) | layers | ({} if kept is None else {"changed": changed}))
     else:
         print_text(explain(selection))
+        for text in changed or ():
+            print_text(f"  changed    {text}")
         if explain_cost:
             print_text(explain_costs(selection))
 
@@ -66,7 +84,7 @@ def why_not_command(
     json: Json = False,
 ) -> None:
     """Explain why a backend is not selected, and find the smallest change that makes it fit."""
-    registry = load_plugins()
+    registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
     answers = [
         why_not(

@@ -26,6 +26,7 @@ from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.result import NoBackendError
 from attn_core.spec.device import probe_device
 from attn_core.spec.requirements import LayerRequirements
+from attn_core.tools.probes import probed
 
 if TYPE_CHECKING:
     from attn_core.measure.session import Step
@@ -59,7 +60,7 @@ def tune_command(
     with the reference; one that is wrong is listed and has no times. An interrupted run goes on
     where it ended. `attn select` then weighs by what was measured.
     """
-    registry = load_plugins()
+    registry = probed(load_plugins())
     inputs = _inputs(flags, path, registry)
     env = environment(registry, inputs.device)
     file = out or store.own_path(env)
@@ -116,7 +117,7 @@ def bench_command(
 
     This is the measurement of `attn tune`, of the workload's own passes; no file is written.
     """
-    registry = load_plugins()
+    registry = probed(load_plugins())
     inputs = _inputs(flags, path, registry)
     env = environment(registry, inputs.device)
     work = _Measurement(inputs, registry, env, Profile(), minutes, grid=False)

@@ -17,6 +17,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.spec.device import probe_device
 from attn_core.spec.requirements import Requirements
+from attn_core.tools.probes import probed
 
 MAX_BYTES = 16 << 30  # of the tensors of one pass, which serves no request
 TOKENS, KEYS = 151, 2151  # the most of one request, in attn_core.runtime.warmup
@@ -39,7 +40,7 @@ def warmup_command(
     """
     if path is not None and flags.model is not None:
         raise UsageError(f"{path} and --model {flags.model}: name one model")
-    registry = load_plugins()
+    registry = probed(load_plugins())
     here = probe_device()
     device = None if flags.device == here.type else flags.device  # the one of that type
     inputs = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)

@@ -8,6 +8,7 @@ import platform
 import re
 
 import attn_core
+from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, probe_device, torch_build
 
@@ -34,6 +35,18 @@ def environment(registry: Registry, device: Device | None = None) -> dict[str, s
         "attn-core": attn_core.__version__,
         **{o.distribution: o.version for o in registry.origins.values()},
         **versions,
+    }
+    return {name: value for name, value in sorted(found.items()) if value}
+
+
+def assumed_environment(registry: Registry, device: Device, libraries: Libraries) -> dict[str, str]:
+    """Return the environment of a simulated machine: its libraries are those that are assumed."""
+    found = {
+        "device": device.name or str(device),
+        "runtime": device.runtime,
+        **{name: version or "assumed" for name, version in libraries.items()},
+        "attn-core": attn_core.__version__,
+        **{o.distribution: o.version for o in registry.origins.values()},
     }
     return {name: value for name, value in sorted(found.items()) if value}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -58,6 +60,15 @@ class Profile:
     def device(self) -> str | None:
         """The driver's name for the chip."""
         return self.environment.get("device")
+
+    @property
+    def digest(self) -> str:
+        """A short digest of what was measured, "" for nothing."""
+        if not self.costs and not self.bad:
+            return ""
+        data = self.to_json()
+        text = json.dumps([data["series"], data["bad"]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def merged(self, other: Profile) -> Profile:
         """Return both; where both measured, `other`."""

@@ -10,8 +10,8 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
@@ -21,17 +21,23 @@ from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device
 
 MOST_BYTES = 32 << 20
+_T = TypeVar("_T")
 
 
 def read_profile(path: pathlib.Path) -> Profile:
     """Read a profile. Raises UsageError, which names the file and what is wrong with it."""
-    text = content(path, "profile")
+    return parsed(path, "profile", Profile.from_json)
+
+
+def parsed(path: pathlib.Path, what: str, parse: Callable[[Any], _T]) -> _T:
+    """Return what `parse` makes of a JSON file; errors name the file. Raises UsageError."""
+    text = content(path, what)
     try:
-        return Profile.from_json(json.loads(text))
+        return parse(json.loads(text))
     except UsageError as error:
-        raise UsageError(f"profile {path}: {error}") from None
+        raise UsageError(f"{what} {path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"profile {path}: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{what} {path}: {type(error).__name__}: {error}") from None
 
 
 def content(path: pathlib.Path, what: str) -> bytes:
@@ -64,12 +70,17 @@ def write(path: pathlib.Path, profile: Profile) -> Profile:
                 if not there.differences(profile.environment):
                     whole = there.merged(profile)
         text = json.dumps(whole.to_json(), separators=(",", ":"), sort_keys=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text.replace('{"backend"', '\n{"backend"') + "\n")
-        os.replace(file.name, path)
+        put(path, text.replace('{"backend"', '\n{"backend"') + "\n")
     return whole
+
+
+def put(path: pathlib.Path, text: str) -> None:
+    """Write a file at once: another process reads the old text or the new one. Raises OSError."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.name[:50], delete=False, encoding="utf-8"
+    ) as file:
+        file.write(text)
+    os.replace(file.name, path)
 
 
 @contextlib.contextmanager
@@ -85,12 +96,17 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def own_path(env: Mapping[str, str]) -> pathlib.Path:
-    """Return where the profile of an environment lives: a folder of the user's cache."""
+def folder(name: str) -> pathlib.Path:
+    """Return a folder of attn-core in the user's cache; it may not exist."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(cache) / "attn-core" / name
+
+
+def own_path(env: Mapping[str, str], kind: str = "profiles") -> pathlib.Path:
+    """Return where what belongs to an environment lives: its profile, or another kind of file."""
     device = re.sub(r"[^a-z0-9]+", "-", env.get("device", "").lower()).strip("-")[:40]
     digest = hashlib.sha256(repr(sorted(env.items())).encode()).hexdigest()[:12]
-    return pathlib.Path(cache) / "attn-core" / "profiles" / f"{device}-{digest}.json"
+    return folder(kind) / f"{device}-{digest}.json"
 
 
 def tuned_profile(registry: Registry, device: Device | None = None) -> Profile | None:

@@ -16,6 +16,7 @@ from attn_core.selection.solver import select
 from attn_core.spec.device import probe_cpu, probe_device
 from attn_core.spec.requirements import Requirements
 from attn_core.tools.env_vars import variable
+from attn_core.tools.probes import probed
 
 BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 LINEAR_ARGUMENTS = (
@@ -29,8 +30,8 @@ _LISTS = ("prefer", "allow", "deny")
 
 def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
     """Select by ATTN_* variables and what was tuned on this machine. Raises NoBackendError."""
-    registry = load_plugins()
     here = probe_cpu() if device.type == "cpu" else probe_device()
+    registry = probed(load_plugins(), here)
     # each is chosen for what is there: a name of others would find no such layers
     others = [] if requirements.vision else ["mm_attention_backend"]
     others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS

@@ -24,9 +24,10 @@ from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.kinds import Family
 
 BUILTIN = "attn-core"
-ERROR_LENGTH = 1000  # characters that are kept of an error
+ERROR_LENGTH = 1000  # characters of an error
 SLOW_SECONDS = 1.0  # a plugin whose rows take longer is reported: every `attn` command waits for it
 Key = tuple[Family, str]
+RowName = tuple[Family, str, str]  # of a backend, and the digest of one of its rows
 
 
 class Distribution(Protocol):
@@ -99,6 +100,7 @@ class Registry:
     pins: tuple[Pin, ...] = ()
     slow: tuple[SlowPlugin, ...] = ()
     own_libraries: Libraries = field(default_factory=dict)  # that plugins compiled, and are here
+    failed: Mapping[RowName, str] = field(default_factory=dict)  # rows whose probe failed here
 
     def family(self, family: Family) -> tuple[BackendSpec, ...]:
         """Return the backends of one family, sorted by name."""
@@ -135,8 +137,9 @@ class Registry:
         return tuple(sorted({group for row in rows for group in row.requires}))
 
     def installed_libraries(self) -> dict[str, str | None]:
-        """Look up the versions of the libraries that rows require and are here; imports none."""
-        return {**installed(self.requires()), **self.own_libraries}
+        """Look up the versions here of libraries that rows, or known_bad, name; imports none."""
+        bad = {x for s in self.backends.values() for k in s.known_bad for x in k.libraries}
+        return {**installed({*self.requires(), *bad}), **self.own_libraries}
 
 
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
@@ -153,8 +156,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     origins: dict[Key, Origin] = {}
     names: dict[Key, Origin] = {}  # and aliases
     broken: list[BrokenPlugin] = []
-    pins: list[Pin] = []
-    slow: list[SlowPlugin] = []
+    pins, slow = list[Pin](), list[SlowPlugin]()
     own: dict[str, str | None] = {}
     points = _installed_points(broken) if entry_points is None else entry_points
     unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
@@ -211,9 +213,8 @@ def _origin(point: EntryPoint) -> Origin:
     dist, module = point.dist, printable(point.value, ERROR_LENGTH)
     if dist is None or dist.name is None:  # a distribution whose METADATA is lost has no name
         return Origin("unknown", "?", module)
-    return Origin(
-        printable(canonicalize_name(dist.name)), printable(str(dist.version or "?")), module
-    )
+    version = printable(str(dist.version or "?"))
+    return Origin(printable(canonicalize_name(dist.name)), version, module)
 
 
 def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:

@@ -9,13 +9,14 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from attn_core.dtypes import KV_DTYPES, PLAIN_DTYPES
 from attn_core.formatting import printable
 from attn_core.plugins.dependencies import Pin, alternatives
-from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.capabilities import BackendSpec, Capabilities, KnownBad
 from attn_core.spec.kinds import Phase
 
 # A declaration is read by every command: it stays small enough to be weighed in no time.
@@ -62,6 +63,11 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: all(map(_parses(alternatives), v)),
         "requirements like 'triton>=3.4 or pytorch-triton-rocm>=3.4'",
     ),
+    "libraries": (
+        lambda v: all(map(_parses(Requirement), v)),
+        "requirements like 'triton==3.5.*'",
+    ),
+    "source": (bool, "not empty"),
     "torch": (_parses(SpecifierSet), "a specifier like '==2.13.*'"),
     "version": (_parses(SpecifierSet), "a specifier like '==0.4.8'"),
     **dict.fromkeys(
@@ -71,7 +77,7 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_page_size", "preferred_page_size"), (lambda v: v > 0, "above 0")),
     **dict.fromkeys(("max_verify_topk", "max_session_topk"), (lambda v: v >= 0, "0 or more")),
 }
-HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities, Pin)}
+HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities, KnownBad, Pin)}
 PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
 
 
@@ -103,6 +109,9 @@ def problem(spec: object) -> str | None:
                 f"row {number}: absorbed False (expected with phase prefill alone and "
                 "max_verify_topk 0)"
             )
+    for bad in spec.known_bad:
+        if (wrong := _fields(bad)) is not None:
+            return f"known_bad: {wrong}"
     families = {row.family for row in spec.capabilities}
     return "rows of both families, softmax and linear" if len(families) > 1 else None
 
@@ -114,7 +123,7 @@ def pin_problem(pin: object) -> str | None:
     return _fields(pin)
 
 
-def _fields(record: BackendSpec | Capabilities | Pin) -> str | None:
+def _fields(record: BackendSpec | Capabilities | KnownBad | Pin) -> str | None:
     hints = HINTS[type(record)]
     for f in fields(record):
         value, hint = getattr(record, f.name), hints[f.name]

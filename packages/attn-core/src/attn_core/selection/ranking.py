@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 from attn_core.costs import store
 from attn_core.costs.profile import Profile
+from attn_core.costs.shapes import row_key
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.compatibility import mismatches
 from attn_core.selection.expected import Costs, Expected, micros
+from attn_core.selection.known_bad import known_bad_gaps
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch
 from attn_core.selection.result import Overrides, Verdict
 from attn_core.selection.sub_backends import flag_of, sub_backend_gaps
@@ -69,6 +71,7 @@ class RowJudge:
                     speculates=family == "softmax" and spec_mode == phase.value,
                 )
                 + self._policy(spec, row)
+                + tuple(known_bad_gaps(spec, row, self.needs, self.device, self.libraries, phase))
                 + sub_backend_gaps(row, phase, self.overrides),
                 tuple(n for n in (_not_built(spec, row), _ragged_only(spec, row), row.note) if n),
             )
@@ -82,6 +85,10 @@ class RowJudge:
     def _policy(self, spec: BackendSpec, row: Capabilities) -> tuple[Mismatch, ...]:
         gaps = []
         allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
+        failed = not self.simulated and self.registry.failed
+        if failed and (why := failed.get((spec.family, name, row_key(row)))):
+            retry = f"`attn check {name}` says more, `attn doctor --probe` tries again"
+            gaps.append(Mismatch("probe", f"its probe failed {why}", retry))
         if spec.creator(row) is None and not self.simulated:
             gaps.append(Mismatch("implementation", f"{name} is declared", "not implemented in 0.1"))
         if allow is not None and name not in allow:

@@ -105,6 +105,30 @@ class Capabilities:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownBad:
+    """A combination that rows declare, and that is known to fail or to answer wrongly.
+
+    why: what goes wrong. source: where that is on record. The combination is met where all of the
+    others hold; an empty one always does. libraries: distributions in bad versions
+    ("acme-kernels>=2,<2.3"); a row that runs with another one of an any-of group is not meant.
+    kinds, phases, archs, head_dims: as in rows; head_dims are those of Q and K.
+    """
+
+    why: str
+    source: str
+    libraries: Sequence[str] = ()
+    kinds: AbstractSet[Kind] = frozenset()
+    phases: AbstractSet[Phase] = frozenset(Phase)
+    archs: AbstractSet[str] = frozenset()
+    head_dims: AbstractSet[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _collect(self, "libraries", tuple, "a list")
+        for name in ("kinds", "phases", "archs", "head_dims"):
+            _collect(self, name, frozenset, "a set")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendSpec:
     """A declared backend: its name, its rows and the name of the class that runs it.
 
@@ -115,6 +139,7 @@ class BackendSpec:
     aliases: other documented names of the backend (for --mm-attention-backend).
     matrix_deviations: cell ("mha.fp8_kv") → why it differs from the documented matrix.
     refused_sub_backends: documented sub-backends of sparse MLA that no row runs → what to do.
+    known_bad: combinations within its rows that are never selected.
     """
 
     name: str
@@ -123,10 +148,12 @@ class BackendSpec:
     aliases: Sequence[str] = ()
     matrix_deviations: Mapping[str, str] = field(default_factory=dict, hash=False)
     refused_sub_backends: Mapping[str, str] = field(default_factory=dict, hash=False)
+    known_bad: Sequence[KnownBad] = ()
 
     def __post_init__(self) -> None:
         _collect(self, "capabilities", tuple, "a list")
         _collect(self, "aliases", tuple, "a list")
+        _collect(self, "known_bad", tuple, "a list")
         _collect(self, "matrix_deviations", dict, "a mapping")
         _collect(self, "refused_sub_backends", dict, "a mapping")
 

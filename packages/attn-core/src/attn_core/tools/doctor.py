@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -26,9 +25,10 @@ from attn_core.plugins.dependencies import (
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, devices_of, probe_device, torch_build
+from attn_core.tools import probes
+from attn_core.tools.finding import Finding, Level
 from attn_core.tools.tuning import tuning
 
-Level = Literal["ok", "note", "problem"]
 BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
 
 VECTORS = {  # architecture of a CPU → what its kernels may use
@@ -38,17 +38,6 @@ VECTORS = {  # architecture of a CPU → what its kernels may use
     "neon": "with NEON",
     "": "with instructions that are not known",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was checked: what was found, the verdict and the command that fixes it."""
-
-    subject: str
-    found: str
-    level: Level
-    verdict: str
-    fix: str = ""
 
 
 def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
@@ -66,6 +55,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
         _tuning(registry, here, libraries, here=device is None),
+        *(probes.findings(registry, here) if device is None else ()),
         *_strangers(registry.pins),
     ]
 

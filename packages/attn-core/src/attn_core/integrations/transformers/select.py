@@ -19,6 +19,7 @@ from attn_core.selection.solver import select
 from attn_core.spec.device import Device, probe_cpu, probe_device
 from attn_core.spec.kinds import Role
 from attn_core.spec.requirements import Speculation
+from attn_core.tools.probes import probed
 
 DTYPES: Mapping[torch.dtype, str] = {TORCH_DTYPES[name]: name for name in PLAIN_DTYPES}
 
@@ -53,8 +54,9 @@ def select_for(
         page_size=page_size,
     )
     needs = replace(needs, shared_prefix=shared_prefix)
-    registry = registry or load_plugins()
-    here, libraries = _device(device), registry.installed_libraries()
+    here = _device(device)
+    registry = probed(registry or load_plugins(), here)
+    libraries = registry.installed_libraries()
     profile = store.tuned_profile(registry, here)
     chosen = select(needs, here, registry, libraries, overrides, profile)
     if "linear_decode" not in chosen.roles:
