@@ -48,7 +48,7 @@ _SPARSE = (
     "dsa-decode-fp8-fp32",
     "beside_attention",
 )
-_DUAL_CHUNK = ("dual-chunk-decode-long", "dual-chunk-fp8", "dual-chunk-sparse-heads")
+_DUAL_CHUNK = ("dual-chunk-decode-long", "dual-chunk-prefill", "dual-chunk-sparse-heads")
 _BOTH = ("test_kernels.py", "test_linear_kernels.py")
 KERNELS = {  # name → files, and which tests of theirs
     "kernels": (_BOTH, "test_kernels or test_linear_kernels and not graph"),

@@ -139,7 +139,7 @@ def test_a_selection_stays_in_its_memory(name, dtype):
         ("dual-chunk-prefix", "extend_tiles"),
         ("dual-chunk-decode-long", "decode_splits"),
         ("dual-chunk-verify-chain", "decode_splits"),
-        ("dual-chunk-fp8", "extend_tiles"),
+        ("dual-chunk-fp8", "decode_splits"),
         ("dual-chunk-sparse-chunks", "list_keys"),
         ("dual-chunk-sparse-heads", "attend_rows"),
     ],

@@ -1,7 +1,7 @@
 """Compile a kernel that overwrites what a product in flight reads; prints what is found.
 
-Usage: python overwriting_kernel.py scratch | buffer | kept. "scratch": a change of layout takes the
-place of a factor. "buffer": an allocation does. "kept": the factors live until the wait.
+Usage: python overwriting_kernel.py PLACE …, each "scratch": a change of layout takes the place of a
+factor, "buffer": an allocation does, or "kept": the factors live until the wait.
 """
 
 import json
@@ -48,13 +48,15 @@ def square(x, y, PLACE: gl.constexpr):
     gl.store(y + i * 64 + j, out)
 
 
-def main(place):
-    """Compile for sm90."""
+def main(places):
+    """Compile for sm90, one place after the other; print what is found in each."""
     driver.set_active(StandIn(target_of("sm90")))
-    x = torch.empty(64, 64, dtype=torch.float16, device="meta")
-    kernel = square.run(x, x, place, grid=(1,), warmup=True, num_warps=4)
-    print(json.dumps(shared_memory.findings(kernel.asm["ttgir"])))
+    x, found = torch.empty(64, 64, dtype=torch.float16, device="meta"), {}
+    for place in places:
+        kernel = square.run(x, x, place, grid=(1,), warmup=True, num_warps=4)
+        found[place] = shared_memory.findings(kernel.asm["ttgir"])
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -5,6 +5,7 @@ Nothing here is part of a backend. What the ranks exchange is what an engine's c
 
 from __future__ import annotations
 
+import multiprocessing
 import pathlib
 import pickle
 import tempfile
@@ -33,8 +34,11 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
     work is a function of a module, and what it returns can be pickled. A rank that raises ends all.
     """
+    # one process imports torch, the ranks of all tests are forked from it
+    multiprocessing.set_forkserver_preload(["torch", "attn_core.runtime.dispatcher"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (size, folder, work, args), nprocs=size)
+        how = {"nprocs": size, "start_method": "forkserver"}
+        mp.start_processes(_run, (size, folder, work, args), **how)
         return [pickle.loads(pathlib.Path(folder, str(i)).read_bytes()) for i in range(size)]
 
 
