@@ -26,7 +26,10 @@ from typing import Any
 from benchmarks.engines import record, sglang_engine, vllm_engine
 from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, Case, named
 
-ENGINES = {"sglang": sglang_engine.Engine, "vllm": vllm_engine.Engine}
+ENGINES: dict[str, type[sglang_engine.Engine] | type[vllm_engine.Engine]] = {
+    "sglang": sglang_engine.Engine,
+    "vllm": vllm_engine.Engine,
+}
 IMPORTS = {"sglang": "sglang", "vllm": "vllm.entrypoints.llm"}  # what takes long
 FEW_TOKENS = 17
 REPEATS = 3

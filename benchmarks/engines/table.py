@@ -21,7 +21,7 @@ SHOWN = 160  # characters of an error
 _TABLE_HEAD = """## Step times
 
 Milliseconds of one step of the engine (draft, verification, sampling and scheduling included) or of
-a prefill, on {device}, {engine} {version}, random weights. `python -m benchmarks.engines.run` measures
+a prefill, on {device}, {engine}, random weights. `python -m benchmarks.engines.run` measures
 them: medians over the processes of a backend, the smallest and largest time in brackets. "Speed-up"
 is the time of the best built-in backend over ours; "must" and "aim" are what we hold it against.
 Where a backend has not run yet, the speed-up names the one that it is of.
@@ -47,9 +47,8 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
     if not found:
         return ""
     engine = CONFIGURATIONS[found[0]["configuration"]].engine
-    head = _TABLE_HEAD.format(
-        device=_devices(found), engine=NAMES[engine], version=_versions(found, engine)
-    )
+    shown = f"{NAMES[engine]} {_versions(found, engine)}"
+    head = _TABLE_HEAD.format(device=_devices(found), engine=shown)
     return head + "".join("\n" + section(each) for each in found)
 
 
