@@ -320,7 +320,7 @@ def test_what_is_not_served_says_what_to_change():
 
 def test_variables_name_what_is_inside():
     chosen = overrides(
-        {"ATTN_DECODE_ATTENTION_BACKEND": "triton", "ATTN_DENY": "fa3,fa4", "ATTN_PREFER": ""}
+        {"ATTN_DECODE_ATTENTION_BACKEND": " triton ", "ATTN_DENY": "fa3, fa4,", "ATTN_PREFER": " "}
     )
     assert chosen.decode_attention_backend == "triton"
     assert chosen.deny == ("fa3", "fa4")
