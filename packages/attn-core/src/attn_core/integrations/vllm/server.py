@@ -49,7 +49,10 @@ def check_config(config: Any, kv_cache_spec: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             flag = "--" + name.replace("_", "-")
-            raise UnsupportedError(f"{flag} {size} with --attention-backend {NAME} (supports 1)")
+            raise UnsupportedError(
+                f"{flag} {size} with --attention-backend {NAME} (supports 1: a request's keys stay "
+                "together); leave it out, or name a backend that splits them"
+            )
     refused = {
         "enable_dbo": (parallel, "leave out --enable-dbo"),
         "calculate_kv_scales": (cache, "leave out --calculate-kv-scales"),
