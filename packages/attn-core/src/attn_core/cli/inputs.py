@@ -262,5 +262,6 @@ def must_be_here(inputs: SelectionInputs, here: Device, what: str) -> None:
         )
     raise UsageError(
         f"--device {inputs.device}: {what} runs kernels, and this machine has "
-        f"{' and '.join(present)}; leave --device away, or run the command on a machine that has one"
+        f"{' and '.join(present)}; leave --device away, or run the command on a machine "
+        "that has one"
     )
