@@ -29,6 +29,7 @@ def pages() -> dict[pathlib.Path, str]:
     from benchmarks.engines import table
 
     readme, sglang = ROOT / "README.md", ROOT / "docs/how-to/sglang.md"
+    vllm = ROOT / "docs/how-to/vllm.md"
     timed = table.load_all()
     plot = table.plot(timed)
     printed = (ROOT / "benchmarks/results/demo.txt").read_text()
@@ -39,6 +40,7 @@ def pages() -> dict[pathlib.Path, str]:
         **performance_pages(),
         **({ROOT / table.PLOT: plot} if plot else {}),
         sglang: within(STEPS, sglang.read_text(), table.page(timed)),
+        vllm: within(STEPS, vllm.read_text(), table.page(table.load_all(engine="vllm"))),
         readme: within(
             STEPS,
             within(DEMO, within(MARK, readme.read_text(), kinds), printed),

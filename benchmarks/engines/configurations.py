@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,12 @@ from benchmarks.engines.models import (
     EAGLE_DRAFT,
     GPT_OSS_20B,
     LLAMA_8B,
+    LLAMA_TINY,
     QWEN3_NEXT,
 )
 
 OURS = "attn_core"
 NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of steps
-MARGIN = 64  # tokens of the context for drafts that are not accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,14 @@ class Case:
 class Configuration:
     """One engine: a model with its cache and speculation, and all cases that are timed in it.
 
+    engine: "sglang" or "vllm".
     model, draft_model: config.json; weights are random.
     peers: the engine's own backends, in the order in which they are timed. The last is timed once.
     arguments: further arguments of the engine.
     """
 
     title: str
+    engine: str = "sglang"
     model: Mapping[str, Any]
     cases: tuple[Case, ...]
     draft_model: Mapping[str, Any] | None = None
@@ -60,29 +62,6 @@ class Configuration:
         """Whether a step verifies drafts."""
         return "speculative_algorithm" in self.arguments
 
-    def engine_arguments(self, backend: str) -> dict[str, Any]:
-        """Return the engine's arguments but for the paths of its models.
-
-        One graph is captured for each batch size of the cases, and nothing that no case replays.
-        """
-        batches = sorted({case.batch for case in self.cases})
-        return {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "attention_backend": backend,
-            "page_size": 1,
-            "context_length": max(case.length for case in self.cases) + NEW_TOKENS + MARGIN,
-            "max_running_requests": batches[-1],
-            "cuda_graph_bs_decode": batches,
-            "disable_prefill_cuda_graph": True,
-            "mem_fraction_static": 0.8,
-            "random_seed": 1,
-            "sampling_backend": "pytorch",  # greedy; the other compiles kernels first
-            "decode_log_interval": 10000,
-            "log_level": "info",  # attn_core's decision
-            **self.arguments,
-        }
-
 
 _TREES = {
     "speculative_num_draft_tokens": 8,
@@ -93,6 +72,7 @@ _DRAFTED = (  # 32 tokens behind the last state that a prefix cache keeps
     Case(kind="decode", batch=64, length=2080, must=1.05, aim=1.30),
     Case(kind="decode", batch=1, length=4128, must=1.00, aim=1.15),
 )
+_SIZES = tuple((batch, length) for length in (1024, 8192) for batch in (1, 16, 64))
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "bf16": Configuration(
         title="Llama-3.1-8B shape, bf16",
@@ -201,4 +181,40 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         },
         cases=_DRAFTED,
     ),
+    "vllm-bf16": Configuration(
+        title="Llama-3.1-8B shape, bf16",
+        engine="vllm",
+        model=LLAMA_8B,
+        peers=("FLASH_ATTN", "FLASHINFER"),
+        arguments={},
+        cases=(
+            *(Case(kind="decode", batch=b, length=n, must=0.98, aim=1.03) for b, n in _SIZES),
+            Case(kind="prefill", batch=16, length=1024, must=0.98, aim=1.05),
+            Case(kind="prefill", batch=1, length=8192, must=0.98, aim=1.05),
+        ),
+    ),
+    "vllm-fp8": Configuration(
+        title="Llama-3.1-8B shape, FP8 KV cache",
+        engine="vllm",
+        model=LLAMA_8B,
+        peers=("FLASH_ATTN", "FLASHINFER"),
+        arguments={"kv_cache_dtype": "fp8"},
+        cases=tuple(Case(kind="decode", batch=b, length=n, must=1.0, aim=1.2) for b, n in _SIZES),
+    ),
+    "vllm-cpu": Configuration(  # says that the parts fit, and nothing of speed
+        title="A tiny Llama on a CPU",
+        engine="vllm",
+        model=LLAMA_TINY,
+        peers=("CPU_ATTN",),
+        arguments={"dtype": "float32", "enforce_eager": True},
+        cases=(
+            Case(kind="decode", batch=2, length=64, must=0.98, aim=1.03),
+            Case(kind="prefill", batch=2, length=64, must=0.98, aim=1.03),
+        ),
+    ),
 }
+
+
+def named(configuration: str, names: Sequence[str]) -> list[Case]:
+    """Return the cases of a configuration with these names, all without names."""
+    return [c for c in CONFIGURATIONS[configuration].cases if not names or c.name in names]

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+
+def write(folder: pathlib.Path, name: str, config: Mapping[str, Any]) -> str:
+    """Write a model's configuration and return its path."""
+    path = folder / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
 
 LLAMA_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,6 +34,16 @@ LLAMA_8B: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+LLAMA_TINY: Mapping[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 10240,
 }
 EAGLE_DRAFT: Mapping[str, Any] = {
     **LLAMA_8B,

@@ -9,16 +9,20 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.engines.configurations import OURS, Case
+from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
 from benchmarks.results import slug
 
-LIBRARIES = ("sglang", "torch", "triton", "sglang-kernel", "flashinfer-python", "attn-core")
+LIBRARIES = {  # of an engine
+    "sglang": ("sglang", "torch", "triton", "sglang-kernel", "flashinfer-python", "attn-core"),
+    "vllm": ("vllm", "torch", "triton", "flashinfer-python", "attn-core"),
+}
 Row = dict[str, Any]  # backend, case, round, date, versions, and ms with spread_ms, or error
 
 
 def file_name(device: str, configuration: str) -> str:
-    """Return sglang.<device>.<configuration>.json."""
-    return f"sglang.{slug(device)}.{configuration}.json"
+    """Return <engine>.<device>.<configuration>.json."""
+    engine = CONFIGURATIONS[configuration].engine
+    return f"{engine}.{slug(device)}.{configuration.removeprefix(engine + '-')}.json"
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -71,10 +75,10 @@ def missing(
     return [case for case in cases if (case.name, backend, number) not in recorded]
 
 
-def installed() -> dict[str, str | None]:
-    """Return the versions of the engine and of what runs attention in it."""
+def installed(engine: str = "sglang") -> dict[str, str | None]:
+    """Return the versions of an engine and of what runs attention in it."""
     versions: dict[str, str | None] = {}
-    for name in LIBRARIES:
+    for name in LIBRARIES[engine]:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

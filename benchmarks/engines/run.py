@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.engines import record, table
-from benchmarks.engines.configurations import CONFIGURATIONS, OURS
+from benchmarks.engines.configurations import CONFIGURATIONS, OURS, named
 from benchmarks.results import FOLDER
 
 ONCE = "triton"  # a built-in backend that is the best nowhere here
@@ -69,7 +69,7 @@ def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
 class Spare:
     """A process that has imported the engine already; it waits for its arguments.
 
-    SGLang takes long to import. The next process does so while the last one runs.
+    An engine takes long to import. The next process does so while the last one runs.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -124,13 +124,14 @@ class Settings:
     again: bool
     logs: pathlib.Path
     versions: Mapping[str, str | None]
+    cases: Sequence[str] = ()
 
 
 def time_one(
     name: str, backend: str, number: int, path: pathlib.Path, spare: Spare, settings: Settings
 ) -> str:
     """Time what is missing of one round of a backend, and return what happened."""
-    cases, versions = CONFIGURATIONS[name].cases, settings.versions
+    cases, versions = named(name, settings.cases), settings.versions
     if number > 1 and not record.is_timed(record.load(path), backend):
         return "failed in the first round"
     known = {} if settings.again else record.load(path)
@@ -143,7 +144,16 @@ def time_one(
     if settings.again:
         record.drop(path, backend, number)
     log = settings.logs / f"{name}.{backend.replace('/', '+')}.{number}.log"
-    arguments = [name, backend, "--round", str(number), "--out", str(path)]
+    arguments = [
+        name,
+        backend,
+        "--round",
+        str(number),
+        "--out",
+        str(path),
+        "--cases",
+        *settings.cases,
+    ]
     code = spare.run(arguments, log, min(settings.limit_s, left_s))
     if code is None and left_s < settings.limit_s:
         return "stopped, no seconds left"
@@ -167,24 +177,29 @@ def time_one(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("configurations", nargs="+", choices=CONFIGURATIONS)
+    parser.add_argument("configurations", nargs="+", choices=CONFIGURATIONS, help="of one engine")
     parser.add_argument("--backends", nargs="+", help="default: ours and those of the engine")
     parser.add_argument("--rounds", type=int, default=2, help="processes of ours and of the best")
+    parser.add_argument("--cases", nargs="*", default=[], help='as in "decode 16x1024"')
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all processes")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one process")
     parser.add_argument("--again", action="store_true", help="time what is recorded, too")
     parser.add_argument("--results", type=pathlib.Path, default=FOLDER, help="folder of records")
     parser.add_argument("--logs", type=pathlib.Path, default=LOGS)
     args = parser.parse_args()
+    engine, *others = {CONFIGURATIONS[name].engine for name in args.configurations}
+    if others:
+        parser.error("configurations of two engines; name those of one")
     settings = Settings(
         end=time.monotonic() + args.seconds,
         limit_s=args.limit,
         again=args.again,
         logs=args.logs,
-        versions=record.installed(),
+        versions=record.installed(engine),
+        cases=args.cases,
     )
     gpu = device()
-    spare = Spare([sys.executable, "-m", "benchmarks.engines.sglang_steps", "--later"])
+    spare = Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", engine])
     atexit.register(spare.stop)
     for name in args.configurations:
         path = args.results / record.file_name(gpu, name)
@@ -199,7 +214,7 @@ def main() -> int:
 
 def device() -> str:
     """Return the GPU's name without a CUDA context in this process."""
-    code = "import torch; print(torch.cuda.get_device_name())"
+    code = "from benchmarks.engines.steps import device; print(device())"
     return subprocess.check_output([sys.executable, "-c", code], text=True).strip()
 
 

@@ -1,4 +1,4 @@
-"""Turn records of engine runs into the table of docs/how-to/sglang.md and the plot of README.md.
+"""Turn records of engine runs into tables of docs/how-to and the plot of README.md.
 
 Both are "" where nothing is recorded. Needs no torch.
 """
@@ -14,14 +14,14 @@ from benchmarks.engines import record
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
 from benchmarks.results import FOLDER
 
-PATTERN = "sglang.*.json"
+NAMES = {"sglang": "SGLang", "vllm": "vLLM"}  # of engines
 PLOT = "docs/_static/engines.svg"
 SHOWN = 160  # characters of an error
 
 _TABLE_HEAD = """## Step times
 
 Milliseconds of one step of the engine (draft, verification, sampling and scheduling included) or of
-a prefill, on {device}, SGLang {sglang}, random weights. `python -m benchmarks.engines.run` measures
+a prefill, on {device}, {engine}, random weights. `python -m benchmarks.engines.run` measures
 them: medians over the processes of a backend, the smallest and largest time in brackets. "Speed-up"
 is the time of the best built-in backend over ours; "must" and "aim" are what we hold it against.
 Where a backend has not run yet, the speed-up names the one that it is of.
@@ -33,20 +33,22 @@ _PLOT_HEAD = """Time of the best built-in backend over the time of attn_core, wh
 """
 
 
-def load_all(folder: pathlib.Path = FOLDER) -> list[dict[str, Any]]:
-    """Read every record that has rows, in the order of the configurations."""
-    records = [record.load(path) for path in sorted(folder.glob(PATTERN))]
+def load_all(folder: pathlib.Path = FOLDER, engine: str = "sglang") -> list[dict[str, Any]]:
+    """Read every record of an engine that has rows, in the order of the configurations."""
+    records = [record.load(path) for path in sorted(folder.glob(f"{engine}.*.json"))]
     order = list(CONFIGURATIONS)
     known = [r for r in records if r.get("rows") and r["configuration"] in order]
     return sorted(known, key=lambda r: (r.get("device", ""), order.index(r["configuration"])))
 
 
 def page(records: Iterable[Mapping[str, Any]]) -> str:
-    """Write the head and a section for each record, "" for none."""
+    """Write the head and a section for each record of an engine, "" for none."""
     found = list(records)
     if not found:
         return ""
-    head = _TABLE_HEAD.format(device=_devices(found), sglang=_versions(found))
+    engine = CONFIGURATIONS[found[0]["configuration"]].engine
+    shown = f"{NAMES[engine]} {_versions(found, engine)}"
+    head = _TABLE_HEAD.format(device=_devices(found), engine=shown)
     return head + "".join("\n" + section(each) for each in found)
 
 
@@ -165,6 +167,6 @@ def _devices(records: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(sorted({str(r["device"]) for r in records if r.get("device")}))
 
 
-def _versions(records: Iterable[Mapping[str, Any]]) -> str:
+def _versions(records: Iterable[Mapping[str, Any]], engine: str) -> str:
     rows = [row for each in records for row in each["rows"]]
-    return ", ".join(sorted({str(row["versions"]["sglang"]) for row in rows}))
+    return ", ".join(sorted({str(row["versions"][engine]) for row in rows}))

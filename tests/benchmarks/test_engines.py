@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.engines import record, run, table
-from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
-from benchmarks.engines.sglang_steps import FEW_TOKENS, arguments, inside, measure
+from benchmarks.engines import record, run, sglang_engine, table, vllm_engine
+from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, OURS, Case, named
+from benchmarks.engines.steps import FEW_TOKENS, inside, measure
 
 VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
 DECODE = Case(kind="decode", batch=2, length=8, must=0.98, aim=1.03)
@@ -125,10 +125,10 @@ def test_a_prefill_flushes_the_prefix_cache_first():
     assert calls == ["flush", 1] + ["flush", 1] * 3
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", [n for n, c in CONFIGURATIONS.items() if c.engine == "sglang"])
 def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_path):
     configuration = CONFIGURATIONS[name]
-    found = arguments(configuration, "fa3", tmp_path)
+    found = sglang_engine.arguments(configuration, "fa3", tmp_path)
     assert found["attention_backend"] == "fa3"
     assert set(found["cuda_graph_bs_decode"]) == {case.batch for case in configuration.cases}
     written = json.loads((tmp_path / "model/config.json").read_text())
@@ -137,13 +137,39 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     assert ("speculative_draft_model_path" in found) == drafted
     assert configuration.is_speculative == (drafted or name == "ngram")
     (tmp_path / "named").mkdir()
-    named = arguments(configuration, "attn_core:triton", tmp_path / "named")
-    assert named["attention_backend"] == OURS
+    ours = sglang_engine.arguments(configuration, "attn_core:triton", tmp_path / "named")
+    assert ours["attention_backend"] == OURS
     assert inside("attn_core:triton") == {"ATTN_DECODE_ATTENTION_BACKEND": "triton"}
     assert inside(OURS) == inside("fa3") == {}
     for case in configuration.cases:
         assert case.length < found["context_length"]
         assert case.must < case.aim
+
+
+@pytest.mark.parametrize("name", [n for n, c in CONFIGURATIONS.items() if c.engine == "vllm"])
+def test_a_configuration_of_vllm_names_attn_core_by_its_flag(name, tmp_path):
+    configuration = CONFIGURATIONS[name]
+    found = vllm_engine.arguments(configuration, "attn_core:triton", tmp_path)
+    batches = {case.batch for case in configuration.cases}
+    assert found["attention_backend"] == "CUSTOM"
+    assert set(found["compilation_config"]["cudagraph_capture_sizes"]) == batches
+    assert found["max_num_seqs"] == max(batches)
+    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "llama"
+    (tmp_path / "peer").mkdir()
+    peer = vllm_engine.arguments(configuration, "FLASH_ATTN", tmp_path / "peer")
+    assert {key for key in found if found[key] != peer[key]} == {"attention_backend", "model"}
+    for case in configuration.cases:
+        assert case.length + NEW_TOKENS <= found["max_model_len"]
+
+
+def test_cases_are_picked_by_their_names():
+    assert named("bf16", ()) == [*CONFIGURATIONS["bf16"].cases]
+    assert [c.batch for c in named("bf16", ["decode 16x4096", "decode 9x9"])] == [16]
+
+
+def test_a_record_names_its_engine_once():
+    assert record.file_name("Some GPU", "eagle") == "sglang.some-gpu.eagle.json"
+    assert record.file_name("Some GPU", "vllm-bf16") == "vllm.some-gpu.bf16.json"
 
 
 def test_the_last_error_is_the_cause_and_not_what_follows_from_it():
@@ -188,7 +214,7 @@ def test_a_process_waits_for_its_arguments_after_its_imports(tmp_path, monkeypat
     (tmp_path / "sglang.py").write_text("")
     log = tmp_path / "log"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    spare = run.Spare([sys.executable, "-m", "benchmarks.engines.sglang_steps", "--later"])
+    spare = run.Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", "sglang"])
     assert spare.run(["nothing", "fa3", "--out", "x"], log, limit_s=60.0) == 2
     spare.stop()
     assert "invalid choice: 'nothing'" in log.read_text()

@@ -39,6 +39,7 @@ PASSES = {
     "chain and prefill": (lambda: Pass((4, 4, 20), (16, 33, 2)), DRAFTS),
     "short chains": (lambda: Pass((2, 2, 3), (16, 33, 2)), DRAFTS),
     "decode with drafts": (lambda: Pass((1, 1), (16, 33)), DRAFTS),
+    "uneven and idle": (lambda: Pass((1, 7), (16, 33), idle=2), 0),
 }
 
 
@@ -261,6 +262,9 @@ def test_other_layers_passes_caches_and_versions_are_refused():
         attention(engine(), attn_type="encoder_only")
     with pytest.raises(UnsupportedError, match="ChunkedLocalAttentionSpec"):
         server.check_config(config, type("ChunkedLocalAttentionSpec", (), {})())
+    spec = replace(module.get_kv_cache_spec(config), head_size_v=16)
+    with pytest.raises(UnsupportedError, match=r"keys of 32 and values of 16.*another --attention"):
+        server.check_config(config, spec)
     with pytest.raises(UnsupportedError, match="nvfp4"):
         server.stored_dtype("nvfp4", torch.bfloat16)
     common = PASSES["decode"][0]().common()

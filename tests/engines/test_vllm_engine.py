@@ -1,7 +1,6 @@
 """vLLM itself on a CPU, its scheduler, prefix cache and drafts, beside vLLM's own attention."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -20,12 +19,7 @@ CASES = {
 
 
 def serve(folder, model, arguments, plugin=None):
-    path = os.pathsep.join(filter(None, [plugin, str(SUPPORT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {
-        "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }  # fmt: skip
+    environment = vllm_on_cpu.environment(plugin)
     script = str(SUPPORT / "vllm_answers.py")
     command = [sys.executable, script, str(folder), model, json.dumps(arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
@@ -49,3 +43,33 @@ def test_answers_are_those_of_vllm(case, tmp_path):
     wanted = {"extend", "decode", *(["target_verify"] if "speculative_config" in arguments else [])}
     if "tensor_parallel_size" not in arguments:  # whose ranks are other processes
         assert wanted <= {mode for mode, passes in found["modes"].items() if passes}
+
+
+@pytest.mark.long
+def test_steps_are_timed_with_each_backend_and_not_twice(tmp_path):
+    """benchmarks.engines.run times vLLM: here a tiny model, whose figures say nothing of speed."""
+    plugin = vllm_on_cpu.install(tmp_path / "plugin")
+    command = [
+        sys.executable, "-m", "benchmarks.engines.run", "vllm-cpu", "--rounds", "1",
+        "--limit", "600", "--results", str(tmp_path), "--logs", str(tmp_path / "logs"),
+        "--backends",
+    ]  # fmt: skip
+    printed = []
+    for backend, of in (("CPU_ATTN", None), ("attn_core", plugin), ("attn_core", plugin)):
+        done = subprocess.run(
+            [*command, backend], env=vllm_on_cpu.environment(of), cwd=SUPPORT.parents[1],
+            capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        printed.append(done.stdout)
+        assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "vllm.cpu.cpu.json").read_text())["rows"]
+    assert not [row["error"] for row in rows if "error" in row]
+    assert {(r["backend"], r["case"]) for r in rows if r["ms"] > 0} == {
+        (backend, case)
+        for backend in ("CPU_ATTN", "attn_core")
+        for case in ("decode 2x64", "prefill 2x64")
+    }
+    for row in rows:
+        assert ("chosen" in row) == (row["backend"] == "attn_core")
+    assert "recorded" in printed[2]
+    assert "| decode 2x64 |" in printed[2]

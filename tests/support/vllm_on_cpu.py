@@ -1,5 +1,6 @@
 """A plugin of vLLM that puts attn-core where vLLM's CPU platform looks, which reads no flag."""
 
+import os
 import pathlib
 
 PATH = "attn_core.integrations.vllm.Backend"
@@ -10,6 +11,17 @@ def register_on_cpu():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, PATH)
+
+
+def environment(plugin=None):
+    """Return the environment of a process of vLLM; plugin: what `install` returns, or none."""
+    support = str(pathlib.Path(__file__).parent)
+    path = os.pathsep.join(filter(None, [plugin, support, os.environ.get("PYTHONPATH")]))
+    return os.environ | {
+        "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
 
 
 def install(folder):

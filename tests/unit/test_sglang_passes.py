@@ -310,8 +310,9 @@ def test_the_flag_of_the_draft_model_names_its_backend():
 
 def test_what_is_not_served_says_what_to_change():
     check_arguments(args())
-    with pytest.raises(UnsupportedError, match="--dcp-size 2"):
-        check_arguments(args(dcp_size=2))
+    for name, flag in (("dcp_size", "--dcp-size"), ("attn_cp_size", "--attn-cp-size")):
+        with pytest.raises(UnsupportedError, match=f"{flag} 2 .*leave it out, or name a backend"):
+            check_arguments(args(**{name: 2}))
     with pytest.raises(UnsupportedError, match="disaggregation"):
         check_arguments(args(disaggregation_mode="prefill"))
     with pytest.raises(UnsupportedError, match="ATTN_PREFILL_ATTENTION_BACKEND"):
@@ -320,7 +321,7 @@ def test_what_is_not_served_says_what_to_change():
 
 def test_variables_name_what_is_inside():
     chosen = overrides(
-        {"ATTN_DECODE_ATTENTION_BACKEND": "triton", "ATTN_DENY": "fa3,fa4", "ATTN_PREFER": ""}
+        {"ATTN_DECODE_ATTENTION_BACKEND": " triton ", "ATTN_DENY": "fa3, fa4,", "ATTN_PREFER": " "}
     )
     assert chosen.decode_attention_backend == "triton"
     assert chosen.deny == ("fa3", "fa4")

@@ -1,5 +1,6 @@
 """The parts of vLLM's adapter that need no vLLM: passes as batches, names, refusals."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,12 @@ def test_caches_are_views_and_scales_are_for_fp8():
     assert (cache.k_scale, cache.v_scale) == (1.0, 1.0)
     with pytest.raises(UnsupportedError, match="k_scale"):
         layers.to_cache(module, torch.zeros(3, PAGE, 576, dtype=torch.uint8), "fp8_e4m3")
+
+
+def test_a_release_without_the_registries_starts(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    vllm.register()
+    assert "not registered with this release of vLLM" in caplog.text
 
 
 def test_versions_and_names():

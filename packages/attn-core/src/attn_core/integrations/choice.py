@@ -56,7 +56,8 @@ def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
     chosen: dict[str, Any] = {}
     named = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
     for name in (*named, *_LISTS):
-        value = environ.get(variable("--" + name.replace("_", "-")), "")
+        value = environ.get(variable("--" + name.replace("_", "-")), "").strip()
         if value:
-            chosen[name] = tuple(value.split(",")) if name in _LISTS else value
+            listed = (part.strip() for part in value.split(","))
+            chosen[name] = tuple(filter(None, listed)) if name in _LISTS else value
     return Overrides(**chosen)

@@ -179,7 +179,8 @@ def check_arguments(args: Any) -> None:
         if getattr(args, name, 1) > 1:
             flag = "--" + name.replace("_", "-")
             raise UnsupportedError(
-                f"{flag} {getattr(args, name)} with --attention-backend {NAME} (supports 1)"
+                f"{flag} {getattr(args, name)} with --attention-backend {NAME} (supports 1: a "
+                "request's keys stay together); leave it out, or name a backend that splits them"
             )
     if _graphs(args, "prefill") == "full":
         raise UnsupportedError(

@@ -15,9 +15,19 @@ PREFILL_PATH = f"{__name__}.unfolded.PrefillBackend"
 
 
 def register() -> None:
-    """Take vLLM's name CUSTOM. Called by vLLM, and twice is as good as once."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    """Take vLLM's name CUSTOM. Called by vLLM, and twice is as good as once.
 
+    A release without these registries is left alone: it has to start with its own attention.
+    """
+    try:
+        from vllm.v1.attention.backends.mla.prefill.registry import (
+            MLAPrefillBackendEnum,
+            register_mla_prefill_backend,
+        )
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        logger.warning("attn_core is not registered with this release of vLLM: %s", error)
+        return
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != PATH:
         logger.warning(
@@ -27,13 +37,7 @@ def register() -> None:
         )
         return
     register_backend(custom, PATH)
-    _register_prefill()
-
-
-def _register_prefill() -> None:
-    from vllm.v1.attention.backends.mla.prefill import registry
-
-    registry.register_mla_prefill_backend(registry.MLAPrefillBackendEnum.CUSTOM, PREFILL_PATH)
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PREFILL_PATH)
 
 
 def __getattr__(name: str) -> Any:

@@ -22,9 +22,10 @@ from attn_core.integrations.choice import choose
 from attn_core.integrations.vllm.layers import CachedPages, EnginePool, to_layer
 from attn_core.integrations.vllm.passes import Pass, PassBuilder, check_pass
 from attn_core.integrations.vllm.server import (
+    CACHE_DTYPES,
+    DTYPES,
     KV_DTYPE,
     NAME,
-    STORED,
     captures,
     check_config,
     check_ranks,
@@ -47,12 +48,8 @@ class AttnCoreBackend(AttentionBackend):
     """
 
     forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-    ]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *STORED]
+    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
 
     @staticmethod
     def get_name() -> str:
@@ -117,7 +114,7 @@ def create_passes(
     stored = stored_dtype(modules[0].kv_cache_dtype, dtype)
     chain = speculation(config)
     requirements = Requirements(
-        layers=tuple({LayerRequirements.of(layer, kind) for layer in layers}),
+        layers=tuple(dict.fromkeys(LayerRequirements.of(layer, kind) for layer in layers)),
         dtype=KV_DTYPE[dtype],
         kv_cache_dtype=stored,
         page_size=kv_cache_spec.block_size,

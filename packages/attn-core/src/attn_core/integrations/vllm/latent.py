@@ -20,19 +20,15 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from attn_core.integrations.vllm.backend import create_passes
 from attn_core.integrations.vllm.layers import to_latent_layer
 from attn_core.integrations.vllm.passes import Part, Pass, check_pass
-from attn_core.integrations.vllm.server import NAME, STORED
+from attn_core.integrations.vllm.server import CACHE_DTYPES, DTYPES, NAME
 from attn_core.integrations.vllm.unfolded import PrefillBackend
 
 
 class LatentBackend(MLACommonBackend):
     """Says what vLLM must know of MLA; a block is [block_size, 576], the latent and the rope."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-    ]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *STORED]
+    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
 
     @staticmethod
     def get_name() -> str:

@@ -22,7 +22,7 @@ def to_layer(layer_id: int, module: Any) -> AttentionLayer:
         num_q_heads=impl.num_heads,
         num_kv_heads=impl.num_kv_heads,
         head_dim=impl.head_size,
-        v_head_dim=getattr(module, "head_size_v", impl.head_size),
+        v_head_dim=impl.head_size,
         scale=impl.scale,
         logit_cap=impl.logits_soft_cap or None,
         sliding_window=impl.sliding_window,

@@ -22,6 +22,8 @@ STORED = {  # vLLM's --kv-cache-dtype, "auto" apart
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]  # of models
+CACHE_DTYPES = ["auto", *STORED]
 
 
 def check_version(version: str | None = None) -> None:
@@ -47,7 +49,10 @@ def check_config(config: Any, kv_cache_spec: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             flag = "--" + name.replace("_", "-")
-            raise UnsupportedError(f"{flag} {size} with --attention-backend {NAME} (supports 1)")
+            raise UnsupportedError(
+                f"{flag} {size} with --attention-backend {NAME} (supports 1: a request's keys stay "
+                "together); leave it out, or name a backend that splits them"
+            )
     refused = {
         "enable_dbo": (parallel, "leave out --enable-dbo"),
         "calculate_kv_scales": (cache, "leave out --calculate-kv-scales"),
@@ -62,6 +67,12 @@ def check_config(config: Any, kv_cache_spec: Any) -> None:
         raise UnsupportedError(
             f"a cache of vLLM's {kind} (attn_core reads {', '.join(SPECS)}); use another "
             "--attention-backend for these layers, by backend_per_kind of --attention-config"
+        )
+    keys, values = (getattr(kv_cache_spec, name, 0) for name in ("head_size", "head_size_v"))
+    if kind != "MLAAttentionSpec" and values != keys:
+        raise UnsupportedError(
+            f"a cache of vLLM with keys of {keys} and values of {values} (attn_core reads equal "
+            "ones); use another --attention-backend for this model"
         )
 
 

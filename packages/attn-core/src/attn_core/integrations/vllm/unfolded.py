@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.vllm.passes import PassBuilder
-from attn_core.integrations.vllm.server import NAME
+from attn_core.integrations.vllm.server import DTYPES, NAME
 from attn_core.runtime.layer import AttentionLayer
 
 _REMEDY = "leave mla_prefill_backend out of --attention-config"
@@ -22,11 +22,7 @@ _REMEDY = "leave mla_prefill_backend out of --attention-config"
 class PrefillBackend(MLAPrefillBackend):
     """Attends to the new tokens of prefilled requests and to chunks of their prefix."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-    ]
+    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
     passes: PassBuilder | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

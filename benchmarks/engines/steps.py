@@ -1,10 +1,9 @@
-"""Time SGLang's steps with one attention backend: one process, every case of a configuration.
+"""Time an engine's steps with one attention backend: one process, every case of a configuration.
 
-Run: `python -m benchmarks.engines.sglang_steps CONFIGURATION BACKEND --out FILE.json`, or
+Run: `python -m benchmarks.engines.steps CONFIGURATION BACKEND --out FILE.json`, or
 `benchmarks.engines.run`, which calls it for each backend. A case that the file has with the same
 versions is skipped. Weights are random. With speculation the number of accepted drafts is fixed by
-SGLang's own simulation: text means nothing, step times are those of a real run. Needs a GPU with
-SGLang, and for EAGLE sgl-deep-gemm.
+SGLang's own simulation: text means nothing, step times are those of a real run.
 """
 
 from __future__ import annotations
@@ -21,41 +20,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.engines import record
-from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines import record, sglang_engine, vllm_engine
+from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, Case, named
 
-ACCEPTED = {  # read by SGLang's workers
-    "SGLANG_SIMULATE_ACC_LEN": "3",
-    "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
-    "SGLANG_SIMULATE_ACC_TOKEN_MODE": "fixed",
+ENGINES: dict[str, type[sglang_engine.Engine] | type[vllm_engine.Engine]] = {
+    "sglang": sglang_engine.Engine,
+    "vllm": vllm_engine.Engine,
 }
+IMPORTS = {"sglang": "sglang", "vllm": "vllm.entrypoints.llm"}  # what takes long
 FEW_TOKENS = 17
 REPEATS = 3
 
 # Generate this many tokens for each prompt: seconds, and the steps of the first request.
 Generate = Callable[[list[list[int]], int], tuple[float, int]]
-
-
-def model(folder: pathlib.Path, name: str, config: Mapping[str, Any]) -> str:
-    """Write a model's configuration and return its path."""
-    path = folder / name
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
-
-
-def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
-    """Return every argument of the engine; the models' configurations are written into folder."""
-    engine = configuration.engine_arguments(record.split(backend)[0])
-    engine["model_path"] = model(folder, "model", configuration.model)
-    if configuration.draft_model is not None:
-        draft = model(folder, "draft", configuration.draft_model)
-        engine["speculative_draft_model_path"] = draft
-        engine["speculative_draft_attention_backend"] = record.split(backend)[2] or None
-    return engine
 
 
 def inside(backend: str) -> dict[str, str]:
@@ -64,10 +44,11 @@ def inside(backend: str) -> dict[str, str]:
     return {"ATTN_DECODE_ATTENTION_BACKEND": name} if name else {}
 
 
-def inside_of(engine: Any) -> dict[str, str]:
-    """Return what attn_core chose, by role; nothing where another backend serves."""
-    states = engine.get_server_info().get("internal_states") or [{}]
-    return dict(states[0].get(OURS) or {})
+def device() -> str:
+    """Return the GPU's name, "cpu" where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -111,43 +92,9 @@ def step_ms(generate: Generate, ids: list[list[int]]) -> float:
     return (long_s - short_s) / (long - short) * 1e3
 
 
-def calls(engine: Any, speculative: bool) -> tuple[Generate, Callable[[], None]]:
-    """Return what `measure` calls: generate and flush, of a running engine."""
-
-    def generate(ids: list[list[int]], tokens: int) -> tuple[float, int]:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        start = time.perf_counter()
-        out = engine.generate(input_ids=ids, sampling_params=sampling)
-        seconds = time.perf_counter() - start
-        steps = out[0]["meta_info"]["spec_verify_ct"] if speculative and tokens > 1 else tokens
-        return seconds, steps
-
-    def flush() -> None:
-        for _ in range(200):  # the engine is idle only some milliseconds after its last answer
-            if engine.flush_cache().success:
-                return
-            time.sleep(0.02)
-        raise RuntimeError("SGLang does not flush its cache: requests are still running")
-
-    return generate, flush
-
-
-def trace(engine: Any, run: Callable[[], object], folder: pathlib.Path, case: Case) -> None:
-    """Write a profile of a run for a trace viewer: <kind>.<batch>x<length>-….trace.json.gz."""
-    engine.start_profile(
-        output_dir=str(folder),
-        activities=["CPU", "GPU"],
-        with_stack=False,
-        record_shapes=False,
-        profile_prefix=case.name.replace(" ", "."),
-    )
-    run()
-    engine.stop_profile()
-
-
-def later() -> list[str]:
+def later(engine: str) -> list[str]:
     """Import the engine, then wait for a line with the arguments and the file to print to."""
-    importlib.import_module("sglang")
+    importlib.import_module(IMPORTS[engine])
     said = json.loads(sys.stdin.readline())
     log = os.open(said["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
@@ -162,43 +109,39 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--round", type=int, default=1, help="number of this process")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--cases", nargs="*", default=[], help="default: all")
     parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of each case")
-    args = parser.parse_args(later() if sys.argv[1:] == ["--later"] else None)
+    args = parser.parse_args(later(sys.argv[2]) if sys.argv[1:2] == ["--later"] else None)
     configuration = CONFIGURATIONS[args.configuration]
-    versions = record.installed()
+    versions = record.installed(configuration.engine)
     known = record.load(args.out)
-    cases = record.missing(known, configuration.cases, args.backend, args.round, versions)
+    wanted = named(args.configuration, args.cases)
+    cases = record.missing(known, wanted, args.backend, args.round, versions)
     if not cases:
         return
-    os.environ.update(ACCEPTED if configuration.is_speculative else {})
     os.environ.update(inside(args.backend))
-    import sglang
-    import torch
-
-    device = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        engine = sglang.Engine(**arguments(configuration, args.backend, pathlib.Path(folder)))
+        engine = ENGINES[configuration.engine](configuration, args.backend, pathlib.Path(folder))
         start_s = time.perf_counter() - start
-        chosen = inside_of(engine)
-        generate, flush = calls(engine, configuration.is_speculative)
+        chosen = engine.chosen()
         for case in cases:
             row = {
                 "backend": args.backend,
                 "case": case.name,
                 "round": args.round,
-                **measure(case, generate, flush, args.repeats),
+                **measure(case, engine.generate, engine.flush, args.repeats),
                 "start_s": round(start_s, 1),
                 **({"chosen": chosen} if chosen else {}),
                 "date": datetime.date.today().isoformat(),
                 "versions": versions,
             }
             print(json.dumps(row), flush=True)
-            record.merge(args.out, row, configuration=args.configuration, device=device)
+            record.merge(args.out, row, configuration=args.configuration, device=device())
             if args.trace is not None:
-                run = functools.partial(generate, prompts(case), FEW_TOKENS)
-                trace(engine, run, args.trace, case)
-        engine.shutdown()
+                run = functools.partial(engine.generate, prompts(case), FEW_TOKENS)
+                engine.trace(run, args.trace, case)
+        engine.stop()
 
 
 if __name__ == "__main__":

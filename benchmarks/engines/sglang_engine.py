@@ -1,0 +1,99 @@
+"""SGLang, as benchmarks.engines.steps times it. Needs a GPU, and for EAGLE sgl-deep-gemm."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.engines import record
+from benchmarks.engines.configurations import NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines.models import write
+
+MARGIN = 64  # tokens of the context for drafts that are not accepted
+ACCEPTED = {  # read by SGLang's workers
+    "SGLANG_SIMULATE_ACC_LEN": "3",
+    "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+    "SGLANG_SIMULATE_ACC_TOKEN_MODE": "fixed",
+}
+
+
+def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Return every argument of the engine; the models' configurations are written into folder.
+
+    One graph is captured for each batch size of the cases, and nothing that no case replays.
+    """
+    batches = sorted({case.batch for case in configuration.cases})
+    found = {
+        "model_path": write(folder, "model", configuration.model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "attention_backend": record.split(backend)[0],
+        "page_size": 1,
+        "context_length": max(case.length for case in configuration.cases) + NEW_TOKENS + MARGIN,
+        "max_running_requests": batches[-1],
+        "cuda_graph_bs_decode": batches,
+        "disable_prefill_cuda_graph": True,
+        "mem_fraction_static": 0.8,
+        "random_seed": 1,
+        "sampling_backend": "pytorch",  # greedy; the other compiles kernels first
+        "decode_log_interval": 10000,
+        "log_level": "info",  # attn_core's decision
+        **configuration.arguments,
+    }
+    if configuration.draft_model is not None:
+        draft = write(folder, "draft", configuration.draft_model)
+        found["speculative_draft_model_path"] = draft
+        found["speculative_draft_attention_backend"] = record.split(backend)[2] or None
+    return found
+
+
+class Engine:
+    """A running engine."""
+
+    def __init__(self, configuration: Configuration, backend: str, folder: pathlib.Path) -> None:
+        os.environ.update(ACCEPTED if configuration.is_speculative else {})
+        import sglang
+
+        self._speculative = configuration.is_speculative
+        self._engine = sglang.Engine(**arguments(configuration, backend, folder))
+
+    def chosen(self) -> dict[str, str]:
+        """Return what attn_core chose, by role; nothing where another backend serves."""
+        states = self._engine.get_server_info().get("internal_states") or [{}]
+        return dict(states[0].get(OURS) or {})
+
+    def generate(self, ids: Sequence[list[int]], tokens: int) -> tuple[float, int]:
+        """Generate tokens for each prompt: seconds, and the steps of the first request."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        start = time.perf_counter()
+        out = self._engine.generate(input_ids=list(ids), sampling_params=sampling)
+        seconds = time.perf_counter() - start
+        speculates = self._speculative and tokens > 1
+        return seconds, out[0]["meta_info"]["spec_verify_ct"] if speculates else tokens
+
+    def flush(self) -> None:
+        """Empty the prefix cache."""
+        for _ in range(200):  # the engine is idle only some milliseconds after its last answer
+            if self._engine.flush_cache().success:
+                return
+            time.sleep(0.02)
+        raise RuntimeError("SGLang does not flush its cache: requests are still running")
+
+    def trace(self, run: Callable[[], object], folder: pathlib.Path, case: Case) -> None:
+        """Write a profile of a run for a trace viewer: <kind>.<batch>x<length>-….trace.json.gz."""
+        self._engine.start_profile(
+            output_dir=str(folder),
+            activities=["CPU", "GPU"],
+            with_stack=False,
+            record_shapes=False,
+            profile_prefix=case.name.replace(" ", "."),
+        )
+        run()
+        self._engine.stop_profile()
+
+    def stop(self) -> None:
+        """End the engine's processes."""
+        self._engine.shutdown()

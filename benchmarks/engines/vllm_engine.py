@@ -1,0 +1,89 @@
+"""vLLM, as benchmarks.engines.steps times it.
+
+On a CPU vLLM reads no attention_backend: there a plugin has to name attn-core for it.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.engines import record
+from benchmarks.engines.configurations import NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines.models import write
+
+NAMES = {OURS: "CUSTOM"}  # of --attention-backend
+
+
+def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Return every argument of the engine; the model's configuration is written into folder.
+
+    One graph is captured for each batch size of the cases, and nothing that no case replays.
+    """
+    batches = sorted({case.batch for case in configuration.cases})
+    name = record.split(backend)[0]
+    return {
+        "model": write(folder, "model", configuration.model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "attention_backend": NAMES.get(name, name),
+        "max_model_len": max(case.length for case in configuration.cases) + NEW_TOKENS,
+        "max_num_seqs": batches[-1],
+        "compilation_config": {"cudagraph_capture_sizes": batches},
+        "seed": 1,
+        "worker_extension_cls": f"{__name__}.Inside",
+        **configuration.arguments,
+    }
+
+
+class Inside:
+    """A method of vLLM's workers, which are other processes."""
+
+    def chosen_inside(self: Any) -> dict[str, str]:
+        """Return what attn_core chose, by role; nothing where another backend serves."""
+        groups = [group for groups in self.model_runner.attn_groups for group in groups]
+        builders = [builder for group in groups for builder in group.metadata_builders]
+        ours = [builder.passes.roles for builder in builders if hasattr(builder, "passes")]
+        return {role: choice.backend for roles in ours for role, choice in roles.items()}
+
+
+class Engine:
+    """A running engine."""
+
+    def __init__(self, configuration: Configuration, backend: str, folder: pathlib.Path) -> None:
+        import vllm
+
+        self._engine = vllm.LLM(**arguments(configuration, backend, folder))
+        self._sampling = vllm.SamplingParams
+
+    def chosen(self) -> dict[str, str]:
+        """Return what attn_core chose, by role; nothing where another backend serves."""
+        return dict(self._engine.collective_rpc("chosen_inside")[0])
+
+    def generate(self, ids: Sequence[list[int]], tokens: int) -> tuple[float, int]:
+        """Generate tokens for each prompt: seconds, and the steps of the first request."""
+        sampling = self._sampling(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in ids]
+        start = time.perf_counter()
+        out = self._engine.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        if any(len(each.outputs[0].token_ids) != tokens for each in out):
+            raise RuntimeError(f"vLLM did not generate {tokens} tokens for each prompt")
+        return seconds, tokens
+
+    def flush(self) -> None:
+        """Empty the prefix cache."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM does not flush its cache: requests are still running")
+
+    def trace(self, run: Callable[[], object], folder: pathlib.Path, case: Case) -> None:
+        """Refuse: vLLM profiles into a folder that it takes at its start."""
+        raise NotImplementedError("--trace with vLLM; start vLLM with a profiler_config instead")
+
+    def stop(self) -> None:
+        """End the engine's processes."""
+        self._engine.llm_engine.engine_core.shutdown()
