@@ -102,7 +102,7 @@ class Once:
     def verdict(self, v: Verdict) -> int:
         """Keep backend, phase, whether it fits, why, and what it is expected to cost."""
         linear = "linear " if v.spec.family == "linear" else ""
-        why = "; ".join(map(str, v.reasons)) or f"fits, priority {v.row.priority}"
+        why = "; ".join(map(str, v.reasons)) or f"priority {v.row.priority}"
         shown = (v.spec.name, linear + v.phase.value, int(v.fits), self(why))
         if (x := v.expected) is not None:
             shown += tuple(map(_digits, (x.us, x.low, x.high, x.covered)))
@@ -129,13 +129,13 @@ def answer(name: str, device: str, profile: str, registry: Registry, text: Once)
 
 
 def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+    return float(f"{value:.6g}")
 
 
 def commands(
     name: str, device: str, profile: str, chosen: Selection
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the engine, the command that serves this way, or "" and why there is none."""
+    """Yield the engine, its command, and a remark; without a command it says why."""
     inside = ""
     for role, variable in (("prefill", "PREFILL"), ("decode", "DECODE")):
         if backend := chosen.backend(role):  # type: ignore[arg-type]  # both are roles
@@ -149,7 +149,11 @@ def commands(
     vllm += f" --block-size {page}" if page > BLOCK and not page % BLOCK else ""
     for engine, line in (("SGLang", sglang), ("vLLM", vllm)):
         why = unserved(engine, models()[name][0], chosen)
-        yield engine, "" if why else line, why
+        if engine == "vLLM" and not why and page % BLOCK:
+            remark = f"vLLM's blocks hold {BLOCK} tokens or a multiple, not {page}"
+            yield engine, line, remark
+        else:
+            yield engine, "" if why else line, why
     own = f"attn select --model MODEL --device {device} --assume-installed all"
     yield "attn", own + (" --profile none" if profile == PRIORITIES else ""), ""
 

@@ -170,7 +170,7 @@ function decision(found) {
 const commandLines = (found) =>
   found.commands
     .map(({ engine, line, why }) =>
-      line ? `<p class="soft">${safe(engine)}</p><pre tabindex="0"><code>${safe(line)}</code></pre>` : `<p class="soft">${safe(engine)}: ${safe(why)}</p>`,
+      line ? `<p class="soft">${safe(engine)}${why ? `: ${safe(why)}` : ""}</p><pre tabindex="0"><code>${safe(line)}</code></pre>` : `<p class="soft">${safe(engine)}: ${safe(why)}</p>`,
     )
     .join("");
 
