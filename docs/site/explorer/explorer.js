@@ -20,7 +20,7 @@ function question(data, hash) {
   const device = known(Object.keys(data.devices), asked.get("device"));
   const profile = known(data.devices[device].profiles, asked.get("profile"));
   const filters = { phase: asked.get("phase") ?? "", fits: asked.get("fits") ?? "", find: asked.get("find") ?? "" };
-  return { model, device, profile, requests: asked.get("requests") ?? "16", ...filters };
+  return { model, device, profile, requests: asked.get("requests") ?? "1", ...filters };
 }
 
 /** Write a question as an address. */
@@ -158,7 +158,7 @@ function decision(found) {
       `<tr><th scope="row">${safe(role)}</th><td><b>${safe(backend)}</b></td><td class="number">${cost(role, backend)}</td><td>${safe(why)}</td></tr>`,
   );
   const page = found.page
-    ? `<p>Pages of <b>${found.page.size}</b> tokens: ${safe(found.page.why)}. Cache: ${safe(found.cache)}.</p>`
+    ? `<p>Pages of <b>${found.page.size}</b> ${found.page.size === 1 ? "token" : "tokens"}: ${safe(found.page.why)}. Cache: ${safe(found.cache)}.</p>`
     : "";
   const notes = found.notes.length ? `<ul class="soft">${found.notes.map((n) => `<li>${safe(n)}</li>`).join("")}</ul>` : "";
   const head = "<tr><th>role</th><th>backend</th><th>expected, per request and layer</th><th>why</th></tr>";
@@ -166,11 +166,13 @@ function decision(found) {
   return `<div class="scroll"><table><thead>${head}</thead><tbody>${rows.join("")}</tbody></table></div>${none}${page}${notes}`;
 }
 
+const ENGINES = { SGLang: "SGLang", vLLM: "vLLM", attn: "The same answer in a terminal" };
+
 /** Write the commands of the engines. */
 const commandLines = (found) =>
   found.commands
     .map(({ engine, line, why }) =>
-      line ? `<p class="soft">${safe(engine)}${why ? `: ${safe(why)}` : ""}</p><pre tabindex="0"><code>${safe(line)}</code></pre>` : `<p class="soft">${safe(engine)}: ${safe(why)}</p>`,
+      line ? `<p class="soft">${ENGINES[engine]}${why ? `: ${safe(why)}` : ""}</p><pre tabindex="0"><code>${safe(line)}</code></pre>` : `<p class="soft">${ENGINES[engine]}: ${safe(why)}</p>`,
     )
     .join("");
 
@@ -179,9 +181,9 @@ function others(found, asked) {
   const rows = filtered(found.verdicts, asked).map((v) => {
     const cost = v.expected ? micros(v.expected.us) : "";
     const mark = chosen(found, v) ? "selected" : v.fits ? "fits" : "does not fit";
-    return `<tr${mark === "selected" ? ' class="chosen"' : ""}><th scope="row">${safe(v.backend)}</th><td>${safe(v.phase)}</td><td>${mark}</td><td class="number">${cost}</td><td>${safe(v.why)}</td></tr>`;
+    return `<tr${mark === "selected" ? ' class="chosen"' : ""}><th scope="row">${safe(v.backend)}</th><td>${safe(v.phase)}</td><td class="number">${mark}</td><td class="number">${cost}</td><td>${safe(v.why)}</td></tr>`;
   });
-  const head = "<tr><th>backend</th><th>phase</th><th></th><th>expected</th><th>why</th></tr>";
+  const head = "<tr><th>backend</th><th>phase</th><th>verdict</th><th>expected</th><th>why</th></tr>";
   return `<div class="scroll"><table><caption>${rows.length} of ${found.verdicts.length} verdicts</caption><thead>${head}</thead><tbody>${rows.join("")}</tbody></table></div>`;
 }
 
