@@ -147,6 +147,8 @@ def commands(
         sglang += " --kv-cache-dtype bfloat16 --cuda-graph-backend-prefill disabled"
     vllm = f"{inside}vllm serve MODEL --attention-backend CUSTOM"
     vllm += f" --block-size {page}" if page > BLOCK and not page % BLOCK else ""
+    if any(x.kind == "mla" for x in chosen.requirements.layers):  # else prefill stays vLLM's own
+        vllm += """ --attention-config '{"mla_prefill_backend": "CUSTOM"}'"""
     for engine, line in (("SGLang", sglang), ("vLLM", vllm)):
         why = unserved(engine, models()[name][0], chosen)
         if engine == "vLLM" and not why and page % BLOCK:

@@ -205,7 +205,10 @@ function everywhere(data, asked) {
 /** Write the plots, with the number of requests to choose. */
 function figures(data, asked) {
   const numbers = requestsOf(data, asked);
-  if (asked.profile !== "shipped" || !numbers.length) {
+  if (numbers.length && asked.profile !== "shipped") {
+    return `<p class="soft">The order of priorities takes no times: rank by the shipped profile to see them.</p>`;
+  }
+  if (!numbers.length) {
     return `<p class="soft">Nothing was measured for these layers here, so that priorities decide. <code>attn tune</code> measures a machine.</p>`;
   }
   const requests = numbers.includes(asked.requests) ? asked.requests : numbers[0];
