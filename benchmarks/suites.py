@@ -151,7 +151,7 @@ def ragged() -> tuple[Case, ...]:
 
 
 def shared() -> tuple[Case, ...]:
-    """Let requests share prefixes: one, several and nested groups, a half of them, and none."""
+    """Let requests share prefixes: one, several and nested groups, a part of them, and none."""
     shapes: list[dict[str, Any]] = [
         {"batch": 64, "length": 8192 + 512, "shared": ((64, 8192),)},
         {"batch": 256, "length": 2048 + 256, "shared": ((256, 2048),)},
@@ -159,6 +159,8 @@ def shared() -> tuple[Case, ...]:
         {"batch": 64, "length": 8192 + 512, "shared": ((16, 8192),)},
         {"batch": 64, "length": 8192 + 512, "shared": ((64, 4096), (8, 4096))},
         {"batch": 64, "length": 8192 + 512, "shared": ((32, 8192),), "sharers": 32},
+        {"batch": 64, "length": 8192 + 512, "shared": ((16, 8192),), "sharers": 16},
+        {"batch": 64, "length": 2048 + 2048, "shared": ((64, 2048),)},
         {"batch": 64, "length": 8192 + 512},
         {"batch": 16, "length": 1024},
     ]
@@ -166,7 +168,8 @@ def shared() -> tuple[Case, ...]:
     for heads, page in itertools.product(((32, 8), (28, 4)), (64, 16)):
         own: dict[str, Any] = {"q_heads": heads[0], "kv_heads": heads[1], "page_size": page}
         cases += [Case(phase="decode", **own, **shape) for shape in shapes]
-        cases.append(Case(phase="verify", queries=8, tree=True, **own, **shapes[0]))
+        for drafts in (4, 8):
+            cases.append(Case(phase="verify", queries=drafts, tree=True, **own, **shapes[0]))
     return tuple(cases)
 
 

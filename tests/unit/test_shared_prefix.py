@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton import shared as SHARED
-from attn_core.backends.triton.shared import Sharing
+from attn_core.backends.triton.shared import Sharing, shared_granule
 from triton_passes import DEVICE, Requests, make_layer
 
 M = ForwardMode
@@ -23,7 +23,7 @@ GRANULE = 64  # so that short requests share
 @pytest.fixture(autouse=True)
 def small_granule(monkeypatch):
     """Share from 64 keys on, and split short requests wherever this runs."""
-    monkeypatch.setattr(scheduler, "shared_granule", lambda *args: GRANULE)
+    monkeypatch.setattr(SHARED, "shared_granule", lambda *args: GRANULE)
     monkeypatch.setattr(scheduler, "unsplit_keys_on", lambda device: 0)
 
 
@@ -299,7 +299,7 @@ def test_random_trees_of_requests(seed):
 
 def test_a_group_has_to_save_more_than_its_partials_cost():
     """More query rows write more partials, so that more keys have to be shared."""
-    granule = SHARED.shared_granule
+    granule = shared_granule
     assert granule(4, 128, 128, 2) == 256
     for rows, dims, width in itertools.product((4, 7, 32, 64), ((64, 64), (128, 128)), (1, 2, 4)):
         keys = granule(rows, *dims, width)
@@ -311,5 +311,28 @@ def test_a_group_has_to_save_more_than_its_partials_cost():
 
 def test_a_group_begins_and_ends_at_blocks():
     assert plan_of(Sharers(make_layer(dim=32), [150, 180], [0, 9], page=16)).cuts.sharing == (
-        Sharing(GRANULE, 16, 4)
+        Sharing(GRANULE, 16, 4, 0)
     )
+
+
+@pytest.mark.parametrize(
+    ("alone", "l2_cache", "forms"),
+    [(0, 1 << 30, True), (3, 1 << 30, False), (3, 0, True), (3, 2 * 3 * 64 * 256, False),
+     (3, 2 * 3 * 64 * 256 - 1, True)],
+)  # fmt: skip
+def test_a_cache_that_holds_the_prefix_reads_it_once_by_itself(alone, l2_cache, forms):
+    """Groups then have to halve the reads: those of requests that share nothing count twice.
+
+    3 · 64 keys of one KV head, 256 bytes each, are shared.
+    """
+    lengths, shared = [200] * 4 + [210] * alone, [0, 12, 12, 12] + [0] * alone
+    sharers = Sharers(make_layer(1, dim=64), lengths, shared, page=16)
+    split = attend(sharers, l2_cache=l2_cache)
+    assert planned_spans(split, len(lengths))[0] == ([(0, 4, 0, 192, 1)] if forms else [])
+
+
+def test_a_request_that_fills_most_of_a_tile_is_read_alone():
+    """A tile of two members would not read less than one tile of each."""
+    sharers = Sharers(make_layer(1, 5, 32), [150, 180], [0, 8], page=16)
+    assert attend(sharers, 6, M.TARGET_VERIFY, verify(6)).cuts.sharing is not None
+    assert attend(sharers, 7, M.TARGET_VERIFY, verify(7)).cuts.sharing is None

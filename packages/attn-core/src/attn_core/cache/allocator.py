@@ -56,11 +56,21 @@ class PageAllocator:
     def grow(self, key: Hashable, length: int) -> list[int]:
         """Make `key` `length` tokens long, add the pages it needs, and return its pages in order.
 
-        An unknown key is added. Existing pages are kept, even for a smaller length. Raises
-        OutOfPagesError, which changes nothing, and UsageError for a negative length.
+        An unknown key is added. Existing pages are kept, even for a smaller length. Its new tokens
+        are about to be written, so none of their pages may be shared. Raises OutOfPagesError and
+        UsageError, which change nothing.
         """
         _refuse_negative(key, length)
         pages = self._pages.get(key, [])
+        have = self._lengths.get(key, 0)
+        written = pages[have // self.page_size : num_pages_for(length, self.page_size)]
+        shared = [page for page in written if self._owners[page] > 1]
+        if shared and length > have:
+            raise UsageError(
+                f"{key!r} would write tokens {have} to {length - 1} into page {shared[0]}, which "
+                f"{self._owners[shared[0]]} keys share; start a new key with share() on the first "
+                f"{have} tokens and release {key!r}"
+            )
         num_new = max(0, num_pages_for(length, self.page_size) - len(pages))
         if num_new > len(self._free):
             raise OutOfPagesError(

@@ -24,8 +24,7 @@ from attn_core.backends.triton.shared import (
     LEVELS,
     MAX_REQUESTS,
     SHARED_TILE_ROWS,
-    Sharing,
-    shared_granule,
+    sharing_of,
 )
 from attn_core.backends.triton.tuning import (
     LONG,
@@ -211,10 +210,13 @@ class Scheduler:
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
         store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
-        shares = shares and rows <= SHARED_TILE_ROWS
+        sharing = None
+        if shares:
+            l2_cache = config.l2_cache
+            sharing = sharing_of(group, queries, config.page_size, store_bytes, l2_cache)
         launch = decode_launch(
             self._arch,
-            SHARED_TILE_ROWS if shares else rows,
+            rows if sharing is None else SHARED_TILE_ROWS,
             group.head_dim,
             group.v_head_dim,
             store_bytes,
@@ -222,17 +224,14 @@ class Scheduler:
             short=short,
             tree=shape.mask == MASK_TREE.value,
             fp4=config.kv_cache_dtype == "fp4_e2m1",
-            shared=shares,
+            shared=sharing is not None,
         )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
         row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)
         parts = max(1, self._processors * launch.ctas_per_sm // row_blocks)
         programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
-        kernels, sharing = self._kernels.decode, None
-        if shares and row_blocks == 1:
-            granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
-            sharing = Sharing(granule, config.page_size, group.num_queries_per_kv)
+        kernels = self._kernels.decode
         return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
             launch=launch,
@@ -245,7 +244,7 @@ class Scheduler:
             blocks_per_unit=max(1, keys_per_unit // launch.block_n),
             overlap=has_pdl(self._arch),
             merge_tile=merge_tile(tiles, tile_rows, programs, width),
-            sharing=sharing,
+            sharing=sharing if row_blocks == 1 else None,
         )
 
     def _tiles(

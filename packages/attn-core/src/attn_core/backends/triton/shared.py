@@ -1,38 +1,56 @@
 """Finds the keys that neighbouring requests share, so that a pass reads them once."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# Triton compiles the kernels: a parameter is a pointer, a tile or a constant.
-
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from attn_core.backends.triton.portable.arguments import Requests, Spans
+from attn_core.backends.triton.portable.plan_shared import plan_shared
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike
+from attn_core.runtime.layer import LayerGroup
 
 LEVELS = 2  # groups within groups: the requests of a group may be groups that share more
 LEAST_SHARED_KEYS = 256
 MAX_REQUESTS = 1024  # one program plans all requests in its registers
 SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
-NONE = tl.constexpr(1 << 30)  # more granules than any request has
 
 
 class Sharing(NamedTuple):
     """How keys are shared: groups begin and end at multiples of `granule` keys, a multiple of BN.
 
-    page_size: tokens of a page. group: query heads of a KV head.
+    page_size: tokens of a page. group: query heads of a KV head. cached_keys: of all KV heads of a
+    layer, so many the L2 cache of the GPU keeps by itself between the requests that read them.
     """
 
     granule: int
     page_size: int
     group: int
+    cached_keys: int
+
+
+def sharing_of(
+    group: LayerGroup, queries: int, page_size: int, store_bytes: int, l2_cache: int
+) -> Sharing | None:
+    """Return how requests of `queries` share keys; None where no two of them fit a tile.
+
+    A tile of two members would then read what a tile of each reads. store_bytes: of a value in the
+    store. l2_cache: bytes, 0 where it is not known.
+    """
+    rows = queries * group.num_queries_per_kv
+    if 2 * rows > SHARED_TILE_ROWS:
+        return None
+    dims = (group.head_dim, group.v_head_dim, store_bytes)
+    return Sharing(
+        shared_granule(rows, *dims),
+        page_size,
+        group.num_queries_per_kv,
+        cached_keys(l2_cache, group.num_kv_heads, *dims),
+    )
 
 
 def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) -> int:
@@ -43,9 +61,25 @@ def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) 
     of each.
     """
     partials = 2 * 2 * rows * (v_head_dim + 1) * 4
-    latent = v_head_dim > 256 and head_dim > v_head_dim  # values are keys
-    key = (head_dim + (0 if latent else v_head_dim)) * store_bytes
+    key = _key_bytes(head_dim, v_head_dim, store_bytes)
     return power_of_two(8 * partials // key, LEAST_SHARED_KEYS)
+
+
+def cached_keys(
+    l2_cache: int, kv_heads: int, head_dim: int, v_head_dim: int, store_bytes: int
+) -> int:
+    """Return the keys of all KV heads of a layer that an L2 cache of so many bytes keeps.
+
+    They may fill a half of it. The other half is for keys that pass through it, and an L2 cache of
+    two partitions holds what all processors read twice.
+    """
+    return l2_cache // 2 // (kv_heads * _key_bytes(head_dim, v_head_dim, store_bytes))
+
+
+def _key_bytes(head_dim: int, v_head_dim: int, store_bytes: int) -> int:
+    """Return the bytes of a key and its value in the store."""
+    latent = v_head_dim > 256 and head_dim > v_head_dim  # values are keys
+    return (head_dim + (0 if latent else v_head_dim)) * store_bytes
 
 
 def spans_of(buffer: Tensor) -> Spans:
@@ -84,204 +118,3 @@ def fill_spans(
             num_warps=4,
         )
     launcher.launch((batch, 1, 1), (*tensors, batch, table.stride(0), buffer.stride(0)))
-
-
-@triton.jit
-def _or_least(ends_1, least_1, edge_1, ends_2, least_2, edge_2):
-    """Combine two parts of a scan that begins anew where `ends` is 1: the least value, the edge."""
-    least = tl.where(ends_2 > 0, least_2, tl.minimum(least_1, least_2))
-    return ends_1 | ends_2, least, tl.where(ends_2 > 0, edge_2, edge_1)
-
-
-@triton.jit
-def _join(own, left, right, base):
-    """Group neighbours that share more than `base` granules int32 [BLOCK], which their group does.
-
-    left, right: the granules that a request shares with its neighbours. Return whether a request is
-    in a group, the group's first and last request and the granules that all of its members share.
-    """
-    apart = (left <= base).to(tl.int32)
-    _, before, first = tl.associative_scan(
-        (apart, tl.where(right > base, right, NONE), own), 0, _or_least
-    )
-    apart = (right <= base).to(tl.int32)
-    _, after, last = tl.associative_scan(
-        (apart, tl.where(left > base, left, NONE), own), 0, _or_least, reverse=True
-    )
-    return last > first, first, last, tl.minimum(before, after)
-
-
-@triton.jit
-def _store_requests(
-    work_indptr, spans, own, batch, queries, lengths, begin, BN: tl.constexpr
-):  # fmt: skip
-    """Store what each request reads alone, from key `begin` on, and return its units of work."""
-    ok = own < batch
-    units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1)
-    units = tl.where(ok & (queries > 0), units, 0)
-    tl.store(work_indptr, 0)
-    tl.store(work_indptr + 1 + own, tl.cumsum(units, 0), mask=ok)
-    tl.store(spans.begin + own, begin, mask=ok)
-    return tl.sum(units, 0)
-
-
-@triton.jit
-def _store_groups(
-    cu,
-    work_indptr,
-    spans,
-    batch,
-    own,
-    level,
-    groups,
-    work,
-    grouped,
-    first,
-    last,
-    begin,
-    end,
-    GROUP: tl.constexpr,
-    GRANULE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Store the groups of a level as spans; return how many there are now, and their work.
-
-    groups, work: those before. begin, end: granules.
-    """
-    ok = own < batch
-    is_first = grouped & (own == first)
-    number = groups + tl.cumsum(is_first.to(tl.int32), 0) - 1  # of the group of each request
-    at = batch + number
-    token = tl.load(cu + own, mask=ok, other=0)
-    queries = tl.load(cu + last + 1, mask=is_first, other=0) - token
-    units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN))
-    units = tl.where(is_first, units, 0)
-    tl.store(work_indptr + at + 1, work + tl.cumsum(units, 0), mask=is_first)
-    tl.store(spans.request + at, own, mask=is_first)
-    tl.store(spans.token + at, token, mask=is_first)
-    tl.store(spans.queries + at, queries, mask=is_first)
-    tl.store(spans.begin + at, begin * GRANULE, mask=is_first)
-    tl.store(spans.end + at, end * GRANULE, mask=is_first)
-    tl.store(spans.level + at, level + own * 0, mask=is_first)
-    tl.store(spans.group + (level - 1) * batch + own, tl.where(grouped, at, -1), mask=ok)
-    return groups + tl.sum(is_first.to(tl.int32), 0), work + tl.sum(units, 0)
-
-
-@triton.jit
-def _compare(
-    cu,
-    lengths,
-    table,
-    common,
-    counter,
-    b,
-    batch,
-    table_stride,
-    GRANULE: tl.constexpr,
-    PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Store how many granules request b and the next one share; say whether it is the last one."""
-    if b < batch - 1:
-        start = tl.load(cu + b)
-        middle = tl.load(cu + b + 1)
-        limit = tl.minimum(
-            tl.load(lengths + b) - (middle - start),
-            tl.load(lengths + b + 1) - (tl.load(cu + b + 2) - middle),
-        )
-        limit = tl.maximum(limit, 0) // PAGE
-        row = table + b.to(tl.int64) * table_stride
-        low = 0
-        while low < limit:
-            i = low + tl.arange(0, WIDTH)
-            inside = i < limit
-            page = tl.load(row + i, mask=inside, other=0)
-            next_page = tl.load(row + table_stride + i, mask=inside, other=0)
-            limit = tl.min(tl.where(inside & (page != next_page), i, limit), 0)
-            low += WIDTH
-        tl.store(common + b, limit * PAGE // GRANULE)
-    tl.debug_barrier()  # the thread that counts releases what this one stored
-    last = tl.atomic_add(counter, 1) == batch - 1
-    if last:
-        tl.store(counter, 0)
-    return last
-
-
-@triton.jit(do_not_specialize=["batch", "table_stride", "columns"])
-def plan_shared(
-    cu,
-    lengths,
-    table,
-    buffer,
-    counter,
-    batch,
-    table_stride,
-    columns,
-    GRANULE: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Find groups of neighbours whose first pages are equal; plan the work of groups and requests.
-
-    Each program compares the pages of a request and the next one, WIDTH at a time. The last one to
-    finish groups them (the intervals of an array of longest common prefixes), and writes the spans
-    and work_indptr int32 [2 · batch + 1], the units of BN keys of one tile before each span: first
-    those of the requests, then those of the groups, then none. Queries come after all shared keys.
-    Where no first pages are equal, the first program does so at once, for requests alone.
-    """
-    b = tl.program_id(0)
-    own = tl.arange(0, BLOCK)
-    ok = own < batch
-    token = tl.load(cu + own, mask=ok, other=0)
-    queries = tl.load(cu + own + 1, mask=ok, other=0) - token
-    length = tl.load(lengths + own, mask=ok, other=0)
-    has_next = own < batch - 1
-    row = table + own.to(tl.int64) * table_stride
-    page = tl.load(row, mask=ok, other=0)
-    next_page = tl.load(row + table_stride, mask=has_next, other=0)
-    long = length - queries >= GRANULE
-    alone = tl.sum((has_next & long & (page == next_page)).to(tl.int32), 0) == 0
-    is_planner = b == 0
-    if not alone:
-        is_planner = _compare(
-            cu, lengths, table, buffer + 8 * columns, counter, b, batch, table_stride, GRANULE,
-            PAGE, WIDTH,
-        )  # fmt: skip
-    if is_planner:
-        common = buffer + 8 * columns
-        spans = Spans(
-            buffer + columns,
-            buffer + 2 * columns,
-            buffer + 3 * columns,
-            buffer + 4 * columns,
-            buffer + 5 * columns,
-            buffer + 6 * columns,
-            buffer + 7 * columns,
-        )
-        none = own * 0
-        groups = 0
-        if alone:
-            work = _store_requests(buffer, spans, own, batch, queries, length, none, BN)
-            tl.store(spans.group + own, none - 1, mask=ok)
-        else:
-            right = tl.load(common + own, mask=has_next, other=0, cache_modifier=".cg")
-            left = tl.load(common + own - 1, mask=ok & (own > 0), other=0, cache_modifier=".cg")
-            in_outer, outer_first, outer_last, outer_end = _join(own, left, right, none)
-            base = tl.where(in_outer, outer_end, NONE)
-            in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
-            begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
-            work = _store_requests(buffer, spans, own, batch, queries, length, begin, BN)
-            groups, work = _store_groups(
-                cu, buffer, spans, batch, own, 1, groups, work, in_outer, outer_first, outer_last,
-                none, outer_end, GROUP, GRANULE, BM, BN,
-            )  # fmt: skip
-            groups, work = _store_groups(
-                cu, buffer, spans, batch, own, 2, groups, work, in_inner, inner_first, inner_last,
-                outer_end, inner_end, GROUP, GRANULE, BM, BN,
-            )  # fmt: skip
-        tl.store(buffer + batch + 1 + own, work + none, mask=ok & (own >= groups))

@@ -23,8 +23,9 @@ from attn_core.integrations.transformers.attention import (
     padding_mask,
     register,
 )
+from attn_core.integrations.transformers.common_prompts import marks_of
 from attn_core.integrations.transformers.compiled import between, eager
-from attn_core.integrations.transformers.inference import no_backward, refuse_arguments
+from attn_core.integrations.transformers.inference import no_backward, refuse_arguments, without
 from attn_core.integrations.transformers.linear_modules import refuse_changes
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.select import DTYPES, select_for
@@ -41,6 +42,7 @@ def enable(
     *,
     page_size: int | None = None,
     kv_cache_dtype: str = "auto",
+    shared_prefix: bool = False,
     num_pages: int | Mapping[str, int] | None = None,
     overrides: Overrides | None = None,
     registry: Registry | None = None,
@@ -51,6 +53,9 @@ def enable(
     selection: None selects for the model's config, dtype and device, with the other arguments.
     num_pages: pages of each view ("full", "window") or of all alike, including the dummy page 0;
     None grows on demand.
+    shared_prefix: rows of a new cache that begin with the same tokens share the pages of these, as
+    parallel samples, beams and prompts with a common beginning do, and decode reads the pages once.
+    Leave it out where equal tokens have other keys, as with an adapter for each row.
     After each pass, layers with a window free the pages before it. Linear layers have a slot with a
     state per request; slots grow on demand. A vision tower runs through the selected encoder
     backend. A backward pass raises. Threads may share the model, each with its own cache; their
@@ -74,12 +79,16 @@ def enable(
             device=model.device,
             page_size=page_size,
             kv_cache_dtype=kv_cache_dtype,
+            shared_prefix=shared_prefix,
             overrides=overrides,
             registry=registry,
         )
-    elif page_size is not None or kv_cache_dtype != "auto" or overrides is not None:
+    elif (
+        page_size is not None or kv_cache_dtype != "auto" or shared_prefix or overrides is not None
+    ):
         raise UsageError(
-            "page_size, kv_cache_dtype and overrides belong to the selection; give those or one"
+            "page_size, kv_cache_dtype, shared_prefix and overrides belong to the selection; give "
+            "those or one"
         )
     dtype = DTYPES[model.dtype]
     memory = PagedCache(
@@ -232,7 +241,11 @@ class Engine:
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if cache is None else cache
         requests = self._adopt(cache)
-        requests.begin(tokens.shape[0], tokens.shape[1], padding_mask(arguments, requests.columns))
+        marks = None
+        if self._memory.shares_prompts and ids is not None and not requests.columns:
+            marks = marks_of(ids, arguments.get("position_ids"))
+        mask = padding_mask(arguments, requests.columns)
+        requests.begin(tokens.shape[0], tokens.shape[1], mask, marks)
         if self._attention.rotary is not None and requests.current.batch is not None:
             shape = (tokens.shape[0], tokens.shape[1])
             arguments["position_ids"] = requests.current.chunk_positions(shape)
@@ -244,7 +257,7 @@ class Engine:
         call.requests.commit()
         if not call.kept:
             call.requests.release()
-            output = _without(output, call.cache)
+            output = without(output, call.cache)
         weight = next((p for p in self._decoder.parameters() if p.requires_grad), call.tokens)
         return no_backward(output, call.tokens, weight)
 
@@ -285,10 +298,3 @@ class Engine:
             layers[y.layer_id] = linear.StateLayer(requests, y)
         cache.layers, cache.layer_class_to_replicate = layers, None
         return requests
-
-
-def _without(output: Any, cache: Any) -> Any:
-    """Return a model's output without a cache that nobody asked for."""
-    if isinstance(output, tuple):
-        return tuple(x for x in output if x is not cache)
-    return type(output)(**{name: x for name, x in output.items() if x is not cache})

@@ -62,3 +62,10 @@ class _NoBackward(torch.autograd.Function):
             "a backward pass through attn-core, which does inference only and keeps no gradients; "
             "disable() it to train, or run under torch.no_grad()"
         )
+
+
+def without(output: Any, cache: Any) -> Any:
+    """Return a model's output without a cache that nobody asked for."""
+    if isinstance(output, tuple):
+        return tuple(x for x in output if x is not cache)
+    return type(output)(**{name: x for name, x in output.items() if x is not cache})

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_core.cache.allocator import PageAllocator
 from attn_core.cache.page_table import num_pages_for
 from attn_core.cache.pool import IndexDtype, KVPool
-from attn_core.errors import OutOfPagesError, UsageError
+from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError
 from attn_core.integrations.transformers.architectures import ModelAttention
 from attn_core.integrations.transformers.passes import Pass
 from attn_core.integrations.transformers.states import States
@@ -62,6 +62,8 @@ class PagedCache:
                 f"the selection is for {', '.join(sorted(chosen))}, the model is {kind}"
             )
         self.selection, self.device, self.page_size = selection, device, selection.page_size
+        writes = selection.roles["prefill"].row.fused_kv_write  # while it attends: no row may wait
+        self.shares_prompts = selection.requirements.shared_prefix and not writes
         self.layers, self.linear_layers = attention.layers, attention.linear_layers
         self.kind, self.rotary, self._dtype = kind, attention.rotary, dtype
         self._indexers = attention.indexers
@@ -122,6 +124,29 @@ class PagedCache:
         self.collect()
         return sum(pages.num_held for pages in self.pages.values())
 
+    def start(
+        self, keys: Sequence[str], lens: Sequence[int], prompts: Sequence[tuple[int, int]]
+    ) -> None:
+        """Give every key pages for lens[i] new tokens; all or nothing.
+
+        prompts: for each key an earlier one and the first tokens whose pages it takes from that.
+        """
+        size, rows = self.page_size, range(len(keys))
+        new = sum(num_pages_for(n, size) for n in lens) - sum(n // size for _, n in prompts)
+        for pages in self.pages.values():
+            for key in keys:  # of a first pass that failed
+                if key in pages:
+                    pages.release(key)
+                pages.grow(key, 0)
+        self.reserve(dict.fromkeys(self.pages, new))
+        for pages in self.pages.values():
+            for i in rows:
+                source, shared = prompts[i]
+                if shared:
+                    pages.release(keys[i])
+                    pages.share(keys[i], keys[source], shared)
+                pages.grow(keys[i], lens[i])
+
     def collect(self) -> None:
         """Give the pages of caches that became garbage back."""
         with self.lock:
@@ -177,6 +202,17 @@ class PagedCache:
         """Return the first token that the token after the first `length` sees in a view."""
         window = self.windows[view]
         return 0 if window is None else max(0, length - window + 1)
+
+    def check_past(self, key: str, length: int, held: int) -> None:
+        """Refuse to go back from `held` tokens to a length whose window has lost pages."""
+        for view, pages in self.pages.items():
+            first = self.behind(view, length) // self.page_size
+            if 0 in pages.pages(key)[first : num_pages_for(length, self.page_size)]:
+                raise UnsupportedError(
+                    f"a crop to {length} of {held} tokens: the pages behind the window of "
+                    f"{self.windows[view]} were given back; call activate_past_recording() of the "
+                    "cache before the tokens come"
+                )
 
     def trim(self, key: str, length: int) -> None:
         """Give back the pages that the token after the first `length` does not see."""

@@ -16,7 +16,7 @@ from attn_core.model_config import requirements_from_config
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Choice, NoBackendError, Overrides, Selection
 from attn_core.selection.solver import select
-from attn_core.spec.device import Device, probe_device
+from attn_core.spec.device import Device, probe_cpu, probe_device
 from attn_core.spec.kinds import Role
 from attn_core.spec.requirements import Speculation
 
@@ -30,12 +30,14 @@ def select_for(
     device: torch.device,
     page_size: int | None = None,
     kv_cache_dtype: str = "auto",
+    shared_prefix: bool = False,
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Selection:
     """Select backends for the keys of a model's config.json on this machine.
 
-    dtype, device: those of the model's weights. What `attn tune` measured here decides first.
+    dtype, device: those of the model's weights. shared_prefix: as in Requirements. What `attn tune`
+    measured here decides first.
     With linear layers, linear_verify takes tokens back in assisted generation; it is absent if no
     backend can. Raises UnsupportedError for an unsupported architecture or device, and what
     select() raises.
@@ -50,6 +52,7 @@ def select_for(
         kv_cache_dtype=kv_cache_dtype,
         page_size=page_size,
     )
+    needs = replace(needs, shared_prefix=shared_prefix)
     registry = registry or load_plugins()
     here, libraries = _device(device), registry.installed_libraries()
     profile = store.tuned_profile(registry, here)
@@ -80,5 +83,5 @@ def _device(device: torch.device) -> Device:
     if device.type == ("cuda" if here.type == "rocm" else here.type):
         return here
     if device.type == "cpu":
-        return Device("cpu")  # this machine has an accelerator, the model does not use it
+        return probe_cpu()  # this machine has an accelerator, the model does not use it
     raise UnsupportedError(f"the model is on {device}, this machine has {here}; use model.to(...)")

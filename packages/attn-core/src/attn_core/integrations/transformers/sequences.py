@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_core.cache.page_table import num_pages_for, pad_page_table
 from attn_core.errors import BatchError, UnsupportedError
+from attn_core.integrations.transformers.common_prompts import common_prompts, written_once
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.passes import Pass
 from attn_core.integrations.transformers.request_states import RequestStates
@@ -99,12 +100,14 @@ class Sequences:
             with self._memory.lock:
                 self._states.record()
 
-    def begin(self, batch_size: int, num_tokens: int, mask: Tensor | None) -> None:
+    def begin(
+        self, batch_size: int, num_tokens: int, mask: Tensor | None, marks: Tensor | None = None
+    ) -> None:
         """Plan a pass of `num_tokens` new columns in each of `batch_size` rows.
 
-        mask: [batch_size, columns + num_tokens], non-zero = real, or None: all are. Nothing counts
-        as seen before `commit`. Raises BatchError where it does not go on from what was seen,
-        OutOfPagesError.
+        mask: [batch_size, columns + num_tokens], non-zero = real, or None: all are. marks: as in
+        common_prompts, where rows of a first pass may share pages. Nothing counts as seen before
+        `commit`. Raises BatchError where it does not go on from what was seen, OutOfPagesError.
         """
         memory = self._memory
         if self._broken:
@@ -117,14 +120,16 @@ class Sequences:
         new = self._new_tokens(batch_size, num_tokens, mask)
         if not self._keys:
             self._keys += [self._new_key() for _ in range(batch_size)]
-            for pages in memory.pages.values():
-                for key in self._keys:
-                    pages.grow(key, 0)
             self._lens = [0] * batch_size
             self._seen = torch.zeros(batch_size, 0, dtype=torch.bool)
         counts: list[int] = new.sum(1).tolist()
         lens = [have + n for have, n in zip(self._lens, counts, strict=True)]
         rows = [i for i, n in enumerate(counts) if n]
+        prompts = [(i, 0) for i in range(batch_size)]
+        if not any(self._lens):
+            if marks is not None:
+                prompts = common_prompts(marks, new, memory.page_size)
+            memory.start(self._keys, lens, prompts)
         tables = self._grow(lens)
         seen = torch.cat([self._seen, new], 1)
         if not rows:
@@ -141,6 +146,8 @@ class Sequences:
             )
             for view, table in tables.items()
         }
+        if any(shared for _, shared in prompts):
+            views = written_once(views, [lens[i] for i in rows], [prompts[i][1] for i in rows])
         decodes = num_tokens == 1 and all(self._lens[i] for i in rows)
         positions = [torch.arange(s - n, s) for s, n in zip(keys, queries, strict=True)]
         starts = [0, *itertools.accumulate(queries)]
@@ -259,7 +266,7 @@ class Sequences:
         """
         memory, size = self._memory, self._memory.page_size
         for source, length in zip(sources, lens, strict=True):
-            self._check_window(source, length)
+            memory.check_past(self._keys[source], length, self._lens[source])
         keys, fresh, kept = [], [], set()
         for source, length in zip(sources, lens, strict=True):
             if length == self._lens[source] and source not in kept:
@@ -286,15 +293,3 @@ class Sequences:
                     pages.release(key)
         self._keys[:] = keys
         self._lens = list(lens)
-
-    def _check_window(self, source: int, length: int) -> None:
-        """Refuse to go back to a length whose window has lost pages."""
-        size = self._memory.page_size
-        for view, pages in self._memory.pages.items():
-            first = self._memory.behind(view, length) // size
-            if 0 in pages.pages(self._keys[source])[first : num_pages_for(length, size)]:
-                raise UnsupportedError(
-                    f"a crop to {length} of {self._lens[source]} tokens: the pages behind the "
-                    f"window of {self._memory.windows[view]} were given back; call "
-                    "activate_past_recording() of the cache before the tokens come"
-                )

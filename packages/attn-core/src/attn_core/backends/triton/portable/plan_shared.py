@@ -1,0 +1,265 @@
+"""The plan of a pass whose requests share keys: one launch finds groups and their work."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_core.backends.triton.portable.arguments import Spans
+
+NONE = tl.constexpr(1 << 30)  # more granules than any request has
+CACHE_GAIN = tl.constexpr(2)  # a key is read so much faster where it lies in the L2 cache
+
+
+@triton.jit
+def _or_least(ends_1, least_1, edge_1, ends_2, least_2, edge_2):
+    """Combine two parts of a scan that begins anew where `ends` is 1: the least value, the edge."""
+    least = tl.where(ends_2 > 0, least_2, tl.minimum(least_1, least_2))
+    return ends_1 | ends_2, least, tl.where(ends_2 > 0, edge_2, edge_1)
+
+
+@triton.jit
+def _join(own, left, right, base):
+    """Group neighbours that share more than `base` granules int32 [BLOCK], which their group does.
+
+    left, right: the granules that a request shares with its neighbours. Return whether a request is
+    in a group, the group's first and last request and the granules that all of its members share.
+    """
+    apart = (left <= base).to(tl.int32)
+    _, before, first = tl.associative_scan(
+        (apart, tl.where(right > base, right, NONE), own), 0, _or_least
+    )
+    apart = (right <= base).to(tl.int32)
+    _, after, last = tl.associative_scan(
+        (apart, tl.where(left > base, left, NONE), own), 0, _or_least, reverse=True
+    )
+    return last > first, first, last, tl.minimum(before, after)
+
+
+@triton.jit
+def _request_units(queries, lengths, begin, BN: tl.constexpr):
+    """Return the units of work of what each request reads alone, from key `begin` on."""
+    return tl.where(queries > 0, tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1), 0)
+
+
+@triton.jit
+def _group_units(
+    cu,
+    own,
+    batch,
+    grouped,
+    first,
+    last,
+    begin,
+    end,
+    GROUP: tl.constexpr,
+    GRANULE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Return the queries of each group and its units of work, at its first request; else 0.
+
+    begin, end: granules.
+    """
+    is_first = grouped & (own == first)
+    token = tl.load(cu + own, mask=own < batch, other=0)
+    queries = tl.load(cu + last + 1, mask=is_first, other=0) - token
+    units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN))
+    return tl.where(is_first, queries, 0), tl.where(is_first, units, 0)
+
+
+@triton.jit
+def _store_requests(
+    work_indptr, spans, own, batch, queries, lengths, begin, BN: tl.constexpr
+):  # fmt: skip
+    """Store what each request reads alone, from key `begin` on, and return its units of work."""
+    ok = own < batch
+    units = _request_units(queries, lengths, begin, BN)
+    tl.store(work_indptr, 0)
+    tl.store(work_indptr + 1 + own, tl.cumsum(units, 0), mask=ok)
+    tl.store(spans.begin + own, begin, mask=ok)
+    return tl.sum(units, 0)
+
+
+@triton.jit
+def _store_groups(
+    cu,
+    work_indptr,
+    spans,
+    batch,
+    own,
+    level,
+    groups,
+    work,
+    grouped,
+    first,
+    last,
+    begin,
+    end,
+    GROUP: tl.constexpr,
+    GRANULE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Store the groups of a level as spans; return how many there are now, and their work.
+
+    groups, work: those before. begin, end: granules.
+    """
+    ok = own < batch
+    is_first = grouped & (own == first)
+    number = groups + tl.cumsum(is_first.to(tl.int32), 0) - 1  # of the group of each request
+    at = batch + number
+    token = tl.load(cu + own, mask=ok, other=0)
+    queries, units = _group_units(
+        cu, own, batch, grouped, first, last, begin, end, GROUP, GRANULE, BM, BN
+    )
+    tl.store(work_indptr + at + 1, work + tl.cumsum(units, 0), mask=is_first)
+    tl.store(spans.request + at, own, mask=is_first)
+    tl.store(spans.token + at, token, mask=is_first)
+    tl.store(spans.queries + at, queries, mask=is_first)
+    tl.store(spans.begin + at, begin * GRANULE, mask=is_first)
+    tl.store(spans.end + at, end * GRANULE, mask=is_first)
+    tl.store(spans.level + at, level + own * 0, mask=is_first)
+    tl.store(spans.group + (level - 1) * batch + own, tl.where(grouped, at, -1), mask=ok)
+    return groups + tl.sum(is_first.to(tl.int32), 0), work + tl.sum(units, 0)
+
+
+@triton.jit
+def _compare(
+    cu,
+    lengths,
+    table,
+    common,
+    counter,
+    b,
+    batch,
+    table_stride,
+    GRANULE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store how many granules request b and the next one share; say whether it is the last one."""
+    if b < batch - 1:
+        start = tl.load(cu + b)
+        middle = tl.load(cu + b + 1)
+        limit = tl.minimum(
+            tl.load(lengths + b) - (middle - start),
+            tl.load(lengths + b + 1) - (tl.load(cu + b + 2) - middle),
+        )
+        limit = tl.maximum(limit, 0) // PAGE
+        row = table + b.to(tl.int64) * table_stride
+        low = 0
+        while low < limit:
+            i = low + tl.arange(0, WIDTH)
+            inside = i < limit
+            page = tl.load(row + i, mask=inside, other=0)
+            next_page = tl.load(row + table_stride + i, mask=inside, other=0)
+            limit = tl.min(tl.where(inside & (page != next_page), i, limit), 0)
+            low += WIDTH
+        tl.store(common + b, limit * PAGE // GRANULE)
+    tl.debug_barrier()  # the thread that counts releases what this one stored
+    last = tl.atomic_add(counter, 1) == batch - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit(do_not_specialize=["batch", "table_stride", "columns"])
+def plan_shared(
+    cu,
+    lengths,
+    table,
+    buffer,
+    counter,
+    batch,
+    table_stride,
+    columns,
+    GRANULE: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    CACHED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Find groups of neighbours whose first pages are equal; plan the work of groups and requests.
+
+    Each program compares the pages of a request and the next one, WIDTH at a time. The last one to
+    finish groups them (the intervals of an array of longest common prefixes), and writes the spans
+    and work_indptr int32 [2 · batch + 1], the units of BN keys of one tile before each span: first
+    those of the requests, then those of the groups, then none. Queries come after all shared keys.
+    Where no first pages are equal, the first program does so at once, for requests alone.
+    """
+    b = tl.program_id(0)
+    own = tl.arange(0, BLOCK)
+    ok = own < batch
+    token = tl.load(cu + own, mask=ok, other=0)
+    queries = tl.load(cu + own + 1, mask=ok, other=0) - token
+    length = tl.load(lengths + own, mask=ok, other=0)
+    has_next = own < batch - 1
+    row = table + own.to(tl.int64) * table_stride
+    page = tl.load(row, mask=ok, other=0)
+    next_page = tl.load(row + table_stride, mask=has_next, other=0)
+    long = length - queries >= GRANULE
+    alone = tl.sum((has_next & long & (page == next_page)).to(tl.int32), 0) == 0
+    is_planner = b == 0
+    if not alone:
+        is_planner = _compare(
+            cu, lengths, table, buffer + 8 * columns, counter, b, batch, table_stride, GRANULE,
+            PAGE, WIDTH,
+        )  # fmt: skip
+    if is_planner:
+        common = buffer + 8 * columns
+        spans = Spans(
+            buffer + columns,
+            buffer + 2 * columns,
+            buffer + 3 * columns,
+            buffer + 4 * columns,
+            buffer + 5 * columns,
+            buffer + 6 * columns,
+            buffer + 7 * columns,
+        )
+        none = own * 0
+        groups = 0
+        if alone:
+            work = _store_requests(buffer, spans, own, batch, queries, length, none, BN)
+            tl.store(spans.group + own, none - 1, mask=ok)
+        else:
+            right = tl.load(common + own, mask=has_next, other=0, cache_modifier=".cg")
+            left = tl.load(common + own - 1, mask=ok & (own > 0), other=0, cache_modifier=".cg")
+            in_outer, outer_first, outer_last, outer_end = _join(own, left, right, none)
+            base = tl.where(in_outer, outer_end, NONE)
+            in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
+            begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
+            alone_units = tl.sum(_request_units(queries, length, none, BN), 0)
+            own_units = tl.sum(_request_units(queries, length, begin, BN), 0)
+            _, outer_units = _group_units(
+                cu, own, batch, in_outer, outer_first, outer_last, none, outer_end, GROUP, GRANULE,
+                BM, BN,
+            )  # fmt: skip
+            _, inner_units = _group_units(
+                cu, own, batch, in_inner, inner_first, inner_last, outer_end, inner_end, GROUP,
+                GRANULE, BM, BN,
+            )  # fmt: skip
+            group_units = tl.sum(outer_units + inner_units, 0)
+            keys = tl.where(in_outer & (own == outer_first), outer_end, 0)
+            keys += tl.where(in_inner & (own == inner_first), inner_end - outer_end, 0)
+            pays = CACHE_GAIN * own_units + group_units <= alone_units
+            pays |= tl.sum(keys, 0) * GRANULE > CACHED
+            in_outer &= pays
+            in_inner &= pays
+            begin = tl.where(pays, begin, 0)
+            work = _store_requests(buffer, spans, own, batch, queries, length, begin, BN)
+            groups, work = _store_groups(
+                cu, buffer, spans, batch, own, 1, groups, work, in_outer, outer_first, outer_last,
+                none, outer_end, GROUP, GRANULE, BM, BN,
+            )  # fmt: skip
+            groups, work = _store_groups(
+                cu, buffer, spans, batch, own, 2, groups, work, in_inner, inner_first, inner_last,
+                outer_end, inner_end, GROUP, GRANULE, BM, BN,
+            )  # fmt: skip
+        tl.store(buffer + batch + 1 + own, work + none, mask=ok & (own >= groups))

@@ -1,0 +1,75 @@
+"""The rule that forms groups of sharers, held against what was measured with and without them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attn_core.backends.triton.portable.arguments import Requests
+from attn_core.backends.triton.shared import BUFFER_ROWS, fill_spans, sharing_of
+from attn_core.backends.triton.tuning import decode_launch
+from attn_core.runtime.layer import AttentionLayer, LayerGroup
+
+from benchmarks.cases import Case
+from benchmarks.suites import shared
+
+RECORD = pathlib.Path(__file__).parents[2] / "benchmarks/results/shared-prefix.nvidia-h200.json"
+MEASURED = {case["name"]: case for case in json.loads(RECORD.read_text())["cases"]}
+CASES = {case.name: case for case in shared() if case.name in MEASURED}
+TIE = 0.015  # of a time: what two measurements of one thing differ by
+L2_CACHE = 50 << 20  # of an H200
+
+
+def groups_of(case: Case) -> int:
+    """Return how many groups the plan of an H200 forms of a case."""
+    queries, batch, page = case.query_lens[0], case.batch, case.page_size
+    layer = AttentionLayer(
+        layer_id=0,
+        num_q_heads=case.q_heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        scale=case.scale,
+    )
+    sharing = sharing_of(LayerGroup.of(layer), queries, page, 2, L2_CACHE)
+    if sharing is None:
+        return 0
+    table = torch.arange(batch * (case.length // page), dtype=torch.int32).view(batch, -1)
+    for first, n, begin, end in (group for level in case.groups for group in level):
+        pages = slice(begin // page, end // page)
+        table[first : first + n, pages] = table[first, pages]
+    columns = -(-(2 * batch + 1) // 4) * 4
+    buffer = torch.empty(BUFFER_ROWS, columns, dtype=torch.int32)
+    launch = decode_launch(
+        "sm90", 64, case.head_dim, case.v_head_dim, 2, page_size=page, shared=True
+    )
+    requests = Requests(
+        torch.arange(0, queries * (batch + 1), queries, dtype=torch.int32),
+        torch.tensor(case.seq_lens, dtype=torch.int32),
+        table,
+    )
+    fill_spans({}, requests, buffer, torch.zeros(2, dtype=torch.int32), launch, sharing)
+    units = buffer[0, : 2 * batch + 1].diff()
+    return int((units[batch:] > 0).sum())
+
+
+def test_the_record_has_all_cases_of_this_rule():
+    assert len(CASES) == 18
+    assert any(case.tree for case in CASES.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_are_formed_where_they_were_faster(name):
+    """Groups form where their time was shorter than without, and nowhere else."""
+    measured, case = MEASURED[name], CASES[name]
+    [alone] = [x["us"] for x in measured["peers"] if x["name"] == "triton-alone"]
+    faster = bool(case.shared) and measured["ours"]["us"] < alone * (1 - TIE)
+    groups = groups_of(case)
+    assert bool(groups) == faster
+    if faster:
+        assert groups == sum(len(level) for level in case.groups)
