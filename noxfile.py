@@ -257,6 +257,17 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def explorer(session: nox.Session) -> None:
+    """Compare the explorer page with select(), whole, and open it in an installed browser."""
+    install(session, *TOOLS)
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    if not any(map(shutil.which, names)):
+        session.log(f"explorer: no browser is installed ({', '.join(names)}): node runs its logic")
+    session.run("python", "docs/explorer.py", "--check")
+    session.run("python", "-m", "pytest", "-rs", "tests/docs/test_explorer.py", "-m", "not long")
+
+
+@nox.session
 def acme(session: nox.Session) -> None:
     """Build the example plugin and attn-core as wheels and test it without this checkout."""
     session.install("build", "hatchling")
@@ -337,7 +348,8 @@ def gpu_bench(session: nox.Session) -> None:
 
 @nox.session
 def readme(session: nox.Session) -> None:
-    """Write the generated parts of README.md and docs/reference anew: matrix, demo, performance."""
+    """Write what is generated anew: matrix, demo, performance, and the data of the explorer."""
     install(session)
     session.run("python", "docs/generate.py", *session.posargs)
     session.run("python", "-m", "benchmarks.tables", *session.posargs)
+    session.run("python", "docs/explorer.py", *session.posargs)

@@ -123,7 +123,7 @@ def serving(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Serv
         arch=kind.arch,
         max_bs=case.batch,
         max_num_tokens=case.tokens,
-        max_seq_len=case.length,
+        max_seq_len=case.longest,
     )
     backend: AttentionBackend = create_backend(registry.get(name), config)
     roles: tuple[Role, ...] = ("prefill", "decode")

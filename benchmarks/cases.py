@@ -18,7 +18,7 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 from torch import Tensor
 
-Phase = Literal["decode", "verify", "prefill", "extend", "mla", "mla-verify", "fp8"]
+Phase = Literal["decode", "verify", "prefill", "extend", "mla", "mla-verify", "mla-extend", "fp8"]
 LATENT, ROPE = 512, 64  # absorbed MLA: what is compressed, and what carries the position
 MLA_SCALE = (128 + ROPE) ** -0.5  # of the heads before absorption, DeepSeek-V3's
 _DECODES = ("decode", "mla", "fp8")
@@ -95,13 +95,18 @@ class Case:
         rng = random.Random(f"{self.batch}x{self.length}")
         if self.sigma is not None:
             drawn = (rng.lognormvariate(0.0, self.sigma) for _ in range(self.batch))
-            least = (self.queries or 1) / self.length
-            return tuple(int(self.length * min(max(x, least), 16.0)) for x in drawn)
+            least = self.queries or 1
+            return tuple(max(least, int(self.length * min(x, 16.0))) for x in drawn)
         if not self.ragged:
             return (self.length,) * self.batch
         low = max(self.queries or 1, self.length // 8)
         rest = [rng.randint(low, self.length) for _ in range(self.batch - 1)]
         return (self.length, *rest)
+
+    @property
+    def longest(self) -> int:
+        """The longest request, in tokens."""
+        return max(self.seq_lens)
 
     @property
     def groups(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
@@ -263,7 +268,7 @@ def random_tree(drafts: int, seed: int) -> Tensor:
 
 def _shuffled_table(case: Case, device: torch.device, rng: torch.Generator) -> Tensor:
     pages = torch.tensor([num_pages_for(s, case.page_size) for s in case.seq_lens], device=device)
-    width = num_pages_for(case.length, case.page_size)
+    width = num_pages_for(case.longest, case.page_size)
     owned = torch.arange(width, device=device) < pages[:, None]
     table = torch.zeros(case.batch, width, dtype=torch.int32, device=device)
     order = torch.randperm(int(pages.sum()), generator=rng, device=device)

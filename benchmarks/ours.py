@@ -57,7 +57,7 @@ def our_backend(
             device=device,
             max_bs=case.batch,
             max_num_tokens=case.tokens,
-            max_seq_len=case.length,
+            max_seq_len=case.longest,
             topk=batch.spec.topk if batch.spec else 0,
             num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
             shared_prefix=shared_prefix,
@@ -92,12 +92,10 @@ def device_kind(device: torch.device) -> Device:
     return here if here.type == wanted else parse_device(wanted)
 
 
-def row_of(
-    name: str, case: Case, registry: Registry, device: Device, dual_chunk: DualChunk | None = None
-) -> Capabilities:
-    """Let the selection choose the row, as a server would. Raises NoBackendError."""
+def needs_of(case: Case, dual_chunk: DualChunk | None = None) -> Requirements:
+    """Return what a model with this case's layer, cache and drafts needs."""
     verifies = case.mode is ForwardMode.TARGET_VERIFY
-    needs = Requirements(
+    return Requirements(
         layers=(
             LayerRequirements(
                 kind=case.kind,
@@ -115,10 +113,17 @@ def row_of(
         if verifies
         else None,
     )
+
+
+def row_of(
+    name: str, case: Case, registry: Registry, device: Device, dual_chunk: DualChunk | None = None
+) -> Capabilities:
+    """Let the selection choose the row, as a server would. Raises NoBackendError."""
     names = Overrides(attention_backend=name)  # of drafts, which both phases may see
     if case.mode is ForwardMode.DECODE:  # some backends do nothing else
         names = Overrides(decode_attention_backend=name)
     elif case.mode is ForwardMode.EXTEND:  # and some rows nothing but this
         names = Overrides(prefill_attention_backend=name)
-    chosen = select(needs, device, registry, registry.installed_libraries(), names)
+    libraries = registry.installed_libraries()
+    chosen = select(needs_of(case, dual_chunk), device, registry, libraries, names)
     return chosen.roles[ROLE_OF_MODE[case.mode]].row

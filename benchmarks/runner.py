@@ -66,7 +66,7 @@ def measure_all(
                 measured = replace(measured, ours=entry)
             else:
                 measured = replace(measured, peers=(*measured.peers, entry))
-            if not _usable(device):
+            if not usable(device):
                 yield measured
                 raise DeviceLost(
                     f"{contestant.name} broke the GPU's context on {case.name!r}: {entry.error}; "
@@ -99,7 +99,7 @@ def measure(
     start = time.perf_counter()
     try:
         call = contestant.prepare(inputs)
-        _poison(inputs)
+        poison(inputs)
         error = inputs.error(call())  # the first call may compile
         prepared = time.perf_counter() - start
         timing = timer.measure(call)
@@ -151,7 +151,7 @@ def _shape(case: Case) -> dict[str, Any]:
     return shape | {"tokens": case.tokens, "kv_tokens": sum(case.seq_lens)}
 
 
-def _poison(inputs: Inputs) -> None:
+def poison(inputs: Inputs) -> None:
     """Leave NaN in the block that the allocator hands out next for an output of this size.
 
     Else a kernel that writes nothing could return the right result of the contestant before it.
@@ -161,7 +161,8 @@ def _poison(inputs: Inputs) -> None:
     torch.full(shape, torch.nan, dtype=inputs.q.dtype, device=inputs.q.device)
 
 
-def _usable(device: torch.device) -> bool:
+def usable(device: torch.device) -> bool:
+    """Say whether the device still works after what a contestant did."""
     if device.type != "cuda":
         return True
     try:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.dual_chunk_table import dual_chunk_sections
 from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
+from benchmarks.regret_table import regret_sections
 from benchmarks.results import Entry, Measured, Report, load_all, names
 from benchmarks.sparse_table import sparse_sections
 
@@ -39,8 +40,8 @@ _NOTHING = "\nNo GPU result is recorded yet.\n"
 def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
-    sections = linear_sections() + sparse_sections() + dual_chunk_sections()
-    return {PAGE: page(reports) + sections, SUMMARY: summary(reports)}
+    sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), regret_sections())
+    return {PAGE: page(reports) + "".join(sections), SUMMARY: summary(reports)}
 
 
 def page(reports: dict[str, Report]) -> str:

@@ -17,6 +17,7 @@ html_theme = "furo"
 html_title = f"attn-core {release}"
 html_copy_source = False
 html_static_path = ["_static"]
+html_extra_path = ["site"]  # the explorer, which is no page of Sphinx
 html_css_files = ["attn.css"]
 html_js_files = ["matrix.js"]
 smartquotes = False  # an option is --json, with two hyphens

@@ -70,7 +70,7 @@ def _xqa(inputs: Inputs) -> Call:
         workspace,
         inputs.page_table,
         inputs.seq_lens,
-        case.length,
+        case.longest,
         bmm1_scale=case.scale,
         bmm2_scale=1.0,
         kv_layout="NHD",

@@ -57,7 +57,7 @@ def _flex(inputs: Inputs) -> Call:
 
 
 def _refuses(case: Case) -> str:
-    return "ragged lengths (takes one length)" if case.ragged else ""
+    return "ragged lengths (takes one length)" if len(set(case.seq_lens)) > 1 else ""
 
 
 def _contestant(name: str, prepare: Callable[[Inputs], Call]) -> Contestant:

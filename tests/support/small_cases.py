@@ -20,4 +20,6 @@ CASES = (
     Case(phase="mla", batch=3, length=140, ragged=True, **LATENT),
     Case(phase="mla-verify", batch=2, length=70, queries=4, **LATENT),
     Case(phase="fp8", batch=2, length=150, ragged=True, kv_dtype="fp8_e4m3", **HEADS),
+    Case(phase="decode", batch=5, length=30, sigma=1.5, page_size=16, **HEADS),
+    Case(phase="mla-extend", batch=3, length=40, queries=12, sigma=1.0, **LATENT),
 )  # fmt: skip

@@ -1,0 +1,329 @@
+"""Measure what a choice of backends loses against the best: `python -m benchmarks.regret`.
+
+Shapes that no tuning has seen are drawn from the release's version. For each, `select()` names a
+backend by the profile of this machine and, as the rule, by priorities alone. Every installed
+backend that takes the shape is compared with the reference and then timed in two rounds. One round
+names the best of the shape, the other judges it, and the other way round, so that nothing is best
+by its luck alone. An interrupted run goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import gc
+import hashlib
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from attn_core.costs import store
+from attn_core.costs.environment import environment
+from attn_core.costs.profile import Cost, Profile
+from attn_core.costs.shapes import Pass
+from attn_core.costs.workload import Mix, Workload
+from attn_core.errors import AttnError, UsageError
+from attn_core.measure.candidates import Job, jobs
+from attn_core.measure.session import session
+from attn_core.measure.timing import Clock, clock_of, measure
+from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.selection.ranking import shipped_profile
+from attn_core.selection.result import NoBackendError, Overrides
+from attn_core.selection.solver import select
+from attn_core.spec.device import Device
+from attn_core.spec.kinds import Phase, Role
+from attn_core.spec.requirements import Requirements, Speculation
+
+from benchmarks.attention import device_name
+from benchmarks.cases import Case, build
+from benchmarks.contestant import Call, Contestant
+from benchmarks.ours import device_kind, needs_of, our_backend
+from benchmarks.regret_shapes import COUNT, default_seed, draw, form_of, pass_of
+from benchmarks.regret_table import AUTOMATIC, RULE, Record, page, summary
+from benchmarks.results import FOLDER, slug
+from benchmarks.runner import poison, tolerance, usable
+
+SCHEMA = 1
+ROUND_SECONDS = 0.5  # of one round of a shape
+SLOWER = 4.0  # what takes so many times the fastest's first call is neither best nor timed further
+MINUTE = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePass(Workload):
+    """A workload of one pass alone: select() then weighs what this pass costs."""
+
+    size: Pass
+
+    def passes(self, phase: Phase, speculation: Speculation | None) -> Mix:
+        own = Phase.DECODE if self.size.phase == "decode" else Phase.PREFILL
+        if self.size.phase == "verify" and speculation is not None:
+            own = Phase(speculation.mode)
+        return ((self.size, 1.0),) if phase is own else ()
+
+
+@dataclass(frozen=True)
+class Field:
+    """Who is judged, and by what: the backends, and the profile as select() takes it."""
+
+    registry: Registry
+    device: Device
+    backends: Mapping[str, Contestant]
+    profile: Profile | None
+
+    def choice(self, case: Case, profile: Profile | None) -> tuple[Record, Record]:
+        """Return which backend select() takes for this pass and by what, and who refuses it.
+
+        A row of MLA that prefills without its cache has no such pass: the next one is taken.
+        """
+        size, refused = pass_of(case), Record()
+        role: Role = "verify" if size.phase == "verify" else size.phase
+        while True:
+            chosen = select(
+                needs_of(case),
+                self.device,
+                self.registry,
+                self.registry.installed_libraries(),
+                Overrides(allow=tuple(self.backends), deny=tuple(refused)),
+                profile,
+                workload=OnePass(size=size),
+                advise=False,
+            )
+            found = chosen.roles[role]
+            if found.row.absorbed:
+                break
+            refused[found.backend] = "its row prefills MLA without the cache"
+        phase = Phase.DECODE if case.phase in ("decode", "mla") else Phase.PREFILL
+        verdicts = {v.spec.name: v for v in chosen.verdicts if v.phase is phase}
+        for name in self.backends.keys() - refused.keys():
+            v = verdicts[name]
+            if not v.fits or not v.row.absorbed:
+                said = "; ".join(map(str, v.reasons)) or "its row prefills MLA without the cache"
+                refused[name] = said[:300]
+        cost = verdicts[found.backend].expected
+        record: Record = {"backend": found.backend, "by": "profile" if cost else "priority"}
+        if cost:
+            record["expected_us"] = round(cost.us, 2)
+            record["this_form"] = cost.measured  # else of one near it
+        return record, dict(sorted(refused.items()))
+
+
+def judged(case: Case, field: Field, device: torch.device, clock: Clock, seconds: float) -> Record:
+    """Choose, check and time one shape; `seconds` bounds both rounds together."""
+    record: Record = {"name": case.name, "phase": case.phase}
+    try:
+        record[AUTOMATIC], refused = field.choice(case, field.profile)
+        record[RULE], _ = field.choice(case, Profile())
+    except NoBackendError as error:
+        return record | {"error": f"nothing fits: {error}"[:300]}
+    record["refused"] = refused
+    try:
+        inputs = build(case, device)
+    except torch.OutOfMemoryError as error:
+        return record | {"error": f"OutOfMemoryError: {error}"[:300]}
+    calls: dict[str, Call] = {}
+    bad: dict[str, str] = {}
+    for name in [n for n in field.backends if n not in refused]:
+        try:
+            call = field.backends[name].prepare(inputs)
+            poison(inputs)
+            off = inputs.error(call())  # the first call may compile
+            if off <= tolerance(case):
+                calls[name] = call
+            else:
+                bad[name] = f"wrong: error {off:.1e}"
+        except NoBackendError as error:  # it fits alone, and with no other over one cache
+            refused[name] = str(error)[:300]
+        except Exception as raised:  # a plugin's code: what it raises is the finding
+            bad[name] = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
+            if not usable(device):
+                raise SystemExit(f"{name} broke the device on {case.name}: {bad[name]}") from None
+    record["bad"] = bad
+    named = {record[AUTOMATIC]["backend"], record[RULE]["backend"]}
+    first = {name: clock.sample(call)[0] for name, call in calls.items()}
+    slow = {n: us for n, us in first.items() if us > SLOWER * min(first.values())}
+    record["slower"] = {n: round(us, 1) for n, us in slow.items() if n not in named}
+    timed = {name: call for name, call in calls.items() if name not in record["slower"]}
+    record["rounds"] = [
+        {name: rounded(cost) for name, cost in measure(timed, clock, seconds / 2).items()}
+        for _ in range(2)
+    ]
+    del inputs, calls, timed
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return record
+
+
+def rounded(cost: Cost) -> list[float]:
+    return [float(f"{x:.5g}") for x in cost]
+
+
+def tuning_jobs(cases: Sequence[Case], field: Field) -> list[Job]:
+    """List what `attn tune` measures for the forms of these shapes, the most common form first."""
+    forms = collections.Counter(replace(needs_of(c), speculation=None, page_size=64) for c in cases)
+    found: dict[Any, Job] = {}
+    for needs, _ in forms.most_common():
+        for speculation in (None, *(Speculation(topk=k, num_draft_tokens=4) for k in (1, 2))):
+            asked: Requirements = replace(needs, speculation=speculation)
+            libraries = field.registry.installed_libraries()
+            overrides = Overrides(allow=tuple(field.backends))
+            every = (field.registry, libraries, overrides, Workload())
+            for job in jobs(asked, field.device, *every):
+                found.setdefault((job.form, job.size), job)
+    return list(found.values())
+
+
+def tuned(
+    cases: Sequence[Case], field: Field, known: Profile, env: dict[str, str], device: torch.device,
+    seconds: float, path: pathlib.Path,
+) -> Profile:  # fmt: skip
+    """Measure a profile of the forms of these shapes, as `attn tune` does, and keep it in `path`.
+
+    No point that is judged is measured here.
+    """
+    own = {(form_of(case), pass_of(case)) for case in cases}
+    todo = [job for job in tuning_jobs(cases, field) if (job.form, job.size) not in own]
+    for step in session(todo, known, env, device, arch=field.device.arch, minutes=seconds / MINUTE):
+        if step.profile.costs or step.profile.bad:
+            known = store.write(path, step.profile)
+    print(f"tuned: {len(known.costs)} points of {len(todo)} shapes in {path}", flush=True)
+    return known
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.regret", description=__doc__)
+    add = parser.add_argument
+    add("--backends", help="names with commas (default: all that are installed)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device")
+    add("--profile", help="a file of `attn tune --out`, or none (default: as `attn select`)")
+    add("--tune", type=float, metavar="SECONDS", help="first tune for so long, beside --out")
+    add("--seconds", type=float, default=600.0, help="no shape begins later (default: 600)")
+    add("--count", type=int, default=COUNT, help=f"shapes to draw (default: {COUNT})")
+    add("--seed", default=default_seed(), help="what draws them (default: attn-core's version)")
+    add("--out", type=pathlib.Path, help="default: benchmarks/results/regret.<device>.json")
+    return parser.parse_args(arguments)
+
+
+def contestants(names: str | None, registry: Registry, device: torch.device) -> list[Contestant]:
+    """Return the named backends, or all of the registry; those that are not here refuse."""
+    known = [spec.name for spec in registry.family("softmax")]
+    asked = names.split(",") if names else known
+    return [our_backend(name, registry, device) for name in asked]
+
+
+def profile_of(
+    args: argparse.Namespace, registry: Registry, env: dict[str, str], device: Device
+) -> Profile | None:
+    """Return the profile that select() is given: as for `attn select`. Raises UsageError."""
+    if args.profile == "none":
+        return Profile()
+    if args.profile is None:
+        return store.tuned_profile(registry, device)
+    found = store.read_profile(pathlib.Path(args.profile))
+    if differs := found.differences(env):
+        raise UsageError(f"--profile {args.profile}: another environment: {'; '.join(differs)}")
+    return found
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, cases: list[Case] | None = None, clock: Any = None
+) -> int:
+    """Run; `cases` and `clock` are for tests. Return 1 if a limit is exceeded."""
+    args = parse(list(sys.argv[1:] if arguments is None else arguments))
+    begin, device, registry = time.monotonic(), torch.device(args.device), load_plugins()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here; --device cpu judges small shapes on the CPU")
+    here, path = device_kind(device), args.out
+    path = path or FOLDER / f"regret.{slug(device_name(device))}.json"
+    env = environment(registry, here)
+    torch.set_grad_enabled(False)
+    drawn = draw(args.seed, device.type, args.count) if cases is None else cases
+    try:
+        backends = {c.name: c for c in contestants(args.backends, registry, device)}
+        field = Field(registry, here, backends, profile_of(args, registry, env, here))
+    except AttnError as error:
+        raise SystemExit(str(error)) from None
+    if args.tune:
+        file = path.with_suffix(".profile.json")
+        known = store.read_profile(file) if file.exists() else field.profile or Profile()
+        if not path.exists():  # else the run goes on, with the profile that it began with
+            known = tuned(drawn, field, known, env, device, args.tune, file)
+        field = replace(field, profile=known)
+    clock, report = clock or clock_of(device), begun(args, field, env, drawn, path)
+    done = {shape["name"] for shape in report["shapes"]}
+    for number, case in enumerate(drawn, 1):
+        left = args.seconds - (time.monotonic() - begin)
+        if case.name in done:
+            continue
+        if left <= 0:
+            break
+        shape = judged(case, field, device, clock, min(2 * ROUND_SECONDS, left))
+        report["shapes"].append(shape)
+        report["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        report["summary"] = summary(report["shapes"])
+        write(path, report)  # what was measured survives whatever comes next
+        took = time.monotonic() - begin
+        print(f"[{number}/{len(drawn)}] {took:5.1f} s {case.name}: {said(shape)}", flush=True)
+    print(page(path.name, report))
+    return 0 if summary(report["shapes"])["met"] else 1
+
+
+def said(shape: Record) -> str:
+    """Say in a line what became of a shape."""
+    if "error" in shape:
+        return str(shape["error"])
+    times = (f"{name} {cost[0]:g}" for name, cost in shape["rounds"][0].items())
+    names = (f"{key} {shape[key]['backend']}" for key in (AUTOMATIC, RULE))
+    bad = (f"{name} is bad: {why}" for name, why in shape["bad"].items())
+    return "; ".join((", ".join(names), " ".join(times) + " µs", *bad))
+
+
+def begun(
+    args: argparse.Namespace, field: Field, env: dict[str, str], drawn: Sequence[Case],
+    path: pathlib.Path,
+) -> Record:  # fmt: skip
+    """Return the report so far: the file's, if it is of the same run, else a new one."""
+    profile, note = field.profile, ""
+    if profile is None:
+        libraries = field.registry.installed_libraries()
+        profile, note = shipped_profile(field.device, field.registry, libraries)
+    points = json.dumps(profile.to_json()).encode()
+    asked = {
+        "schema": SCHEMA,
+        "seed": args.seed,
+        "drawn": len(drawn),
+        "environment": env,
+        "backends": list(field.backends),
+        "profile": {
+            "source": "shipped" if field.profile is None else "measured",
+            "points": len(profile.costs),
+            "note": note,
+            "digest": hashlib.sha256(points).hexdigest()[:12],
+        },
+    }
+    if path.exists():
+        found: Record = json.loads(path.read_text())
+        differs = [name for name, value in asked.items() if found.get(name) != value]
+        if not differs:
+            return found
+        raise SystemExit(f"{path} is of another run ({', '.join(differs)}); name another file")
+    return {**asked, "date": "", "shapes": []}
+
+
+def write(path: pathlib.Path, report: Record) -> None:
+    """Replace the file at once, so that an interruption leaves a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

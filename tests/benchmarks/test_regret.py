@@ -1,0 +1,221 @@
+"""What choices lose is measured against another round's best, and nothing of a run is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_core.costs import store
+from attn_core.costs.environment import environment
+from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.shapes import Pass
+from attn_core.plugins.registry import Registry, load_plugins
+from small_cases import CASES
+
+from benchmarks import regret
+from benchmarks.ours import device_kind
+from benchmarks.regret_shapes import COUNT, PHASES, default_seed, draw, form_of, pass_of
+from benchmarks.regret_table import loss, losses, page, summary
+
+CPU = torch.device("cpu")
+SMALL = [c for c in CASES if c.page_size == 16 or c.phase in ("mla", "prefill")]
+TIMES = {"apple": 30.0, "berry": 10.0, "cherry": 100.0}
+
+
+def shape(first, second, automatic="a", rule="b", phase="decode"):
+    rounds = [{n: [us, us, us, 0.0] for n, us in r.items()} for r in (first, second)]
+    choices = {"automatic": {"backend": automatic, "by": "profile"}, "rule": {"backend": rule}}
+    return {"name": f"{automatic} {first}", "phase": phase, "rounds": rounds, **choices}
+
+
+def test_a_round_is_judged_by_the_best_of_the_other():
+    """Each round has another best, by luck: against the best of its own round neither loses."""
+    lucky = shape({"a": 100, "b": 90}, {"a": 100, "b": 120})
+    assert losses(lucky, "automatic") == pytest.approx([100 / 120 - 1, 0.0])
+    assert losses(lucky, "rule") == pytest.approx([0.0, 90 / 100 - 1])
+    assert loss(lucky, "automatic") == pytest.approx(math.sqrt(100 / 120) - 1)
+
+
+def test_a_pass_in_no_graph_takes_no_less_than_the_host():
+    one = shape({"a": 10, "b": 20}, {"a": 10, "b": 20}, phase="prefill")
+    assert loss(one, "rule") == pytest.approx(1.0)
+    for r in one["rounds"]:
+        r["a"][3] = r["b"][3] = 40.0
+    assert loss(one, "rule") == 0
+    assert loss(one | {"phase": "decode"}, "rule") == pytest.approx(1.0)
+
+
+def test_a_choice_that_fails_here_misses_the_limits_and_stays_json():
+    good = [shape({"a": 10, "b": 30}, {"a": 10, "b": 30}) for _ in range(60)]
+    found = summary(good)
+    assert found["met"]
+    assert found["automatic"]["worst"] == 0
+    assert found["rule"]["mean"] == pytest.approx(2.0)
+    assert not summary(good[:59])["met"]  # too few
+    assert not summary([*good, shape({"a": 10, "b": 9}, {"a": 10, "b": 9})])["met"]  # 11 % at worst
+    failing = summary([*good, shape({"a": 10}, {"a": 10}, automatic="gone")])
+    assert not failing["met"]
+    assert failing["automatic"]["failed"] == 1
+    json.dumps(failing, allow_nan=False)
+    assert summary([])["automatic"]["mean"] is None
+
+
+def test_shapes_come_from_the_seed_and_cover_every_phase():
+    for device in ("cuda", "cpu"):
+        drawn = draw("1.0", device)
+        assert [c.name for c in drawn] == [c.name for c in draw("1.0", device)]
+        assert len({c.name for c in drawn}) == COUNT >= 60
+        assert {c.phase for c in drawn} == set(PHASES)
+        assert {c.kind for c in drawn} == {"mha", "mla"}
+        assert sum(c.sigma is not None for c in drawn) > COUNT / 4
+        for case in drawn:
+            size = pass_of(case)
+            assert size.longest <= size.kv_tokens
+            assert size.queries <= size.kv_tokens
+            lengths = zip(case.seq_lens, case.query_lens, strict=True)
+            assert all(0 < n <= s for s, n in lengths)
+    assert {c.name for c in drawn}.isdisjoint(c.name for c in draw("1.1", "cpu"))
+    assert default_seed().startswith("attn-core ")
+
+
+class Labelled:
+    def __init__(self, name, call):
+        self.name, self.call = name, call
+
+    def __call__(self):
+        return self.call()
+
+
+class FakeClock:
+    def __init__(self):
+        self.calls = 0
+
+    def sample(self, call):
+        self.calls += 1
+        return TIMES[call.name], 0.0
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Three backends that are torch_native; by name, apple is the first of equal priorities."""
+    real, make = load_plugins(), regret.our_backend
+    good, origin = real.get("torch_native"), real.origins["softmax", "torch_native"]
+    keys = {("softmax", n): replace(good, name=n, aliases=()) for n in TIMES}
+    fruit = Registry(backends=keys, origins=dict.fromkeys(keys, origin))
+
+    def labelled(name, *args):
+        one = make(name, *args)
+        return replace(one, prepare=lambda inputs: Labelled(name, one.prepare(inputs)))
+
+    monkeypatch.setattr(regret, "load_plugins", lambda: fruit)
+    monkeypatch.setattr(regret, "our_backend", labelled)
+    monkeypatch.setattr(regret.store, "tuned_profile", lambda *_: None)
+    return fruit
+
+
+def run(out, *words, cases=SMALL):
+    clock = FakeClock()
+    arguments = ["--device", "cpu", "--out", str(out), *words]
+    code = regret.main(arguments, cases=cases, clock=clock)
+    return code, json.loads(out.read_text()), clock
+
+
+def test_without_a_profile_the_choice_is_the_rule(registry, tmp_path, capsys):
+    code, record, _ = run(tmp_path / "r.json")
+    assert code == 1
+    assert [s["name"] for s in record["shapes"]] == [c.name for c in SMALL]
+    for one in record["shapes"]:
+        assert one["automatic"]["backend"] == one["rule"]["backend"] == "apple"
+        assert one["automatic"]["by"] == "priority"
+        assert one["slower"] == {"cherry": 100.0}  # it is in no round
+        assert set(one["rounds"][0]) == {"apple", "berry"}
+        assert loss(one, "automatic") == pytest.approx(2.0)
+    assert record["summary"]["rule"]["mean"] == pytest.approx(2.0)
+    assert "**not met**" in capsys.readouterr().out
+
+
+def test_a_profile_chooses_and_a_run_goes_on(registry, tmp_path, capsys):
+    """What was judged is not judged again; another profile needs another file."""
+    case = SMALL[0]
+    size, env = pass_of(case), environment(registry, device_kind(CPU))
+    costs = {
+        Key(name, "", form_of(case), size): Cost(us, us, us, 0.0) for name, us in TIMES.items()
+    }
+    file, out = tmp_path / "p.json", tmp_path / "r.json"
+    store.write(file, Profile(environment=env, costs=costs, date="2026-01-01"))
+    words = ("--profile", str(file))
+    _, record, _ = run(out, *words, cases=SMALL[:1])
+    (one,) = record["shapes"]
+    assert one["automatic"] == {
+        "backend": "berry", "by": "profile", "expected_us": 10.0, "this_form": True
+    }  # fmt: skip
+    assert (loss(one, "automatic"), loss(one, "rule")) == (0, pytest.approx(2.0))
+    _, again, clock = run(out, *words, cases=SMALL[:1])
+    assert (again["shapes"], clock.calls) == (record["shapes"], 0)
+    with pytest.raises(SystemExit, match="another run"):
+        run(out, cases=SMALL[:1])
+    text = page("r.json", record)
+    assert "| decode | 1 | 1 | 0.0 % | 0.0 % | 200.0 % | 200.0 % |" in text
+    store.write(file, Profile(environment=env | {"torch": "0"}, costs=costs, date="2026-01-01"))
+    with pytest.raises(SystemExit, match="another environment"):
+        run(tmp_path / "other.json", *words)
+
+
+def test_an_interrupted_run_keeps_what_it_judged(registry, tmp_path, monkeypatch):
+    real, left = regret.judged, iter(range(2))
+
+    def stops(*args):
+        next(left)
+        return real(*args)
+
+    out = tmp_path / "r.json"
+    monkeypatch.setattr(regret, "judged", stops)
+    with pytest.raises(StopIteration):
+        run(out)
+    assert len(json.loads(out.read_text())["shapes"]) == 2
+    monkeypatch.setattr(regret, "judged", real)
+    _, record, _ = run(out)
+    assert [s["name"] for s in record["shapes"]] == [c.name for c in SMALL]
+    _, none, _ = run(out, "--seconds", "0")
+    assert none["shapes"] == record["shapes"]
+
+
+def test_what_is_wrong_is_never_the_best(registry, tmp_path, monkeypatch, capsys):
+    wrong = regret.our_backend
+
+    def spoiled(name, *args):
+        one = wrong(name, *args)
+        if name != "berry":
+            return one
+        return replace(one, prepare=lambda inputs: Labelled(name, lambda: inputs.q * 2))
+
+    monkeypatch.setattr(regret, "our_backend", spoiled)
+    _, record, _ = run(tmp_path / "r.json", cases=SMALL[:1])
+    (one,) = record["shapes"]
+    assert one["bad"]["berry"].startswith("wrong: error")
+    assert loss(one, "automatic") == 0
+    assert "berry fails in 1" in capsys.readouterr().out
+
+
+def test_tuning_first_measures_other_points_than_those_that_are_judged(registry, tmp_path):
+    """The choice is then by what was tuned; a resumed run keeps the profile it began with."""
+    out, cases = tmp_path / "r.json", SMALL[:1]
+    _, record, _ = run(out, "--tune", "0.5", cases=cases)
+    file = tmp_path / "r.profile.json"
+    tuned = store.read_profile(file)
+    assert record["profile"]["points"] == len(tuned.costs) > 0
+    own = {(form_of(case), pass_of(case)) for case in cases}
+    assert own.isdisjoint((key.form, key.size) for key in tuned.costs)
+    before = file.read_text()
+    run(out, "--tune", "0.5", cases=cases)
+    assert file.read_text() == before
+
+
+def test_one_pass_is_the_whole_workload():
+    size = Pass.even("decode", 3, 100)
+    one = regret.OnePass(size=size)
+    assert one.passes(regret.Phase.DECODE, None) == ((size, 1.0),)
+    assert one.passes(regret.Phase.PREFILL, None) == ()
