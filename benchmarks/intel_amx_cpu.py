@@ -1,6 +1,7 @@
 """Time intel_amx on this CPU beside torch_native, and beside SDPA on K and V already gathered.
 
 Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--level NAME]
+[--cores 1 2 4 8]: time the same calls with each number of threads, into a record of their own.
 The calls of all contestants take turns, so that a busy machine slows all of them alike.
 """
 
@@ -12,8 +13,8 @@ import json
 import pathlib
 import platform
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +65,21 @@ def summary(calls: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, o
     return {"repeats": repeats, "median_ms": median, "times_faster_than_sdpa": faster}
 
 
-def measure(shape: Shape, repeats: int) -> dict[str, object]:
-    """Time one shape of MHA, after each result was compared with float64."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One shape: what is timed, and the largest error of each against float64."""
+
+    shape: dict[str, object]
+    calls: dict[str, Callable[[], Tensor]]
+    errors: dict[str, float]
+
+    def measure(self, repeats: int) -> dict[str, object]:
+        timed = summary(self.calls, repeats)
+        return {"shape": self.shape, **timed, "largest_error": self.errors}
+
+
+def attention_case(shape: Shape, page_sizes: Sequence[int] = PAGE_SIZES) -> Case:
+    """Prepare one shape of MHA, and compare each result with float64."""
     data = draw(shape)
     want, reference = truth(shape, data), sdpa(shape, data)
     calls: dict[str, Callable[[], Tensor]] = {"sdpa": lambda: sdpa(shape, data)}
@@ -73,17 +87,17 @@ def measure(shape: Shape, repeats: int) -> dict[str, object]:
         calls["sdpa_folded"] = lambda: sdpa_folded(data)
     errors = {"sdpa": (reference.double() - want).abs().max().item()}
     for backend, create in CONTESTANTS.items():
-        for page_size in PAGE_SIZES:
+        for page_size in page_sizes:
             name = f"{backend} page {page_size}"
             call, _ = paged(shape, data, page_size, create)
             rows = call().view(shape.batch, -1, shape.q_heads, shape.head_dim).transpose(1, 2)
             errors[name] = check(f"{shape.name}, {name}", rows, reference, want)
             calls[name] = call
-    return {"shape": asdict(shape), **summary(calls, repeats), "largest_error": errors}
+    return Case(shape=asdict(shape), calls=calls, errors=errors)
 
 
-def measure_mla(batch: int, length: int, heads: int, repeats: int) -> dict[str, object]:
-    """Time absorbed MLA decode beside SDPA on gathered latents, whose heads are its rows.
+def mla_case(batch: int, length: int, heads: int) -> Case:
+    """Prepare absorbed MLA decode beside SDPA on gathered latents, whose heads are its rows.
 
     SDPA takes the whole latent as its values, the fastest form it has: with 512 of 576 columns it
     leaves its flash kernel.
@@ -118,7 +132,19 @@ def measure_mla(batch: int, length: int, heads: int, repeats: int) -> dict[str, 
         calls[name] = _mla_call(name, create, layer, LayerCache(k=pool, v=None), batch_of, q)
         errors[name] = check(f"mla, {name}", calls[name](), reference, want)
     shape = {"name": "mla decode", "batch": batch, "length": length, "heads": heads, "page": PAGE}
-    return {"shape": shape, **summary(calls, repeats), "largest_error": errors}
+    return Case(shape=dict(shape), calls=calls, errors=errors)
+
+
+def scaling(cores: Sequence[int], repeats: int) -> list[dict[str, object]]:
+    """Time intel_amx and SDPA with each number of threads: one page size, the same tensors."""
+    cases = [attention_case(shape, [PAGE]) for shape in (*SHAPES, ONE)]
+    cases += [mla_case(*shape) for shape in MLA]
+    found = []
+    for threads in cores:
+        torch.set_num_threads(threads)
+        for case in cases:
+            found.append({"threads": threads, **case.measure(repeats)})
+    return found
 
 
 def _mla_call(
@@ -162,16 +188,21 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--level", choices=LEVELS, help="a lower level than the CPU's")
+    parser.add_argument("--cores", nargs="+", type=int, help="numbers of threads")
     args = parser.parse_args()
     kernels = load()
     if args.level is not None:
         kernels.level = min(kernels.level, LEVELS.index(args.level))
     level = LEVELS[kernels.level]
-    output = args.output or RESULTS / f"intel_amx_cpu.{level}.json"
+    which = f"{level}.scaling" if args.cores else level
+    output = args.output or RESULTS / f"intel_amx_cpu.{which}.json"
     torch.manual_seed(0)
     with torch.inference_mode():
-        results = [measure(shape, args.repeats) for shape in (*SHAPES, ONE)]
-        results += [measure_mla(*shape, args.repeats) for shape in MLA]
+        if args.cores:
+            results = scaling(args.cores, args.repeats)
+        else:
+            results = [attention_case(shape).measure(args.repeats) for shape in (*SHAPES, ONE)]
+            results += [mla_case(*shape).measure(args.repeats) for shape in MLA]
     report = {
         "benchmark": "intel_amx_cpu",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

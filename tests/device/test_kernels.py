@@ -5,11 +5,13 @@ import torch
 from attn_core.cache.paged_tensor import take_pages
 from attn_core.cache.pool import KVPool
 from attn_core.ops import kv
+from attn_core.ops.index import read_index, write_index
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.spec.device import parse_device
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
+from sparse_routes import ROUTES
 from triton_passes import DEVICE, Requests, launches, make_layer
 
 if not torch.cuda.is_available() or torch.version.hip:
@@ -47,10 +49,14 @@ PASSES = {
     "tree-page-1": ((*CUT, "decode_hopper"), {"drafts": True, "page": 1}),
     "tree-window": ((*CUT, "decode_splits"), {"drafts": True, "layer": {"sliding_window": 50}}),
 }
-OTHERS = ("_merge",)  # what stands beside attention
+OTHERS = ("_merge", "_write_index")  # what stands beside attention
 SPARSE = ("index_scores", "select_topk")  # of sparse MLA
-# what attends to a selection: in float32, and on Hopper in 16 bits or over FP8 latents
-SELECTED, SELECTED_FP8 = ("attend_selected",), ("count_slots", "decode_mla_hopper")
+SELECTED = {  # way → what attends to a selection on Hopper; elsewhere "portable" serves all
+    "portable": ("attend_selected",),
+    "gathered": ("count_slots", "decode_mla_hopper"),
+    "cut": ("count_slots", "decode_mla_hopper", "_merge"),
+    "decoded": ("decode_selected", "count_slots", "decode_mla_hopper"),
+}
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -94,30 +100,36 @@ def test_what_stands_beside_attention_stays_in_its_memory():
     from attn_core.ops.triton.merge import merge_states
 
     out, lse = torch.ones(2, 7, 3, 80, device=DEVICE), torch.zeros(2, 7, 3, device=DEVICE)
+    pool = KVPool(
+        [make_layer(**LATENT["layer"])], num_pages=3, page_size=16, kv_cache_dtype="bf16",
+        kind="dsa", index_dim=128, index_dtype="fp8_e4m3", device=DEVICE,
+    )  # fmt: skip
+    keys, slots = torch.randn(9, 128, device=DEVICE), torch.arange(39, 48, device=DEVICE)
     with launches() as names:
         merged, _ = merge_states(out, lse)
+        write_index(pool.layer(0), keys, slots)
     assert {*OTHERS} <= {*names} or DEVICE.type == "cpu"
     assert torch.allclose(merged, torch.ones_like(merged))
+    read = read_index(pool.layer(0), slots, torch.float32)
+    assert (read - keys).abs().max() <= keys.abs().max() / 28  # half a step of e4m3's largest
 
 
-def run_suite_check(kind, feature):
-    """Run one check of the suite on triton, in float32 unless its store says otherwise."""
+def run_suite_check(kind, feature, dtype=None):
+    """Run one check of the suite on triton, by default in float32 if that goes with its store."""
     spec, device = load_plugins().get("triton"), parse_device("cuda:sm90")
-    found = plan(spec, device, {"triton": "3.6"}, kinds=(kind,), passes=1, reduced=True)
-    planned = next(p for p in found if p.row is not None and p.check.feature == feature)
+    found = plan(spec, device, {"triton": "3.6"}, kinds=(kind,), passes=1, reduced=dtype is None)
+    rows = (p for p in found if p.row is not None and p.check.feature == feature)
+    planned = next(p for p in rows if dtype in (None, p.check.needs.dtype))
     with launches() as names:
         run_check(planned, spec, DEVICE)
     return names
 
 
-@pytest.mark.parametrize(
-    "name", ["dsa-prefill", "dsa-decode", "dsa-verify-chain", "dsa-decode-fp8", "dsa-prefill-fp8"]
-)
-def test_a_selection_stays_in_its_memory(name):
-    names = run_suite_check("dsa", name)
-    attend = SELECTED_FP8 if HOPPER and name.endswith("fp8") else SELECTED
-    decode = ("decode_selected",) if HOPPER and name == "dsa-decode-fp8" else ()
-    assert {*SPARSE, *attend, *decode} <= {*names} or DEVICE.type == "cpu"
+@pytest.mark.parametrize(("name", "dtype"), ROUTES)
+def test_a_selection_stays_in_its_memory(name, dtype):
+    names = run_suite_check("dsa", name, dtype)
+    attend = SELECTED[ROUTES[name, dtype] if HOPPER else "portable"]
+    assert {*SPARSE, *attend} <= {*names} or DEVICE.type == "cpu"
 
 
 @pytest.mark.parametrize(

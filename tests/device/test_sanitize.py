@@ -13,7 +13,9 @@ SCRIPT = pathlib.Path(__file__).parent / "sanitize.py"
 
 
 def run(folder, *arguments):
+    """Run the script; pytest itself only says its version, the checker what it was given."""
     env = {k: v for k, v in os.environ.items() if k != "CUDA_HOME"} | {"PATH": str(folder)}
+    arguments += ("--version",) if "--" in arguments else ("--", "--version")
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments], env=env, capture_output=True, text=True
     )
@@ -29,9 +31,12 @@ def test_the_tests_run_under_the_checker(tmp_path):
     fake(tmp_path, 1)
     done = run(tmp_path, "fa3", "flashmla", "--", "--maxfail=3")
     assert done.returncode == 1, "what the checker found"
-    assert done.stdout.startswith("--tool memcheck --error-exitcode 1 --target-processes all")
+    first, checked = done.stdout.splitlines()
+    assert first.startswith("pytest "), "what they compile is compiled without the checker"
+    assert checked.startswith("--tool memcheck --error-exitcode 1 --target-processes all")
+    assert "--kernel-name-exclude kns=_ZN2at " in checked
     assert "(TestFA3 or TestFlashMLA) and (" in done.stdout
-    assert done.stdout.rstrip().endswith("--maxfail=3 1")
+    assert done.stdout.rstrip().endswith("--maxfail=3 --version 1")
 
 
 def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
@@ -46,8 +51,9 @@ def test_the_kernels_run_alone_or_with_the_rest(tmp_path):
 def test_a_part_of_the_kernels_runs_under_another_tool(tmp_path):
     fake(tmp_path, 0)
     out = run(tmp_path, "--tool", "racecheck", "sparse", "dual-chunk", "linear").stdout
-    assert out.startswith("--tool racecheck ")
-    assert "-k test_a_selection or test_dual_chunk or prefill[gdn-bf16] or " in out
+    assert "\n--tool racecheck " in out
+    assert "-k dsa-many-selected-bf16 or " in out
+    assert " or dual-chunk-sparse-heads or prefill[gdn-bf16] or " in out
     assert out.count("test_kernels.py") == 1
     refused = run(tmp_path, "--tool", "leakcheck")
     assert refused.returncode == 2
@@ -61,9 +67,17 @@ def test_what_the_parts_name_is_there():
         import sanitize
     finally:
         sys.path.remove(str(SCRIPT.parent))
+    from sparse_routes import ROUTES
+
+    text = (SCRIPT.parent / "test_kernels.py").read_text()
+    ids = {"-".join(route) for route in ROUTES} | {*re.findall(r'\("(dual-chunk[\w-]+)", ', text)}
     for name in ("sparse", "dual-chunk"):
-        (file,), which = sanitize.KERNELS[name]
-        assert f"def {which}" in (SCRIPT.parent / file).read_text()
+        (_,), which = sanitize.KERNELS[name]
+        asked = {*which.split(" or ")} - {"beside_attention"}
+        assert asked <= ids
+    assert {ROUTES["dsa-many-selected", "bf16"], ROUTES["dsa-decode-fp8", "bf16"]} == {
+        "cut", "decoded",
+    }  # fmt: skip
     (file,), which = sanitize.KERNELS["linear"]
     text = (SCRIPT.parent / file).read_text()
     for one in which.split(" or "):

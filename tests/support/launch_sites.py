@@ -11,6 +11,7 @@ import triton.language as tl
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
 from attn_core.cache.pool import KVPool
+from attn_core.ops.triton.index import write_index
 from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.latents import write_latents
 from attn_core.ops.triton.merge import merge_states
@@ -104,6 +105,18 @@ def write_packed(chip):
         [layer], num_pages=2, page_size=64, kv_cache_dtype="fp8_e4m3", device=META, kind="dsa"
     )
     write_latents(pool.layer(0), meta(70, 1, 576), None, meta(70, dtype=torch.int64))
+
+
+def write_keys(index_dtype, chip):
+    """Launch for new index keys of sparse MLA."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype="bf16", device=META, kind="dsa",
+        index_dim=128, index_dtype=index_dtype,
+    )  # fmt: skip
+    write_index(pool.layer(0), meta(70, 128), meta(70, dtype=torch.int64))
 
 
 def read(store, kind, chip):
@@ -230,6 +243,8 @@ WRITES: dict[str, Launch] = {
     "write-e5m2": partial(write, "fp8_e5m2", "NHD"),
     "write-fp4": partial(write, "fp4_e2m1", "NHD"),
     "write-latents": write_packed,
+    "write-index": partial(write_keys, "bf16"),
+    "write-index-fp8": partial(write_keys, "fp8_e4m3"),
     "write-tensor-scales": partial(write, "fp8_e4m3", "NHD", tensor_scales=True),
     "read-fp8": partial(read, "fp8_e4m3", "mla"),
     "read-e5m2": partial(read, "fp8_e5m2", "mha"),

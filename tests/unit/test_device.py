@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attn_core.errors import UsageError
-from attn_core.spec.device import ARCHS, Device, parse_device, probe_device, torch_build
+from attn_core.spec.device import ARCHS, Device, parse_device, probe_cpu, probe_device, torch_build
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,6 @@ from attn_core.spec.device import ARCHS, Device, parse_device, probe_device, tor
         ("rocm", "rocm:gfx950"),
         ("npu", "npu:910c"),
         ("xpu", "xpu:pvc"),
-        ("cpu", "cpu:amx"),
         *((f"{t}:{a}", f"{t}:{a}") for t, archs in ARCHS.items() for a in archs),
         ("CUDA:SM90", "cuda:sm90"),
         ("cuda:sm87", "cuda:sm86"),
@@ -80,6 +79,12 @@ def test_runtime_versions():
     assert parse_device("cuda:sm90", "12.3").runtime == "12.3"
     with pytest.raises(UsageError, match="not a version"):
         parse_device("cuda:sm90", "twelve")
+
+
+def test_cpu_alone_is_this_machines():
+    assert parse_device("cpu") == probe_cpu()
+    assert parse_device("cpu", here=Device("cpu", "avx2")) == Device("cpu", "avx2")
+    assert parse_device("cpu", here=Device("cuda", "sm90")) == probe_cpu()
 
 
 def test_this_machine_agrees_with_torch():

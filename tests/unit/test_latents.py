@@ -122,6 +122,14 @@ def test_tokens_are_read_and_copied_whole(layout):
     assert torch.equal(read_kv(cache, everywhere, torch.float32)[0], want)
 
 
+def test_padding_writes_nothing():
+    caches = [pool().layer(0) for _ in range(2)]
+    new = latents(5)
+    write_kv(caches[0], new, None, torch.tensor([17, -1, 4, -3, 79]))
+    write_kv(caches[1], new[::2], None, SLOTS[:3])
+    assert torch.equal(caches[0].k, caches[1].k)
+
+
 def test_pages_are_split():
     cache = pool().layer(0)
     write_kv(cache, latents(5), None, SLOTS)
@@ -205,8 +213,9 @@ class TestWriter:
         self.check(wide[:5, :, 100:676], SLOTS)
         self.check(latents(5).transpose(0, 2).contiguous().transpose(0, 2), SLOTS)
 
-    def test_none(self):
+    def test_none_and_padding(self):
         self.check(latents(0), SLOTS[:0])
+        self.check(latents(5), torch.tensor([-1, 4, -17, 79, 33]))
 
     def test_shapes_that_do_not_fit(self):
         from attn_core.ops.triton.latents import write_latents

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import split_cache
 from attn_core.cache.pool import KVPool
 from attn_core.errors import BatchError, UnsupportedError, UsageError
@@ -120,6 +121,91 @@ def test_planar_pages_are_not_split():
     """Pages of 16 tokens are no two pages of 8 where the scales follow all values."""
     assert split_cache(pool().layer(0), 8).index.shape == (2 * PAGES, 8, DIM)
     assert split_cache(pool("fp8_e4m3").layer(0), 8).index is None
+
+
+@pytest.mark.parametrize("index_dtype", ["bf16", "fp8_e4m3"])
+def test_padding_writes_no_index_keys(index_dtype):
+    caches = [pool(index_dtype).layer(0) for _ in range(2)]
+    new, padded = keys(4), torch.tensor([*SLOTS[:2], -1, -7])
+    write_index(caches[0], new, padded)
+    write_index(caches[1], new[:2], SLOTS[:2])
+    assert torch.equal(*(raw(cache) for cache in caches))
+
+
+def raw(cache):
+    return cache.index.view(torch.uint8)
+
+
+class TestWriter:
+    """Triton's writer, on a GPU or in its interpreter, against torch's."""
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @pytest.fixture(autouse=True)
+    def _triton(self):
+        pytest.importorskip("triton")
+
+    def on_device(self, x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(x)
+
+    def check(self, new, slots, index_dtype="fp8_e4m3", dim=DIM):
+        from attn_core.ops.triton.index import write_index as write
+
+        want, got = (pool(index_dtype, index_dim=dim).layer(0) for _ in range(2))
+        raw(want).fill_(0xA5)
+        moved = LayerCache(k=got.k.to(self.device), v=None, index=want.index.to(self.device))
+        write_index(want, new, slots)
+        write(moved, self.on_device(new), self.on_device(slots))
+        assert torch.equal(raw(moved).cpu(), raw(want))
+        return moved
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("index_dtype", ["bf16", "fp16", "fp8_e4m3"])
+    def test_both_write_the_same_bits(self, dtype, index_dtype):
+        """Of more keys than a program writes, some huge, tiny, zero or infinite."""
+        rng = torch.Generator().manual_seed(1)
+        slots = torch.randperm(PAGES * PAGE, generator=rng)[:37]
+        new = torch.randn(37, 128, generator=rng) * 2.0 ** (torch.arange(37)[:, None] - 20.0)
+        new[3], new[4, 7], new[5, 0] = 0, torch.inf, -torch.inf
+        new[6] = new[6] / new[6].abs().max() * 1e-4  # the smallest that has a scale of its own
+        self.check(new.to(dtype).nan_to_num(posinf=torch.inf), slots, index_dtype, 128)
+
+    def test_what_is_no_number_stays_in_its_key(self):
+        new = keys(4)
+        new[1, 3] = torch.nan
+        cache = self.check(new.nan_to_num(), SLOTS)
+        from attn_core.ops.triton.index import write_index as write
+
+        write(cache, self.on_device(new), self.on_device(SLOTS))
+        read = read_index(cache, self.on_device(SLOTS), torch.float32)
+        assert read[1].isnan().all()
+        assert read[[0, 2, 3]].isfinite().all()
+
+    def test_padding_of_any_strides_and_widths(self):
+        slots = torch.tensor([33, -1, 4, -9, 143])
+        self.check(keys(5), slots)
+        self.check(torch.randn(10, 2 * 12)[::2, ::2], slots.repeat_interleave(2)[::2], dim=12)
+        self.check(torch.randn(5, 40)[:, 1:37], slots, "bf16", dim=36)
+        self.check(torch.randn(8, 5).T, slots)
+        self.check(keys(0), slots[:0])
+
+    def test_another_pass_and_another_pool(self):
+        """What is kept of a cache serves passes of other lengths, not a pool that has moved."""
+        cache = self.check(keys(4), SLOTS)
+        from attn_core.ops.triton.index import write_index as write
+
+        want = pool("fp8_e4m3").layer(0)
+        raw(want).copy_(raw(cache))
+        more = torch.arange(20, 31)
+        for new, slots in ((keys(11, 1), more), (keys(2, 2), SLOTS[:2])):
+            write_index(want, new, slots)
+            write(cache, self.on_device(new), self.on_device(slots))
+        assert torch.equal(raw(cache).cpu(), raw(want))
+        with pytest.raises(UsageError, match=r"index keys \[4, 8\] for 3 slots .expected \[3, 8\]"):
+            write(cache, self.on_device(keys(4)), self.on_device(SLOTS[:3]))
+        bare = LayerCache(k=cache.k, v=None)
+        with pytest.raises(UnsupportedError, match="no index keys"):
+            write(bare, self.on_device(keys(4)), self.on_device(SLOTS))
 
 
 class Session:

@@ -1,14 +1,22 @@
 """Our kernels of sparse MLA at their edges: bits of scores, borders of blocks, parts of keys."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.sparse import launch
+from attn_core.backends.triton.sparse import gather, launch
+from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.spec.device import parse_device
+from attn_core.testing.plan import plan
+from attn_core.testing.runner import run_check
+from sparse_routes import ROUTES
 
 PAGE = 16
 
@@ -146,7 +154,7 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
     monkeypatch.setattr(launch, "select_topk", Recorded("topk", 4))
     cache = LayerCache(k=torch.zeros(1, 64, 1, 48), v=None, index=torch.zeros(1, 64, 16))
 
-    def compiled(lengths):
+    def compiled(lengths, queries=1):
         constants.clear()
         for length in lengths:
             lens, table = torch.tensor([length]).int(), torch.zeros(1, 1).int()
@@ -155,11 +163,14 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
             )
             ends, request = torch.tensor([0, 1]).int(), torch.zeros(1).int()
             q, w = torch.zeros(1, 4, 16), torch.zeros(1, 4)
-            launch.index_topk(q, w, cache, view, ends, request, 2048, queries=1)
+            launch.index_topk(q, w, cache, view, ends, request, 2048, queries=queries)
         return {*constants}
 
     assert len(compiled([128, 1128, 2128])) == 2
     assert compiled([128, 1128, 2128]) == compiled([1, 17, 300, 2048, 2049, 4097, 70_000])
+    by_queries = [frozenset(compiled([2128], n)) for n in range(1, 300)]
+    assert len({*by_queries}) == 4
+    assert by_queries[63:] == by_queries[16:17] * 236
 
 
 @pytest.mark.parametrize("queries", [[1, 1], [70, 9]])
@@ -195,3 +206,56 @@ def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
         if visible > topk:
             torch.testing.assert_close(scores[t, :visible].double(), right, atol=1e-3, rtol=1e-4)
         assert scores[t, visible:].isnan().all()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let backends attend as on Hopper, by the portable kernel; the list has the ways they took."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from attn_core.backends.triton.sparse import hopper
+
+    ways, create, portable = [], TritonSparse.__init__, launch.attend
+
+    def gathered(q, layer, latents, slots, out, lse, *, processors):
+        counts, order, first = gather.counted(slots, 3)
+        tokens = torch.arange(len(slots) + 1, dtype=torch.int32)
+        assert torch.equal(counts[:-1], (slots >= 0).sum(1).int())
+        assert torch.equal(order, tokens)
+        assert torch.equal(first, 3 * tokens)
+        assert latents.dtype is q.dtype
+        ways.append("gathered")
+        cache = LayerCache(k=latents, v=None)
+        portable(q, layer, cache, slots, out, lse, processors=processors)
+
+    def decoded(*args):
+        ways.append("decoded")
+        return gather.decoded(*args)
+
+    def attend(*args, **more):
+        ways.append("portable")
+        portable(*args, **more)
+
+    def init(self, config):
+        create(self, config)
+        self._hopper = SimpleNamespace(takes=hopper.takes, attend=gathered, decoded=decoded)
+
+    monkeypatch.setattr(TritonSparse, "__init__", init)
+    monkeypatch.setattr(launch, "attend", attend)
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("feature", "dtype"),
+    [pytest.param(*x, marks=[pytest.mark.long] * ("prefill" in x[0])) for x in ROUTES],
+)
+def test_the_way_of_a_check_on_hopper(feature, dtype, on_hopper):
+    """What the tests on a device expect to be launched, and that the numbers are right there."""
+    spec = load_plugins().get("triton")
+    found = plan(spec, parse_device("cuda:sm90"), {"triton": "3.6"}, kinds=("dsa",), passes=1)
+    run_check(
+        next(p for p in found if (p.check.feature, p.check.needs.dtype) == (feature, dtype)),
+        spec,
+        torch.device("cpu"),
+    )
+    way = ROUTES[feature, dtype]
+    assert {*on_hopper} == {"gathered" if way == "cut" else way, *["gathered"] * (way == "decoded")}

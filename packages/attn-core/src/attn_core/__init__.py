@@ -15,7 +15,7 @@ _HOME = {
         "UnsupportedError UsageError"
     ),
     "spec.kinds": "Family GraphLevel Kind Phase Role",
-    "spec.device": "Device parse_device probe_device",
+    "spec.device": "Device parse_device probe_cpu probe_device",
     "spec.dual_chunk": "DualChunk",
     "spec.requirements": "LayerRequirements Requirements Speculation",
     "spec.capabilities": "ANY_TOPK BackendSpec Capabilities",

@@ -18,7 +18,7 @@ from attn_core.errors import AttnError, UsageError
 from attn_core.formatting import printable
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
-from attn_core.spec.device import Device, parse_device, probe_device
+from attn_core.spec.device import Device, devices_of, parse_device, probe_device
 
 if TYPE_CHECKING:
     from attn_core.spec.kinds import Kind
@@ -245,15 +245,14 @@ def _here(device: str | None) -> Device:
     here = probe_device()
     if device is None:
         return here
-    wanted = parse_device(device, extra=[here.type])
-    named = ":" in device
-    if wanted.type == here.type and (not named or wanted.arch == here.arch):
-        return here
-    if wanted.type == "cpu" and here.type != "cpu":
-        return wanted if named else Device("cpu")
+    wanted = parse_device(device, extra=[here.type], here=here)
+    for one in devices_of(here):
+        if wanted.type == one.type and (":" not in device or wanted.arch == one.arch):
+            return one
+    have = " and ".join(map(str, devices_of(here)))
     raise UsageError(
-        f"--device {device}: checks run on real devices, and this machine has {here}; leave "
-        "--device away, or run `attn check` on a machine that has one"
+        f"--device {device}: checks run on real devices, and this machine has {have}; leave "
+        " --device away, or run `attn check` on a machine that has one"
     )
 
 

@@ -16,7 +16,7 @@ from attn_core.formatting import near
 from attn_core.plugins.dependencies import Libraries, alternatives, parse_libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.inputs import SelectionInputs
-from attn_core.spec.device import RUNTIMES, Device, parse_device, probe_device
+from attn_core.spec.device import RUNTIMES, Device, devices_of, parse_device, probe_device
 from attn_core.spec.kinds import LINEAR_KINDS, Kind
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 
@@ -42,10 +42,10 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
     device = parse_device(text, flags.runtime_version, types, here)
     if flags.device is None:
         device = here
-    same = (device.type, device.arch) == (here.type, here.arch)
-    same = same and device.name in (None, here.name)  # "h200" is no other sm90
-    if same:  # an architecture that is named keeps the documented order, also on its own machine
-        device = replace(device, runtime=flags.runtime_version or here.runtime)
+    own = next((d for d in devices_of(here) if str(d) == str(device)), None)
+    same = own is not None and device.name in (None, own.name)  # "h200" is no other sm90
+    if own and same:  # one that is named keeps the documented order, also on its own machine
+        device = replace(device, runtime=flags.runtime_version or own.runtime)
     libraries, assumed = _libraries(flags, registry, same)
     if device.runtime is None and device.type in RUNTIMES:
         assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
@@ -252,14 +252,15 @@ def must_be_here(inputs: SelectionInputs, here: Device, what: str) -> None:
 
     what: what runs them: "a warm-up".
     """
-    if not inputs.simulated or (inputs.device.type == "cpu" and here.type != "cpu"):
+    if not inputs.simulated:
         return
-    if (inputs.device.type, inputs.device.arch) == (here.type, here.arch):
+    present = [str(device) for device in devices_of(here)]
+    if str(inputs.device) in present:
         raise UsageError(
             f"--assume-installed: {what} runs kernels, so it takes the libraries that are "
             "installed; leave it away"
         )
     raise UsageError(
-        f"--device {inputs.device}: {what} runs kernels, and this machine has {here}; leave "
-        "--device away, or run the command on a machine that has one"
+        f"--device {inputs.device}: {what} runs kernels, and this machine has "
+        f"{' and '.join(present)}; leave --device away, or run the command on a machine that has one"
     )

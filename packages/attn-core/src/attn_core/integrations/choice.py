@@ -14,7 +14,7 @@ from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Overrides, Selection
 from attn_core.selection.solver import select
-from attn_core.spec.device import parse_device, probe_device
+from attn_core.spec.device import probe_cpu, probe_device
 from attn_core.spec.requirements import Requirements
 from attn_core.tools.env_vars import variable
 
@@ -32,7 +32,7 @@ _LISTS = ("prefer", "allow", "deny")
 def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
     """Select by ATTN_* variables and what was tuned on this machine. Raises NoBackendError."""
     registry = load_plugins()
-    here = parse_device("cpu") if device.type == "cpu" else probe_device()
+    here = probe_cpu() if device.type == "cpu" else probe_device()
     # each is chosen for what is there: a name of others would find no such layers
     others = [] if requirements.vision else ["mm_attention_backend"]
     others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS

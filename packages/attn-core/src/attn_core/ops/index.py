@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache as cached
+
 import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.paged_tensor import put, take
-from attn_core.ops.quant import from_fp8, power_of_two_scale, to_fp8
-
-_SMALLEST = 1e-4  # the magnitude that an FP8 key's scale stands for at least
-_UNIT = 1.0 / 448.0  # of e4m3's largest number
+from attn_core.ops.kv import has_triton, real_slots
+from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT, from_fp8, power_of_two_scale, to_fp8
 
 
 def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
@@ -19,14 +20,31 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     FP8 computes one float32 scale per key: its largest magnitude, at least 1e-4, times 1/448. This
     product has the same bits on every device; torch's division by a number has not. A Hadamard
     transform is the caller's, of queries and keys alike.
+    On a GPU with Triton this is one launch. There and on a CPU nothing is written for a slot of -1.
 
     Raises UnsupportedError without index keys.
     """
+    _writer(slots.device.type)(cache, keys, slots)
+
+
+@cached
+def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor], None]:
+    """Return what writes on a type of device; both write the same bits."""
+    if has_triton(device_type):
+        from attn_core.ops.triton import index
+
+        return index.write_index
+    return _write
+
+
+def _write(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     values, scales = cache.index_keys
+    real = real_slots(slots)
+    keys, slots = keys[real], slots[real]
     x = keys.detach()
     if scales is None:
         return put(values, "NHD", slots, x.to(values.dtype))
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=_SMALLEST) * _UNIT
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=INDEX_SMALLEST) * INDEX_UNIT
     put(values, "NHD", slots, to_fp8(x, values.dtype, scale))
     put(scales, "NHD", slots, scale[:, 0])
 

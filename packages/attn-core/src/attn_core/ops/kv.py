@@ -26,7 +26,7 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA); k None writes nothing.
     slots int64 [N] = page · page_size + offset; padding goes to slot 0. On a GPU with Triton and on
-    a CPU nothing is written for a slot of -1, unless these are FP8 latents.
+    a CPU nothing is written for a slot of -1.
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
     scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
     UsageError if only one of v and the V pool is present.
@@ -48,7 +48,7 @@ def _writer(device_type: str, latents: bool) -> _Write:
 
     latents: those of sparse MLA in FP8.
     """
-    if _has_triton(device_type):
+    if has_triton(device_type):
         if latents:
             from attn_core.ops.triton.latents import write_latents
 
@@ -59,19 +59,25 @@ def _writer(device_type: str, latents: bool) -> _Write:
     return _write_latents if latents else _write
 
 
-def _has_triton(device_type: str) -> bool:
+def has_triton(device_type: str) -> bool:
     """Say whether Triton's kernels run on a type of device; ROCm is "cuda" in torch."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+def real_slots(slots: Tensor) -> Tensor | slice:
+    """Return which slots are not -1, of a CPU's; elsewhere all: it never syncs."""
+    return slots >= 0 if slots.is_cpu and bool((slots < 0).any()) else slice(None)
+
+
 def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+    real = real_slots(slots)
+    k, slots = k[real], slots[real]
     put(cache.k, cache.layout, slots, to_latents(k.detach(), cache.latent_dim))
 
 
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-    if slots.is_cpu and bool((slots < 0).any()):
-        real = slots >= 0
-        k, v, slots = k[real], None if v is None else v[real], slots[real]
+    real = real_slots(slots)
+    k, v, slots = k[real], None if v is None else v[real], slots[real]
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:
@@ -109,7 +115,7 @@ def read_pages(
 @cached
 def _page_reader(device_type: str, quantised: bool) -> _ReadPages:
     """Return what gathers pages on a type of device; both give the same bits."""
-    if quantised and _has_triton(device_type):
+    if quantised and has_triton(device_type):
         from attn_core.ops.triton import read
 
         return read.read_pages

@@ -12,6 +12,8 @@ INFINITY = 0x7F800000  # those of NaN are above
 BELOW_1_75 = 0x1FFFFF  # what a mantissa above 1.75 lacks to the next exponent
 EIGHT = 8 << 23  # of an exponent
 SMALLEST = (127 - 13) << 23  # 2^-13, the power of two above 1e-4
+INDEX_SMALLEST = 1e-4  # the magnitude that an FP8 index key's scale stands for at least
+INDEX_UNIT = 1.0 / 448.0  # of e4m3's largest number
 _FP4_MAX = 6.0
 _E4M3_MAX = 448.0
 

@@ -47,6 +47,7 @@ ARCHS: dict[str, tuple[str, ...]] = {
 FAMILY = {"sm87": "sm86", "sm88": "sm86", "sm101": "sm110", "sm121": "sm120"}
 
 
+CPUINFO = pathlib.Path("/proc/cpuinfo")  # on Linux, with the instruction sets among its words
 # GPUs that have a measured profile, under the driver's name for them.
 GPUS = {"h200": ("sm90", "NVIDIA H200")}
 
@@ -59,6 +60,7 @@ def parse_device(
 ) -> Device:
     """Parse "cuda", "cuda:sm90" and so on. A type alone means its newest data-centre architecture.
 
+    "cpu" alone is the CPU of this machine: every machine has one, beside its accelerator too.
     "h200" is the GPU itself: cuda:sm90, ranked by what was measured on it.
     A member of a family is reduced to the family's architecture: "cuda:sm121" is cuda:sm120, as
     probe_device reports it too.
@@ -83,6 +85,8 @@ def parse_device(
     if runtime is not None and kind not in RUNTIMES:
         have = ", ".join(RUNTIMES)
         raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {have})")
+    if kind == "cpu" and not arch:
+        return probe_cpu() if here is None else devices_of(here)[-1]
     if not arch:
         return Device(kind, ARCHS[kind][0], runtime)
     if kind == "cuda":
@@ -117,7 +121,17 @@ def probe_device() -> Device:
         return Device("npu", _npu_arch(), None)
     if "xpu" in build and (arch := _xpu_arch()):
         return Device("xpu", arch, None)
-    return Device("cpu", _cpu_arch(), None)
+    return probe_cpu()
+
+
+def probe_cpu() -> Device:
+    """Return the CPU of this machine, whatever accelerator is beside it."""
+    return Device("cpu", _cpu_arch())
+
+
+def devices_of(here: Device) -> tuple[Device, ...]:
+    """Return what this machine has: the device that was probed, and its CPU beside it."""
+    return (here,) if here.type == "cpu" else (here, probe_cpu())
 
 
 def _cuda_gpu() -> tuple[str, str | None] | None:
@@ -174,7 +188,7 @@ def _cpu_arch() -> str | None:
     if platform.machine().lower() in ("arm64", "aarch64"):
         return "neon"
     try:
-        flags = set(pathlib.Path("/proc/cpuinfo").read_text().split())
+        flags = set(CPUINFO.read_text().split())
     except OSError:
         return None
     for arch, flag in (("amx", "amx_tile"), ("avx512", "avx512f"), ("avx2", "avx2")):

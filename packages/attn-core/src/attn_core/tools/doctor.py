@@ -25,11 +25,19 @@ from attn_core.plugins.dependencies import (
 )
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
-from attn_core.spec.device import Device, probe_device, torch_build
+from attn_core.spec.device import Device, devices_of, probe_device, torch_build
 from attn_core.tools.tuning import tuning
 
 Level = Literal["ok", "note", "problem"]
 BUILDS = {"cuda": "cuda", "rocm": "hip", "xpu": "xpu"}  # device type → what torch is built for
+
+VECTORS = {  # architecture of a CPU → what its kernels may use
+    "amx": "with AMX",
+    "avx512": "with AVX-512, without AMX",
+    "avx2": "with AVX2, without AVX-512 and AMX",
+    "neon": "with NEON",
+    "": "with instructions that are not known",
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *_torch(build),
         *_driver(build),
         _device(here, device is not None, build),
+        *(_cpu(cpu) for cpu in devices_of(here)[1:] if device is None),
         *(_npu(here, libraries) if device is None else ()),
         *_packages(registry),
         *_kernel_libraries(registry, here, libraries, build.get("version")),
@@ -97,11 +106,17 @@ def _driver(build: dict[str, str]) -> Iterator[Finding]:
 def _device(here: Device, assumed: bool, build: dict[str, str]) -> Finding:
     runtime = f", runtime {here.runtime}" if here.runtime else ""
     if not assumed:
-        return Finding("device", str(here), "ok", f"found{runtime}")
+        vectors = f", {VECTORS[here.arch or '']}" if here.type == "cpu" else ""
+        return Finding("device", str(here), "ok", f"found{runtime}{vectors}")
     if here.type in BUILDS and BUILDS[here.type] not in build:
         text = f"assumed{runtime}; this torch is not built for {here.type} and cannot use it"
         return Finding("device", str(here), "note", text)
     return Finding("device", str(here), "ok", f"assumed{runtime}")
+
+
+def _cpu(cpu: Device) -> Finding:
+    text = f"beside the device, {VECTORS[cpu.arch or '']}: --device cpu takes it"
+    return Finding("cpu", str(cpu), "ok", text)
 
 
 def _npu(here: Device, libraries: Libraries) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from attn_core.model_config import requirements_from_config
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Choice, NoBackendError, Overrides, Selection
 from attn_core.selection.solver import select
-from attn_core.spec.device import Device, probe_device
+from attn_core.spec.device import Device, probe_cpu, probe_device
 from attn_core.spec.kinds import Role
 from attn_core.spec.requirements import Speculation
 
@@ -83,5 +83,5 @@ def _device(device: torch.device) -> Device:
     if device.type == ("cuda" if here.type == "rocm" else here.type):
         return here
     if device.type == "cpu":
-        return Device("cpu")  # this machine has an accelerator, the model does not use it
+        return probe_cpu()  # this machine has an accelerator, the model does not use it
     raise UnsupportedError(f"the model is on {device}, this machine has {here}; use model.to(...)")

@@ -30,6 +30,8 @@ def _write(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(slots + token * slots_token)
+    if slot < 0:  # -1 is padding
+        return
     page = slot // PAGE
     inner = slot % PAGE
     k += token * k_token
@@ -54,6 +56,7 @@ def _write(
 def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Write latents k [N, 1, D] of any strides into token slots int64 [N]; v is None.
 
+    A slot of -1 is padding: nothing is written for it.
     Bit for bit what attn_core.ops.latents.to_latents writes; only the payload of a NaN may differ.
     Never syncs. Raises UsageError for shapes that do not fit.
     """

@@ -64,16 +64,16 @@ static void limit(float *scores, int columns, int low, int high, float scale, fl
 }
 
 /*
- * Turn a row of scores into probabilities, relative to the largest score so far.
+ * Turn a row of scores, `scale` times, into probabilities, relative to the largest so far.
  * Returns the factor of what was summed before.
  */
-static float soften(const float *scores, int columns, float *largest_so_far, float *sum_so_far,
-                    number *p) {
+static float soften(const float *scores, int columns, float scale, float *largest_so_far,
+                    float *sum_so_far, number *p) {
     vec most = all(*largest_so_far), total = all(0);
-    for (int c = 0; c < columns; c += W) most = larger(most, load(scores + c));
+    for (int c = 0; c < columns; c += W) most = larger(most, load(scores + c) * scale);
     float before = *largest_so_far, now = largest(most), base = now == -INFINITY ? 0 : now;
     for (int c = 0; c < columns; c += W) {
-        vec x = power_of_two((load(scores + c) - base) * LOG2_E);
+        vec x = power_of_two((load(scores + c) * scale - base) * LOG2_E);
         total += x;
 #if PAIRS
         __m256bh half = _mm512_cvtneps_pbh((__m512)x);
@@ -210,10 +210,13 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                 float *scores = s.scores + r * KEYS;
                 int high = see.high - first < n ? see.high - first : n;
                 number *p = s.p + r * KEYS;
-                limit(scores, columns, see.low - first, high, scale, cap);
+                int low = see.low - first, plain = cap == 0 && !see.drafts;
+                int whole = plain && low <= 0 && high == n && n == columns;
+                if (!whole) limit(scores, columns, low, high, scale, cap);
                 if (see.drafts)
                     hide_drafts(a, see, s.depths, length - queries, first, n, scores);
-                float factor = soften(scores, columns, largest_so_far + r, sums + r, p);
+                float factor = soften(scores, columns, whole ? scale : 1, largest_so_far + r,
+                                      sums + r, p);
                 for (int c = columns; c < steps * KS; c++) p[c] = 0;
                 if (factor != 1)
                     for (int c = 0; c < s.columns; c += W)

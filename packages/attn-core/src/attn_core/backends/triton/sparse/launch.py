@@ -19,7 +19,7 @@ from attn_core.runtime.layer import AttentionLayer
 
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
 FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
-TOKENS = 64  # of a prompt that pass by the keys which a program scores
+TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
 ROW = 16384  # scores of a row that a program selects from; they stay in its registers
@@ -109,8 +109,9 @@ class Scoring(NamedTuple):
         block_n, warps = (256, 8) if native and prompts else (128, 4)
         if q_index.dtype.itemsize == 4:
             block_n = 16
+        rows = next((n for n in TOKENS if n >= queries), TOKENS[-1])
         constants = IndexConstants(
-            *(heads, dim, cache.page_size, fp8, native, min(TOKENS, queries), block_n),
+            *(heads, dim, cache.page_size, fp8, native, rows, block_n),
             *(power_of_two(heads), power_of_two(dim)),
         )
         keys = keys.view(torch.uint8) if fp8 and not native else keys

@@ -1,0 +1,97 @@
+"""Write new index keys of sparse MLA into a cache, quantised as it stores them, in one launch."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernel: a parameter is a pointer or a number, which no annotation says.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LayerCache
+from attn_core.errors import UsageError
+from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT
+from attn_core.ops.triton.kv import fp8_bits
+from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+
+_ROWS = 8  # keys that a program writes
+_SMALLEST, _UNIT = tl.constexpr(INDEX_SMALLEST), tl.constexpr(INDEX_UNIT)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _write_index(
+    keys, slots, rows, values, scales, slots_token, keys_token, keys_dim,
+    values_page, values_token, scales_page, scales_token,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = row < rows
+    slot = tl.load(slots + row * slots_token, mask=here, other=-1)
+    here &= slot >= 0  # -1 is padding
+    page = slot // PAGE
+    inner = slot % PAGE
+    d = tl.arange(0, BLOCK)
+    tile = here[:, None] & (d < DIM)[None, :]
+    x = tl.load(keys + row[:, None] * keys_token + d[None, :] * keys_dim, mask=tile, other=0.0)
+    to = values + (page * values_page + inner * values_token)[:, None] + d[None, :]
+    if FP8:
+        x = x.to(tl.float32)
+        # as integers NaN is the largest magnitude
+        top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+        scale = tl.where(top < _SMALLEST, _SMALLEST, top) * _UNIT
+        code = fp8_bits(tl.div_rn(x, scale[:, None] + tl.zeros_like(x)), 3, 7, 448.0)
+        tl.store(to, code.to(tl.uint8), mask=tile)
+        tl.store(scales + page * scales_page + inner * scales_token, scale, mask=here)
+    else:
+        tl.store(to, x.to(values.dtype.element_ty), mask=tile)
+
+
+class _Writer(NamedTuple):
+    """Writes keys of one dtype, with these strides, into one cache that lies at these pointers."""
+
+    launcher: Launcher
+    pointers: Pointers
+    dim: int
+
+
+def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
+    """Write index keys [N, dim] into token slots int64 [N], both of any strides; -1 is padding.
+
+    Bit for bit what attn_core.ops.index.write_index writes; only the payload of a NaN may differ.
+    Never syncs. Raises UsageError for shapes that do not fit, UnsupportedError without index keys.
+    """
+    at_keys, at_slots = keys.data_ptr(), slots.data_ptr()
+    key = (
+        "index", alike(keys, at_keys), alike(slots, at_slots), keys.stride(), slots.stride(),
+    )  # fmt: skip
+    writer = cache.launchers.get(key)
+    if writer is None or moved(writer.pointers):
+        writer = cache.launchers[key] = _writer(cache, keys, slots)
+    rows = slots.shape[0]
+    if keys.shape != (rows, writer.dim):
+        raise UsageError(
+            f"index keys {list(keys.shape)} for {rows} slots (expected {[rows, writer.dim]})"
+        )
+    if rows:
+        grid = (-(-rows // _ROWS), 1, 1)
+        writer.launcher.launch(grid, (at_keys, at_slots, rows), (keys, slots, rows))
+
+
+def _writer(cache: LayerCache, keys: Tensor, slots: Tensor) -> _Writer:
+    values, scales = cache.index_keys
+    fp8, dim = scales is not None, values.shape[-1]
+    # without scales nothing is written there
+    scales = values if scales is None else scales
+    launcher = Launcher(
+        _write_index,
+        *(values.view(torch.uint8) if fp8 else values, scales),
+        *(slots.stride(0), *keys.stride(), *values.stride()[:2], *scales.stride()[:2]),
+        *(dim, triton.next_power_of_2(dim), cache.page_size, fp8, _ROWS),
+        num_warps=4,
+    )
+    return _Writer(launcher, pointers(cache.index), dim)
