@@ -77,7 +77,7 @@ def test_shared_prefix_is_asked_of_what_decodes(here):
     assert (got["prefill"], got["decode"]) == ("fa3", "triton")
     refused = here(*device, "--shared-prefix", "--decode-attention-backend", "fa3")
     assert refused.returncode == 3
-    assert "shared_prefix asked (not supported)" in refused.stderr
+    assert "shared_prefix asked (not supported)" in json.loads(refused.stdout)["error"]
 
 
 def test_this_machine_never_gets_what_cannot_be_created_here():
