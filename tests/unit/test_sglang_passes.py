@@ -361,7 +361,7 @@ def test_requests_that_share_slots_share_a_group(page, monkeypatch):
     buffer = torch.empty(shared.BUFFER_ROWS, 12, dtype=torch.int32)
     requests = shared.Requests(torch.arange(5, dtype=torch.int32), out, pages)
     launch = shared.Launch(block_m=64, block_n=64, warps=4, stages=2)
-    sharing = shared.Sharing(64, page, 4, 0)
+    sharing = shared.Sharing(64, page, 4)
     shared.fill_spans({}, requests, buffer, torch.zeros(1).int(), launch, sharing)
     spans, units = shared.spans_of(buffer), buffer[0, :9].diff()
     assert spans.request[4:8][units[4:] > 0].tolist() == [1]
