@@ -24,7 +24,7 @@ TORCH_FREE = (
     "model_config",
     "tools",
 )
-WITH_TORCH = ("cache", "ops", "runtime", "backends", "integrations", "testing", "measure")
+WITH_TORCH = ("cache", "ops", "runtime", "backends", "integrations", "testing", "trust", "measure")
 ORDER = {name: place for place, name in enumerate((*TORCH_FREE, *WITH_TORCH, "cli"))}
 
 

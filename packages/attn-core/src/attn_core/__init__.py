@@ -65,6 +65,7 @@ _HOME = {
     "runtime.sparse_prompts": "SparsePrompts attend_sparse plan_sparse",
     "runtime.graphs": "GraphRunner",
     "runtime.torch_ops": "CompiledAttention",
+    "trust.shadow": "Shadow",
 }
 _NAMES = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *_NAMES]

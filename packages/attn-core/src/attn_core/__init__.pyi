@@ -125,6 +125,7 @@ from attn_core.spec.kinds import Role as Role
 from attn_core.spec.requirements import LayerRequirements as LayerRequirements
 from attn_core.spec.requirements import Requirements as Requirements
 from attn_core.spec.requirements import Speculation as Speculation
+from attn_core.trust.shadow import Shadow as Shadow
 
 __version__: str
 __all__: list[str]

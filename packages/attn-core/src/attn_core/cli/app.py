@@ -20,6 +20,8 @@ COMMANDS = {
     "why-not": "select:why_not_command",
     "generate": "generate:generate_command",
     "check": "check:check_command",
+    "replay": "replay:replay_command",
+    "bisect": "replay:bisect_command",
     "warmup": "warmup:warmup_command",
     "tune": "tune:tune_command",
     "bench": "tune:bench_command",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_core.cli.against import compare_backends
 from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag
 from attn_core.errors import AttnError, UsageError
@@ -44,6 +45,9 @@ def check_command(
     kind: Annotated[
         str | None, flag("--kind", "Kind of attention to check; default: all.", env=False)
     ] = None,
+    against: Annotated[
+        str | None, flag("--against", "Compare with this backend instead.", env=False)
+    ] = None,
     jobs: Annotated[
         int, flag("--jobs", "Number of processes that run checks in parallel.", env=False)
     ] = 1,
@@ -52,13 +56,14 @@ def check_command(
     """Run the conformance suite on a backend. Exit code 1: a declared feature failed.
 
     Features that no row declares are not run; the reason is printed. So is that of a backend whose
-    library is not installed, where all are checked.
+    library is not installed, where all are checked. With --against, single passes of two backends
+    are compared. Exit code 1: they differ by more than the suite allows both together.
     """
     _check_jobs(jobs)
     registry = load_plugins()
     if backend is not None:
         registry.find(backend)  # or says which names there are
-    here = _here(device)
+    here = local_device(device)
     if evidence is not None:
         _check_folder(evidence)
     from attn_core.testing.plan import KINDS  # torch, which other commands do without
@@ -66,6 +71,11 @@ def check_command(
     if kind not in (None, *KINDS):
         raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
     kinds = tuple(k for k in KINDS if kind in (None, k))
+    if against is not None:
+        if backend is None or evidence is not None or jobs > 1:
+            raise UsageError("--against takes a backend's name, no --evidence and no --jobs")
+        names = (backend, against)
+        return compare_backends(registry, names, here, kinds, quick=quick, json=json)
     done: list[_Checked] = []
     for suites in _planned(registry, backend, here, kinds, reduced=quick):
         checked = _check(registry, suites, jobs, evidence)
@@ -240,7 +250,7 @@ def _check_folder(folder: Path) -> None:
         ) from error
 
 
-def _here(device: str | None) -> Device:
+def local_device(device: str | None) -> Device:
     """Return the named device of this machine. Its CPU always counts as one."""
     here = probe_device()
     if device is None:

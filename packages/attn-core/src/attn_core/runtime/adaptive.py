@@ -10,7 +10,7 @@ from attn_core.costs.shapes import PassPhase, forms, row_key
 from attn_core.costs.table import Bucket, Table, bucket_of, table
 from attn_core.runtime.backend import AttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch
-from attn_core.runtime.routes import ROLE_OF_MODE, Route
+from attn_core.runtime.routes import ROLE_OF_MODE, Route, ShadowRun
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
 
@@ -22,6 +22,16 @@ class Planned(NamedTuple):
 
     route: Route
     metadata: Metadata
+
+
+def shadowed(shadow: ShadowRun, own: Route, batch: ForwardBatch, metadata: Metadata) -> Metadata:
+    """Return the plan of a pass, for the route of its shadow if the shadow takes it.
+
+    own: the route of a pass for which nothing was picked.
+    """
+    route, plan = metadata if type(metadata) is Planned else (own, metadata)
+    other = shadow.route(route, batch)
+    return metadata if other is None else Planned(other, plan)
 
 
 class Picker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, get_args
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BackendError, UnsupportedError
-from attn_core.runtime.backend import BackendConfig, Output
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.compatibility import layer_gaps
@@ -108,9 +108,20 @@ def graph_level(batch: ForwardBatch) -> GraphLevel:
     return "uniform" if batch.num_tokens == batch.batch_size * batch.max_q_len else "always"
 
 
-def refuse_capture(config: BackendConfig, batch: ForwardBatch) -> None:
-    """Raise UnsupportedError for a pass beyond the row's CUDA graph level."""
+def refuse_capture(
+    config: BackendConfig, batch: ForwardBatch, captured: Sequence[AttentionBackend] | None = None
+) -> None:
+    """Raise UnsupportedError for a pass beyond the row's CUDA graph level.
+
+    captured: the backends that are captured; None if this one is.
+    """
     levels = get_args(GraphLevel)
+    if captured is not None and config not in [b.config for b in captured]:
+        names = ", ".join(b.config.name for b in captured) or "nothing"
+        raise UnsupportedError(
+            f"{batch.forward_mode.value} passes run on {config.name}, which is not "
+            f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
+        )
     level, needed = config.row.cuda_graph, graph_level(batch)
     if levels.index(level) < levels.index(needed):
         raise UnsupportedError(

@@ -12,7 +12,7 @@ from attn_core.cache.state_pool import StatePool
 from attn_core.errors import AttnError, UnsupportedError, UsageError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
-from attn_core.runtime.adaptive import Pickers, Planned
+from attn_core.runtime.adaptive import Pickers, Planned, shadowed
 from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
@@ -31,6 +31,7 @@ from attn_core.runtime.routes import (
     MISSING,
     ROLE_OF_MODE,
     Route,
+    ShadowRun,
     captured_backends,
     create_linear_routes,
     create_routes,
@@ -51,6 +52,7 @@ class HybridDispatcher:
     caches: a KVPool or an engine's own pool. A pool of the same form may replace it between passes.
     linear: the backends and the pool of linear layers, if the model has any.
     pickers: pick the backend of each pass, of the roles that have several over this cache.
+    shadow: compares a second backend on a sample of the passes (attn_core.Shadow).
     Raises UnsupportedError if a backend's row does not support a field of its config's layers or
     the form of their scales. Any exception other than an AttnError that a backend raises is
     re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
@@ -59,17 +61,17 @@ class HybridDispatcher:
     """
 
     def __init__(
-        self,
-        routes: Mapping[Role, AttentionBackend],
-        caches: CachePool,
-        linear: LinearRoutes | None = None,
-        pickers: Pickers | None = None,
-    ) -> None:
-        self.routes = dict(routes)
+        self, routes: Mapping[Role, AttentionBackend], caches: CachePool,
+        linear: LinearRoutes | None = None, pickers: Pickers | None = None,
+        shadow: ShadowRun | None = None,
+    ) -> None:  # fmt: skip
+        self.routes, self.shadow = dict(routes), shadow
         self.caches, self.linear, self.pickers = caches, linear, pickers or Pickers({})
         self._by_mode: dict[ForwardMode, Route] = {}
         self._ragged: set[tuple[Role, int, bool]] = set()  # as Route.checked
         refuse_routes(self._every(), caches)
+        if shadow is not None:
+            shadow.attach([b for role, b in self._every() if role != "encode"], caches.layout)
 
     @classmethod
     def from_selection(
@@ -86,6 +88,7 @@ class HybridDispatcher:
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
         adaptive: bool = False,
+        shadow: ShadowRun | None = None,
     ) -> HybridDispatcher:
         """Create the selected backends; roles with the same backend and row share one instance.
 
@@ -103,7 +106,7 @@ class HybridDispatcher:
         if states is not None:
             own = create_linear_routes(selection, registry, states, tuple(linear_layers), **limits)
             linear = LinearRoutes(own, states)
-        return cls(routes, caches, linear, Pickers.of(selection, created))
+        return cls(routes, caches, linear, Pickers.of(selection, created), shadow)
 
     def backend(self, role: Role) -> AttentionBackend:
         """Return the backend of a role. Raises UnsupportedError if the selection has none."""
@@ -139,6 +142,10 @@ class HybridDispatcher:
         if batch.forward_mode is ForwardMode.IDLE:
             return None
         metadata = self._planned(batch, self.pickers.pick(batch), "init_forward_metadata")
+        if self.shadow is not None and self._of(batch).config.row.absorbed:
+            mode = batch.forward_mode
+            own = self._by_mode.get(mode) or self._route(mode)
+            metadata = shadowed(self.shadow, own, batch, metadata)
         return metadata if not self.linear else HybridMetadata(metadata, self.linear.plan(batch))
 
     def forward(
@@ -255,7 +262,8 @@ class HybridDispatcher:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the static buffers of the captured backends; called once."""
-        for backend in (*self.captured, *(() if self.linear is None else self.linear.captured)):
+        linear = () if self.linear is None else self.linear.captured
+        for backend in (*self.captured, *linear):
             with backend_errors(backend.config, "init_cuda_graph_state"):
                 backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
@@ -268,13 +276,7 @@ class HybridDispatcher:
             return None
         route = self.pickers.captured(batch)
         backend = self._of(batch) if route is None else route.backend
-        if backend not in self.captured:
-            names = ", ".join(b.config.name for b in self.captured) or "nothing"
-            raise UnsupportedError(
-                f"{batch.forward_mode.value} passes run on {backend.config.name}, which is not "
-                f"captured in CUDA graphs (captured: {names}); run the pass eagerly"
-            )
-        refuse_capture(backend.config, batch)
+        refuse_capture(backend.config, batch, self.captured)
         metadata = self._planned(batch, route, "init_forward_metadata_capture_cuda_graph")
         return metadata if not self.linear else HybridMetadata(metadata, self.linear.capture(batch))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from attn_core.cache.pool import CachePool
 from attn_core.cache.state_pool import StatePool
@@ -18,7 +18,7 @@ from attn_core.runtime.backend import (
     Output,
     create_backend,
 )
-from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_layer, refuse_scales
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
@@ -40,6 +40,16 @@ class Route:
     run: Callable[..., Output]
     writes: bool
     checked: set[tuple[int, bool]] = field(default_factory=set)
+
+
+class ShadowRun(Protocol):
+    """What runs a second backend on some passes and compares; attn_core.Shadow is one."""
+
+    def attach(self, backends: Sequence[AttentionBackend], layout: str) -> None:
+        """Prepare to be the shadow of these backends over a cache of this layout; called once."""
+
+    def route(self, route: Route, batch: ForwardBatch) -> Route | None:
+        """Return the route that this eager pass takes in place of its own; None keeps that."""
 
 
 ROLE_OF_MODE: Mapping[ForwardMode, Role] = {

@@ -51,6 +51,7 @@ class Check:
     phases: any of them will do or, with `every`, all of them. cells: the cells of the support
     matrix that it is evidence for. run raises CheckFailed, or says how much of the budget is used.
     alone: it takes much of a device's memory, so no other of its kind may run at the same time.
+    asks: the one pass that it runs, and where, for a comparison of two backends.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Check:
     layout: str | None = None  # of the cache, None where there is none
     flaw: Flaw = _none
     alone: bool = False
+    asks: tuple[Case | RaggedCase, Point | str] | None = None
 
 
 Template = Callable[[Capabilities], Check]  # a row may have to be asked with its own shapes
@@ -140,6 +142,7 @@ def _paged(case: Case, point: Point, row: Capabilities) -> Check:
         run=lambda bench: (run_sparse if case.kind == "dsa" else run_case)(bench, case, point),
         layout=point.layout,
         flaw=_first(_no_cache, _needs_host_lengths if case.device_lengths else _none),
+        asks=None if case.kind == "dsa" else (case, point),
     )
 
 
@@ -162,6 +165,7 @@ def _ragged(
         phases=(case.phase,),
         run=lambda bench: ask(bench, case, dtype),
         flaw=_no_chunks if case.kind in LATENT_KINDS else _none,
+        asks=(case, dtype) if ask is run_ragged and case.kind != "dsa" else None,
     )
 
 

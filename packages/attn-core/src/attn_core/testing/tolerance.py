@@ -55,19 +55,39 @@ def within_budget(
     require(bad == 0, f"{name}: {bad} of {got.numel()} values are not finite")
     if not finite.any():
         return Measure()
-    truth = truth[finite]
-    error, near = (got[finite] - truth).abs(), (yardstick[finite] - truth).abs()
-    eps = torch.finfo(rounding).eps
-    measures = []
-    for how, of in (("largest", torch.max), ("root mean square", _rms)):
-        size = of(truth.abs()).item()
-        measure = Measure(of(error).item(), 2 * of(near).item() + 2 * eps * size)
+    found = errors(got[finite], truth[finite], yardstick[finite], rounding)
+    for how, measure in found.items():
         require(
             measure.ratio <= 1,
             f"{name}: {how} error {measure.error:.3e}, allowed {measure.budget:.3e}",
         )
-        measures.append(measure)
-    return worst(measures)
+    return worst([*found.values()])
+
+
+def judged(got: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype) -> Measure:
+    """Return what within_budget compares, without raising; an error is infinite where it is NaN.
+
+    It is infinite too where a number is infinite, and the truth is another.
+    """
+    got, yardstick, truth = got.detach().cpu().double(), yardstick.cpu().double(), truth.cpu()
+    finite = truth.isfinite()
+    if not torch.equal(got[~finite], truth[~finite]) or not bool(got[finite].isfinite().all()):
+        return Measure(float("inf"), 0.0)
+    if not finite.any():
+        return Measure()
+    return worst([*errors(got[finite], truth[finite], yardstick[finite], rounding).values()])
+
+
+def errors(
+    got: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype
+) -> dict[str, Measure]:
+    """Return the largest and the root mean square error of finite numbers, with their budgets."""
+    error, near = (got - truth).abs(), (yardstick - truth).abs()
+    eps = torch.finfo(rounding).eps
+    return {
+        how: Measure(of(error).item(), 2 * of(near).item() + 2 * eps * of(truth.abs()).item())
+        for how, of in (("largest", torch.max), ("root mean square", _rms))
+    }
 
 
 def _rms(x: Tensor) -> Tensor:
