@@ -150,11 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         name = args.ours or ("triton" if device.type == "cuda" else "torch_native")
         ours = our_backend(name, load_plugins(), device, shared_prefix=shares)
-        if shares:  # every request on its own, and as if no cache read a prefix once, too
+        if shares:  # every request on its own, too
             alone = our_backend(name, load_plugins(), device)
-            always = our_backend(name, load_plugins(), device, shared_prefix=True, l2_cache=1)
-            own = (replace(alone, name=f"{name}-alone"), replace(always, name=f"{name}-always"))
-            peers = (*own, *peers)
+            peers = (replace(alone, name=f"{name}-alone"), *peers)
     except AttnError as error:
         raise SystemExit(f"--ours: {error}") from None
     torch.set_grad_enabled(False)

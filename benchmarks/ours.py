@@ -28,12 +28,11 @@ def our_backend(
     dual_chunk: DualChunk | None = None,
     *,
     shared_prefix: bool = False,
-    l2_cache: int = 0,
 ) -> Contestant:
     """Return one of our backends as a contestant. Raises UnknownBackendError.
 
     dual_chunk: of the layers of all its inputs. shared_prefix: it reads keys that requests share
-    once. l2_cache: what it takes for the bytes of the GPU's, 0 for what the device says.
+    once.
     """
     spec = registry.get(name)
     origin, kind = registry.origins["softmax", spec.name], device_kind(device)
@@ -61,7 +60,6 @@ def our_backend(
             topk=batch.spec.topk if batch.spec else 0,
             num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
             shared_prefix=shared_prefix,
-            l2_cache=l2_cache,
         )
         refuse_layer(config, layer)
         refuse_drafts(config, batch)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from attn_core import AttnError, UnsupportedError
+from attn_core import AttnError, NoBackendError, UnsupportedError, UsageError
+from attn_core.integrations import choice
 from attn_core.integrations.sglang import page_tables, passes
 from attn_core.integrations.sglang.backend import AttnCoreBackend
 from engine_passes import (
@@ -14,6 +15,7 @@ from engine_passes import (
     runner,
     swa_pool,
 )
+from interpreted import interpreted
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -145,6 +147,38 @@ def test_fp8_caches_are_read_with_the_scales_of_their_layer():
     q, k, v = torch.randn(1, 128), torch.randn(1, 2, 32), torch.randn(1, 2, 32)
     out = backend.forward_extend(q, k, v, module, batch).view(2, 2, 32)
     torch.testing.assert_close(out[:, 0], v[0], atol=0.15, rtol=0.07)  # one token sees itself
+
+
+@pytest.mark.parametrize(("page", "asked"), [(1, "1"), (16, "1"), (16, "0")])
+def test_what_requests_share_is_read_once_if_asked(page, asked, monkeypatch):
+    """ATTN_SHARED_PREFIX: the tables that SGLang's prefix cache makes are all that is needed."""
+    triton = pytest.importorskip("attn_core.backends.triton.shared")
+    monkeypatch.setattr(triton, "shared_granule", lambda *args: 64)
+    monkeypatch.setattr(choice, "load_plugins", interpreted)
+    monkeypatch.setenv("ATTN_SHARED_PREFIX", asked)
+    monkeypatch.setenv("ATTN_DECODE_ATTENTION_BACKEND", "triton")
+    torch.manual_seed(0)
+    module = attention()
+    made = Pass(ForwardMode.DECODE, (3, 1, 7), (90, 100, 70), (1, 1, 1))
+    run, backend = build(module, mha_pool(page=page), page, {})
+    table = run.req_to_token_pool.req_to_token
+    table[1, :64] = table[7, :64] = table[3, :64]
+    assert error(backend, run, made, module, shared=64) < 1e-5
+    [schedule] = backend.planned[1].values()
+    split = schedule.split
+    assert (split.buffer is not None) == (asked == "1")
+    if asked == "1":
+        groups = split.work_indptr.diff()[3:] > 0
+        assert split.spans.queries[3:6][groups].tolist() == [3]
+
+
+def test_what_cannot_be_read_once_is_refused(monkeypatch):
+    monkeypatch.setenv("ATTN_SHARED_PREFIX", "1")
+    with pytest.raises(NoBackendError, match="shared_prefix asked"):
+        build(attention(), mha_pool(), 1, {})
+    monkeypatch.setenv("ATTN_SHARED_PREFIX", "yes")
+    with pytest.raises(UsageError, match=r"ATTN_SHARED_PREFIX=yes .expected 1"):
+        build(attention(), mha_pool(), 1, {})
 
 
 def test_prefill_is_not_captured():

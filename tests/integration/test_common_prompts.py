@@ -22,8 +22,8 @@ from attn_core.integrations.transformers.common_prompts import (  # noqa: E402
     common_prompts,
     marks_of,
 )
-from attn_core.plugins.registry import Registry, load_plugins  # noqa: E402
 from attn_core.selection.result import NoBackendError, Overrides  # noqa: E402
+from interpreted import interpreted  # noqa: E402
 from tiny_models import TINY  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -46,15 +46,6 @@ def tiny(name: str, **changes: Any) -> Any:
     changes = {"num_hidden_layers": 1, **changes}
     config = transformers.AutoConfig.for_model(name, **{**TINY, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def interpreted() -> Registry:
-    """Return a registry whose triton runs on a CPU, in Triton's interpreter."""
-    registry = load_plugins()
-    triton = registry.get("triton")
-    row = replace(triton.capabilities[0], device="cpu", archs=frozenset())
-    own = {("softmax", "triton"): replace(triton, capabilities=[row])}
-    return replace(registry, backends={**registry.backends, **own})
 
 
 def sharing(model: Any) -> Engine:

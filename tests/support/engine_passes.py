@@ -185,8 +185,11 @@ def dense(q, k, v, seen, scale, sinks=None, cap=None):
     return torch.einsum("hqk,khd->qhd", p, v)
 
 
-def error(backend, run, made, module, *, window=None, sinks=None):
-    """Run one layer of a pass; return the largest difference from the dense softmax."""
+def error(backend, run, made, module, *, window=None, sinks=None, shared=0):
+    """Run one layer of a pass; return the largest difference from the dense softmax.
+
+    shared: the first tokens of all requests, which lie in the same slots.
+    """
     pool, table = run.token_to_kv_pool, run.req_to_token_pool.req_to_token
     heads, kv, d = module.tp_q_head_num, module.tp_k_head_num, module.qk_head_dim
     latent = type(pool).__name__ == "MLATokenToKVPool"
@@ -194,6 +197,8 @@ def error(backend, run, made, module, *, window=None, sinks=None):
     for row, prefix, new in zip(made.rows, made.prefix, made.new, strict=True):
         k, v = torch.randn(2, prefix + new, kv, d)
         v = k[..., : module.v_head_dim] if latent else v
+        for own, first in zip((k, v), keys[0] if keys else (), strict=False):
+            own[:shared] = first[:shared]
         slots = table[row, :prefix].long()
         if backend.pool.has_window(module.layer_id):
             slots = pool.full_to_swa_index_mapping[slots]

@@ -1,5 +1,8 @@
 """The allocator neither leaks nor frees twice, whatever is asked of it and in whatever order."""
 
+import itertools
+import random
+
 import pytest
 from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import OutOfPagesError, UsageError
@@ -32,6 +35,15 @@ class Allocator(RuleBasedStateMachine):
     def grow(self, key, length):
         row = self.model.get(key, [])
         more = max(0, -(-length // PAGE) - len(row))
+        have = self.lengths.get(key, 0)
+        written = {x for x in row[have // PAGE : -(-length // PAGE)] if x is not None}
+        others = set().union(*(r for k, r in self.model.items() if k != key))
+        if length > have and written & others:
+            before = self.real.num_free, self.real.pages(key)
+            with pytest.raises(UsageError, match=f"would write tokens {have} to {length - 1} "):
+                self.real.grow(key, length)
+            assert (self.real.num_free, self.real.pages(key)) == before
+            return
         if more > self.size - 1 - len(self.labelled()):
             before = self.real.num_free
             with pytest.raises(OutOfPagesError):
@@ -178,3 +190,78 @@ def test_a_shared_page_lives_until_its_last_key():
     a.release("b")
     a.release("c")
     assert a.num_free == a.total
+
+
+def test_a_write_into_a_shared_page_is_refused():
+    pages = PageAllocator(9, 4)
+    pages.grow("a", 12)
+    pages.share("b", "a", 12)
+    pages.grow("a", 9)  # it goes back to token 9, whose page both hold
+    before = pages.pages("a"), pages.num_free
+    with pytest.raises(UsageError, match=r"'a' would write tokens 9 to 13 into page 3, .* 2 keys"):
+        pages.grow("a", 14)
+    assert (pages.pages("a"), pages.num_free) == before
+    pages.share("c", "a", 9)  # what the error says to do
+    pages.release("a")
+    assert pages.grow("c", 14)[:2] == pages.pages("b")[:2]
+    assert pages.pages("c")[2] != pages.pages("b")[2]
+    pages.release("c")
+    pages.grow("b", 9)
+    assert pages.grow("b", 14)[2] == 3  # the last that holds a page may write it
+
+
+ACTIONS = ("grow", "grow", "share", "share", "back", "release")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_key_overwrites_what_another_holds(seed):
+    """A soak: every key finds its own tokens, whoever shares their pages, goes back or grows."""
+    rng, size = random.Random(seed), (1, 3, 16)[seed % 3]
+    pages = PageAllocator(200, size)
+    slots, texts, refused, names = {}, {}, 0, itertools.count()
+
+    def slot(key, i):
+        return pages.pages(key)[i // size] * size + i % size
+
+    def grow(key):
+        text = texts[key]
+        more = [object() for _ in range(rng.randint(0, 3 * size))]
+        pages.grow(key, len(text) + len(more))
+        for i, x in enumerate(more, len(text)):
+            slots[slot(key, i)] = x
+        text += more
+
+    def share(key):
+        name = next(names)
+        texts[name] = texts[key][: pages.share(name, key, rng.randint(0, len(texts[key])))]
+
+    def back(key):
+        del texts[key][rng.randint(0, len(texts[key])) :]
+        pages.grow(key, len(texts[key]))
+
+    def release(key):
+        pages.release(key)
+        del texts[key]
+
+    actions = {"grow": grow, "share": share, "back": back, "release": release}
+    for _ in range(500):
+        if not texts or rng.random() < 0.1:
+            texts[name := next(names)] = []
+            pages.grow(name, 0)
+        key = rng.choice(list(texts))
+        try:
+            actions[rng.choice(ACTIONS)](key)
+        except OutOfPagesError:
+            for name in rng.sample(list(texts), len(texts) // 2):
+                release(name)
+        except UsageError as error:
+            refused += 1
+            assert f"{key!r} would write tokens {len(texts[key])} to" in str(error)  # noqa: PT017
+            others = {p for name in texts if name != key for p in pages.pages(name)}
+            assert others & set(pages.pages(key)[len(texts[key]) // size :])
+        for name, text in texts.items():
+            assert all(slots[slot(name, i)] is x for i, x in enumerate(text))
+    assert refused or size == 1  # with single tokens, few keys go back into a shared one
+    for name in list(texts):
+        release(name)
+    assert (pages.num_free, pages.num_held) == (199, 0)

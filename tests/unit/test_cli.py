@@ -51,6 +51,16 @@ def test_select_prints_one_object():
     assert verdict["reasons"]
 
 
+def test_shared_prefix_is_asked_of_what_decodes(here):
+    """By a flag or the variable that engines read; a backend that cannot is refused by name."""
+    device = ("select", "--device", "cuda:sm90", "--assume-installed", "all", "--json")
+    got = json.loads(here(*device, "--shared-prefix").stdout)
+    assert (got["prefill"], got["decode"]) == ("fa3", "triton")
+    refused = here(*device, "--shared-prefix", "--decode-attention-backend", "fa3")
+    assert refused.returncode == 3
+    assert "shared_prefix asked (not supported)" in json.loads(refused.stdout)["error"]
+
+
 def test_this_machine_never_gets_what_cannot_be_created_here():
     got = data("select", "--json")
     implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attn_core import ForwardMode, UnsupportedError
-from attn_core.integrations.choice import overrides
+from attn_core.errors import UsageError
+from attn_core.integrations import choice
+from attn_core.integrations.choice import overrides, shares_prefixes
 from attn_core.integrations.sglang import page_tables, tree_tables
 from attn_core.integrations.sglang.page_tables import Branches, fill_branches, fill_page_table
 from attn_core.integrations.sglang.passes import PassBuilder
@@ -22,6 +24,8 @@ from attn_core.integrations.sglang.server import (
     verifies,
 )
 from attn_core.integrations.sglang.tree_tables import TreeTables, fill_trees
+from attn_core.spec.requirements import Requirements
+from interpreted import interpreted
 
 CONTEXT = 300
 
@@ -326,3 +330,41 @@ def test_variables_name_what_is_inside():
     assert chosen.decode_attention_backend == "triton"
     assert chosen.deny == ("fa3", "fa4")
     assert chosen.prefer == ()
+
+
+def test_a_variable_asks_for_shared_prefixes(monkeypatch):
+    """It is part of what is selected for, so that nothing but a backend that does it is chosen."""
+    assert not shares_prefixes({})
+    assert not shares_prefixes({"ATTN_SHARED_PREFIX": "0"})
+    assert shares_prefixes({"ATTN_SHARED_PREFIX": "1"})
+    with pytest.raises(UsageError, match=r"ATTN_SHARED_PREFIX=true .expected 1, or 0"):
+        shares_prefixes({"ATTN_SHARED_PREFIX": "true"})
+    monkeypatch.setattr(choice, "load_plugins", interpreted)
+    chosen = {}
+    for value in ("0", "1"):
+        monkeypatch.setenv("ATTN_SHARED_PREFIX", value)
+        selection, _ = choice.choose(Requirements(page_size=16), torch.device("cpu"))
+        assert selection.requirements.shared_prefix == (value == "1")
+        chosen[value] = selection.roles["decode"].backend
+    assert chosen["1"] == "triton"
+    assert chosen["0"] != "triton"
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_requests_that_share_slots_share_a_group(page, monkeypatch):
+    """Equal slots in SGLang's token table are equal pages in ours, which the plan finds."""
+    shared = pytest.importorskip("attn_core.backends.triton.shared")
+    table = token_table(4, page)
+    table[1, :192] = table[2, :192] = table[3, :192]
+    lengths = torch.tensor([200, 260, 193, 220])
+    pages, out = torch.zeros(4, CONTEXT // page + 1, dtype=torch.int32), torch.zeros(4).int()
+    fill_page_table(table, torch.arange(4), lengths, 0, page, pages, out)
+    buffer = torch.empty(shared.BUFFER_ROWS, 12, dtype=torch.int32)
+    requests = shared.Requests(torch.arange(5, dtype=torch.int32), out, pages)
+    launch = shared.Launch(block_m=64, block_n=64, warps=4, stages=2)
+    sharing = shared.Sharing(64, page, 4)
+    shared.fill_spans({}, requests, buffer, torch.zeros(1).int(), launch, sharing)
+    spans, units = shared.spans_of(buffer), buffer[0, :9].diff()
+    assert spans.request[4:8][units[4:] > 0].tolist() == [1]
+    assert spans.queries[4:8][units[4:] > 0].tolist() == [3]
+    assert spans.end[4:8][units[4:] > 0].tolist() == [192]

@@ -311,24 +311,8 @@ def test_a_group_has_to_save_more_than_its_partials_cost():
 
 def test_a_group_begins_and_ends_at_blocks():
     assert plan_of(Sharers(make_layer(dim=32), [150, 180], [0, 9], page=16)).cuts.sharing == (
-        Sharing(GRANULE, 16, 4, 0)
+        Sharing(GRANULE, 16, 4)
     )
-
-
-@pytest.mark.parametrize(
-    ("alone", "l2_cache", "forms"),
-    [(0, 1 << 30, True), (3, 1 << 30, False), (3, 0, True), (3, 2 * 3 * 64 * 256, False),
-     (3, 2 * 3 * 64 * 256 - 1, True)],
-)  # fmt: skip
-def test_a_cache_that_holds_the_prefix_reads_it_once_by_itself(alone, l2_cache, forms):
-    """Groups then have to halve the reads: those of requests that share nothing count twice.
-
-    3 · 64 keys of one KV head, 256 bytes each, are shared.
-    """
-    lengths, shared = [200] * 4 + [210] * alone, [0, 12, 12, 12] + [0] * alone
-    sharers = Sharers(make_layer(1, dim=64), lengths, shared, page=16)
-    split = attend(sharers, l2_cache=l2_cache)
-    assert planned_spans(split, len(lengths))[0] == ([(0, 4, 0, 192, 1)] if forms else [])
 
 
 def test_a_request_that_fills_most_of_a_tile_is_read_alone():

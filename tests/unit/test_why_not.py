@@ -75,6 +75,7 @@ FLAGS = optional(
     sliding_window=st.just(128),
     logit_cap=st.just(30.0),
     deterministic=st.just(True),
+    shared_prefix=st.just(True),
     speculative_eagle_topk=st.sampled_from((1, 4)),
     attention_backend=st.sampled_from(("triton", "fa3", "torch_native")),
     decode_attention_backend=st.sampled_from(("triton", "flashinfer")),

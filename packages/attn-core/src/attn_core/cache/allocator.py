@@ -14,7 +14,8 @@ class PageAllocator:
 
     Callers hold keys, such as request ids, and `pages` returns the pages of a key. Several keys may
     share the whole pages of a common prefix; a page becomes free when its last key releases it. The
-    last `grow` or `share` sets the length of a key, so a partly filled page is never shared.
+    last `grow` or `share` sets the length of a key, so a partly filled page is never shared, and a
+    shared one is never written.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -68,8 +69,8 @@ class PageAllocator:
         if shared and length > have:
             raise UsageError(
                 f"{key!r} would write tokens {have} to {length - 1} into page {shared[0]}, which "
-                f"{self._owners[shared[0]]} keys share; start a new key with share() on the first "
-                f"{have} tokens and release {key!r}"
+                f"{self._owners[shared[0]]} keys share; share() its first {have} tokens with a new "
+                f"key and release {key!r}"
             )
         num_new = max(0, num_pages_for(length, self.page_size) - len(pages))
         if num_new > len(self._free):

@@ -51,7 +51,7 @@ def _values(flags: InputFlags, fix: Fix) -> dict[str, Any] | None:
     if fix.target == "requirements":
         if "speculation" in values:
             return {"speculative_eagle_topk": None, "speculative_attention_mode": None}
-        known = {"dtype", "kv_cache_dtype", "page_size", "deterministic"}
+        known = {"dtype", "kv_cache_dtype", "page_size", "deterministic", "shared_prefix"}
         return values if set(values) <= known else None
     if fix.target == "device":
         moved = {"device": str(Device(values["type"], values["arch"]))} if "type" in values else {}

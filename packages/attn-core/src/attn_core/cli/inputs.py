@@ -140,6 +140,7 @@ def _requirements(flags: InputFlags, assumed: list[str]) -> Requirements:
         page_size=flags.page_size,
         speculation=speculation,
         deterministic=flags.deterministic,
+        shared_prefix=flags.shared_prefix,
         assumptions=tuple(assumed),
     )
 
@@ -164,7 +165,12 @@ def _of_model(
         speculation=speculation,
     )
     assumptions = (*needs.assumptions, *assumed)
-    return replace(needs, deterministic=flags.deterministic, assumptions=assumptions)
+    return replace(
+        needs,
+        deterministic=flags.deterministic,
+        shared_prefix=flags.shared_prefix,
+        assumptions=assumptions,
+    )
 
 
 def _option(name: str) -> str:

@@ -155,6 +155,9 @@ class InputFlags(BackendFlags):
     deterministic: Annotated[
         bool, flag("--deterministic", "Select deterministic backends only.")
     ] = False
+    shared_prefix: Annotated[
+        bool, flag("--shared-prefix", "Decode and verify with backends that read prefixes once.")
+    ] = False
     device: Annotated[
         str | None,
         flag("--device", "TYPE[:ARCH] or h200, such as cuda:sm90; default: this machine's."),

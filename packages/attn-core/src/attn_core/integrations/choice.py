@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attn_core.costs import store
+from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Overrides, Selection
 from attn_core.selection.solver import select
@@ -25,6 +26,7 @@ LINEAR_ARGUMENTS = (
     "linear_attn_decode_backend",
 )
 SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
+SHARED_PREFIX = variable("--shared-prefix")
 _LISTS = ("prefer", "allow", "deny")
 
 
@@ -40,9 +42,21 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
     names = replace(overrides(), **unused)
+    requirements = replace(requirements, shared_prefix=shares_prefixes())
     profile = store.tuned_profile(registry, here)
     libraries = registry.installed_libraries()
     return select(requirements, here, registry, libraries, names, profile), registry
+
+
+def shares_prefixes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether ATTN_SHARED_PREFIX asks to read keys that requests share once: 1, 0 or unset.
+
+    Raises UsageError.
+    """
+    value = environ.get(SHARED_PREFIX, "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"{SHARED_PREFIX}={value} (expected 1, or 0 as without it)")
+    return value == "1"
 
 
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:

@@ -31,9 +31,9 @@ Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32
 class BackendConfig:
     """Everything that a plan needs and that does not change between passes.
 
-    arch ("sm90", "gfx942"), multiprocessors, shared_memory (bytes per block) and l2_cache (bytes)
-    are properties of `device`. On a GPU, properties that are not passed are queried here, once, so
-    that no backend queries them again. On other devices they stay unknown: None and 0.
+    arch ("sm90", "gfx942"), multiprocessors and shared_memory (bytes per block) are properties of
+    `device`. On a GPU, properties that are not passed are queried here, once, so that no backend
+    queries them again. On other devices they stay unknown: None and 0.
     """
 
     name: str
@@ -46,7 +46,6 @@ class BackendConfig:
     arch: str | None = None
     multiprocessors: int = 0
     shared_memory: int = 0
-    l2_cache: int = 0
     max_bs: int = 0  # 0: not known, grow as needed
     max_num_tokens: int = 0
     max_seq_len: int = 0
@@ -65,7 +64,7 @@ class BackendConfig:
 
 @functools.cache
 def properties_of(device: torch.device) -> Mapping[str, str | int]:
-    """Query a GPU's arch, multiprocessors and memories, named as in BackendConfig."""
+    """Query a GPU's arch, multiprocessors and shared memory, named as in BackendConfig."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         arch = properties.gcnArchName.partition(":")[0]
@@ -75,7 +74,6 @@ def properties_of(device: torch.device) -> Mapping[str, str | int]:
         "arch": FAMILY.get(arch, arch),
         "multiprocessors": properties.multi_processor_count,
         "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0),  # not on ROCm
-        "l2_cache": getattr(properties, "L2_cache_size", 0),
     }
 
 

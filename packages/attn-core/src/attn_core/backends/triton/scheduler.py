@@ -212,8 +212,7 @@ class Scheduler:
         store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
         sharing = None
         if shares:
-            l2_cache = config.l2_cache
-            sharing = sharing_of(group, queries, config.page_size, store_bytes, l2_cache)
+            sharing = sharing_of(group, queries, config.page_size, store_bytes)
         launch = decode_launch(
             self._arch,
             rows if sharing is None else SHARED_TILE_ROWS,

@@ -23,34 +23,25 @@ BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and t
 class Sharing(NamedTuple):
     """How keys are shared: groups begin and end at multiples of `granule` keys, a multiple of BN.
 
-    page_size: tokens of a page. group: query heads of a KV head. cached_keys: of all KV heads of a
-    layer, so many the L2 cache of the GPU keeps by itself between the requests that read them.
+    page_size: tokens of a page. group: query heads of a KV head.
     """
 
     granule: int
     page_size: int
     group: int
-    cached_keys: int
 
 
-def sharing_of(
-    group: LayerGroup, queries: int, page_size: int, store_bytes: int, l2_cache: int
-) -> Sharing | None:
+def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int) -> Sharing | None:
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
     A tile of two members would then read what a tile of each reads. store_bytes: of a value in the
-    store. l2_cache: bytes, 0 where it is not known.
+    store.
     """
     rows = queries * group.num_queries_per_kv
     if 2 * rows > SHARED_TILE_ROWS:
         return None
-    dims = (group.head_dim, group.v_head_dim, store_bytes)
-    return Sharing(
-        shared_granule(rows, *dims),
-        page_size,
-        group.num_queries_per_kv,
-        cached_keys(l2_cache, group.num_kv_heads, *dims),
-    )
+    granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
+    return Sharing(granule, page_size, group.num_queries_per_kv)
 
 
 def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) -> int:
@@ -61,25 +52,9 @@ def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) 
     of each.
     """
     partials = 2 * 2 * rows * (v_head_dim + 1) * 4
-    key = _key_bytes(head_dim, v_head_dim, store_bytes)
-    return power_of_two(8 * partials // key, LEAST_SHARED_KEYS)
-
-
-def cached_keys(
-    l2_cache: int, kv_heads: int, head_dim: int, v_head_dim: int, store_bytes: int
-) -> int:
-    """Return the keys of all KV heads of a layer that an L2 cache of so many bytes keeps.
-
-    They may fill a half of it. The other half is for keys that pass through it, and an L2 cache of
-    two partitions holds what all processors read twice.
-    """
-    return l2_cache // 2 // (kv_heads * _key_bytes(head_dim, v_head_dim, store_bytes))
-
-
-def _key_bytes(head_dim: int, v_head_dim: int, store_bytes: int) -> int:
-    """Return the bytes of a key and its value in the store."""
     latent = v_head_dim > 256 and head_dim > v_head_dim  # values are keys
-    return (head_dim + (0 if latent else v_head_dim)) * store_bytes
+    key = (head_dim + (0 if latent else v_head_dim)) * store_bytes
+    return power_of_two(8 * partials // key, LEAST_SHARED_KEYS)
 
 
 def spans_of(buffer: Tensor) -> Spans:

@@ -11,7 +11,6 @@ import triton.language as tl
 from attn_core.backends.triton.portable.arguments import Spans
 
 NONE = tl.constexpr(1 << 30)  # more granules than any request has
-CACHE_GAIN = tl.constexpr(2)  # a key is read so much faster where it lies in the L2 cache
 
 
 @triton.jit
@@ -40,44 +39,13 @@ def _join(own, left, right, base):
 
 
 @triton.jit
-def _request_units(queries, lengths, begin, BN: tl.constexpr):
-    """Return the units of work of what each request reads alone, from key `begin` on."""
-    return tl.where(queries > 0, tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1), 0)
-
-
-@triton.jit
-def _group_units(
-    cu,
-    own,
-    batch,
-    grouped,
-    first,
-    last,
-    begin,
-    end,
-    GROUP: tl.constexpr,
-    GRANULE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Return the queries of each group and its units of work, at its first request; else 0.
-
-    begin, end: granules.
-    """
-    is_first = grouped & (own == first)
-    token = tl.load(cu + own, mask=own < batch, other=0)
-    queries = tl.load(cu + last + 1, mask=is_first, other=0) - token
-    units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN))
-    return tl.where(is_first, queries, 0), tl.where(is_first, units, 0)
-
-
-@triton.jit
 def _store_requests(
     work_indptr, spans, own, batch, queries, lengths, begin, BN: tl.constexpr
 ):  # fmt: skip
     """Store what each request reads alone, from key `begin` on, and return its units of work."""
     ok = own < batch
-    units = _request_units(queries, lengths, begin, BN)
+    units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1)
+    units = tl.where(ok & (queries > 0), units, 0)
     tl.store(work_indptr, 0)
     tl.store(work_indptr + 1 + own, tl.cumsum(units, 0), mask=ok)
     tl.store(spans.begin + own, begin, mask=ok)
@@ -113,9 +81,9 @@ def _store_groups(
     number = groups + tl.cumsum(is_first.to(tl.int32), 0) - 1  # of the group of each request
     at = batch + number
     token = tl.load(cu + own, mask=ok, other=0)
-    queries, units = _group_units(
-        cu, own, batch, grouped, first, last, begin, end, GROUP, GRANULE, BM, BN
-    )
+    queries = tl.load(cu + last + 1, mask=is_first, other=0) - token
+    units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN))
+    units = tl.where(is_first, units, 0)
     tl.store(work_indptr + at + 1, work + tl.cumsum(units, 0), mask=is_first)
     tl.store(spans.request + at, own, mask=is_first)
     tl.store(spans.token + at, token, mask=is_first)
@@ -180,7 +148,6 @@ def plan_shared(
     GRANULE: tl.constexpr,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
-    CACHED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -235,24 +202,6 @@ def plan_shared(
             base = tl.where(in_outer, outer_end, NONE)
             in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
             begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
-            alone_units = tl.sum(_request_units(queries, length, none, BN), 0)
-            own_units = tl.sum(_request_units(queries, length, begin, BN), 0)
-            _, outer_units = _group_units(
-                cu, own, batch, in_outer, outer_first, outer_last, none, outer_end, GROUP, GRANULE,
-                BM, BN,
-            )  # fmt: skip
-            _, inner_units = _group_units(
-                cu, own, batch, in_inner, inner_first, inner_last, outer_end, inner_end, GROUP,
-                GRANULE, BM, BN,
-            )  # fmt: skip
-            group_units = tl.sum(outer_units + inner_units, 0)
-            keys = tl.where(in_outer & (own == outer_first), outer_end, 0)
-            keys += tl.where(in_inner & (own == inner_first), inner_end - outer_end, 0)
-            pays = CACHE_GAIN * own_units + group_units <= alone_units
-            pays |= tl.sum(keys, 0) * GRANULE > CACHED
-            in_outer &= pays
-            in_inner &= pays
-            begin = tl.where(pays, begin, 0)
             work = _store_requests(buffer, spans, own, batch, queries, length, begin, BN)
             groups, work = _store_groups(
                 cu, buffer, spans, batch, own, 1, groups, work, in_outer, outer_first, outer_last,
