@@ -32,7 +32,7 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     say(f"{name}: preparing")
     start, ended = time.perf_counter(), "failed after"
     before = None if limit_s is None else signal.signal(signal.SIGALRM, over)
-    faulthandler.dump_traceback_later(STACKS_S, repeat=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(STACKS_S, repeat=True, file=sys.__stderr__ or 2)
     try:
         try:
             if limit_s is not None:
