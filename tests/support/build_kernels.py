@@ -21,7 +21,7 @@ import shared_memory
 import torch
 import triton
 from launch_site import NotDeclared, described
-from launch_sites import GROUPS, SITES, chip
+from launch_sites import GROUPS, LINEAR, SITES, chip
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -141,7 +141,7 @@ def main(arch, names, *, digests=False):
         launched.clear()
         start, result = time.perf_counter(), described(site, SITES[site])
         try:
-            SITES[site](chip(arch))
+            SITES[site](chip(arch, "linear" if site in LINEAR else "softmax"))
         except NotDeclared as reason:
             result["not_declared"] = str(reason)
         except Exception as error:  # whatever a compiler raises is the finding
