@@ -69,8 +69,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types with mypy --strict: packages, benchmarks, docs/examples and this file."""
-    install(session, "mypy>=1.16", "nox", *TOOLS, f"transformers=={TRANSFORMERS[0]}")
-    session.run("mypy")
+    install(session, "mypy>=2.4", "nox", *TOOLS, f"transformers=={TRANSFORMERS[0]}")
+    session.run("mypy", "--num-workers", str(os.cpu_count() or 1))
 
 
 @nox.session
