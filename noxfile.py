@@ -19,6 +19,9 @@ if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
 ROOT = pathlib.Path(__file__).parent
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # without bytecode each process compiles torch and transformers anew, for 8 s
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(ROOT / "build" / "bytecode"))
 WHEELS = ROOT / "build" / "wheels"
 EXAMPLE = ROOT / "docs" / "examples" / "attn-acme"
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
