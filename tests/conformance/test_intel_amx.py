@@ -90,9 +90,9 @@ def test_every_level_of_this_cpu(level, monkeypatch):
 
 
 def test_the_code_for_amx_over_emulated_tiles(over_emulated_tiles, monkeypatch):
-    names = ("prefill-long-bf16", "decode-edges-bf16", "window-4-bf16")
+    names = ("prefill-long-bf16", "decode-edges-bf16", "window-4-bf16", "verify-tree-bf16")
     with at_level(monkeypatch, "amx_bf16", over_emulated_tiles):
-        for check in (*checks(*names), *checks("mla-prefill-bf16", kind="mla")):
+        for check in (*checks(*names), *checks("mla-prefill-bf16", "mla-decode-bf16", kind="mla")):
             run_check(check, spec(), CPU, arch="amx")
 
 
@@ -126,6 +126,18 @@ MISTAKES = {
     "tiles of columns exchanged": (
         *("tiles.h", "_tile_dpbf16ps(1, 4, 7)", "_tile_dpbf16ps(1, 4, 6)"),
         *("amx_bf16", ("prefill-long-bf16",)),
+    ),
+    "keys of other pages taken for neighbours": (
+        *("tiles.h", "even = keys[first + i] - keys[first] == i * distance", "even = 1"),
+        *("amx_bf16", ("softcap-window-bf16",)),
+    ),
+    "the first keys taken twice": (
+        *("tiles.h", "_tile_dpbf16ps(t, rows_of, 7)", "_tile_dpbf16ps(t, 4, 7)"),
+        *("amx_bf16", ("heads-8-1-decode-bf16",)),
+    ),
+    "the second half of the probabilities lost": (
+        *("tiles.h", "_tile_dpbf16ps(t, 5, b1)", "_tile_dpbf16ps(t, 4, b1)"),
+        *("amx_bf16", ("heads-8-1-decode-bf16",)),
     ),
 }
 

@@ -18,7 +18,7 @@ static const int BYTES[] = {4, 2, 2, 1, 1};
 
 /* Where a thread keeps what it works on. words and steps: of a row of q and of k, and of p. */
 typedef struct {
-    number *q, *p, *keys, *values, *k_rows, *v_rows;
+    number *q, *turned, *p, *keys, *values, *k_rows, *v_rows;
     float *scores, *outputs, *largest, *sums;
     int32_t *depths;
     int64_t words, k_row, v_row, columns;
@@ -35,6 +35,10 @@ static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
     s->what = (void *)(memory + at); \
     at = round_up(at + (count) * (int64_t)sizeof *s->what, 64);
     TAKE(q, (ROWS + 16) * s->words * KS) /* products by tiles read whole tiles of rows */
+#if LEVEL_NUMBER == 3
+    int heads = ROWS / (FEW + 1) < a->kv_heads ? ROWS / (FEW + 1) : a->kv_heads;
+    TAKE(turned, heads * TURNED * s->words * KS)
+#endif
     TAKE(p, (ROWS + 16) * KEYS)
     TAKE(keys, KEYS * s->words * KS)
     TAKE(values, KEYS * round_up(s->columns, PANEL))
@@ -172,6 +176,11 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             number *to = s.q + (h * rows + r) * s.words * KS;
             read_row(a->q_type, q, a->head_dim, (int)s.words * KS, to);
         }
+#if LEVEL_NUMBER == 3
+        if (rows > FEW && rows <= TURNED)
+            turn_queries(s.q + h * rows * s.words * KS, rows, (int)s.words,
+                         s.turned + h * TURNED * s.words * KS);
+#endif
         /* an unfinished output is summed up where the merge will look for it */
         float *x = states ? states + (h * item->splits + item->split) * state
                           : s.outputs + h * rows * s.columns;
@@ -200,6 +209,11 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             const number *q = s.q + h * rows * s.words * KS;
             if (rows <= FEW) {
                 few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
+#if LEVEL_NUMBER == 3
+            } else if (rows <= TURNED) {
+                scores_of_keys(rows, n, (int)s.words, s.turned + h * TURNED * s.words * KS, k_rows,
+                               s.keys, s.scores, &k_ahead);
+#endif
             } else {
                 pack_keys(k_rows, n, (int)s.words, s.keys, &k_ahead);
                 product(rows, columns, (int)s.words, q, s.words, s.keys, s.scores, KEYS, 0);
