@@ -95,10 +95,33 @@ def test_hot_launches(arch):
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_launch(arch, evidence):
     found = judged(arch, "hot", hot=True) + judged(arch, "more", hot=False)
-    found += judged(arch, "linear", hot=True)
     evidence(launch_sites.chip(arch), found)
+    linear = judged(arch, "linear", hot=True)
+    evidence(launch_sites.chip(arch, "linear"), linear)
+    found += linear
     assert len(found) == len(launch_sites.SITES) - 1  # without "greedy"
     assert [fault for site in found for fault in site["faults"]] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arch", "of_prompts", "of_steps"),
+    [
+        ("sm100", "tcgen05.mma", "mma.sync.aligned.m16n8k16"),
+        ("sm120", "mma.sync.aligned.m16n8k16", "mma.sync.aligned.m16n8k16"),
+        ("gfx942", "v_mfma_f32_32x32x8", "v_mfma_f32_16x16x16"),
+        ("gfx950", "v_mfma_f32_32x32x16", "v_mfma_f32_16x16x32"),
+    ],
+)
+def test_matrix_instructions_are_those_that_the_docs_name(arch, of_prompts, of_steps):
+    """docs/explanation/other-chips.md lists them."""
+    products = {
+        kernel["name"]: kernel["products"]
+        for site in build(arch, "extend", "decode")
+        for kernel in site["kernels"]
+        if kernel["products"]
+    }
+    assert products == {"extend_tiles": [of_prompts], "decode_splits": [of_steps]}
 
 
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])

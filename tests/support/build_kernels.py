@@ -21,11 +21,14 @@ import shared_memory
 import torch
 import triton
 from launch_site import NotDeclared, described
-from launch_sites import GROUPS, SITES, chip
+from launch_sites import GROUPS, LINEAR, SITES, chip
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+PRODUCTS = re.compile(
+    r"tcgen05\.mma|wgmma\.mma_async|mma\.sync\.aligned\.m\d+n\d+k\d+|v_mfma_f32_\d+x\d+x\d+"
+)
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -90,7 +93,7 @@ def digest(kernel):
 
 
 def facts(kernel):
-    """Return the bytes of shared memory, the registers of a thread and how many it spills.
+    """Return shared memory in bytes, the registers of a thread, its spills, matrix instructions.
 
     A spill of an NVIDIA kernel is an instruction: a stack alone may be that of a called division.
     serialized: products of warp groups wait one for the other, for want of registers.
@@ -105,12 +108,14 @@ def facts(kernel):
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
         products, waits = (len(re.findall(x, text)) for x in ("HGMMA", "WARPGROUP.DEPBAR"))
         serialized = 2 * waits > products
+    assembly = kernel.asm.get("amdgcn") or kernel.asm["ptx"]
     shared = kernel.metadata.shared
     return {
         "shared": shared,
         "registers": int(registers),
         "spills": int(spills),
         "serialized": serialized,
+        "products": sorted({*PRODUCTS.findall(assembly)}),
     }
 
 
@@ -141,7 +146,7 @@ def main(arch, names, *, digests=False):
         launched.clear()
         start, result = time.perf_counter(), described(site, SITES[site])
         try:
-            SITES[site](chip(arch))
+            SITES[site](chip(arch, "linear" if site in LINEAR else "softmax"))
         except NotDeclared as reason:
             result["not_declared"] = str(reason)
         except Exception as error:  # whatever a compiler raises is the finding

@@ -62,6 +62,11 @@ class Site:
     shared_prefix: bool = False
 
     @property
+    def kind(self) -> str:
+        """The kind of attention."""
+        return self.case.kind
+
+    @property
     def paged(self) -> bool:
         """Whether it is a pass over pages."""
         return isinstance(self.case, Case)
@@ -159,7 +164,6 @@ class Site:
 
 
 def described(name: str, site: object) -> dict[str, Any]:
-    """Return a site's name, kind and cells for JSON; a launch that is no Site proves no cell."""
-    if not isinstance(site, Site):
-        return {"site": name, "kind": None, "cells": []}
-    return {"site": name, "kind": site.case.kind, "cells": sorted(site.cells)}
+    """Return a site's name, kind and cells for JSON; a launch that is a function proves no cell."""
+    kind, cells = getattr(site, "kind", None), getattr(site, "cells", ())
+    return {"site": name, "kind": kind, "cells": sorted(cells)}

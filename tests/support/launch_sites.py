@@ -22,7 +22,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.dual_chunk import DualChunk
-from attn_core.spec.kinds import Phase
+from attn_core.spec.kinds import Family, Phase
 from attn_core.testing.cases import Case, RaggedCase
 from launch_site import Chip, Site
 from linear_sites import LINEAR
@@ -42,9 +42,9 @@ SHARED = {
 Launch = Callable[[Chip], object]
 
 
-def chip(arch: str) -> Chip:
+def chip(arch: str, family: Family = "softmax") -> Chip:
     """Return a chip, "sm90" or "gfx942", with the Triton that is installed."""
-    spec, libraries = load_plugins().get("triton"), {"triton": triton.__version__}
+    spec, libraries = load_plugins().get("triton", family), {"triton": triton.__version__}
     return Chip(spec=spec, arch=arch, libraries=libraries, on=META)
 
 
@@ -226,6 +226,9 @@ MORE: dict[str, Site] = {
     "mla-verify-chain": Site(case=verify(trees=None, query_lens=(4, 4), **MLA)),
     "mla-verify-tree": Site(case=verify(**MLA), page_size=1),
     "dsa-decode-fp32": Site(case=decode(**DSA), dtype="fp32"),
+    "dsa-decode-fixed": Site(case=decode(**DSA), deterministic=True),
+    "dsa-verify-chain": Site(case=verify(trees=None, query_lens=(4, 4), **DSA)),
+    "dsa-ragged": Site(case=replace(_WIDE, kind="dsa")),
     "mla-decode-fp32": Site(case=decode(**MLA), dtype="fp32"),
     "mla-decode-fixed": Site(case=decode(**MLA), deterministic=True),
     "mla-ragged": Site(case=_WIDE),

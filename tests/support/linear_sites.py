@@ -1,13 +1,18 @@
 """Where linear attention launches kernels: name → a call with tensors that have no memory."""
 
 import dataclasses
-from functools import partial
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from attn_core.backends.triton.linear.launch import LinearArguments, commit, decode, verify
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
-from launch_site import NotDeclared
+from attn_core.errors import UnsupportedError
+from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.kinds import Phase
+from attn_core.testing.plan import usable_rows
+from launch_site import Chip, NotDeclared
 
 META = torch.device("meta")
 SLOTS, BATCH = 80, 3
@@ -39,8 +44,6 @@ def make_layer(kind, heads, dims, bound=None):
 
 def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32, **more):
     """Launch an operation for parts of one projection and the states of one layer of several."""
-    if chip.arch == "sm75":
-        raise NotDeclared("linear attention (needs sm80)")
     checkpoints, alone = more.pop("checkpoints", None), more.pop("alone", False)
     ahead = more.pop("ahead", False)
     tokens_dtype = more.pop("tokens", torch.bfloat16)
@@ -72,9 +75,46 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
         prefill(kept, *tokens, states[0], slots, plan, checkpoints=spots)
 
 
+@dataclasses.dataclass(frozen=True)
+class LinearSite:
+    """One operation of linear attention. launched: the further arguments of `launch`."""
+
+    operation: str
+    model: Mapping[str, Any]
+    launched: Mapping[str, Any]
+
+    CELLS: ClassVar = {"verify": "target_verify", "commit": "target_verify"}
+
+    @property
+    def kind(self) -> str:
+        """gdn or kda."""
+        return self.model["kind"]
+
+    @property
+    def cells(self) -> frozenset[str]:
+        """The cell of the support matrix whose kernels these are."""
+        return frozenset([self.CELLS.get(self.operation, self.operation)])
+
+    def row(self, chip: Chip) -> Capabilities:
+        """Return the row that is asked. Raises NotDeclared or UnsupportedError without one."""
+        for row in usable_rows(chip.spec, self.kind, chip.device, chip.libraries):
+            has = {"prefill": Phase.PREFILL in row.phases, "decode": Phase.DECODE in row.phases}
+            if has.get(self.operation, row.max_verify_topk >= 1):
+                return row
+        raise NotDeclared(f"no row for {self.operation} of {self.kind}")
+
+    def __call__(self, chip: Chip) -> None:
+        """Launch it where a row declares it."""
+        try:
+            self.row(chip)
+        except UnsupportedError as error:
+            raise NotDeclared(str(error)) from None
+        launch(self.operation, chip, model=self.model, **self.launched)
+
+
 BF16 = {"store": torch.bfloat16}
 LINEAR = {
-    name: partial(launch, operation, model=model, **more)
+    name: LinearSite(operation, model, more)
     for name, operation, model, more in (
         ("gdn-decode", "decode", QWEN, {}),
         ("gdn-decode-bf16", "decode", QWEN, BF16),

@@ -116,7 +116,6 @@ from attn_core.spec.capabilities import Capabilities as Capabilities
 from attn_core.spec.capabilities import KnownBad as KnownBad
 from attn_core.spec.device import Device as Device
 from attn_core.spec.device import parse_device as parse_device
-from attn_core.spec.device import probe_cpu as probe_cpu
 from attn_core.spec.device import probe_device as probe_device
 from attn_core.spec.dual_chunk import DualChunk as DualChunk
 from attn_core.spec.kinds import Family as Family
