@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/attention.….json)")
     add("--cases", default="", help="only cases whose name matches this pattern; needs --out")
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
+    add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     return parser.parse_args(arguments)
 
 
@@ -80,7 +81,8 @@ def target(args: argparse.Namespace, device: str) -> pathlib.Path:
     A record says who is the best of all peers: a run beside some of them goes elsewhere.
     """
     path: pathlib.Path = args.out or default_path(device, args.phase)
-    partial = [f"--{n}" for n, all_ in (("cases", ""), ("peers", "all")) if vars(args)[n] != all_]
+    whole = {"cases": "", "peers": "all", "prepare_limit": None}
+    partial = [f"--{n.replace('_', '-')}" for n, all_ in whole.items() if vars(args)[n] != all_]
     if partial and path.resolve().parent == FOLDER.resolve():
         raise SystemExit(
             f"{' and '.join(partial)}: a record in {FOLDER} has all cases and all installed peers; "
@@ -183,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             timer=timer,
             ceilings=ceilings,
             graph=args.graph,
+            prepare_limit_s=args.prepare_limit,
             say=lambda line: print(line, flush=True),
         ):
             report = replace(report, cases=(*report.cases, measured))

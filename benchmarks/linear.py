@@ -1,6 +1,7 @@
 """Measure linear attention (GDN, KDA), our Triton kernels beside every installed peer, on a GPU.
 
-Run: `python -m benchmarks.linear [--only REGEX] [--peers NAMES] [--rounds N] [--seconds N]`. Each
+Run: `python -m benchmarks.linear [--only REGEX] [--peers NAMES] [--rounds N] [--seconds N]
+[--prepare-limit SECONDS]`. Each
 result is compared with the recurrence in float64 first. Contestants take turns; a time is the
 median over the rounds of medians with a cold L2, of plain calls and of replayed CUDA graphs. What a
 contestant raises is recorded, and the rest goes on. The file is written after each case. With
@@ -31,6 +32,7 @@ from benchmarks.attention import device_name, versions
 from benchmarks.linear_cases import CASES, LinearCase, LinearInputs, build
 from benchmarks.linear_record import Record, describe, in_order, kept, text
 from benchmarks.peers.linear import LINEAR_PEERS, OURS, Call, LinearContestant, States
+from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
 from benchmarks.sweep import SWEEPS, candidates
 from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
@@ -94,13 +96,20 @@ def host_us(call: Call, calls: int = 20) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def entrant(contestant: LinearContestant, inputs: LinearInputs, timer: Timer) -> Entrant | Record:
+def entrant(
+    contestant: LinearContestant, inputs: LinearInputs, timer: Timer, limit_s: float | None
+) -> Entrant | Record:
     """Prepare and check one contestant; return its record alone if it cannot be timed."""
     record: Record = {"name": contestant.name}
-    start = time.perf_counter()
-    try:
+
+    def prepare() -> Call:
         call, states = contestant.prepare(inputs, contestant.load())
         check(record, inputs, call, states)
+        return call
+
+    start = time.perf_counter()
+    try:
+        call = prepared(contestant.name, prepare, limit_s)
     except Exception as raised:  # another project's code may raise anything: record it, go on
         return record | {"error": text(raised)}
     record["prepare_s"] = round(time.perf_counter() - start, 1)
@@ -146,6 +155,7 @@ def measure(
     ceilings: Ceilings,
     rounds: int,
     deadline: float,
+    prepare_limit_s: float | None = None,
 ) -> Record:
     """Return the record of a case: one entry per contestant that takes it, ours first."""
     inputs = build(case, device)
@@ -157,7 +167,7 @@ def measure(
         if time.monotonic() > deadline:
             entries.append({"name": contestant.name, "error": "not measured: --seconds is over"})
             continue
-        got = entrant(contestant, inputs, timer)
+        got = entrant(contestant, inputs, timer, prepare_limit_s)
         entries.append(got.record if isinstance(got, Entrant) else got)
         if isinstance(got, Entrant):
             ready.append(got)
@@ -200,12 +210,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", default="all", help="names with commas, or none; needs --out")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
+    add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
     add("--sweep", choices=SWEEPS, help="launch parameters of a kernel of ours")
     args = parser.parse_args(arguments)
     if args.peers != "all" and args.out is None and args.sweep is None:
         parser.error("--peers needs --out: a record has all peers")
+    if args.prepare_limit is not None and args.out is None and args.sweep is None:
+        parser.error("--prepare-limit needs --out: a record has all peers")
     known = [x.name for x in LINEAR_PEERS]
     if unknown := {*args.peers.split(",")} - {*known, "all", "none"}:
         parser.error(f"--peers {', '.join(sorted(unknown))} (there are {', '.join(known)})")
@@ -253,7 +266,7 @@ def main(
         try:
             got = measure(
                 case, contestants, device=device, timer=timer, ceilings=ceilings,
-                rounds=args.rounds, deadline=deadline,
+                rounds=args.rounds, deadline=deadline, prepare_limit_s=args.prepare_limit,
             )  # fmt: skip
         except RuntimeError as raised:  # out of memory, before any contestant
             got = {"name": case.name, "entries": [{"name": "inputs", "error": text(raised)}]}

@@ -12,7 +12,8 @@ import torch
 from attn_core.cache.layer_cache import TORCH_DTYPES
 
 from benchmarks.cases import Case, Inputs, build
-from benchmarks.contestant import Contestant
+from benchmarks.contestant import Call, Contestant
+from benchmarks.preparing import prepared
 from benchmarks.results import REFUSES, Entry, Measured
 from benchmarks.timing import Ceilings, CudaTimer, Timer
 
@@ -33,12 +34,13 @@ def measure_all(
     timer: Timer,
     ceilings: Ceilings,
     graph: bool = False,
+    prepare_limit_s: float | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Measured]:
     """Yield each case when it is done, with every peer that takes it timed.
 
-    graph: replay each call from a CUDA graph too. Raises DeviceLost after what was measured was
-    yielded.
+    graph: replay each call from a CUDA graph too. prepare_limit_s: see prepared(). Raises
+    DeviceLost after what was measured was yielded.
     """
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.name}")
@@ -60,7 +62,9 @@ def measure_all(
             yield replace(measured, ours=Entry(name=ours.name, error=_text(error)))
             continue
         for contestant in (ours, *peers_of(case)):
-            entry = measure(contestant, inputs, timer, floor, graph=graph)
+            entry = measure(
+                contestant, inputs, timer, floor, graph=graph, prepare_limit_s=prepare_limit_s
+            )
             say("  " + describe(entry))
             if contestant is ours:
                 measured = replace(measured, ours=entry)
@@ -88,7 +92,13 @@ def tolerance(case: Case) -> float:
 
 
 def measure(
-    contestant: Contestant, inputs: Inputs, timer: Timer, floor_us: float, *, graph: bool = False
+    contestant: Contestant,
+    inputs: Inputs,
+    timer: Timer,
+    floor_us: float,
+    *,
+    graph: bool = False,
+    prepare_limit_s: float | None = None,
 ) -> Entry:
     """Prepare, check and time one contestant; whatever it raises becomes its entry's error."""
     case, entry = inputs.case, Entry(name=contestant.name)
@@ -96,12 +106,16 @@ def measure(
         return replace(entry, error=f"{contestant.module} is not installed")
     if reason := contestant.refuses(case):
         return replace(entry, error=REFUSES + reason)
-    start = time.perf_counter()
-    try:
+
+    def prepare() -> tuple[Call, float]:
         call = contestant.prepare(inputs)
         poison(inputs)
-        error = inputs.error(call())  # the first call may compile
-        prepared = time.perf_counter() - start
+        return call, inputs.error(call())  # the first call may compile
+
+    start = time.perf_counter()
+    try:
+        call, error = prepared(contestant.name, prepare, prepare_limit_s)
+        prepare_s = time.perf_counter() - start
         timing = timer.measure(call)
     except Exception as raised:  # another project's code may raise anything: record it, go on
         return replace(entry, error=_text(raised))
@@ -116,7 +130,7 @@ def measure(
         roofline=floor_us / timing.us,
         rel_err=error,
         wrong=not error <= tolerance(case),
-        prepare_s=prepared,
+        prepare_s=prepare_s,
     )
     if graph and isinstance(timer, CudaTimer):
         try:

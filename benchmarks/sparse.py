@@ -1,6 +1,7 @@
 """Measure sparse MLA (DSA) on a GPU: the chain of an indexer and attention, its parts, and peers.
 
-Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--rounds N] [--seconds N]`. The
+Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--rounds N] [--seconds N]
+[--prepare-limit SECONDS]`. The
 shapes are DeepSeek-V3.2's. Every result is compared with float64 for some queries first.
 Contestants take turns; a time is the median over the rounds of medians with a cold L2, of replayed
 CUDA graphs where there is one. No library has the whole chain: beside ours stands the sum of the
@@ -30,6 +31,7 @@ from benchmarks.attention import device_name, versions
 from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
 from benchmarks.linear_record import Record, describe, kept, text
 from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant
+from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
 from benchmarks.sparse_cases import CASES, STORES, TOPK, SparseCase, SparseInputs, build
 from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
@@ -96,14 +98,19 @@ def rms(got: Tensor, want: Tensor) -> float:
 
 
 def entrant(
-    contestant: SparseContestant, inputs: SparseInputs, timer: Timer
+    contestant: SparseContestant, inputs: SparseInputs, timer: Timer, limit_s: float | None
 ) -> tuple[Record, Entrant | None]:
     """Prepare and check one contestant: its record, and what can be timed if anything can."""
     record: Record = {"name": contestant.name, "part": contestant.label}
-    start = time.perf_counter()
-    try:
+
+    def prepare() -> Call:
         call = contestant.prepare(inputs, contestant.load())
         check(record, inputs, contestant, call)
+        return call
+
+    start = time.perf_counter()
+    try:
+        call = prepared(f"{contestant.label} {contestant.name}", prepare, limit_s)
     except Exception as raised:  # another project's code may raise anything: record it, go on
         return record | {"error": text(raised)}, None
     record["prepare_s"] = round(time.perf_counter() - start, 1)
@@ -120,6 +127,7 @@ def measure(
     ceilings: Ceilings,
     rounds: int,
     deadline: float,
+    prepare_limit_s: float | None = None,
 ) -> Record:
     """Return the record of a case: an entry per contestant and part."""
     inputs = build(case, device)
@@ -133,7 +141,7 @@ def measure(
                 record: Record = {"error": "not measured: --seconds is over"}
                 entries.append({"name": contestant.name, "part": label} | record)
                 continue
-            record, made = entrant(contestant, inputs, timer)
+            record, made = entrant(contestant, inputs, timer, prepare_limit_s)
             entries.append(record)
             ready += [made] if made else []
         time_rounds(ready, timer, rounds)
@@ -198,11 +206,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", default="", help="parts that match this pattern; needs --out")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
+    add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/sparse.….json)")
     args = parser.parse_args(arguments)
     if args.parts and args.out is None:
         parser.error("--parts needs --out: a record has all parts")
+    if args.prepare_limit is not None and args.out is None:
+        parser.error("--prepare-limit needs --out: a record has all peers")
     return args
 
 
@@ -238,7 +249,7 @@ def main(
         print(f"[{number}/{len(cases)}] {case.name}", flush=True)
         got = measure(
             case, taken, device=device, timer=timer, ceilings=ceilings,
-            rounds=args.rounds, deadline=deadline,
+            rounds=args.rounds, deadline=deadline, prepare_limit_s=args.prepare_limit,
         )  # fmt: skip
         got["commit"] = report["versions"].get("commit")
         report["cases"].append(got)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from benchmarks.linear_cases import LinearCase, LinearInputs
@@ -33,13 +34,21 @@ class LinearContestant:
     prepare: Callable[[LinearInputs, Any], tuple[Call, States | None]]
 
     def load(self) -> Any:
-        """Import the first of its modules that there is. Raises ImportError."""
-        for module in self.modules:
-            try:
-                return importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                last = error
-        raise last
+        """Import the first of its modules that there is. Raises ImportError.
+
+        SGLang replaces a function of Triton that FLA calls in kernels, and Triton compiles no other
+        there: Triton gets its own back, whichever library was imported first.
+        """
+        own = triton.next_power_of_2
+        try:
+            for module in self.modules:
+                try:
+                    return importlib.import_module(module)
+                except ModuleNotFoundError as error:
+                    last = error
+            raise last
+        finally:
+            triton.next_power_of_2 = own
 
     def available(self) -> bool:
         """Say whether its package can be found; nothing is imported."""

@@ -1,11 +1,16 @@
 """Linear attention's benchmark: inputs fit each contestant, and none of them ends a run."""
 
+import contextlib
 import json
+import sys
+import time
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+import triton
 
 from benchmarks import linear
 from benchmarks.linear_cases import CASES, LinearCase, build
@@ -115,6 +120,36 @@ def test_a_wrong_result_of_ours_fails_the_run(tmp_path, capsys):
     code, _ = run(tmp_path, [case], contestants=[contestant("ours", wrong)])
     assert code == 1
     assert f"ours is wrong: {case.name}" in capsys.readouterr().out
+
+
+def test_a_contestant_that_takes_too_long_is_recorded(tmp_path):
+    def slow(inputs, _):
+        time.sleep(30)
+
+    case = LinearCase(op="decode", batch=2, **SMALL)
+    all_ = [contestant("ours", right), contestant("slow", slow), contestant("right", right)]
+    _, record = run(tmp_path, [case], "--prepare-limit", "0.5", contestants=all_)
+    entries = {x["name"]: x for x in record["cases"][0]["entries"]}
+    assert "preparing took more than 0.5 s" in entries["slow"]["error"]
+    assert entries["right"]["us"] == 10.0
+    with pytest.raises(SystemExit):
+        linear.parse(["--prepare-limit", "5"])
+
+
+@pytest.mark.parametrize("ends", ["", "raise ValueError(1)"])
+def test_an_import_that_replaces_a_function_of_triton_leaves_it(ends, tmp_path, monkeypatch):
+    """As SGLang does: FLA's KDA kernels would not compile any more."""
+    words = "import triton\ntriton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()\n"
+    (tmp_path / "replacing.py").write_text(words + ends)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "replacing", raising=False)
+    own = triton.next_power_of_2
+    replacing = LinearContestant(
+        name="x", distribution="x", modules=("replacing",), takes=lambda c: True, prepare=right
+    )
+    with pytest.raises(ValueError, match="1") if ends else contextlib.nullcontext():
+        replacing.load()
+    assert triton.next_power_of_2 is own
 
 
 def test_seconds_end_a_run(tmp_path, capsys):

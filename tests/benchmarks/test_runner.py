@@ -163,6 +163,14 @@ def test_failures_and_wrong_results_are_recorded_and_never_best(ours):
     assert "ours / best peer (right): 1.000" in lines[-1]
 
 
+def test_a_peer_over_its_limit_is_recorded():
+    slow = contestant("slow", lambda inputs: time.sleep(30))
+    inputs = build(next(c for c in CASES if c.phase == "decode"), CPU)
+    entry = measure(slow, inputs, OnceTimer(), floor_us=5.0, prepare_limit_s=0.2)
+    assert entry.error == "TimeoutError: preparing took more than 0.2 s (--prepare-limit)"
+    assert entry.us is None
+
+
 def test_every_peer_is_timed_however_long_the_others_take(ours, monkeypatch):
     """A record says who is the best: nobody is left out because the clock ran on."""
     hours = itertools.count(step=3600.0)
@@ -288,7 +296,9 @@ def test_the_grid_asks_every_peer_of_a_phase():
         assert any(not p.refuses(case) for p in asked), case.name
 
 
-@pytest.mark.parametrize("part", ["--cases=B1 ", "--peers=fa3", "--peers=none"])
+@pytest.mark.parametrize(
+    "part", ["--cases=B1 ", "--peers=fa3", "--peers=none", "--prepare-limit=5"]
+)
 def test_a_part_of_a_run_is_no_record(part, tmp_path):
     """Its best peer is the best of some, so it does not take the place of the whole."""
     for more in ([], ["--out", str(FOLDER / "attention.x.decode.json")]):

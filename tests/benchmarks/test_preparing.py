@@ -1,0 +1,82 @@
+"""What is being prepared is said, and what takes too long is ended, whatever it catches."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from benchmarks.preparing import prepared
+
+
+def alarms():
+    return signal.getitimer(signal.ITIMER_REAL)[0], signal.getsignal(signal.SIGALRM)
+
+
+@pytest.fixture(autouse=True)
+def _no_alarm_is_left():
+    before = alarms()
+    yield
+    assert alarms() == before
+
+
+def test_beginning_and_end_are_said(capsys):
+    assert prepared("fla", lambda: capsys.readouterr().err) == "fla: preparing\n"
+    assert capsys.readouterr().err.startswith("fla: prepared in 0.0 s")
+
+
+def test_what_is_raised_passes(capsys):
+    def broken():
+        raise ValueError("no kernel")
+
+    with pytest.raises(ValueError, match="no kernel"):
+        prepared("fla", broken, 5)
+    assert "fla: failed after" in capsys.readouterr().err
+
+
+def test_a_library_that_swallows_every_exception_is_ended(capsys):
+    start = time.perf_counter()
+
+    def tuning():
+        while time.perf_counter() - start < 20:
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+
+    with pytest.raises(TimeoutError, match=r"more than 0\.2 s"):
+        prepared("fla", tuning, 0.2)
+    assert time.perf_counter() - start < 10
+    assert "fla: over its limit after 0." in capsys.readouterr().err
+
+
+def test_a_compiler_that_hangs_is_ended():
+    hangs = [sys.executable, "-c", "import time; time.sleep(30)"]
+    start = time.perf_counter()
+    with pytest.raises(TimeoutError):
+        prepared("nvcc", lambda: subprocess.run(hangs, check=True), 0.3)
+    assert time.perf_counter() - start < 20
+
+
+def test_no_alarm_comes_after_the_end():
+    assert prepared("fast", lambda: 1, 0.2) == 1
+    time.sleep(0.4)
+
+
+def test_an_alarm_at_any_instruction_is_a_time_out():
+    ended = 0
+    for n in range(2000):
+        try:
+            prepared("x", lambda: time.sleep(1e-5), 1e-5 + n * 1e-7)
+        except TimeoutError:
+            ended += 1
+    assert 0 < ended < 2000
+
+
+def test_without_a_limit_any_thread_prepares():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(prepared("x", lambda: 1)))
+    thread.start()
+    thread.join()
+    assert found == [1]
