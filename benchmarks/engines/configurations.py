@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from benchmarks.engines.models import (
@@ -22,11 +24,12 @@ NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of st
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Requests of equal length, and how much faster than the best built-in backend to be.
+    """Requests, and how much faster than the best built-in backend to be.
 
     kind: "decode" (a whole step of the engine) or "prefill".
     must, aim: best built-in time / our time.
     shared: (members, tokens): so many requests, one after another, begin with the same tokens.
+    sigma: of the lengths' logarithm. 0: all prompts have `length` tokens, else it is their median.
     """
 
     kind: str
@@ -35,13 +38,21 @@ class Case:
     must: float
     aim: float
     shared: tuple[int, int] = (1, 0)
+    sigma: float = 0.0
 
     @property
     def name(self) -> str:
         """As in "decode 16x4096 shared 8x2048": requests x tokens of each, what members share."""
         members, tokens = self.shared
         shared = f" shared {members}x{tokens}" if tokens else ""
-        return f"{self.kind} {self.batch}x{self.length}{shared}"
+        drawn = f" sigma {self.sigma:g}" if self.sigma else ""
+        return f"{self.kind} {self.batch}x{self.length}{shared}{drawn}"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, short to long: the quantiles of a log-normal distribution."""
+        z = (NormalDist().inv_cdf((i + 0.5) / self.batch) for i in range(self.batch))
+        return [round(self.length * math.exp(self.sigma * x)) for x in z]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,11 @@ class Configuration:
     shared_prefix: bool = False
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(max(case.lengths) for case in self.cases)
+
+    @property
     def is_speculative(self) -> bool:
         """Whether a step verifies drafts."""
         return "speculative_algorithm" in self.arguments
@@ -74,6 +90,12 @@ _TREES = {
     "speculative_num_draft_tokens": 8,
     "speculative_attention_mode": "decode",
 }
+_EAGLE = {
+    **_TREES,
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 4,  # the draft model runs on the same backend
+}
 _DRAFTED = (  # 32 tokens behind the last state that a prefix cache keeps
     Case(kind="decode", batch=16, length=4128, must=1.05, aim=1.30),
     Case(kind="decode", batch=64, length=2080, must=1.05, aim=1.30),
@@ -81,10 +103,14 @@ _DRAFTED = (  # 32 tokens behind the last state that a prefix cache keeps
 )
 _SHARED = (
     # one system prompt and 512 tokens of each request
-    Case(kind="decode", batch=64, length=8704, shared=(64, 8192), must=1.3, aim=2.0),
+    Case(kind="decode", batch=64, length=8704, shared=(64, 8192), must=2.0, aim=3.0),
     # 8 samples of each of 8 prompts
-    Case(kind="decode", batch=64, length=8192, shared=(8, 8192), must=1.3, aim=2.0),
+    Case(kind="decode", batch=64, length=8192, shared=(8, 8192), must=2.0, aim=3.0),
     Case(kind="decode", batch=64, length=8704, must=0.98, aim=1.03),
+)
+_LOGNORMAL = tuple(
+    Case(kind="decode", batch=batch, length=1000, sigma=1.0, must=0.98, aim=1.05)
+    for batch in (1, 16, 64)
 )
 _SIZES = tuple((batch, length) for length in (1024, 8192) for batch in (1, 16, 64))
 CONFIGURATIONS: Mapping[str, Configuration] = {
@@ -119,12 +145,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         title="Llama-3.1-8B shape, EAGLE trees of 8 drafts, topk 4",
         model=LLAMA_8B,
         draft_model=EAGLE_DRAFT,
-        arguments={
-            **_TREES,
-            "speculative_algorithm": "EAGLE",
-            "speculative_num_steps": 3,
-            "speculative_eagle_topk": 4,  # the draft model runs on the same backend
-        },
+        arguments=_EAGLE,
         cases=(
             Case(kind="decode", batch=16, length=4096, must=1.05, aim=1.15),
             Case(kind="decode", batch=64, length=2048, must=1.11, aim=1.25),
@@ -144,6 +165,28 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
             Case(kind="decode", batch=64, length=2048, must=1.10, aim=1.30),
             Case(kind="decode", batch=1, length=4096, must=1.10, aim=1.30),
         ),
+    ),
+    "lognormal": Configuration(
+        title="Llama-3.1-8B shape, bf16, prompts of log-normal lengths",
+        model=LLAMA_8B,
+        peers=("fa3", "flashinfer"),
+        arguments={},
+        cases=_LOGNORMAL,
+    ),
+    "lognormal-fp8": Configuration(
+        title="Llama-3.1-8B shape, FP8 KV cache, prompts of log-normal lengths",
+        model=LLAMA_8B,
+        peers=("fa3", "flashinfer"),
+        arguments={"kv_cache_dtype": "fp8_e4m3"},
+        cases=_LOGNORMAL[-1:],
+    ),
+    "lognormal-eagle": Configuration(
+        title="Llama-3.1-8B shape, EAGLE trees of 8 drafts, prompts of log-normal lengths",
+        model=LLAMA_8B,
+        draft_model=EAGLE_DRAFT,
+        peers=("fa3", "flashinfer"),
+        arguments=_EAGLE,
+        cases=_LOGNORMAL,
     ),
     "mla": Configuration(
         title="DeepSeek-V2-Lite shape, MLA with 16 heads, pages of 64",

@@ -32,7 +32,7 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         "skip_tokenizer_init": True,
         "attention_backend": record.split(backend)[0],
         "page_size": 1,
-        "context_length": max(case.length for case in configuration.cases) + NEW_TOKENS + MARGIN,
+        "context_length": configuration.longest + NEW_TOKENS + MARGIN,
         "max_running_requests": batches[-1],
         "cuda_graph_bs_decode": batches,
         "disable_prefill_cuda_graph": True,

@@ -70,9 +70,11 @@ def prompts(case: Case) -> list[list[int]]:
 
     members, common = case.shared
     found: list[list[int]] = []
-    for number in range(case.batch):
+    for number, length in enumerate(case.lengths):
         shared = found[-1][:common] if number % members else tokens(common)
-        found.append(shared + tokens(case.length - common))
+        found.append(shared + tokens(length - common))
+    if case.sigma:
+        generator.shuffle(found)
     return found
 
 
@@ -96,8 +98,13 @@ def measure(
         for _ in range(3):  # fills the prefix cache; a hybrid model's is full after the second run
             generate(ids, FEW_TOKENS)
         times = [step_ms(generate, ids) for _ in range(repeats)]
+    if min(times) <= 0:
+        raise RuntimeError(
+            f"{case.name}: a longer run took less time than a shorter one ({times} ms a step): the "
+            "prefix cache lost the prompts; a case needs more memory for them, or fewer requests"
+        )
     median = statistics.median(times)
-    tokens = case.batch * (case.length if case.kind == "prefill" else 1)
+    tokens = sum(case.lengths) if case.kind == "prefill" else case.batch
     return {
         "ms": round(median, 3),
         "spread_ms": [round(min(times), 3), round(max(times), 3)],

@@ -29,7 +29,7 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "attention_backend": NAMES.get(name, name),
-        "max_model_len": max(case.length for case in configuration.cases) + NEW_TOKENS,
+        "max_model_len": configuration.longest + NEW_TOKENS,
         "max_num_seqs": batches[-1],
         "compilation_config": {"cudagraph_capture_sizes": batches},
         "seed": 1,

@@ -1,5 +1,6 @@
 """Records of engine runs: merged by case, resumed, and turned into a table and a plot."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -120,6 +121,24 @@ def test_a_step_is_the_difference_of_two_runs():
     assert calls[:3] == ["flush", FEW_TOKENS, FEW_TOKENS]
 
 
+def test_a_longer_run_that_takes_less_time_is_no_measurement():
+    """The prefix cache lost the prompts, so that the shorter run computed them again."""
+    seconds = iter([1.0, 1.0, 1.0, 5.0, 2.0, 1.0, 2.0, 1.0, 2.0])
+    with pytest.raises(RuntimeError, match=r"decode 2x8: .*prefix cache lost the prompts"):
+        measure(DECODE, lambda ids, tokens: (next(seconds), tokens), lambda: None, 3)
+
+
+def test_prompts_of_log_normal_lengths():
+    case = Case(kind="decode", batch=64, length=1000, sigma=1.0, must=1.0, aim=1.0)
+    assert case.name == "decode 64x1000 sigma 1"
+    assert case.lengths == sorted(case.lengths)
+    assert (case.lengths[0], case.lengths[31], case.lengths[32]) == (89, 981, 1020)
+    assert case.lengths[-1] == 11218
+    lengths = [len(prompt) for prompt in prompts(case)]
+    assert sorted(lengths) == case.lengths != lengths
+    assert dataclasses.replace(case, batch=1).lengths == [1000]
+
+
 def test_a_prefill_flushes_the_prefix_cache_first():
     calls, seconds = [], iter([9.0, 0.2, 0.4, 0.1])
 
@@ -140,7 +159,7 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     assert set(found["cuda_graph_bs_decode"]) == {case.batch for case in configuration.cases}
     written = json.loads((tmp_path / "model/config.json").read_text())
     assert written["num_hidden_layers"] == configuration.model["num_hidden_layers"]
-    drafted = name in ("eagle", "qwen3-next-chain", "qwen3-next-tree")
+    drafted = configuration.draft_model is not None
     assert ("speculative_draft_model_path" in found) == drafted
     assert configuration.is_speculative == (drafted or name == "ngram")
     (tmp_path / "named").mkdir()
@@ -152,7 +171,7 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     assert environment(configuration, OURS) == plain
     assert environment(configuration, "fa3") == environment(configuration, OURS + ALONE) == {}
     for case in configuration.cases:
-        assert case.length < found["context_length"]
+        assert max(case.lengths) < found["context_length"]
         assert case.must < case.aim
 
 
