@@ -1,10 +1,13 @@
-"""Make tests/support importable, and run Triton kernels in its interpreter where no GPU is."""
+"""Make tests/support importable, run Triton in its interpreter where no GPU is, spare the gc."""
 
+import gc
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "support"))
@@ -14,3 +17,18 @@ if not torch.cuda.is_available() and find_spec("triton"):
     import interpreter
 
     interpreter.install()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let the garbage collector pass over what lives as long as the run: some 10⁷ objects.
+
+    Each gc.collect() took a second otherwise, and transformers' generate_batch() calls it, too.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

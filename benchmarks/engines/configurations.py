@@ -16,6 +16,7 @@ from benchmarks.engines.models import (
 )
 
 OURS = "attn_core"
+ALONE = "+alone"  # behind OURS: without ATTN_SHARED_PREFIX, where the configuration asks for it
 NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of steps
 
 
@@ -25,6 +26,7 @@ class Case:
 
     kind: "decode" (a whole step of the engine) or "prefill".
     must, aim: best built-in time / our time.
+    shared: (members, tokens): so many requests, one after another, begin with the same tokens.
     """
 
     kind: str
@@ -32,11 +34,14 @@ class Case:
     length: int
     must: float
     aim: float
+    shared: tuple[int, int] = (1, 0)
 
     @property
     def name(self) -> str:
-        """As in "decode 16x4096": requests x tokens of each."""
-        return f"{self.kind} {self.batch}x{self.length}"
+        """As in "decode 16x4096 shared 8x2048": requests x tokens of each, what members share."""
+        members, tokens = self.shared
+        shared = f" shared {members}x{tokens}" if tokens else ""
+        return f"{self.kind} {self.batch}x{self.length}{shared}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class Configuration:
     model, draft_model: config.json; weights are random.
     peers: the engine's own backends, in the order in which they are timed. The last is timed once.
     arguments: further arguments of the engine.
+    shared_prefix: ours reads once what requests share; the name "attn_core+alone" is ours without.
     """
 
     title: str
@@ -56,6 +62,7 @@ class Configuration:
     draft_model: Mapping[str, Any] | None = None
     peers: tuple[str, ...] = ("fa3", "flashinfer", "triton")
     arguments: Mapping[str, Any]
+    shared_prefix: bool = False
 
     @property
     def is_speculative(self) -> bool:
@@ -71,6 +78,13 @@ _DRAFTED = (  # 32 tokens behind the last state that a prefix cache keeps
     Case(kind="decode", batch=16, length=4128, must=1.05, aim=1.30),
     Case(kind="decode", batch=64, length=2080, must=1.05, aim=1.30),
     Case(kind="decode", batch=1, length=4128, must=1.00, aim=1.15),
+)
+_SHARED = (
+    # one system prompt and 512 tokens of each request
+    Case(kind="decode", batch=64, length=8704, shared=(64, 8192), must=1.3, aim=2.0),
+    # 8 samples of each of 8 prompts
+    Case(kind="decode", batch=64, length=8192, shared=(8, 8192), must=1.3, aim=2.0),
+    Case(kind="decode", batch=64, length=8704, must=0.98, aim=1.03),
 )
 _SIZES = tuple((batch, length) for length in (1024, 8192) for batch in (1, 16, 64))
 CONFIGURATIONS: Mapping[str, Configuration] = {
@@ -92,6 +106,14 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         model=LLAMA_8B,
         arguments={"kv_cache_dtype": "fp8_e4m3"},
         cases=(Case(kind="decode", batch=64, length=4096, must=1.28, aim=1.35),),
+    ),
+    "shared-prefix": Configuration(
+        title="Llama-3.1-8B shape, bf16, prompts that begin alike",
+        model=LLAMA_8B,
+        peers=("fa3", "flashinfer", OURS + ALONE, "triton"),
+        arguments={},
+        shared_prefix=True,
+        cases=_SHARED,
     ),
     "eagle": Configuration(
         title="Llama-3.1-8B shape, EAGLE trees of 8 drafts, topk 4",
@@ -200,6 +222,15 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         peers=("FLASH_ATTN", "FLASHINFER"),
         arguments={"kv_cache_dtype": "fp8"},
         cases=tuple(Case(kind="decode", batch=b, length=n, must=1.0, aim=1.2) for b, n in _SIZES),
+    ),
+    "vllm-shared-prefix": Configuration(
+        title="Llama-3.1-8B shape, bf16, prompts that begin alike",
+        engine="vllm",
+        model=LLAMA_8B,
+        peers=("FLASH_ATTN", "FLASHINFER", OURS + ALONE),
+        arguments={},
+        shared_prefix=True,
+        cases=_SHARED,
     ),
     "vllm-cpu": Configuration(  # says that the parts fit, and nothing of speed
         title="A tiny Llama on a CPU",

@@ -3,7 +3,8 @@
 Run: `python -m benchmarks.engines.run CONFIGURATION … [--backends attn_core fa3] [--seconds 600]`.
 Ours and the best built-in backend run again in each further round, in alternating order. The name
 "attn_core:triton" is ours with triton for decode and verification instead of its own choice, and
-"attn_core/fa3" leaves the draft model to fa3. A process that hangs is killed. What fails is
+"attn_core/fa3" leaves the draft model to fa3; "attn_core+alone" is ours without ATTN_SHARED_PREFIX
+in a configuration that asks for it. A process that hangs is killed. What fails is
 recorded with its last error instead of a time.
 """
 

@@ -24,7 +24,15 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engines import record, sglang_engine, vllm_engine
-from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, Case, named
+from benchmarks.engines.configurations import (
+    ALONE,
+    CONFIGURATIONS,
+    NEW_TOKENS,
+    OURS,
+    Case,
+    Configuration,
+    named,
+)
 
 ENGINES: dict[str, type[sglang_engine.Engine] | type[vllm_engine.Engine]] = {
     "sglang": sglang_engine.Engine,
@@ -38,10 +46,12 @@ REPEATS = 3
 Generate = Callable[[list[list[int]], int], tuple[float, int]]
 
 
-def inside(backend: str) -> dict[str, str]:
-    """Return the environment that names what decodes inside attn_core."""
-    name = record.split(backend)[1]
-    return {"ATTN_DECODE_ATTENTION_BACKEND": name} if name else {}
+def environment(configuration: Configuration, backend: str) -> dict[str, str]:
+    """Return the variables that attn_core reads: what decodes inside it, and whether it shares."""
+    name, inside, _draft = record.split(backend)
+    shares = configuration.shared_prefix and name == OURS and not backend.endswith(ALONE)
+    found = {"ATTN_DECODE_ATTENTION_BACKEND": inside, "ATTN_SHARED_PREFIX": "1" * shares}
+    return {name: value for name, value in found.items() if value}
 
 
 def device() -> str:
@@ -54,7 +64,16 @@ def device() -> str:
 def prompts(case: Case) -> list[list[int]]:
     """Return the same random tokens for every backend."""
     generator = random.Random(case.name)
-    return [[generator.randrange(10000) for _ in range(case.length)] for _ in range(case.batch)]
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(10000) for _ in range(count)]
+
+    members, common = case.shared
+    found: list[list[int]] = []
+    for number in range(case.batch):
+        shared = found[-1][:common] if number % members else tokens(common)
+        found.append(shared + tokens(case.length - common))
+    return found
 
 
 def measure(
@@ -119,7 +138,7 @@ def main() -> None:
     cases = record.missing(known, wanted, args.backend, args.round, versions)
     if not cases:
         return
-    os.environ.update(inside(args.backend))
+    os.environ.update(environment(configuration, args.backend))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         engine = ENGINES[configuration.engine](configuration, args.backend, pathlib.Path(folder))

@@ -9,8 +9,15 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks.engines import record, run, sglang_engine, table, vllm_engine
-from benchmarks.engines.configurations import CONFIGURATIONS, NEW_TOKENS, OURS, Case, named
-from benchmarks.engines.steps import FEW_TOKENS, inside, measure
+from benchmarks.engines.configurations import (
+    ALONE,
+    CONFIGURATIONS,
+    NEW_TOKENS,
+    OURS,
+    Case,
+    named,
+)
+from benchmarks.engines.steps import FEW_TOKENS, environment, measure, prompts
 
 VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
 DECODE = Case(kind="decode", batch=2, length=8, must=0.98, aim=1.03)
@@ -139,8 +146,11 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     (tmp_path / "named").mkdir()
     ours = sglang_engine.arguments(configuration, "attn_core:triton", tmp_path / "named")
     assert ours["attention_backend"] == OURS
-    assert inside("attn_core:triton") == {"ATTN_DECODE_ATTENTION_BACKEND": "triton"}
-    assert inside(OURS) == inside("fa3") == {}
+    plain = {"ATTN_SHARED_PREFIX": "1"} if configuration.shared_prefix else {}
+    named_inside = {"ATTN_DECODE_ATTENTION_BACKEND": "triton", **plain}
+    assert environment(configuration, "attn_core:triton") == named_inside
+    assert environment(configuration, OURS) == plain
+    assert environment(configuration, "fa3") == environment(configuration, OURS + ALONE) == {}
     for case in configuration.cases:
         assert case.length < found["context_length"]
         assert case.must < case.aim
@@ -160,6 +170,41 @@ def test_a_configuration_of_vllm_names_attn_core_by_its_flag(name, tmp_path):
     assert {key for key in found if found[key] != peer[key]} == {"attention_backend", "model"}
     for case in configuration.cases:
         assert case.length + NEW_TOKENS <= found["max_model_len"]
+
+
+@pytest.mark.parametrize("name", ["shared-prefix", "vllm-shared-prefix"])
+def test_prompts_of_members_begin_alike_and_no_others(name):
+    """Ours without sharing is timed beside the engine's backends, and is none of them."""
+    configuration = CONFIGURATIONS[name]
+    assert OURS + ALONE in configuration.peers
+    assert record.best_peer({OURS + ALONE: 1.0, OURS: 2.0, "fa3": 3.0}) == "fa3"
+    names = ["decode 64x8704 shared 64x8192", "decode 64x8192 shared 8x8192", "decode 64x8704"]
+    assert [case.name for case in configuration.cases] == names
+    for case in configuration.cases:
+        members, common = case.shared
+        found = prompts(case)
+        assert found == prompts(case)
+        assert {len(prompt) for prompt in found} == {case.length}
+        begins = [tuple(prompt[: common or 64]) for prompt in found]
+        assert len(set(begins)) == case.batch // members
+        assert all(
+            begins[i] == begins[j]
+            for i in range(0, case.batch, members)
+            for j in range(i, i + members)
+        )
+        whole = {tuple(prompt) for prompt in found}
+        assert len(whole) == (case.batch // members if common == case.length else case.batch)
+
+
+@pytest.mark.parametrize("backend", [OURS, OURS + ALONE])
+def test_both_of_ours_name_attn_core_by_the_flag(backend, tmp_path):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "vllm").mkdir()
+    shared = CONFIGURATIONS["shared-prefix"], CONFIGURATIONS["vllm-shared-prefix"]
+    sglang = sglang_engine.arguments(shared[0], backend, tmp_path / "sglang")
+    assert sglang["attention_backend"] == OURS
+    vllm = vllm_engine.arguments(shared[1], backend, tmp_path / "vllm")
+    assert vllm["attention_backend"] == "CUSTOM"
 
 
 def test_cases_are_picked_by_their_names():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 from attn_core import cli, load_plugins
+from attn_core.spec.device import ARCHS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -123,6 +124,19 @@ def test_a_command_does_what_its_page_shows(page, example, models, monkeypatch, 
     text, code = run(example.command, monkeypatch)
     assert code == example.code, text
     if example.output:
+        assert re.fullmatch(pattern(example.output), text), f"{example.output}\n--- is\n{text}"
+
+
+@pytest.mark.parametrize("arch", ARCHS["cpu"])
+def test_the_tutorial_shows_the_same_on_every_cpu(arch, acme, models, monkeypatch):
+    """Its reader has any of them, and so does what runs this."""
+    monkeypatch.setattr("attn_core.spec.device._cpu_arch", lambda: arch)
+    page = "tutorial/first-plugin.md"
+    examples = [e for e in shown(PAGES[page]) if " check " not in e.command]
+    assert len(examples) >= 3
+    for example in examples:
+        text, code = run(example.command, monkeypatch)
+        assert code == example.code, text
         assert re.fullmatch(pattern(example.output), text), f"{example.output}\n--- is\n{text}"
 
 

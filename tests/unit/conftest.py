@@ -19,18 +19,24 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.fixture
 def here(monkeypatch, capfd):
-    """Return what runs `attn` in this process: another one takes half a second to start."""
+    """Return what runs `attn` in this process: another one takes half a second to start.
+
+    Names are variables of the environment, for this run.
+    """
     for name in [n for n in os.environ if n.startswith("ATTN_")]:
         monkeypatch.delenv(name)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["attn", *arguments])
+    def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         capfd.readouterr()
         code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["attn", *arguments])
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = end.code or 0
         return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
 
     return run

@@ -9,6 +9,7 @@ import torch
 from attn_core import Requirements, UsageError, load_plugins, parse_device, probe_device
 from attn_core.cli import check, tune
 from attn_core.cli.app import build_app
+from attn_core.cli.check import local_device
 from attn_core.cli.inputs import must_be_here, selection_inputs
 from attn_core.cli.options import InputFlags
 from attn_core.integrations import choice
@@ -41,18 +42,18 @@ def test_both_are_found():
 
 @pytest.mark.parametrize("named", ["cpu", "cpu:amx"])
 def test_attn_check_runs_on_the_cpu(named):
-    assert check._here(named) == AMX
+    assert local_device(named) == AMX
 
 
 @pytest.mark.parametrize("named", [None, "cuda", "cuda:sm90"])
 def test_attn_check_runs_on_the_gpu(named):
-    assert str(check._here(named)) == "cuda:sm90"
+    assert str(local_device(named)) == "cuda:sm90"
 
 
 def test_attn_check_refuses_what_neither_is():
     for named in ("cpu:avx2", "cuda:sm100", "xpu"):
         with pytest.raises(UsageError, match=r"this machine has cuda:sm90 and cpu:amx"):
-            check._here(named)
+            local_device(named)
 
 
 def test_attn_check_plans_what_the_rows_of_this_cpu_declare(monkeypatch, tmp_path):

@@ -328,6 +328,30 @@ def test_a_replay_of_longer_requests_than_were_captured_is_refused():
         backend.init_forward_metadata_replay_cuda_graph(longer, plans)
 
 
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_more_requests_than_the_static_buffers_hold_are_refused(shared_prefix):
+    """A plan of theirs would be written behind the end of these."""
+    server = Server(*[(40, 1)] * 9)
+    backend = make_backend(shared_prefix=shared_prefix)
+    backend.init_cuda_graph_state(8, 8)
+    backend.init_forward_metadata_capture_cuda_graph(server.batch(M.DECODE, [*range(8)])[0])
+    with pytest.raises(BatchError, match="captured pass of 9 requests, and static buffers for 8"):
+        backend.init_forward_metadata_capture_cuda_graph(server.batch(M.DECODE)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_replay_of_more_or_fewer_requests_than_were_captured_is_refused(rows):
+    """More are planned behind the end of a buffer; of fewer the others' old work is done again."""
+    server = Server(*[(40, 1)] * 3)
+    backend = make_backend()
+    backend.init_cuda_graph_state(4, 4)
+    batch, _ = server.batch(M.DECODE, [0, 1])
+    plans = backend.init_forward_metadata_capture_cuda_graph(batch)
+    other, _ = server.batch(M.DECODE, [*range(rows)])
+    with pytest.raises(BatchError, match=f"{rows} requests in a graph that was captured for 2"):
+        backend.init_forward_metadata_replay_cuda_graph(other, plans)
+
+
 def overwrite(static, fresh):
     """Copy the tensors of a batch that change from pass to pass into those of the capture."""
     view, new = static.views["full"], fresh.views["full"]

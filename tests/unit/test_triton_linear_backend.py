@@ -200,6 +200,20 @@ def test_a_commit_through_the_dispatcher():
     assert torch.equal(states[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
 
 
+def test_accepted_drafts_may_be_a_column_of_their_paths():
+    """Numbers between those of the requests are no request's."""
+    layer = make_layer("gdn")
+    dispatcher, states = served(layer)
+    before, tensors = states.clone(), inputs(layer, 2 * DRAFTS)
+    batch = make_batch(M.TARGET_VERIFY, [DRAFTS] * 2, (1, 3), spec=speculation(DRAFTS))
+    _, metadata = forward(dispatcher, batch, tensors, layer)
+    paths = torch.tensor([[0, 1], [-1, 0]])
+    dispatcher.commit(batch, metadata, paths[:, 1])
+    one, other = expected(tensors, [DRAFTS] * 2, layer, before[[1, 3]])
+    close(states[1], one[1][1], EXACT)
+    close(states[3], other[1][0], EXACT)
+
+
 @pytest.mark.parametrize("mode", [M.DECODE, M.TARGET_VERIFY])
 def test_a_captured_pass_reads_the_slots_of_its_replay(mode):
     """A replay takes other requests, fewer of them and other slots; padding has none."""

@@ -124,6 +124,18 @@ def test_forced_lines_come_first_and_short_prompts_have_all():
     assert few.vertical.shape == few.slash.shape == (1, 20)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 64), (29, 99)])
+def test_fewer_lines_than_are_forced_are_the_first_keys_and_the_nearest(sizes):
+    """Whatever the others score: no query is left without its own key."""
+    verticals, slashes = sizes
+    q, k = torch.randn(4, 3, 2, 16), torch.randn(300, 16)
+    chosen = choose_lines(q, k, [sizes, (40, 110)], 3.0, 1000)
+    assert chosen.vertical[0, :verticals].tolist() == list(range(verticals))
+    assert chosen.slash[0][chosen.slash[0] < NO_LINE].tolist() == list(range(slashes - 1, -1, -1))
+    assert set(range(30)) < set(chosen.vertical[1].tolist())
+    assert set(range(100)) < set(chosen.slash[1].tolist())
+
+
 def test_what_keys_score_decides():
     """One key and one distance that the last queries look at, far from all that is forced."""
     k = torch.zeros(400, 16)

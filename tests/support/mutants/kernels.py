@@ -1,7 +1,6 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
-from attn_core.backends.triton import shared
-from attn_core.backends.triton.portable import common, decode, dual_chunk, merge
+from attn_core.backends.triton.portable import common, decode, dual_chunk, merge, plan_shared
 from attn_core.ops.triton import vertical_slash
 from edited import Edited
 
@@ -145,7 +144,7 @@ class KernelLastColumnForgotten(Edited):
 class KernelSharedOnePageTooFar(Edited):
     """The first pages that differ are taken for equal."""
 
-    kernel = shared._compare
+    kernel = plan_shared._compare
     before = "tl.where(inside & (page != next_page), i, limit)"
     after = "tl.where(inside & (page != next_page), i + 1, limit)"
 
@@ -153,7 +152,7 @@ class KernelSharedOnePageTooFar(Edited):
 class KernelSharedByTheRequestsBefore(Edited):
     """The keys of a group are those that a request shares with the ones before it."""
 
-    kernel = shared._join
+    kernel = plan_shared._join
     before = "tl.minimum(before, after)"
     after = "before"
 
@@ -161,7 +160,7 @@ class KernelSharedByTheRequestsBefore(Edited):
 class KernelSharedOwnKeysSkipped(Edited):
     """A request of a group begins a block after the keys of its groups."""
 
-    kernel = shared._store_requests
+    kernel = plan_shared._store_requests
     before = "tl.store(spans.begin + own, begin, mask=ok)"
     after = "tl.store(spans.begin + own, begin + tl.where(begin > 0, BN, 0), mask=ok)"
 

@@ -110,7 +110,8 @@ class KVPool:
         shape = (pages, size, heads) if self.layout == "NHD" else (pages, heads, size)
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # passes of either mode write it
+                return torch.zeros(shape, dtype=dtype, device=self.device)
 
         store, per_byte = TORCH_DTYPES[self.kv_cache_dtype], 2 if fp4 else 1
         kv = [zeros((*shape, d // per_byte), store) for d in dims]

@@ -119,7 +119,8 @@ class StatePool:
         slots, n = (len(layers), num_slots), num_drafts
 
         def zeros(*dims: int, store: str = "fp32") -> Tensor:
-            return torch.zeros(*slots, *dims, dtype=TORCH_DTYPES[store], device=device)
+            with torch.inference_mode(False):  # passes of either mode write it
+                return torch.zeros(*slots, *dims, dtype=TORCH_DTYPES[store], device=device)
 
         c = conv_channels
         self._own(

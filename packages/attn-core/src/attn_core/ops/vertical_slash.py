@@ -72,7 +72,8 @@ def choose_lines(
     q [n, 3, H, D]: the last n queries, for the keys of their chunk, of the one before and of all
     earlier ones. k [s, D]: the keys up to the last query. sizes: verticals and slashes of each
     head. The softmax of these queries over their keys is float32; a line's score is its sum over
-    the queries. The first FIRST_KEYS keys and the NEAREST distances come before all scores.
+    the queries. The first FIRST_KEYS keys and the NEAREST distances come before all scores, the
+    lowest first: a head may have fewer lines than these.
     """
     n, _, heads, _ = q.shape
     s = k.shape[0]
@@ -90,17 +91,26 @@ def choose_lines(
     scores[..., s - n :].masked_fill_(later, -torch.inf)
     weights = scores.softmax(-1)
     vertical = weights.sum(1)
-    vertical[:, :FIRST_KEYS] = torch.inf
+    _put_first(vertical, FIRST_KEYS, n)
     # row r of n sees the key of distance d at s - n + r - d: rows shifted to end at one column
     padded = torch.nn.functional.pad(weights, (n - 1, 0))
     width = s + n - 1
     slash = padded.as_strided((heads, n, s), (n * width, width + 1, 1)).sum(1).flip(-1)
-    slash[:, :NEAREST] = torch.inf
+    _put_first(slash, NEAREST, n)
     verticals, slashes = zip(*sizes, strict=True)
     return Lines(
         _best(vertical, verticals).sort(-1).values,
         _best(slash, slashes).sort(-1, descending=True).values,
     )
+
+
+def _put_first(scores: Tensor, count: int, most: int) -> None:
+    """Put the first `count` lines of scores [H, s] before those of scores up to `most`, in order.
+
+    The order of equal scores, such as infinity, is topk's, and differs between devices.
+    """
+    first = scores[:, :count]
+    first[:] = most + torch.arange(first.shape[-1], 0, -1, device=scores.device)
 
 
 def _best(scores: Tensor, sizes: Sequence[int]) -> Tensor:

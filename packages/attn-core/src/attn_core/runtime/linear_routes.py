@@ -224,6 +224,7 @@ class LinearRoutes:
                 f"accepted is {accepted.dtype} {list(accepted.shape)} (expected int32 or int64 "
                 f"{list(size)}: the last accepted draft of each request, -1 = none)"
             )
+        accepted = accepted.contiguous()  # a column of the accepted paths, often
         for part in parts:
             with backend_errors(part.backend.config, "commit", batch):
                 part.backend.commit(self.states, part.batch, part.metadata, accepted)

@@ -86,7 +86,7 @@ def templates(
         finest = replace(base, dtype=dtypes(serving)[0])
         yield from _related_cases(kind, base, finest)
         for name, point in (("whole", base), ("decode", base)) if kind == "dsa" else ():
-            case = sparse_catalog.RELATED[name]
+            case = sparse_catalog.BESIDE_NAN[name]
             yield partial(_related, f"index-beside-nan-{name}", case, point, selection_beside_nan)
         if kind == "dsa":
             for name, case in sparse_catalog.SESSIONS.items():

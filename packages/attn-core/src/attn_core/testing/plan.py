@@ -85,6 +85,8 @@ def plan(
                 lacks = _lacks(row, check, device, libraries)
                 wrong_phase = not row.phases & set(check.phases)  # its gap explains nothing
                 options.append((wrong_phase, len(lacks), check, row, "; ".join(lacks)))
+                if not (wrong_phase or lacks):
+                    break
             _, missing, check, row, reason = min(options, key=lambda o: o[:2])
             taken = None if missing else row
             # two cases may turn into one on a row that takes a single shape

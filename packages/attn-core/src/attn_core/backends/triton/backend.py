@@ -33,6 +33,7 @@ class Triton(AttentionBackend):
     """Requests with many queries use tiled attention; those with few use split-KV.
 
     Lengths stay on the device: a plan is one small launch per group of layers and kind of requests.
+    Over an FP8 store bf16 queries are multiplied in fp16, whose largest number is 65504.
     An instance is not safe for concurrent streams: the split-KV scratch, the tile counter and the
     LSE that nobody reads are shared.
     """
@@ -45,6 +46,7 @@ class Triton(AttentionBackend):
         self._groups = {layer.group for layer in config.layers}
         self._scheduler = Scheduler(config)
         self._graph_buffers: dict[LayerGroup, Tensor] = {}
+        self._graph_requests = 0  # that fit the buffers
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan every group of layers of the model, without asking the device for a length.
@@ -55,18 +57,36 @@ class Triton(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create the buffers that the plans of captured passes fill."""
+        self._graph_requests = max_bs
         for group in self._groups:
             self._graph_buffers[group] = self._scheduler.buffer(max_bs)
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Schedules:
-        """Plan into the static buffers; a graph serves lengths up to max_seq_len of its views."""
+        """Plan into the static buffers; a graph serves lengths up to max_seq_len of its views.
+
+        Raises BatchError for more requests than the buffers are for.
+        """
+        if self._graph_buffers and batch.batch_size > self._graph_requests:
+            raise BatchError(
+                f"a captured pass of {batch.batch_size} requests, and static buffers for "
+                f"{self._graph_requests}; call init_cuda_graph_state with a larger max_bs first"
+            )
         return self._plan(batch, self._graph_buffers)
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Schedules
     ) -> None:
-        """Plan again for the lengths of a replay: one small launch per group of layers."""
+        """Plan again for the lengths of a replay: one small launch per group of layers.
+
+        Raises BatchError for another number of requests, or longer ones, than were captured.
+        """
         for group, schedule in metadata.items():
+            if batch.batch_size != schedule.inputs.size:
+                raise BatchError(
+                    f"a batch of {batch.batch_size} requests in a graph that was captured for "
+                    f"{schedule.inputs.size}; fill the rows of the captured batch, with padding "
+                    "where requests are missing"
+                )
             longest = batch.views[group.view].max_seq_len
             if longest > schedule.longest:
                 raise BatchError(

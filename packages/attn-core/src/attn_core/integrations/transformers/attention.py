@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.transformers import compiled, mla, vision
+from attn_core.integrations.transformers import compiled, linear, mla, vision
 from attn_core.integrations.transformers.architectures import none_if_off
+from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.layer import AttentionLayer
 
@@ -106,6 +107,42 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
         raise UnsupportedError("a paged cache cannot be offloaded; use cache_implementation=None")
 
     prefetch = offload
+
+
+def adopt(cache: Any, memory: PagedCache, config: Any) -> Sequences:
+    """Return the requests of a cache, after giving an empty one paged layers.
+
+    config: of the decoder. Raises UnsupportedError for a cache of another kind or another model.
+    """
+    layers = getattr(cache, "layers", ())
+    paged = next((x for x in layers if isinstance(x, PagedLayer)), None)
+    if paged is not None:
+        if not paged.requests.belong_to(memory):
+            raise UnsupportedError(
+                "this cache lies in the pool of another model; start a new cache"
+            )
+        return paged.requests
+    if type(cache) is not DynamicCache or cache.offloading:
+        raise UnsupportedError(
+            f"a {type(cache).__name__}{', offloaded' * getattr(cache, 'offloading', False)} "
+            "(supports DynamicCache); leave past_key_values and cache_implementation out"
+        )
+    if cache.get_seq_length():
+        raise UnsupportedError(
+            f"this cache holds {cache.get_seq_length()} tokens that were computed without "
+            "attn-core; start a new cache"
+        )
+    requests = Sequences(memory)
+    if any(getattr(x, "record_past", False) for x in layers):
+        requests.keep_past()
+    layers = list(layers or DynamicCache(config=config).layers)
+    n = len(layers)  # fewer than the model has, where an assistant exits early
+    for x in (x for x in memory.layers if x.layer_id < n):
+        layers[x.layer_id] = PagedLayer(requests, x, latent=memory.kind != "mha")
+    for y in (y for y in memory.linear_layers if y.layer_id < n):
+        layers[y.layer_id] = linear.StateLayer(requests, y)
+    cache.layers, cache.layer_class_to_replicate = layers, None
+    return requests
 
 
 def attention(

@@ -19,7 +19,7 @@ from attn_core.integrations.transformers.architectures import ModelAttention, re
 from attn_core.integrations.transformers.attention import (
     ENABLED,
     NAME,
-    PagedLayer,
+    adopt,
     padding_mask,
     register,
 )
@@ -66,7 +66,7 @@ def enable(
     UnsupportedError for an unsupported model, UsageError, and what select() raises.
     """
     if ENABLED in vars(model.get_decoder()):
-        raise UsageError("attn-core is enabled on this model; call disable() of its handle first")
+        raise _enabled()
     attention = read_attention(model)
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
@@ -97,6 +97,10 @@ def enable(
     return Engine(model, attention, memory)
 
 
+def _enabled() -> UsageError:
+    return UsageError("attn-core is enabled on this model; call disable() of its handle first")
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """One call of the decoder. kept: its cache is handed back. is_new: it was made for the call."""
@@ -113,6 +117,8 @@ class Engine:
 
     def __init__(self, model: Any, attention: ModelAttention, memory: PagedCache) -> None:
         self._model, self._decoder = model, model.get_decoder()
+        if vars(self._decoder).setdefault(ENABLED, self) is not self:  # of two threads, one
+            raise _enabled()
         self._attention, self._memory = attention, memory
         self._forward = self._decoder.forward
         self._replaced = vars(self._decoder).get("forward")  # set where another tool wrapped it
@@ -144,7 +150,12 @@ class Engine:
             return self._forward(*args, **kwargs)  # another thread has called disable()
 
         self._decoder.forward = forward
-        vars(self._decoder)[ENABLED] = True
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise UnsupportedError(
+            "a model under attn-core cannot be copied or pickled: its copy would run the layers of "
+            "the original; call disable() first, save_pretrained() works as it is"
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -231,6 +242,7 @@ class Engine:
     def _begin(self, arguments: dict[str, Any]) -> _Call | None:
         """Plan the pass that a call of the decoder is; None where it has no tokens."""
         refuse_arguments(self._decoder, arguments)
+        self._memory.check_model(self._decoder)
         ids = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if ids is None else ids
         if tokens is None:
@@ -240,7 +252,7 @@ class Engine:
         use_cache = arguments.get("use_cache")
         kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if cache is None else cache
-        requests = self._adopt(cache)
+        requests = adopt(cache, self._memory, config)
         marks = None
         if self._memory.shares_prompts and ids is not None and not requests.columns:
             marks = marks_of(ids, arguments.get("position_ids"))
@@ -267,34 +279,3 @@ class Engine:
         call.requests.abandon()
         if call.is_new:
             call.requests.release()
-
-    def _adopt(self, cache: Any) -> Sequences:
-        """Return the requests of a cache, after giving an empty one paged layers."""
-        layers = getattr(cache, "layers", ())
-        paged = next((x for x in layers if isinstance(x, PagedLayer)), None)
-        if paged is not None:
-            if not paged.requests.belong_to(self._memory):
-                raise UnsupportedError(
-                    "this cache lies in the pool of another model; start a new cache"
-                )
-            return paged.requests
-        if type(cache) is not DynamicCache or cache.offloading:
-            raise UnsupportedError(
-                f"a {type(cache).__name__}{', offloaded' * getattr(cache, 'offloading', False)} "
-                "(supports DynamicCache); leave past_key_values and cache_implementation out"
-            )
-        if cache.get_seq_length():
-            raise UnsupportedError(
-                f"this cache holds {cache.get_seq_length()} tokens that were computed without "
-                "attn-core; start a new cache"
-            )
-        requests = Sequences(self._memory)
-        if any(getattr(x, "record_past", False) for x in layers):
-            requests.keep_past()
-        layers = list(layers or DynamicCache(config=self._decoder.config).layers)
-        for x in self._memory.layers:
-            layers[x.layer_id] = PagedLayer(requests, x, latent=self._attention.latent)
-        for y in self._memory.linear_layers:
-            layers[y.layer_id] = linear.StateLayer(requests, y)
-        cache.layers, cache.layer_class_to_replicate = layers, None
-        return requests

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attn_core.cache.allocator import PageAllocator
+from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.cache.page_table import num_pages_for
 from attn_core.cache.pool import IndexDtype, KVPool
 from attn_core.errors import OutOfPagesError, UnsupportedError, UsageError
@@ -97,6 +98,15 @@ class PagedCache:
         if self.linear_layers:
             self.states = States(attention, selection, registry, dtype=dtype, device=device)
             self.dispatcher.linear = self.states.routes
+
+    def check_model(self, model: Any) -> None:
+        """Refuse a model whose weights have another dtype or device by now."""
+        known = (TORCH_DTYPES[self._dtype], self.device)
+        if (model.dtype, model.device) != known:
+            raise UnsupportedError(
+                f"a model in {model.dtype} on {model.device}, attn-core was enabled for {known[0]} "
+                f"on {known[1]}; call disable() of its handle and enable() again"
+            )
 
     def attend_into(
         self, out: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int

@@ -132,8 +132,16 @@ class Pass:
     ) -> Tensor:
         """Convolve qkv [B, T, channels] and run one linear layer → [B, T, Hv, V], padding 0.
 
-        f [B, T, Hv] or [B, T, Hv, K] and b [B, T, Hv] are the raw gates.
+        f [B, T, Hv] or [B, T, Hv, K] and b [B, T, Hv] are the raw gates. All are taken in the dtype
+        of the weights: under autocast they come in others.
         """
+        qkv, f, b = (x.to(conv.weight.dtype) for x in (qkv, f, b))
+        with torch.autocast(qkv.device.type, enabled=False):
+            return self._attend_linear(qkv, f, b, layer, conv)
+
+    def _attend_linear(
+        self, qkv: Tensor, f: Tensor, b: Tensor, layer: LinearLayer, conv: nn.Conv1d
+    ) -> Tensor:
         shape = (*qkv.shape[:2], layer.num_v_heads, layer.head_v_dim)
         out: Tensor | None = None
         for part in self.parts:
