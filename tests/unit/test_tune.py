@@ -7,12 +7,14 @@ import statistics
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from attn_core import cli
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cli.app import build_app
+from attn_core.cli.inputs import _workload
 from attn_core.costs import store
 from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
@@ -292,3 +294,16 @@ def test_wrong_arguments_are_said(arguments, fault):
     done = attn(*arguments)
     assert isinstance(done.exception, UsageError), done.output
     assert fault in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b'{"prompt": 1}', b'{"a": 1', b"\xff\xfe\x00", b"[" * 200_000]
+)
+def test_what_is_wrong_with_a_file_of_a_workload_names_the_file(
+    tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "workload.json"
+    file.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        _workload(str(file))
+    assert str(error.value).startswith(f"--workload {file}: ")

@@ -91,10 +91,7 @@ def _workload(text: str) -> Workload:
     """Return the workload of JSON text, or of the file that has it."""
     if text.lstrip().startswith("{"):
         return Workload.parse(text)
-    try:
-        return Workload.parse(store.content(Path(text), "--workload").decode())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--workload {text}: {error}") from None
+    return store.parsed(Path(text), "--workload", Workload.from_json)
 
 
 def _libraries(
