@@ -328,6 +328,7 @@ def test_indexer_inputs_that_do_not_fit(changes, message):
     ("selection", "message"),
     [
         (torch.zeros(5, 4, dtype=torch.int64), r"torch.int64 \[5, 4\] .expected int32 \[5, keys\]"),
+        (torch.zeros(5, 0, dtype=torch.int32), r"torch.int32 \[5, 0\] .expected .* 1 key or more"),
         (torch.zeros(4, 4, dtype=torch.int32), r"torch.int32 \[4, 4\]"),
         (torch.zeros(5, 8, dtype=torch.int32)[:, ::2], "stride 2 in their last"),
     ],

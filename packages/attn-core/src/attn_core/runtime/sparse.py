@@ -117,10 +117,10 @@ def check_topk(topk_indices: Tensor | None, layer: AttentionLayer, batch: Forwar
             )
         return
     shape, rows = topk_indices.shape, batch.num_tokens
-    if topk_indices.dtype != torch.int32 or len(shape) != 2 or shape[0] != rows:
+    if topk_indices.dtype != torch.int32 or len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise BatchError(
             f"layer {layer.layer_id}: topk_indices {topk_indices.dtype} {list(shape)} (expected "
-            f"int32 [{rows}, keys]: token slots of the layer's view, then -1)"
+            f"int32 [{rows}, keys], 1 key or more: token slots of the layer's view, then -1)"
         )
     if topk_indices.stride(-1) != 1:
         raise BatchError(
