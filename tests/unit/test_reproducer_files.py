@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 
 import pytest
@@ -177,3 +178,12 @@ def test_the_commands_run_a_file(file, tmp_path, monkeypatch, capsys):
     assert "1 requests, 1 queries over 101 tokens" in said
     assert load(tmp_path / "small").seq_lens == (101,)
     assert attn("bisect", str(file), "--out", str(file))[0] == 2
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
+    """A pipe that nobody writes into would hold the reader forever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "is no reproducer: not a file" in outcome(pipe)
+    assert "is no reproducer: not a file" in outcome(tmp_path)
+    assert "No such file" in outcome(tmp_path / "absent")

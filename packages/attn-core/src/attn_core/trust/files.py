@@ -90,6 +90,8 @@ def load(path: Path) -> Reproducer:
     """
     library = _library()
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device may never end
+            raise UsageError("not a file")
         with library.safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY)
             if text is None:
