@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
+from benchmarks import scaling_plot
 from benchmarks.dual_chunk_table import dual_chunk_sections
 from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
@@ -41,7 +42,10 @@ def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
     sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), regret_sections())
-    return {PAGE: page(reports) + "".join(sections), SUMMARY: summary(reports)}
+    written = {PAGE: page(reports) + "".join(sections), SUMMARY: summary(reports)}
+    if (scaling := scaling_plot.newest()) is not None:
+        written[DOCS.parent / scaling_plot.PLOT] = scaling_plot.plot(scaling)
+    return written
 
 
 def page(reports: dict[str, Report]) -> str:
