@@ -6,6 +6,7 @@ import pytest
 import torch
 from attn_core.errors import BatchError
 from attn_core.runtime.batch import CacheView
+from attn_core.runtime.operands import fillable, readable
 from recording import DV, HQ, LAYERS, TABLE, M, batch, make, qkv
 
 
@@ -56,6 +57,26 @@ def test_a_backend_reads_dense_last_dimensions(ragged):
     assert all(torch.equal(x, y) for x, y in zip(seen, (q, k, v), strict=True))
     if not ragged:
         assert torch.equal(pre.calls[-1][1][4][0], k)  # what the cache holds
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((0, 2, 4), (16, 8, 2)), ((3, 2, 1), (2, 1, 6)), ((0, 0, 1), (1, 1, 9))]
+)
+def test_a_stride_that_torch_calls_contiguous_is_made_dense(shape, strides):
+    x = torch.randn(32).as_strided(shape, strides)
+    assert x.is_contiguous()
+    assert torch.equal(readable(x), x)
+    assert readable(x).stride(-1) == 1
+    assert fillable(x).shape == x.shape
+    assert fillable(x).stride(-1) == 1
+
+
+def test_a_pass_without_tokens_reads_and_fills_dense_last_dimensions():
+    dispatcher, pre, _ = make()
+    q, k, v = (apart(x[:0]) for x in qkv(4))
+    out = apart(torch.zeros(0, HQ, DV))
+    assert call(dispatcher, q, k, v, ragged=True, out=out) is out
+    assert all(x.stride(-1) == 1 for x in pre.calls[-1][1][:3])
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -181,7 +181,7 @@ class HybridDispatcher:
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
-        q, dense = q if q.is_contiguous() else readable(q), fillable(out)
+        q, dense = readable(q), fillable(out)
         if k is not None:
             k, v = readable(k), None if v is None else readable(v)
             slots = batch.views[layer.view].out_cache_loc if route.writes else None

@@ -107,13 +107,17 @@ def _misfit(name: str, x: Tensor, layer: AttentionLayer, expected: tuple[int, ..
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return `x`, or a contiguous copy if its last dimension is strided."""
-    return x if x.is_contiguous() or x.stride()[-1] == 1 else x.contiguous()
+    """Return `x`, or a contiguous copy if its last dimension is strided.
+
+    torch calls a tensor contiguous at any stride of a dimension of size 1, and at all strides if it
+    is empty. Kernels refuse those strides, so they are no reason to skip the copy.
+    """
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def fillable(out: Tensor | None) -> Tensor | None:
     """Return `out`, or a contiguous tensor to fill in its place."""
-    if out is None or out.is_contiguous():
+    if out is None or (out.is_contiguous() and out.stride(-1) == 1):
         return out
     return torch.empty_like(out, memory_format=torch.contiguous_format)
 
