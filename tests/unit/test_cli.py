@@ -62,6 +62,13 @@ def test_select_prints_one_object():
     assert verdict["reasons"]
 
 
+@pytest.mark.parametrize("value", [",", " , "])
+def test_allow_without_a_name_is_refused(here, value):
+    ran = here("select", "--device", "cuda:sm90", "--allow", value)
+    assert ran.returncode == 2
+    assert "names no backend" in ran.stderr
+
+
 def test_shared_prefix_is_asked_of_what_decodes(here):
     """By a flag or the variable that engines read; a backend that cannot is refused by name."""
     device = ("select", "--device", "cuda:sm90", "--assume-installed", "all", "--json")

@@ -4,6 +4,19 @@ import dataclasses
 
 import pytest
 import torch
+from attn_core import (
+    AttentionLayer,
+    ForwardBatch,
+    HybridDispatcher,
+    KVPool,
+    LayerRequirements,
+    Overrides,
+    Requirements,
+    load_plugins,
+    parse_device,
+    select,
+    write_kv,
+)
 from attn_core.errors import BatchError
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.operands import fillable, readable
@@ -69,6 +82,33 @@ def test_a_stride_that_torch_calls_contiguous_is_made_dense(shape, strides):
     assert readable(x).stride(-1) == 1
     assert fillable(x).shape == x.shape
     assert fillable(x).stride(-1) == 1
+
+
+def test_one_value_a_head_at_a_wide_stride_is_read_where_it_lies():
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=2, num_kv_heads=2, head_dim=1, v_head_dim=128, scale=1.0
+    )
+    pool = KVPool([layer], num_pages=5, page_size=4, kv_cache_dtype="bf16")
+    selection = select(
+        Requirements(layers=(LayerRequirements.of(layer),), dtype="bf16", page_size=4),
+        parse_device("cpu"),
+        load_plugins(),
+        {},
+        Overrides(attention_backend="torch_native"),
+    )
+    dispatcher = HybridDispatcher.from_selection(selection, load_plugins(), [layer], pool)
+    keys, values = (torch.randn(16, 2, d, dtype=torch.bfloat16) for d in (1, 128))
+    q = torch.randn(2, dtype=torch.bfloat16).as_strided((1, 2, 1), (1, 1, 2))
+    assert q.is_contiguous()
+    write_kv(pool.layer(0), keys[:15], values[:15], torch.arange(4, 19))
+    table = torch.arange(1, 5, dtype=torch.int32)[None]
+    now = ForwardBatch.build(M.DECODE, query_lens=[1], seq_lens=[16], page_table=table, page_size=4)
+    plan = dispatcher.init_forward_metadata(now)
+    out = dispatcher.forward(q, keys[15:], values[15:], layer, now, plan)
+    weights = (q[0].double()[:, None, 0] * keys.double()[..., 0].T).softmax(-1)  # [2, 16]
+    expected = torch.einsum("hs,shd->hd", weights, values.double())
+    rounding = 2**-7 * float(values.abs().max())  # of weights and of the output, in bf16
+    torch.testing.assert_close(out[0].double(), expected, atol=rounding, rtol=0)
 
 
 def test_a_pass_without_tokens_reads_and_fills_dense_last_dimensions():

@@ -86,6 +86,11 @@ class BackendFlags:
     def overrides(self) -> Overrides:
         """Return the overrides that the flags state."""
         allow = names(self.allow)
+        if self.allow and not allow:
+            raise UsageError(
+                f"--allow {','.join(self.allow)!r} names no backend; name at least one, or leave "
+                "the flag out to allow all"
+            )
         return Overrides(
             attention_backend=self.attention_backend,
             prefill_attention_backend=self.prefill_attention_backend,
