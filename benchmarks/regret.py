@@ -14,6 +14,7 @@ import collections
 import datetime
 import gc
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
@@ -53,6 +54,7 @@ SCHEMA = 1
 ROUND_SECONDS = 0.5  # of one round of a shape
 SLOWER = 4.0  # what takes so many times the fastest's first call is neither best nor timed further
 MINUTE = 60.0
+DRAFTS, FEW = (4, 8, 2), 3  # tuned for; of all but the first only one in so many shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +171,15 @@ def tuning_jobs(cases: Sequence[Case], field: Field) -> list[Job]:
     """List what `attn tune` measures for the forms of these shapes, the most common form first."""
     forms = collections.Counter(replace(needs_of(c), speculation=None, page_size=64) for c in cases)
     found: dict[Any, Job] = {}
-    for needs, _ in forms.most_common():
-        for speculation in (None, *(Speculation(topk=k, num_draft_tokens=4) for k in (1, 2))):
-            asked: Requirements = replace(needs, speculation=speculation)
-            libraries = field.registry.installed_libraries()
-            overrides = Overrides(allow=tuple(field.backends))
-            every = (field.registry, libraries, overrides, Workload())
-            for job in jobs(asked, field.device, *every):
-                found.setdefault((job.form, job.size), job)
+    drafts = [(n, topk) for n in DRAFTS for topk in (1, 2)]
+    kinds = (None, *(Speculation(topk=k, num_draft_tokens=n) for n, k in drafts))
+    libraries, overrides = field.registry.installed_libraries(), Overrides(allow=(*field.backends,))
+    for speculation, (needs, _) in itertools.product(kinds, forms.most_common()):
+        asked: Requirements = replace(needs, speculation=speculation)
+        few = FEW if speculation and speculation.num_draft_tokens != DRAFTS[0] else 1
+        listed = jobs(asked, field.device, field.registry, libraries, overrides, Workload())
+        for job in listed[::few]:
+            found.setdefault((job.form, job.size), job)
     return list(found.values())
 
 

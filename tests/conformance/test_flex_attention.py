@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from attn_core.backends.flex_attention import backend as module
 from attn_core.backends.flex_attention import kernel as kernels
 from attn_core.cache.page_table import slot_table
 from attn_core.cache.pool import KVPool
@@ -171,6 +172,37 @@ def test_a_hundred_steps_are_right_and_compile_nothing(page_size, store):
     assert [len(k.compiled) for k in backend.kernels] == [1, 1]
     assert backend.compilations == 2
     assert create(page_size=page_size, store=store).kernels == backend.kernels
+
+
+def test_a_pool_that_a_gpu_cannot_count_is_read_by_the_blocks_of_the_pass():
+    backend = create()
+    backend._most = 0  # as for 2^31 numbers on a GPU
+    world = World(PAGE, "fp32", 64)
+    world.check(backend, ForwardMode.EXTEND, [0, 1, 2], [40, 1, 17])
+    world.check(backend, ForwardMode.DECODE, [2, 0], [1, 1])
+    one = World(PAGE, "fp32", 64)
+    one.check(backend, ForwardMode.EXTEND, [0], [1])
+
+
+def test_heads_that_a_gpu_does_not_take_are_padded(monkeypatch):
+    small = dataclasses.replace(FULL, head_dim=13, v_head_dim=5)
+    q, k = torch.randn(9, HEADS, 13), torch.randn(9, KV_HEADS, 13)
+    v = torch.randn(9, KV_HEADS, 5)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[9], seq_lens=[9], page_size=PAGE,
+        page_table=torch.tensor([[1]], dtype=torch.int32),
+    )  # fmt: skip
+    got = []
+    for least in (1, 16):
+        monkeypatch.setattr(module, "_CPU_DIM", least)
+        backend = create((small,))
+        pool = KVPool([small], num_pages=2, page_size=PAGE, kv_cache_dtype="fp32")
+        for store in (pool.layer(0).k, pool.layer(0).v):
+            store.zero_()
+        write_kv(pool.layer(0), k, v, batch.views["full"].out_cache_loc)
+        plan = backend.init_forward_metadata(batch)
+        got.append(backend.forward(q, k, v, small, pool.layer(0), batch, plan))
+    torch.testing.assert_close(*got, atol=1e-6, rtol=1e-5)
 
 
 def test_a_model_that_registers_its_outputs_compiles_nothing():

@@ -1,25 +1,30 @@
-"""The cost of a pass between measured points, with the bounds of the estimate."""
+"""The cost of a pass near measured ones, with the bounds of the estimate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
+from attn_core.costs.trend import Trend, work
 
 SAME = 1 / 16  # lengths this close, relative, count as one
-FARTHEST = 2.0  # doublings, of a measured form that still stands for the asked one
-WEIGHTS = (1.0, 0.5, 0.5, 1.0)  # of the axes in the work: mean and longest grow together
+FARTHEST = 4.0  # doublings, of a measured form that still stands for the asked one
+BEYOND = math.log(8)  # of each axis of a pass, outside of the smallest and the greatest measured
+NEAREST = 8  # measured points whose deviations from the trend bound an estimate
+CLOSE = 0.05  # in logarithms: points this near weigh about alike
 
 
 class Estimate(NamedTuple):
     """Expected microseconds of one call of one layer and their bounds.
 
-    measured: this shape was measured itself; else its heads, pages or drafts are the nearest.
+    measured: passes of this very form were measured; else its heads, pages or drafts are the
+    nearest.
     """
 
     us: float
@@ -28,22 +33,37 @@ class Estimate(NamedTuple):
     measured: bool
 
 
+_Axes = tuple[float, ...]
 _Points = dict[Pass, Cost]
+
+
+class _Kind(NamedTuple):
+    """Which passes have one trend: a row's kernels for one phase, whatever heads and pages."""
+
+    backend: str
+    row: str
+    form: Form
+    phase: str
+    tree: bool
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Estimates costs from a profile; what lies outside of what was measured has no estimate."""
+    """Estimates costs from a profile; what lies far from all that was measured has no estimate."""
 
     profile: Profile
 
     @cached_property
-    def _series(self) -> dict[tuple[str, str], dict[tuple[Form, str, int, bool], _Points]]:
-        series: dict[tuple[str, str], dict[tuple[Form, str, int, bool], _Points]] = {}
+    def _kinds(self) -> dict[_Kind, dict[tuple[Form, int], _Points]]:
+        kinds: dict[_Kind, dict[tuple[Form, int], _Points]] = {}
         for (name, row, form, size), cost in self.profile.costs.items():
-            kinds = series.setdefault((name, row), {})
-            kinds.setdefault((form, size.phase, size.drafts, size.tree), {})[size] = cost
-        return series
+            kind = kinds.setdefault(_Kind(name, row, _plain(form), size.phase, size.tree), {})
+            kind.setdefault((form, size.drafts), {})[size] = cost
+        return kinds
+
+    @cached_property
+    def _trends(self) -> dict[_Kind, Trend]:
+        return {}
 
     @cached_property
     def _cache(self) -> dict[tuple[Key, bool], Estimate | None]:
@@ -59,63 +79,82 @@ class CostModel:
         """
         key = (Key(backend, row, form, size), graphs)
         if key not in self._cache:
-            self._cache[key] = self._estimate(*key[0], graphs)
+            near = sorted(self._near(backend, row, form, size), key=lambda x: x[0])
+            covering = (x for x in near if _covers(x[3], size))
+            best = next(covering, None)
+            self._cache[key] = None if best is None else self._estimate(*best, form, size, graphs)
         return self._cache[key]
-
-    def _estimate(
-        self, backend: str, row: str, form: Form, size: Pass, graphs: bool
-    ) -> Estimate | None:
-        for far, points in sorted(self._near(backend, row, form, size), key=lambda x: x[0]):
-            between = _interpolated(points, size, graphs)
-            if between is not None:
-                return Estimate(*between, measured=far == 0)
-        return None
 
     def _near(
         self, backend: str, row: str, form: Form, size: Pass
-    ) -> Iterator[tuple[float, _Points]]:
-        for digest in (row, ""):
-            for (measured, phase, drafts, tree), points in self._series.get(
-                (backend, digest), {}
-            ).items():
+    ) -> Iterator[tuple[float, _Kind, Form, _Points]]:
+        for kind, series in self._kinds.items():
+            known = kind.backend == backend and kind.row in (row, "")
+            if not known or (kind.phase, kind.tree) != (size.phase, size.tree):
+                continue
+            for (measured, drafts), points in series.items():
                 far = form.distance(measured)
-                if far is None or (phase, tree) != (size.phase, size.tree):
+                if far is None:
                     continue
                 if drafts != size.drafts:
                     far += abs(math.log2(max(drafts, 1) / max(size.drafts, 1)))
                 if far <= FARTHEST:
-                    yield far, points
+                    yield far, kind, measured, points
+
+    def _trend(self, kind: _Kind) -> Trend:
+        if kind not in self._trends:
+            series = self._kinds[kind].items()
+            samples = [(work(f, x), c.us) for (f, _), points in series for x, c in points.items()]
+            self._trends[kind] = Trend.fit(samples)
+        return self._trends[kind]
+
+    def _estimate(
+        self, far: float, kind: _Kind, measured: Form, points: _Points, asked: Form, size: Pass,
+        graphs: bool,
+    ) -> Estimate:  # fmt: skip
+        """Take the trend over the work, corrected by how the nearest points deviate from it."""
+        if far == 0 and size in points:
+            return Estimate(*_time(points[size], graphs), measured=True)
+        trend, at = self._trend(kind), _axes(size)
+        base = math.log(trend.us(work(_filled(asked, measured), size)))
+        deviations = sorted(
+            (math.dist(at, _axes(x)), _deviation(cost, trend.us(work(measured, x))))
+            for x, cost in points.items()
+        )
+        shares = [(CLOSE + gap) ** -3 for gap, _ in deviations]
+        whole = sum(shares)
+        us = base + sum(s * d[0] for s, (_, d) in zip(shares, deviations, strict=True)) / whole
+        bounds = [d for _, d in deviations[:NEAREST]]
+        low, high = base + min(d[1] for d in bounds), base + max(d[2] for d in bounds)
+        host = 0.0 if graphs else statistics.median(cost.host_us for cost in points.values())
+        us, low, high = (max(math.exp(x), host) for x in (us, min(low, us), max(high, us)))
+        return Estimate(us, low, high, measured=far == 0)
 
 
-def _interpolated(points: _Points, size: Pass, graphs: bool) -> tuple[float, float, float] | None:
-    """Interpolate between the nearest point below and the nearest point above, in logarithms.
-
-    Below: no axis is greater; above: none is smaller. The time of an attention kernel is taken to
-    lie between a power of the work and a fixed part plus a part that grows with the work: the
-    bounds are both interpolations, in logarithms and linear, widened by the quartiles of the two
-    points. A kernel that gets faster with more work, by another split or tile, may lie outside.
-    """
-    x = _axes(size)
-    at = [(_axes(p), _time(cost, graphs)) for p, cost in points.items()]
-    below = [(_gap(a, x), a, c) for a, c in at if all(i <= j + SAME for i, j in _zip(a, x))]
-    above = [(_gap(x, a), a, c) for a, c in at if all(i >= j - SAME for i, j in _zip(a, x))]
-    if not below or not above:
-        return None
-    low, high = min(below, key=_first), min(above, key=_first)
-    rise, total = low[0], low[0] + high[0]
-    slack = math.exp(_gap(x, low[1]) + _gap(high[1], x))  # lengths that only count as one
-    share = rise / total if total else 0.0
-    (a, a_low, a_high), (b, b_low, b_high) = low[2], high[2]
-    us = a * (b / a) ** share
-    work = (math.exp(rise) - 1) / (math.exp(total) - 1) if total else 0.0
-    linear = a + (b - a) * work
-    noise_low = (a_low / a) ** (1 - share) * (b_low / b) ** share
-    noise_high = (a_high / a) ** (1 - share) * (b_high / b) ** share
-    return us, min(us, linear) * noise_low / slack, max(us, linear) * noise_high * slack
+def _plain(form: Form) -> Form:
+    """Return the form without what the trend accounts for: heads, pages and the window's size."""
+    window = None if form.window is None else 1
+    return replace(form, q_heads=None, kv_heads=None, page_size=None, window=window)
 
 
-def _first(item: tuple[float, tuple[float, ...], tuple[float, float, float]]) -> tuple[object, ...]:
-    return item[0], item[1]
+def _filled(asked: Form, measured: Form) -> Form:
+    """Return the asked form; what it leaves open is as measured."""
+    known = {n: v for n, v in vars(asked).items() if v is not None}
+    return replace(measured, **known)
+
+
+def _deviation(cost: Cost, trend: float) -> tuple[float, float, float]:
+    """Return the logarithms of a measured time and its quartiles over the trend's."""
+    return math.log(cost.us / trend), math.log(cost.low / trend), math.log(cost.high / trend)
+
+
+def _covers(points: Mapping[Pass, Cost], size: Pass) -> bool:
+    """Say whether every axis of a pass is within those of the points, or not far beyond them."""
+    every = zip(*map(_axes, points), strict=True)
+    reach = BEYOND + SAME
+    return all(
+        min(p) - reach <= x <= max(p) + reach for p, x in zip(every, _axes(size), strict=True)
+    )
 
 
 def _time(cost: Cost, graphs: bool) -> tuple[float, float, float]:
@@ -125,15 +164,7 @@ def _time(cost: Cost, graphs: bool) -> tuple[float, float, float]:
     return max(cost.us, cost.host_us), max(cost.low, cost.host_us), max(cost.high, cost.host_us)
 
 
-def _axes(size: Pass) -> tuple[float, ...]:
+def _axes(size: Pass) -> _Axes:
     """Return the logarithms of the axes; drafts are a kind of pass, not an axis."""
     n, mean, longest, queries = size.axes
     return tuple(math.log(v) for v in (n, mean, longest, 1 if size.drafts else queries))
-
-
-def _zip(a: tuple[float, ...], b: tuple[float, ...]) -> Iterator[tuple[float, float]]:
-    return zip(a, b, strict=True)
-
-
-def _gap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    return sum(w * max(0.0, j - i) for w, (i, j) in zip(WEIGHTS, _zip(a, b), strict=True))

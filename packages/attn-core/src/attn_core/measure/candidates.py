@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from attn_core.costs.model import CostModel
 from attn_core.costs.profile import Profile
-from attn_core.costs.shapes import Form, Pass, forms, row_key
+from attn_core.costs.shapes import Form, Pass, PassPhase, forms, row_key
 from attn_core.costs.workload import Workload
 from attn_core.errors import AttnError, UsageError
 from attn_core.plugins.dependencies import Libraries
@@ -26,7 +25,8 @@ from attn_core.spec.page_size import page_limit, smallest_page, takes_page
 from attn_core.spec.requirements import Requirements
 
 MOST_PAGES = 3
-BATCHES, LENGTHS, CHUNK = (1, 8, 64, 256), (128, 1024, 8192, 32768), 512
+BATCHES, LENGTHS, CHUNK, SHORT = (1, 8, 64, 256), (128, 1024, 8192, 32768), 512, 32
+UNEVEN = 6  # the longest request over the mean, of passes of unequal requests
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,21 @@ def _sizes(s: RowJudge, phase: Phase, grid: bool) -> list[Pass]:
         sizes += [Pass.even("prefill", 1, n, n) for n in LENGTHS]
         sizes += [Pass.even("prefill", b, CHUNK + n, CHUNK) for b in (1, 8) for n in LENGTHS]
         sizes += [Pass.even("prefill", 8, n, n) for n in LENGTHS[:2]]
+        sizes += [Pass.even("prefill", 1, SHORT + n, SHORT) for n in LENGTHS]
+        sizes += [_uneven("prefill", b, n, SHORT) for b in (4, 16) for n in LENGTHS[1:3]]
     verifies = speculation is not None and speculation.mode == phase.value
     if grid and (phase is Phase.DECODE or verifies):
         n = speculation.num_draft_tokens if verifies and speculation else 1
         tree = verifies and speculation is not None and speculation.topk > 1
-        kind: Literal["verify", "decode"] = "verify" if verifies else "decode"
+        kind: PassPhase = "verify" if verifies else "decode"
         even = functools.partial(Pass.even, kind, queries=n, tree=tree)
         sizes += [even(b, n + x) for b in BATCHES for x in LENGTHS]
+        lengths = (LENGTHS[0], LENGTHS[1], LENGTHS[2] // 2)
+        sizes += [_uneven(kind, b, n + x, n, tree) for b in (16, 128) for x in lengths]
     return [x for x in dict.fromkeys(sizes) if x.longest <= max(longest, LENGTHS[-1]) + CHUNK]
+
+
+def _uneven(phase: PassPhase, requests: int, mean: int, queries: int, tree: bool = False) -> Pass:
+    """Return a pass of which one request is far longer than the mean."""
+    longest = min(UNEVEN * mean, requests * (mean - queries) // 2 + queries)
+    return replace(Pass.even(phase, requests, mean, queries, tree=tree), longest=longest)

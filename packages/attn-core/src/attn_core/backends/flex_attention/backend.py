@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -34,6 +35,8 @@ Plans = Mapping[LayerGroup, Plan]
 _BLOCKS = (128, 64, 32, 16)  # keys that a kernel takes at once; fewer waste it
 _CPU_ROWS = 48  # from 64 rows on the CPU kernel repacks the whole pool in every call
 _ROWS = 128
+_CPU_DIM, _GPU_DIM = 1, 16  # the least head dims of the kernels; smaller ones are padded
+_COUNTED = (1 << 31) - 1  # numbers of a tensor that the kernels of a GPU can address
 
 
 class FlexAttention(AttentionBackend):
@@ -47,10 +50,15 @@ class FlexAttention(AttentionBackend):
         super().__init__(config)
         for layer in config.layers:
             refuse_layer(config, layer)
+        on_cpu = config.device.type == "cpu"
+        self._rows = _CPU_ROWS if on_cpu else _ROWS
+        self._most = math.inf if on_cpu else _COUNTED
+        self._least_dim = _CPU_DIM if on_cpu else _GPU_DIM
         fitting = [b for b in _BLOCKS if config.page_size % b == 0]
-        self._in_place = bool(fitting) and config.kv_cache_dtype == config.dtype
+        dims = [d for x in config.layers for d in (x.head_dim, x.v_head_dim)]
+        as_stored = config.kv_cache_dtype == config.dtype and min(dims) >= self._least_dim
+        self._in_place = bool(fitting) and as_stored
         self._block = fitting[0] if self._in_place else _BLOCKS[0]
-        self._rows = _CPU_ROWS if config.device.type == "cpu" else _ROWS
         self._kernels = {self._shape(x): compiled_kernel(self._shape(x)) for x in config.layers}
         self._classes = {LayerGroup.of(layer) for layer in config.layers}
 
@@ -59,8 +67,8 @@ class FlexAttention(AttentionBackend):
             str(self.config.device),
             TORCH_DTYPES[self.config.dtype],
             layer.num_kv_heads,
-            layer.head_dim,
-            layer.v_head_dim,
+            max(layer.head_dim, self._least_dim),
+            max(layer.v_head_dim, self._least_dim),
             layer.scale,
             layer.logit_cap,
             self._block,
@@ -141,13 +149,25 @@ class FlexAttention(AttentionBackend):
             k, v = read_kv(cache, gather.slots, q.dtype)
             assert v is not None  # the row is of kind mha
             v = v.masked_fill(gather.dead[..., None, None], 0)  # 0 times NaN is NaN
+            k, v = self._padded(k), self._padded(v)
         assert v is not None
-        kv_heads, dim, v_dim = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+        if max(k.numel(), v.numel()) > self._most:  # a larger pool: its blocks of this pass alone
+            tiles, blocks = tiles.compact()
+            per = k.shape[1] // self._block
+            at = (blocks // per, blocks % per)
+            k, v = (x.view(len(x), per, self._block, *x.shape[2:])[at] for x in (k, v))
+        kv_heads, v_dim = layer.num_kv_heads, layer.v_head_dim
         (count, queries), group = tiles.tokens.shape, layer.num_q_heads // layer.num_kv_heads
         # copied, so that the strides are always those of the probe
+        q = self._padded(q)
+        dim = q.shape[-1]
         rows = q.new_empty(count, kv_heads, queries * group, dim)
         picked = q[tiles.tokens].view(count, queries, kv_heads, group, dim).transpose(1, 2)
         rows.view(count, kv_heads, queries, group, dim).copy_(picked)
-        done = compiled(rows, k, v, tiles)
-        done = done.view(count, kv_heads, queries, group, v_dim).transpose(1, 2)
+        done = compiled(rows, k, v, tiles)[..., :v_dim]
+        done = done.reshape(count, kv_heads, queries, group, v_dim).transpose(1, 2)
         return done.reshape(count * queries, kv_heads * group, v_dim)[tiles.picks]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        lacking = self._least_dim - x.shape[-1]
+        return torch.nn.functional.pad(x, (0, lacking)) if lacking > 0 else x

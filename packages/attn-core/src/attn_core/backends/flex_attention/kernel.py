@@ -142,16 +142,31 @@ def compiled_kernel(shape: KernelShape) -> Kernel:
 
 
 def _at(table: Tensor, index: Tensor) -> Tensor:
-    """Look up a table whose index is in range: no check, and no size in the compiled code.
+    """Look up a table whose index is in range.
 
-    (A size in a mask can break the build: inductor's CPU template may take its name for its own.)
+    On a CPU without a check and without a size in the compiled code: inductor's template there may
+    take the name of a size for its own. Its templates in Triton take no masked load in a mask.
     """
+    if table.device.type != "cpu":
+        return table[index]
     picked: Tensor = torch.ops.aten._unsafe_masked_index(table, index == index, [index], 0)
     return picked
 
 
+def _options(shape: KernelShape) -> Any:
+    """Return the keys of a tile in Triton: inductor's own number need not divide a block of keys.
+
+    Halved for wide heads and for float32, so that two tensors of tiles fit the shared memory.
+    """
+    if shape.device.startswith("cpu"):
+        return None
+    wide = max(shape.head_dim, shape.v_head_dim) > 128
+    keys = 64 >> (wide + (shape.dtype == torch.float32))
+    return {"BLOCK_N": min(shape.block, keys)}
+
+
 def _attend(shape: KernelShape) -> Callable[..., Tensor]:
-    block, scale = shape.block, shape.scale
+    block, scale, options = shape.block, shape.scale, _options(shape)
     q_block = math.ceil(shape.max_rows / 128) * 128
     cap = shape.logit_cap or 0.0
 
@@ -192,7 +207,10 @@ def _attend(shape: KernelShape) -> Callable[..., Tensor]:
             mask_mod=visible,
         )
         score_mod = capped if cap else None
-        return flex_attention(q, keys, values, score_mod=score_mod, block_mask=mask, scale=scale)
+        return flex_attention(
+            q, keys, values, score_mod=score_mod, block_mask=mask, scale=scale,
+            kernel_options=options,
+        )  # fmt: skip
 
     # torch bounds the compilations of a code object and learns from its earlier ones which numbers
     # vary; all kernels come from this one, so each gets a copy with a name of its own

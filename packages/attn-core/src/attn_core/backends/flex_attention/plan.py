@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class Tiles:
     real: Tensor
     logical: Tensor
     _lists: dict[int, Lists] = field(default_factory=dict)
+    _compact: list[tuple[Tiles, Tensor]] = field(default_factory=list)
 
     def lists(self, blocks: int) -> Lists:
         """List the blocks for a pool of so many; once per pass, by the first layer that knows."""
@@ -82,6 +83,25 @@ class Tiles:
                 starts=starts,
             )
         return self._lists[blocks]
+
+    def compact(self) -> tuple[Tiles, Tensor]:
+        """Return the tiles over a copy of the blocks that they read, and these blocks, int64 [n].
+
+        Once per pass; the number of the blocks is read from the device.
+        """
+        if not self._compact:
+            counts = (self.partial_count, self.full_count)
+            listed = [
+                x.masked_fill(torch.arange(x.shape[1], device=x.device) >= count[:, :, 0], 0)
+                for x, count in zip((self.partial, self.full), counts, strict=True)
+            ]
+            blocks, at = torch.unique(torch.cat(listed, 1), return_inverse=True)
+            partial, full = at.int().split([x.shape[1] for x in listed], 1)
+            if len(blocks) < 2:  # one block alone would be compiled anew
+                blocks = blocks.repeat(2)
+            tiles = replace(self, partial=partial, full=full, _lists={}, _compact=[])
+            self._compact.append((tiles, blocks.long()))
+        return self._compact[0]
 
 
 def _widened(listed: Tensor, blocks: int) -> Tensor:
