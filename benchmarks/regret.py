@@ -33,11 +33,12 @@ from attn_core.errors import AttnError, UsageError
 from attn_core.measure.candidates import Job, jobs
 from attn_core.measure.session import session
 from attn_core.measure.timing import Clock, clock_of, measure
+from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.ranking import shipped_profile
 from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
-from attn_core.spec.device import Device
+from attn_core.spec.device import Device, parse_device
 from attn_core.spec.kinds import Phase, Role
 from attn_core.spec.requirements import Requirements, Speculation
 
@@ -78,6 +79,7 @@ class Field:
     device: Device
     backends: Mapping[str, Contestant]
     profile: Profile | None
+    libraries: Libraries
 
     def choice(self, case: Case, profile: Profile | None) -> tuple[Record, Record]:
         """Return which backend select() takes for this pass and by what, and who refuses it.
@@ -91,7 +93,7 @@ class Field:
                 needs_of(case),
                 self.device,
                 self.registry,
-                self.registry.installed_libraries(),
+                self.libraries,
                 Overrides(allow=tuple(self.backends), deny=tuple(refused)),
                 profile,
                 workload=OnePass(size=size),
@@ -173,7 +175,7 @@ def tuning_jobs(cases: Sequence[Case], field: Field) -> list[Job]:
     found: dict[Any, Job] = {}
     drafts = [(n, topk) for n in DRAFTS for topk in (1, 2)]
     kinds = (None, *(Speculation(topk=k, num_draft_tokens=n) for n, k in drafts))
-    libraries, overrides = field.registry.installed_libraries(), Overrides(allow=(*field.backends,))
+    libraries, overrides = field.libraries, Overrides(allow=(*field.backends,))
     for speculation, (needs, _) in itertools.product(kinds, forms.most_common()):
         asked: Requirements = replace(needs, speculation=speculation)
         few = FEW if speculation and speculation.num_draft_tokens != DRAFTS[0] else 1
@@ -211,6 +213,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--count", type=int, default=COUNT, help=f"shapes to draw (default: {COUNT})")
     add("--seed", default=default_seed(), help="what draws them (default: attn-core's version)")
     add("--out", type=pathlib.Path, help="default: benchmarks/results/regret.<device>.json")
+    add("--again", action="store_true", help="choose again over the times of a record, --out")
     return parser.parse_args(arguments)
 
 
@@ -240,7 +243,10 @@ def main(
 ) -> int:
     """Run; `cases` and `clock` are for tests. Return 1 if a limit is exceeded."""
     args = parse(list(sys.argv[1:] if arguments is None else arguments))
-    begin, device, registry = time.monotonic(), torch.device(args.device), load_plugins()
+    begin, registry = time.monotonic(), load_plugins()
+    if args.again:
+        return chosen_again(args, registry)
+    device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu judges small shapes on the CPU")
     here, path = device_kind(device), args.out
@@ -250,7 +256,8 @@ def main(
     drawn = draw(args.seed, device.type, args.count) if cases is None else cases
     try:
         backends = {c.name: c for c in contestants(args.backends, registry, device)}
-        field = Field(registry, here, backends, profile_of(args, registry, env, here))
+        libraries = registry.installed_libraries()
+        field = Field(registry, here, backends, profile_of(args, registry, env, here), libraries)
     except AttnError as error:
         raise SystemExit(str(error)) from None
     if args.tune:
@@ -278,6 +285,34 @@ def main(
     return 0 if summary(report["shapes"])["met"] else 1
 
 
+def chosen_again(args: argparse.Namespace, registry: Registry) -> int:
+    """Replace the choices of a record by this version's, for its device, libraries and profile.
+
+    The times stay, so that a change of the selection is judged without the device; --device names
+    that, as in cuda:sm90.
+    """
+    path: pathlib.Path = args.out
+    report: Record = json.loads(path.read_text())
+    env = report["environment"]
+    libraries = {**registry.installed_libraries(), **env}
+    here = replace(parse_device(args.device), name=env["device"], runtime=env.get("runtime"))
+    profile = store.read_profile(path.with_suffix(".profile.json"))
+    backends = {
+        name: our_backend(name, registry, torch.device("cpu")) for name in report["backends"]
+    }
+    field = Field(registry, here, backends, profile, libraries)
+    cases = {c.name: c for c in draw(report["seed"], here.type, report["drawn"])}
+    for shape in report["shapes"]:
+        if "error" not in shape:
+            shape[AUTOMATIC], _ = field.choice(cases[shape["name"]], profile)
+            shape[RULE], _ = field.choice(cases[shape["name"]], Profile())
+    report["chosen"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    report["summary"] = summary(report["shapes"])
+    write(path, report)
+    print(page(path.name, report))
+    return 0 if report["summary"]["met"] else 1
+
+
 def said(shape: Record) -> str:
     """Say in a line what became of a shape."""
     if "error" in shape:
@@ -295,8 +330,7 @@ def begun(
     """Return the report so far: the file's, if it is of the same run, else a new one."""
     profile, note = field.profile, ""
     if profile is None:
-        libraries = field.registry.installed_libraries()
-        profile, note = shipped_profile(field.device, field.registry, libraries)
+        profile, note = shipped_profile(field.device, field.registry, field.libraries)
     points = json.dumps(profile.to_json()).encode()
     asked = {
         "schema": SCHEMA,

@@ -114,6 +114,8 @@ def page(file: str, report: Record) -> str:
     source = f"a {kind} ({profile['points']} points)"
     if profile["note"]:
         source += f" ({profile['note']})"
+    if report.get("chosen"):
+        source += f", chosen again on {report['chosen'][:10]} over the times of that run,"
     text = _HEAD.format(
         device=env.get("device", "CPU"),
         date=report["date"][:10],

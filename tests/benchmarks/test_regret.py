@@ -19,6 +19,7 @@ from benchmarks import regret
 from benchmarks.ours import device_kind
 from benchmarks.regret_shapes import COUNT, PHASES, default_seed, draw, form_of, pass_of
 from benchmarks.regret_table import loss, losses, page, summary
+from benchmarks.results import FOLDER
 
 CPU = torch.device("cpu")
 SMALL = [c for c in CASES if c.page_size == 16 or c.phase in ("mla", "prefill")]
@@ -219,3 +220,20 @@ def test_one_pass_is_the_whole_workload():
     one = regret.OnePass(size=size)
     assert one.passes(regret.Phase.DECODE, None) == ((size, 1.0),)
     assert one.passes(regret.Phase.PREFILL, None) == ()
+
+
+def test_a_choice_is_made_again_over_recorded_times(tmp_path, capsys):
+    """The record of the H200 has the choices of this version: what changes them, makes them anew."""
+    record, profile = [FOLDER / f"regret.nvidia-h200{x}.json" for x in ("", ".profile")]
+    path = tmp_path / record.name
+    before = json.loads(record.read_text())
+    changed = json.loads(record.read_text())
+    for one in changed["shapes"]:
+        one["automatic"] = one["rule"]
+    path.write_text(json.dumps(changed))
+    (tmp_path / profile.name).write_text(profile.read_text())
+    regret.main(["--again", "--device", "cuda:sm90", "--out", str(path)])
+    after = json.loads(path.read_text())
+    assert after["shapes"] == before["shapes"]
+    assert after["summary"] == before["summary"]
+    assert "over the times of that run" in capsys.readouterr().out
