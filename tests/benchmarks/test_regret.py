@@ -223,7 +223,7 @@ def test_one_pass_is_the_whole_workload():
 
 
 def test_a_choice_is_made_again_over_recorded_times(tmp_path, capsys):
-    """The record of the H200 has the choices of this version: what changes them, makes them anew."""
+    """The record of the H200 has this version's choices: what changes them makes them anew."""
     record, profile = [FOLDER / f"regret.nvidia-h200{x}.json" for x in ("", ".profile")]
     path = tmp_path / record.name
     before = json.loads(record.read_text())
