@@ -92,6 +92,12 @@ def test_what_is_far_from_all_that_was_measured_has_no_estimate():
     assert estimate(profile, Pass.even("prefill", 1, 4096, 4096)) is None
 
 
+def test_times_of_any_size_have_estimates():
+    for us in (1e-300, 1e12):
+        found = estimate(profile_of(lambda x, us=us: us), Pass.even("decode", 3, 2000))
+        assert 0 < found.low <= found.us <= found.high < math.inf
+
+
 def test_heads_that_were_not_measured_are_part_of_the_work():
     """Measured with 8 and 32 KV heads, a layer of 16 takes what its bytes take."""
 

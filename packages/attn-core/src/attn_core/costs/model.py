@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
-from attn_core.costs.trend import Trend, work
+from attn_core.costs.trend import Trend, features
 
 SAME = 1 / 16  # lengths this close, relative, count as one
 FARTHEST = 4.0  # doublings, of a measured form that still stands for the asked one
@@ -104,7 +104,9 @@ class CostModel:
     def _trend(self, kind: _Kind) -> Trend:
         if kind not in self._trends:
             series = self._kinds[kind].items()
-            samples = [(work(f, x), c.us) for (f, _), points in series for x, c in points.items()]
+            samples = [
+                (features(f, x), c.us) for (f, _), points in series for x, c in points.items()
+            ]
             self._trends[kind] = Trend.fit(samples)
         return self._trends[kind]
 
@@ -116,9 +118,9 @@ class CostModel:
         if far == 0 and size in points:
             return Estimate(*_time(points[size], graphs), measured=True)
         trend, at = self._trend(kind), _axes(size)
-        base = math.log(trend.us(work(_filled(asked, measured), size)))
+        base = math.log(trend.us(features(_filled(asked, measured), size)))
         deviations = sorted(
-            (math.dist(at, _axes(x)), _deviation(cost, trend.us(work(measured, x))))
+            (math.dist(at, _axes(x)), _deviation(cost, trend.us(features(measured, x))))
             for x, cost in points.items()
         )
         shares = [(CLOSE + gap) ** -3 for gap, _ in deviations]

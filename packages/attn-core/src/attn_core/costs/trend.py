@@ -9,11 +9,12 @@ from attn_core.costs.shapes import Form, Pass
 
 SKEW = 0.8  # mean square of log-normal lengths over the square of their mean: (longest / mean)^0.8
 SWEEPS, STILL = 500, 1e-9  # of the fit: at most so many, and the relative change that ends it
+LEAST_US = 1e-3  # what is shorter counts as this long
 
-Work = tuple[float, ...]
+Features = tuple[float, ...]
 
 
-def work(form: Form, size: Pass) -> Work:
+def features(form: Form, size: Pass) -> Features:
     """Return what a kernel's time is made of: launch, programs, bytes, products, tail.
 
     These are 1, requests x KV heads, numbers of K and V, products of queries and keys, numbers of
@@ -38,17 +39,18 @@ def work(form: Form, size: Pass) -> Work:
 class Trend:
     """Microseconds a unit of each kind of work, none of them negative."""
 
-    per_unit: Work
+    per_unit: Features
 
     @staticmethod
-    def fit(samples: Sequence[tuple[Work, float]]) -> Trend:
-        """Fit (work, µs) by least squares of the relative error, with no negative part.
+    def fit(samples: Sequence[tuple[Features, float]]) -> Trend:
+        """Fit (features, µs) by least squares of the relative error, with no negative part.
 
         The method is coordinate descent over the normal equations.
         """
+        samples = [(x, max(us, LEAST_US)) for x, us in samples]
         kinds = range(len(samples[0][0]))
-        scale = [max(w[i] / us for w, us in samples) for i in kinds]
-        rows = [[w[i] / us / scale[i] for i in kinds] for w, us in samples]
+        scale = [max(x[i] / us for x, us in samples) for i in kinds]
+        rows = [[x[i] / us / scale[i] for i in kinds] for x, us in samples]
         gram = [[sum(r[i] * r[j] for r in rows) for j in kinds] for i in kinds]
         right = [sum(r[i] for r in rows) for i in kinds]
         found = [0.0 for _ in kinds]
@@ -62,5 +64,5 @@ class Trend:
                 break
         return Trend(tuple(x / s for x, s in zip(found, scale, strict=True)))
 
-    def us(self, work: Work) -> float:
-        return sum(a * b for a, b in zip(self.per_unit, work, strict=True))
+    def us(self, x: Features) -> float:
+        return max(LEAST_US, sum(a * b for a, b in zip(self.per_unit, x, strict=True)))
