@@ -296,11 +296,21 @@ def test_any_profile_is_taken_or_refused_in_words(seed):
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1e999}', b"null"])
-def test_a_file_that_is_no_profile_is_named(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"schema": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"schema": 1e999}', "schema"),
+        (b"null", "object"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_named(tmp_path, text, fault):
     path = tmp_path / "p.json"
     path.write_bytes(text)
-    with pytest.raises(UsageError, match=r"p\.json"):
+    with pytest.raises(UsageError, match=rf"p\.json.*{fault}"):
         store.read_profile(path)
 
 

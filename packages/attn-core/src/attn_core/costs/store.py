@@ -33,11 +33,23 @@ def parsed(path: pathlib.Path, what: str, parse: Callable[[Any], _T]) -> _T:
     """Return what `parse` makes of a JSON file; errors name the file. Raises UsageError."""
     text = content(path, what)
     try:
-        return parse(json.loads(text))
+        return parse(_loaded(text))
     except UsageError as error:
         raise UsageError(f"{what} {path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{what} {path}: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{what} {path}: it is no {what}: {error}") from None
+
+
+def _loaded(text: bytes) -> Any:
+    """Return plain data of JSON text. Raises UsageError in place of Python's own words."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise UsageError("its lists or objects are nested too deeply") from None
+    except ValueError:  # json reads integers of at most some thousand digits
+        raise UsageError("a number in it has too many digits") from None
 
 
 def content(path: pathlib.Path, what: str) -> bytes:
