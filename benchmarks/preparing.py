@@ -26,8 +26,11 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     the main thread.
     """
 
+    armed = True  # another thread may take the signal, and its handler then runs here later
+
     def over(number: int, frame: FrameType | None) -> None:
-        raise _OverLimit
+        if armed:
+            raise _OverLimit
 
     say(f"{name}: preparing")
     start, ended = time.perf_counter(), "failed after"
@@ -39,6 +42,7 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
                 signal.setitimer(signal.ITIMER_REAL, limit_s)
             result = prepare()
         finally:  # the alarm may come here, too: the outer `try` has it
+            armed = False
             if limit_s is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         ended = "prepared in"
