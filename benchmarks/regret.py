@@ -291,6 +291,8 @@ def chosen_again(args: argparse.Namespace, registry: Registry) -> int:
     The times stay, so that a change of the selection is judged without the device; --device names
     that, as in cuda:sm90.
     """
+    if args.out is None:
+        raise SystemExit("--again needs --out: the record to choose again for")
     path: pathlib.Path = args.out
     report: Record = json.loads(path.read_text())
     env = report["environment"]
