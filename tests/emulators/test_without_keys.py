@@ -15,8 +15,11 @@ CROSS = [
 ]
 
 
+RAGGED_ALONE = [("fa4", "sm90", True), ("ascend", "910b", True)]
+
+
 @pytest.mark.parametrize("case", RAGGED)
-@pytest.mark.parametrize(("name", "arch", "sinks"), [*CROSS, ("fa4", "sm90", True)])
+@pytest.mark.parametrize(("name", "arch", "sinks"), [*CROSS, *RAGGED_ALONE])
 def test_a_ragged_query_without_keys(name, arch, sinks, case, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_ARCH", arch.removeprefix("sm"))
     if name == "flashinfer" and RAGGED[case][2]:
