@@ -137,7 +137,8 @@ def test_lengths_are_read_once_for_all_layers(vendor):
     first = ragged._calls(ends, ends, False, False)
     assert ragged._calls(ends, ends, False, False) is first
     assert ragged._calls(ends, ends, True, False) is not first
-    assert ragged._calls(ends, ends.clone(), False) is not first
+    assert ragged._calls(ends, ends, False, True) is not first
+    assert ragged._calls(ends, ends.clone(), False, False) is not first
     assert key_lens(ends) == [3, 4]
     ends[2] = 9
     assert key_lens(ends) == [3, 6]
