@@ -1,0 +1,337 @@
+"""GDN's prompts in one kernel for Hopper: what prepare_gdn and scan do, with T and P · T on chip.
+
+Four groups of four warps have a part each. One inverts the matrix of a chunk; it has nothing else
+to do, since its chain is the longest. Two carry 64 rows of a state each. One copies tokens and
+computes P · T and the outputs, from what the others leave in shared memory. The products are those
+of the two kernels, and so are the bits.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
+from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.hopper.scan import load_state, write_outputs
+from attn_core.backends.triton.linear.hopper.solve import (
+    CHUNK,
+    LINE,
+    LOG2_E,
+    A,
+    barrier,
+    diagonal_blocks,
+    inverse_of_blocks,
+    norms_of,
+    product,
+    share,
+    solve,
+    sums,
+)  # fmt: skip
+
+W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+R = gl.constexpr(gl.SliceLayout(1, A))
+N = gl.constexpr(gl.SliceLayout(0, A))
+GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all 64 tokens
+# What is kept of a solved chunk beside T: a line of each, and one line of the chunk's decay.
+INTO, OUT_OF, LOGS, NORMS, KEPT, FACTORS = map(gl.constexpr, range(6))
+
+
+@gluon.jit
+def raw_gates(inputs, first, hv, count):
+    """Return g and beta [64] of a chunk as they are."""
+    i = gl.arange(0, CHUNK, GATES)
+    g = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    beta = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    return gl.load(g, mask=i < count, other=0.0), gl.load(beta, mask=i < count, other=0.0)
+
+
+@gluon.jit
+def zero_rows(tiles, stage, count):
+    """Zero the rows from `count` on: they are another request's tokens, and may be NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], tiles.dtype)
+    parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * 16, 8, CHUNK], PART)
+    row = gl.arange(0, 8, gl.SliceLayout(1, L))
+    for i in range(count // 8, 8):
+        inside = (i * 8 + row < count)[:, None]
+        for panel in gl.static_range(2):  # of 64 columns
+            part = parts.index(stage * 16 + panel * 8 + i)
+            part.store(gl.where(inside, part.load(L), 0.0).to(tiles.dtype))
+
+
+@gluon.jit
+def solve_chunks(given, C: gl.constexpr):
+    """Leave T of each chunk, and what its keys, updates and queries are multiplied by."""
+    keys, values, solved, half_tile, lines, factors, works, inputs, weights, numbers, request, hv = (
+        given
+    )
+    begin, tokens, _, num_chunks = request
+    first = begin.to(gl.int64)
+    below, work = works.index(0), works.index(1)
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    a_log, bias = head_weights(weights, hv, 0, C)
+    raw_g, raw_beta = raw_gates(inputs, first, hv, tokens)
+    for j in range(num_chunks):
+        left = tokens - j * CHUNK
+        keys.wait_full(j)
+        if left < CHUNK:
+            values.wait_full(j)
+            zero_rows(keys.tile, keys.stage(j), left)
+            zero_rows(values.tile, values.stage(j), left)
+            hopper.fence_async_shared()
+            barrier()
+        k = keys.tile.index(keys.stage(j))
+        kk = hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        inside = gl.arange(0, CHUNK, GATES) < left
+        g = gl.where(inside, log_decay(raw_g, a_log, bias, numbers.lower_bound, C), 0.0)
+        beta = gl.where(inside, update_rate(raw_beta, C), 0.0)
+        raw_g, raw_beta = raw_gates(inputs, first + (j + 1) * CHUNK, hv, left - CHUNK)
+        G = gl.associative_scan(g, 0, sums) * LOG2_E
+        total = gl.sum(g, 0)
+        lines.index(0).store(G)
+        lines.index(1).store(beta)
+        barrier()
+        G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
+        kk = hopper.warpgroup_mma_wait(0, deps=[kk])
+        norm = norms_of(kk, numbers.eps, C.NORM)
+        lines.index(2).store(norm)
+        barrier()
+        keys.release(j)
+        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
+        Z = kk * (decay * lines.index(2).load(N)[None, :])
+        blocks = diagonal_blocks(Z)
+        below.store((Z * (norm * lines.index(1).load(R))[:, None]).to(gl.float16))
+        D = inverse_of_blocks(blocks, norm, lines.index(1), gl.float16)
+        solved.wait_free(j)
+        place = solved.stage(j)
+        at = place * FACTORS
+        factors.index(at + INTO).store(gl.exp2(G_row) * norm)
+        factors.index(at + OUT_OF).store(gl.exp2(total * LOG2_E - G_row) * norm)
+        factors.index(at + LOGS).store(G_row)
+        factors.index(at + NORMS).store(norm)
+        factors.index(at + KEPT).store(gl.full([CHUNK], 1.0, gl.float32, R) * gl.exp(total))
+        half = half_tile.index(place)
+        T = solve(D, lines.index(1), below, work, half)
+        barrier()  # all warps' products have read `half`
+        half.store(T.to(gl.float16))
+        solved.tile.index(place).store(T.to(solved.tile.dtype))
+        hopper.fence_async_shared()
+        barrier()
+        solved.fill(j)
+
+
+@gluon.jit
+def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
+    """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
+    keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv = carried
+    before, updates = hands[HALF]
+    tokens, first, num_chunks = request[1], request[2], request[3]
+    dtype: gl.constexpr = keys.tile.dtype
+    zero = gl.full([64, CHUNK], 0.0, gl.float32, A)
+    row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
+    column = gl.arange(0, C.K, gl.SliceLayout(0, W))
+    at = (hv * C.V + row)[:, None] * C.K + column[None, :]
+    S = load_state(states, slots, b, at, C)
+    for j in range(num_chunks):
+        state, x_tile = before.tile, updates.tile
+        before.wait_free(j)
+        state.store(S.to(dtype))
+        hopper.fence_async_shared()
+        barrier()
+        before.fill(j)
+        values.wait_full(j)
+        keys.wait_full(j)
+        solved.wait_full(j)
+        k = keys.tile.index(keys.stage(j))
+        sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        found = solved.stage(j) * FACTORS
+        v = values.tile.index(values.stage(j)).slice(HALF * 64, 64, dim=1)
+        x = v.permute((1, 0)).load(A)
+        f_in = factors.index(found + INTO).load(N)
+        sk = hopper.warpgroup_mma_wait(0, deps=[sk])
+        x = (x.to(gl.float32) - sk * f_in[None, :]).to(dtype)
+        update = gl.convert_layout(x, gl.DotOperandLayout(0, A, 2))
+        T = solved.tile.index(solved.stage(j)).permute((1, 0))
+        u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
+        updates.wait_free(j)
+        x_tile.store(x)
+        hopper.fence_async_shared()
+        barrier()
+        updates.fill(j)
+        S = S * factors.index(found + KEPT).load(gl.SliceLayout(1, W))[:, None]
+        f_out = factors.index(found + OUT_OF).load(N)
+        u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
+        u = gl.convert_layout((u * f_out[None, :]).to(dtype), gl.DotOperandLayout(0, W, 2))
+        S = hopper.warpgroup_mma(u, k, S, is_async=True)
+        S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
+        barrier()  # all warps' products have read the chunk
+        keys.release(j)
+        values.release(j)
+        solved.release(j)
+        if C.CHECKPOINTS:
+            kept = gl.load(checkpoints + first + j).to(gl.int64)
+            if kept >= 0:
+                target = states.ptr + kept * states.slot_stride + at
+                gl.store(target, S.to(states.ptr.dtype.element_ty))
+    write = gl.load(slots.write + b).to(gl.int64)
+    if (write >= 0) & (gl.load(slots.read + b) >= 0):
+        target = states.ptr + write * states.slot_stride + at
+        gl.store(target, S.to(states.ptr.dtype.element_ty))
+
+
+@gluon.jit
+def copy(channel, x_map, j, begin, head):
+    """Begin to copy one head of a chunk's tokens, also rows past the last one."""
+    full = channel.full.index(channel.stage(j))
+    mbarrier.expect(full, CHUNK * 128 * 2)
+    tile = channel.tile.index(channel.stage(j))
+    tma.async_copy_global_to_shared(x_map, [begin + j * CHUNK, head * 128], full, tile)
+
+
+@gluon.jit
+def write_chunks(written, C: gl.constexpr):
+    """Copy the tokens of all chunks, and compute the outputs of each."""
+    (
+        keys, queries, values, solved, half_tile, P_tile, line, factors, hands, maps, out, numbers,
+        request, hv,
+    ) = written  # fmt: skip
+    k_map, q_map, v_map = maps
+    begin, tokens, _, num_chunks = request
+    dtype: gl.constexpr = keys.tile.dtype
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    h = hv // C.GROUP
+    upper, lower = hands
+    if num_chunks > 0:
+        copy(keys, k_map, 0, begin, h)
+        copy(queries, q_map, 0, begin, h)
+        copy(values, v_map, 0, begin, hv)
+    if num_chunks > 1:
+        copy(keys, k_map, 1, begin, h)
+    for j in range(num_chunks):
+        q = queries.tile.index(queries.stage(j))
+        q_columns = q.permute((1, 0))
+        queries.wait_full(j)
+        qq = hopper.warpgroup_mma(q, q_columns, zero, use_acc=False, is_async=True)
+        keys.wait_full(j)
+        k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
+        qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
+        qq = hopper.warpgroup_mma_wait(1, deps=[qq])
+        norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
+        solved.wait_full(j)
+        found = solved.stage(j) * FACTORS
+        logs = factors.index(found + LOGS)
+        G_row, G_column = logs.load(R), logs.load(N)
+        line.store(gl.exp2(G_row) * norm)
+        qk = hopper.warpgroup_mma_wait(0, deps=[qk])
+        below = gl.arange(0, CHUNK, R)[:, None] >= gl.arange(0, CHUNK, N)[None, :]
+        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
+        decay = decay * factors.index(found + NORMS).load(N)[None, :]
+        P = gl.where(below, qk, 0.0) * decay
+        P = (P * norm[:, None]).to(gl.float16)
+        share(P_tile, product(P, half_tile.index(solved.stage(j)), zero))
+        keys.release(j)
+        solved.release(j)
+        f_q = line.load(N)
+        upper[0].wait_full(j)
+        y = hopper.warpgroup_mma(upper[0].tile, q_columns, zero, use_acc=False, is_async=True)
+        lower[0].wait_full(j)
+        z = hopper.warpgroup_mma(lower[0].tile, q_columns, zero, use_acc=False, is_async=True)
+        if j + 1 < num_chunks:  # both states are those behind chunk j - 1
+            copy(queries, q_map, j + 1, begin, h)
+            values.wait_free(j + 1)
+            copy(values, v_map, j + 1, begin, hv)
+        if j + 2 < num_chunks:
+            keys.wait_free(j + 2)
+            copy(keys, k_map, j + 2, begin, h)
+        y, z = hopper.warpgroup_mma_wait(0, deps=[y, z])
+        barrier()
+        upper[0].release(j)
+        lower[0].release(j)
+        y, z = y * f_q[None, :], z * f_q[None, :]
+        P_columns = P_tile.permute((1, 0))
+        upper[1].wait_full(j)
+        y = hopper.warpgroup_mma(upper[1].tile, P_columns, y, is_async=True)
+        lower[1].wait_full(j)
+        z = hopper.warpgroup_mma(lower[1].tile, P_columns, z, is_async=True)
+        y, z = hopper.warpgroup_mma_wait(0, deps=[y, z])
+        barrier()  # the outputs take the place of the updates that all warps have read
+        upper[1].tile.permute((1, 0)).store(y.to(dtype))
+        lower[1].tile.permute((1, 0)).store(z.to(dtype))
+        barrier()
+        start, left = begin + j * CHUNK, tokens - j * CHUNK
+        write_outputs(upper[1].tile, out, start, hv, 0, left)
+        write_outputs(lower[1].tile, out, start, hv, 1, left)
+        barrier()
+        upper[1].release(j)
+        lower[1].release(j)
+
+
+@gluon.jit
+def fused_gdn_hopper(
+    k_map, q_map, v_map, inputs, weights, numbers, out, states, slots, checkpoints, chunks,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Run all chunks of a request and value head. Grid: (B · HV).
+
+    k_map, q_map, v_map: tokens [T, H · D], 64 of one head at a time.
+    """
+    hv = gl.program_id(0) % C.HV
+    b = gl.load(chunks.order + gl.program_id(0) // C.HV)
+    begin = gl.load(chunks.cu_seqlens + b)
+    tokens = gl.load(chunks.cu_seqlens + b + 1) - begin
+    num_chunks = gl.where(gl.load(slots.read + b) >= 0, (tokens + CHUNK - 1) // CHUNK, 0)
+    request = (begin, tokens, gl.load(chunks.first + b), num_chunks)
+    T: gl.constexpr = inputs.v.ptr.dtype.element_ty
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 128], T)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
+    keys = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
+    queries = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, 128], ROWS), 2)
+    values = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, 128], ROWS), 2)
+    solved = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE), 2)
+    upper = (
+        new_channel(gl.allocate_shared_memory(T, [64, 128], ROWS), 1),
+        new_channel(gl.allocate_shared_memory(T, [64, CHUNK], SQUARE), 1),
+    )
+    lower = (
+        new_channel(gl.allocate_shared_memory(T, [64, 128], ROWS), 1),
+        new_channel(gl.allocate_shared_memory(T, [64, CHUNK], SQUARE), 1),
+    )
+    half_tile = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
+    works = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
+    P_tile = gl.allocate_shared_memory(T, [CHUNK, CHUNK], SQUARE)
+    lines = gl.allocate_shared_memory(gl.float32, [3, CHUNK], LINE)
+    line = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], LINE)
+    init_barriers((keys,), 1, 4)
+    init_barriers((queries,), 1, 1)
+    init_barriers((values,), 1, 2)
+    init_barriers((solved,), 1, 3)
+    init_barriers((upper[0], upper[1], lower[0], lower[1]), 1, 1)
+    hopper.fence_async_shared()
+    hands = (upper, lower)
+    carried = (keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv)
+    given = (
+        keys, values, solved, half_tile, lines, factors, works, inputs, weights, numbers, request,
+        hv,
+    )  # fmt: skip
+    written = (
+        keys, queries, values, solved, half_tile, P_tile, line, factors, hands, (k_map, q_map, v_map),
+        out, numbers, request, hv,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (carry, (carried, 0, C)),
+            (carry, (carried, 1, C)),
+            (solve_chunks, (given, C)),
+            (write_chunks, (written, C)),
+        ],
+        [4, 4, 4],
+        [152, 104, 104],
+    )
