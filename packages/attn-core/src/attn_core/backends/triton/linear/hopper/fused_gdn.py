@@ -38,8 +38,6 @@ W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 R = gl.constexpr(gl.SliceLayout(1, A))
 N = gl.constexpr(gl.SliceLayout(0, A))
 GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all 64 tokens
-# What is kept of a solved chunk beside T: a line of each, and one line of the chunk's decay.
-INTO, OUT_OF, LOGS, NORMS, KEPT, FACTORS = map(gl.constexpr, range(6))
 
 
 @gluon.jit
@@ -67,10 +65,15 @@ def zero_rows(tiles, stage, count):
 
 @gluon.jit
 def solve_chunks(given, C: gl.constexpr):
-    """Leave T of each chunk, and what its keys, updates and queries are multiplied by."""
+    """Leave T of each chunk, and what its keys, updates and queries are multiplied by.
+
+    A line [64] is a buffer of its own: Triton waits between two stores to parts of one.
+    """
     keys, values, solved, half_tile, lines, factors, works, inputs, weights, numbers, request, hv = (
         given
     )
+    into_lines, out_lines, kept_lines, log_lines, norm_lines = factors
+    log_line, beta_line, norm_line = lines
     begin, tokens, _, num_chunks = request
     first = begin.to(gl.int64)
     below, work = works.index(0), works.index(1)
@@ -94,35 +97,32 @@ def solve_chunks(given, C: gl.constexpr):
         raw_g, raw_beta = raw_gates(inputs, first + (j + 1) * CHUNK, hv, left - CHUNK)
         G = gl.associative_scan(g, 0, sums) * LOG2_E
         total = gl.sum(g, 0)
-        lines.index(0).store(G)
-        lines.index(1).store(beta)
+        log_line.store(G)
+        beta_line.store(beta)
         barrier()
-        G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
+        G_row, G_column = log_line.load(R), log_line.load(N)
         kk = hopper.warpgroup_mma_wait(0, deps=[kk])
         norm = norms_of(kk, numbers.eps, C.NORM)
-        lines.index(2).store(norm)
+        norm_line.store(norm)
         barrier()
-        keys.release(j)
         decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        Z = kk * (decay * lines.index(2).load(N)[None, :])
+        Z = kk * (decay * norm_line.load(N)[None, :])
         blocks = diagonal_blocks(Z)
-        below.store((Z * (norm * lines.index(1).load(R))[:, None]).to(gl.float16))
-        D = inverse_of_blocks(blocks, norm, lines.index(1), gl.float16)
+        below.store((Z * (norm * beta_line.load(R))[:, None]).to(gl.float16))
+        D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
         solved.wait_free(j)
         place = solved.stage(j)
-        at = place * FACTORS
-        factors.index(at + INTO).store(gl.exp2(G_row) * norm)
-        factors.index(at + OUT_OF).store(gl.exp2(total * LOG2_E - G_row) * norm)
-        factors.index(at + LOGS).store(G_row)
-        factors.index(at + NORMS).store(norm)
-        factors.index(at + KEPT).store(gl.full([CHUNK], 1.0, gl.float32, R) * gl.exp(total))
+        into_lines.index(place).store(gl.exp2(G_row) * norm)
+        out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
+        log_lines.index(place).store(G_row)
+        norm_lines.index(place).store(norm)
+        kept_lines.index(place).store(gl.full([CHUNK], 1.0, gl.float32, R) * gl.exp(total))
         half = half_tile.index(place)
-        T = solve(D, lines.index(1), below, work, half)
+        T = solve(D, beta_line, below, work, half)
         barrier()  # all warps' products have read `half`
         half.store(T.to(gl.float16))
         solved.tile.index(place).store(T.to(solved.tile.dtype))
         hopper.fence_async_shared()
-        barrier()
         solved.fill(j)
 
 
@@ -130,6 +130,7 @@ def solve_chunks(given, C: gl.constexpr):
 def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
     """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
     keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv = carried
+    into_lines, out_lines, kept_lines = factors[0], factors[1], factors[2]
     before, updates = hands[HALF]
     tokens, first, num_chunks = request[1], request[2], request[3]
     dtype: gl.constexpr = keys.tile.dtype
@@ -143,36 +144,31 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
         before.wait_free(j)
         state.store(S.to(dtype))
         hopper.fence_async_shared()
-        barrier()
         before.fill(j)
         values.wait_full(j)
         keys.wait_full(j)
         solved.wait_full(j)
         k = keys.tile.index(keys.stage(j))
         sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        found = solved.stage(j) * FACTORS
+        place = solved.stage(j)
         v = values.tile.index(values.stage(j)).slice(HALF * 64, 64, dim=1)
         x = v.permute((1, 0)).load(A)
-        f_in = factors.index(found + INTO).load(N)
+        f_in = into_lines.index(place).load(N)
         sk = hopper.warpgroup_mma_wait(0, deps=[sk])
         x = (x.to(gl.float32) - sk * f_in[None, :]).to(dtype)
         update = gl.convert_layout(x, gl.DotOperandLayout(0, A, 2))
-        T = solved.tile.index(solved.stage(j)).permute((1, 0))
+        T = solved.tile.index(place).permute((1, 0))
         u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
         updates.wait_free(j)
         x_tile.store(x)
         hopper.fence_async_shared()
-        barrier()
         updates.fill(j)
-        S = S * factors.index(found + KEPT).load(gl.SliceLayout(1, W))[:, None]
-        f_out = factors.index(found + OUT_OF).load(N)
+        S = S * kept_lines.index(place).load(gl.SliceLayout(1, W))[:, None]
+        f_out = out_lines.index(place).load(N)
         u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
         u = gl.convert_layout((u * f_out[None, :]).to(dtype), gl.DotOperandLayout(0, W, 2))
         S = hopper.warpgroup_mma(u, k, S, is_async=True)
         S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
-        barrier()  # all warps' products have read the chunk
-        keys.release(j)
-        values.release(j)
         solved.release(j)
         if C.CHECKPOINTS:
             kept = gl.load(checkpoints + first + j).to(gl.int64)
@@ -202,6 +198,7 @@ def write_chunks(written, C: gl.constexpr):
         request, hv,
     ) = written  # fmt: skip
     k_map, q_map, v_map = maps
+    log_lines, norm_lines = factors[3], factors[4]
     begin, tokens, _, num_chunks = request
     dtype: gl.constexpr = keys.tile.dtype
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
@@ -224,35 +221,30 @@ def write_chunks(written, C: gl.constexpr):
         qq = hopper.warpgroup_mma_wait(1, deps=[qq])
         norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
         solved.wait_full(j)
-        found = solved.stage(j) * FACTORS
-        logs = factors.index(found + LOGS)
-        G_row, G_column = logs.load(R), logs.load(N)
+        place = solved.stage(j)
+        G_row, G_column = log_lines.index(place).load(R), log_lines.index(place).load(N)
         line.store(gl.exp2(G_row) * norm)
         qk = hopper.warpgroup_mma_wait(0, deps=[qk])
         below = gl.arange(0, CHUNK, R)[:, None] >= gl.arange(0, CHUNK, N)[None, :]
         decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        decay = decay * factors.index(found + NORMS).load(N)[None, :]
+        decay = decay * norm_lines.index(place).load(N)[None, :]
         P = gl.where(below, qk, 0.0) * decay
         P = (P * norm[:, None]).to(gl.float16)
-        share(P_tile, product(P, half_tile.index(solved.stage(j)), zero))
-        keys.release(j)
+        share(P_tile, product(P, half_tile.index(place), zero))
         solved.release(j)
-        f_q = line.load(N)
         upper[0].wait_full(j)
         y = hopper.warpgroup_mma(upper[0].tile, q_columns, zero, use_acc=False, is_async=True)
         lower[0].wait_full(j)
         z = hopper.warpgroup_mma(lower[0].tile, q_columns, zero, use_acc=False, is_async=True)
-        if j + 1 < num_chunks:  # both states are those behind chunk j - 1
+        if j + 1 < num_chunks:  # all groups are done with the tokens of chunk j - 1
             copy(queries, q_map, j + 1, begin, h)
-            values.wait_free(j + 1)
             copy(values, v_map, j + 1, begin, hv)
         if j + 2 < num_chunks:
-            keys.wait_free(j + 2)
             copy(keys, k_map, j + 2, begin, h)
         y, z = hopper.warpgroup_mma_wait(0, deps=[y, z])
-        barrier()
         upper[0].release(j)
         lower[0].release(j)
+        f_q = line.load(N)
         y, z = y * f_q[None, :], z * f_q[None, :]
         P_columns = P_tile.permute((1, 0))
         upper[1].wait_full(j)
@@ -267,9 +259,20 @@ def write_chunks(written, C: gl.constexpr):
         start, left = begin + j * CHUNK, tokens - j * CHUNK
         write_outputs(upper[1].tile, out, start, hv, 0, left)
         write_outputs(lower[1].tile, out, start, hv, 1, left)
-        barrier()
         upper[1].release(j)
         lower[1].release(j)
+
+
+@gluon.jit
+def new_line():
+    """Return room for a number of each token of a chunk."""
+    return gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
+
+
+@gluon.jit
+def new_lines():
+    """Return the same, for two chunks that are solved."""
+    return gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
 
 
 @gluon.jit
@@ -306,12 +309,11 @@ def fused_gdn_hopper(
     half_tile = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
     works = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
     P_tile = gl.allocate_shared_memory(T, [CHUNK, CHUNK], SQUARE)
-    lines = gl.allocate_shared_memory(gl.float32, [3, CHUNK], LINE)
-    line = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], LINE)
-    init_barriers((keys,), 1, 4)
-    init_barriers((queries,), 1, 1)
-    init_barriers((values,), 1, 2)
+    lines = (new_line(), new_line(), new_line())
+    line = new_line()
+    factors = (new_lines(), new_lines(), new_lines(), new_lines(), new_lines())
+    init_barriers((keys,), 1, 1)
+    init_barriers((queries, values), 1, 1)
     init_barriers((solved,), 1, 3)
     init_barriers((upper[0], upper[1], lower[0], lower[1]), 1, 1)
     hopper.fence_async_shared()
@@ -333,5 +335,5 @@ def fused_gdn_hopper(
             (write_chunks, (written, C)),
         ],
         [4, 4, 4],
-        [152, 104, 104],
+        [144, 104, 120],
     )
