@@ -7,7 +7,8 @@ median over the rounds of medians with a cold L2, of plain calls and of replayed
 contestant raises is recorded, and the rest goes on. The file is written after each case. With
 --only the other cases of an earlier file stay, if device and libraries are the same. The exit code
 is 1 where a result of ours is wrong.
-`--sweep NAME` times candidate launch parameters of our own kernels instead, and writes nothing.
+`--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names, and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
-    add("--sweep", choices=SWEEPS, help="launch parameters of a kernel of ours")
+    add("--sweep", choices=SWEEPS, help="candidates of a kernel of ours")
     args = parser.parse_args(arguments)
     if args.peers != "all" and args.out is None and args.sweep is None:
         parser.error("--peers needs --out: a record has all peers")
@@ -227,10 +228,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen(args: argparse.Namespace) -> tuple[LinearContestant, ...]:
     """Return the contestants of a run."""
-    if args.sweep:
-        return candidates(args.sweep)
     names = args.peers.split(",")
     peers = (x for x in LINEAR_PEERS if args.peers == "all" or x.name in names)
+    if args.sweep:
+        return (*candidates(args.sweep), *(peers if args.peers != "all" else ()))
     return (OURS, *(x for x in peers if args.peers != "all" or x.available()))
 
 

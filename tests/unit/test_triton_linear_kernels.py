@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from attn_core.backends.triton.linear import gates, launch
 from attn_core.backends.triton.linear import verify as kernels
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
+from attn_core.backends.triton.linear.tuning import fuses
 from attn_core.errors import UsageError
 from linear_reference import draw, make_linear_layer
 
@@ -275,6 +276,29 @@ class TestPrefill:
 def test_head_dims_that_no_kernel_takes():
     with pytest.raises(UsageError, match="supports K of 16, 32, 64, 128 or 256"):
         launch.LinearArguments.of(make_linear_layer(dims=(96, 96)), "sm90")
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "fused"),
+    [
+        ((8192,), 32, False),
+        ((1024,) * 16, 32, True),
+        ((4096,) * 4, 32, True),
+        ((1024,) * 16, 8, True),
+        ((32768,) + (64,) * 31, 32, False),
+        ((64,) * 3, 32, False),
+        ((64,) * 4, 32, True),
+        ((), 32, False),
+        ((0, 0), 32, False),
+    ],
+)
+def test_one_kernel_where_the_longest_request_does_not_last_longer_than_the_rest(
+    lens, heads, fused
+):
+    chunks = [-(-n // 64) for n in lens]
+    sizes = (sum(chunks) * heads, max(chunks, default=0), 132)
+    assert fuses("sm90", *sizes) == fused
+    assert not fuses("sm100", *sizes)
 
 
 def test_a_plan_is_made_on_the_host_whatever_the_default_device_is():

@@ -159,7 +159,9 @@ def prefill(
     given = (inputs, weights, layer.numbers, plan.chunks, plan.work)
     if kernels.prepare is None:
         args = (weights, layer.numbers, rows, stored, places, spots, plan.chunks)
-        importlib.import_module(_HOPPER).launch_fused(kernels.scan, plan.batch * common.HV, inputs, args)
+        importlib.import_module(_HOPPER).launch_fused(
+            kernels.scan, plan.batch * common.HV, inputs, args
+        )
         return out
     if kernels.ahead:
         kernels.prepare.launch(

@@ -69,9 +69,20 @@ def solve_chunks(given, C: gl.constexpr):
 
     A line [64] is a buffer of its own: Triton waits between two stores to parts of one.
     """
-    keys, values, solved, half_tile, lines, factors, works, inputs, weights, numbers, request, hv = (
-        given
-    )
+    (
+        keys,
+        values,
+        solved,
+        half_tile,
+        lines,
+        factors,
+        works,
+        inputs,
+        weights,
+        numbers,
+        request,
+        hv,
+    ) = given
     into_lines, out_lines, kept_lines, log_lines, norm_lines = factors
     log_line, beta_line, norm_line = lines
     begin, tokens, _, num_chunks = request
