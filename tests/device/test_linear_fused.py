@@ -114,7 +114,7 @@ def test_heads_that_do_not_lie_side_by_side_take_two_kernels():
     q, k, v, *gates = x.tokens
     wide = torch.zeros(*k.shape[:2], 256, dtype=k.dtype)[..., :128].copy_(k)
     assert same(x.run(tokens=[q, wide, v, *gates]), x.by_two())
-    assert [*x.kept.prefills.values()][0].prepare is not None
+    assert next(iter(x.kept.prefills.values())).prepare is not None
 
 
 def test_equal_prompts_that_fill_the_device():

@@ -143,7 +143,7 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
     keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv = carried
     into_lines, out_lines, kept_lines = factors[0], factors[1], factors[2]
     before, updates = hands[HALF]
-    tokens, first, num_chunks = request[1], request[2], request[3]
+    first, num_chunks = request[2], request[3]
     dtype: gl.constexpr = keys.tile.dtype
     zero = gl.full([64, CHUNK], 0.0, gl.float32, A)
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
@@ -328,15 +328,15 @@ def fused_gdn_hopper(
     init_barriers((solved,), 1, 3)
     init_barriers((upper[0], upper[1], lower[0], lower[1]), 1, 1)
     hopper.fence_async_shared()
-    hands = (upper, lower)
+    maps, hands = (k_map, q_map, v_map), (upper, lower)
     carried = (keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv)
     given = (
         keys, values, solved, half_tile, lines, factors, works, inputs, weights, numbers, request,
         hv,
     )  # fmt: skip
     written = (
-        keys, queries, values, solved, half_tile, P_tile, line, factors, hands, (k_map, q_map, v_map),
-        out, numbers, request, hv,
+        keys, queries, values, solved, half_tile, P_tile, line, factors, hands, maps, out, numbers,
+        request, hv,
     )  # fmt: skip
     gl.warp_specialize(
         [
