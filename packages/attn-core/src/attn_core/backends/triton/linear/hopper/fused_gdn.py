@@ -50,6 +50,22 @@ def raw_gates(inputs, first, hv, count):
 
 
 @gluon.jit
+def keep_gates(gated, raw, head, numbers, left, j, C: gl.constexpr):
+    """Leave the summed log decays of a chunk, to base 2, its rates, and its whole log decay."""
+    channel, beta_lines, total_lines = gated
+    g, beta = raw
+    a_log, bias = head
+    inside = gl.arange(0, CHUNK, GATES) < left
+    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
+    beta = gl.where(inside, update_rate(beta, C), 0.0)
+    place = channel.stage(j)
+    channel.tile.index(place).store(gl.associative_scan(g, 0, sums) * LOG2_E)
+    beta_lines.index(place).store(beta)
+    total_lines.index(place).store(gl.full([CHUNK], 1.0, gl.float32, GATES) * gl.sum(g, 0))
+    channel.fill(j)
+
+
+@gluon.jit
 def zero_rows(tiles, stage, count):
     """Zero the rows from `count` on: they are another request's tokens, and may be NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -69,28 +85,12 @@ def solve_chunks(given, C: gl.constexpr):
 
     A line [64] is a buffer of its own: Triton waits between two stores to parts of one.
     """
-    (
-        keys,
-        values,
-        solved,
-        half_tile,
-        lines,
-        factors,
-        works,
-        inputs,
-        weights,
-        numbers,
-        request,
-        hv,
-    ) = given
+    keys, values, solved, gated, half_tile, norm_line, factors, works, numbers, request = given
     into_lines, out_lines, kept_lines, log_lines, norm_lines = factors
-    log_line, beta_line, norm_line = lines
-    begin, tokens, _, num_chunks = request
-    first = begin.to(gl.int64)
+    gates, beta_lines, total_lines = gated
+    tokens, num_chunks = request[1], request[3]
     below, work = works.index(0), works.index(1)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    a_log, bias = head_weights(weights, hv, 0, C)
-    raw_g, raw_beta = raw_gates(inputs, first, hv, tokens)
     for j in range(num_chunks):
         left = tokens - j * CHUNK
         keys.wait_full(j)
@@ -102,16 +102,10 @@ def solve_chunks(given, C: gl.constexpr):
             barrier()
         k = keys.tile.index(keys.stage(j))
         kk = hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        inside = gl.arange(0, CHUNK, GATES) < left
-        g = gl.where(inside, log_decay(raw_g, a_log, bias, numbers.lower_bound, C), 0.0)
-        beta = gl.where(inside, update_rate(raw_beta, C), 0.0)
-        raw_g, raw_beta = raw_gates(inputs, first + (j + 1) * CHUNK, hv, left - CHUNK)
-        G = gl.associative_scan(g, 0, sums) * LOG2_E
-        total = gl.sum(g, 0)
-        log_line.store(G)
-        beta_line.store(beta)
-        barrier()
-        G_row, G_column = log_line.load(R), log_line.load(N)
+        gates.wait_full(j)
+        known = gates.stage(j)
+        G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
+        beta_line = beta_lines.index(known)
         kk = hopper.warpgroup_mma_wait(0, deps=[kk])
         norm = norms_of(kk, numbers.eps, C.NORM)
         norm_line.store(norm)
@@ -123,11 +117,12 @@ def solve_chunks(given, C: gl.constexpr):
         D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
         solved.wait_free(j)
         place = solved.stage(j)
+        total = total_lines.index(known).load(R)
         into_lines.index(place).store(gl.exp2(G_row) * norm)
         out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
         log_lines.index(place).store(G_row)
         norm_lines.index(place).store(norm)
-        kept_lines.index(place).store(gl.full([CHUNK], 1.0, gl.float32, R) * gl.exp(total))
+        kept_lines.index(place).store(gl.exp(total))
         half = half_tile.index(place)
         T = solve(D, beta_line, below, work, half)
         barrier()  # all warps' products have read `half`
@@ -140,10 +135,19 @@ def solve_chunks(given, C: gl.constexpr):
 @gluon.jit
 def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
     """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
-    keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv = carried
+    keys, values, solved, gated, factors, hands, layer, states, slots, checkpoints, own = carried
+    inputs, weights, numbers = layer
+    request, b, hv = own
     into_lines, out_lines, kept_lines = factors[0], factors[1], factors[2]
     before, updates = hands[HALF]
-    first, num_chunks = request[2], request[3]
+    begin, tokens, first, num_chunks = request
+    if HALF:  # this group has the gates too, since it waits for others anyway
+        head = head_weights(weights, hv, 0, C)
+        token = begin.to(gl.int64)
+        raw = raw_gates(inputs, token, hv, tokens)
+        after = raw_gates(inputs, token + CHUNK, hv, tokens - CHUNK)
+        keep_gates(gated, raw, head, numbers, tokens, 0, C)
+        keep_gates(gated, after, head, numbers, tokens - CHUNK, 1, C)
     dtype: gl.constexpr = keys.tile.dtype
     zero = gl.full([64, CHUNK], 0.0, gl.float32, A)
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
@@ -179,8 +183,13 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
         u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
         u = gl.convert_layout((u * f_out[None, :]).to(dtype), gl.DotOperandLayout(0, W, 2))
         S = hopper.warpgroup_mma(u, k, S, is_async=True)
+        if HALF:
+            left = tokens - (j + 2) * CHUNK
+            raw = raw_gates(inputs, token + (j + 2) * CHUNK, hv, left)
         S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
         solved.release(j)
+        if HALF:  # all groups are done with the gates of chunk j
+            keep_gates(gated, raw, head, numbers, left, j + 2, C)
         if C.CHECKPOINTS:
             kept = gl.load(checkpoints + first + j).to(gl.int64)
             if kept >= 0:
@@ -320,20 +329,20 @@ def fused_gdn_hopper(
     half_tile = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
     works = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
     P_tile = gl.allocate_shared_memory(T, [CHUNK, CHUNK], SQUARE)
-    lines = (new_line(), new_line(), new_line())
-    line = new_line()
+    norm_line, line = new_line(), new_line()
+    gated = (new_channel(new_lines(), 2), new_lines(), new_lines())
     factors = (new_lines(), new_lines(), new_lines(), new_lines(), new_lines())
     init_barriers((keys,), 1, 1)
-    init_barriers((queries, values), 1, 1)
+    init_barriers((queries, values, gated[0]), 1, 1)
     init_barriers((solved,), 1, 3)
     init_barriers((upper[0], upper[1], lower[0], lower[1]), 1, 1)
     hopper.fence_async_shared()
     maps, hands = (k_map, q_map, v_map), (upper, lower)
-    carried = (keys, values, solved, factors, hands, states, slots, checkpoints, request, b, hv)
-    given = (
-        keys, values, solved, half_tile, lines, factors, works, inputs, weights, numbers, request,
-        hv,
+    carried = (
+        keys, values, solved, gated, factors, hands, (inputs, weights, numbers), states, slots,
+        checkpoints, (request, b, hv),
     )  # fmt: skip
+    given = (keys, values, solved, gated, half_tile, norm_line, factors, works, numbers, request)
     written = (
         keys, queries, values, solved, half_tile, P_tile, line, factors, hands, maps, out, numbers,
         request, hv,
@@ -346,5 +355,5 @@ def fused_gdn_hopper(
             (write_chunks, (written, C)),
         ],
         [4, 4, 4],
-        [144, 104, 120],
+        [152, 104, 112],
     )
