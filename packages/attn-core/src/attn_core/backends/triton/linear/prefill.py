@@ -1,4 +1,4 @@
-"""Run the kernels of prefill: a plan of the chunks once a pass, two launches a layer."""
+"""Run the kernels of prefill: a plan of the chunks once a pass, one or two launches a layer."""
 
 from __future__ import annotations
 
