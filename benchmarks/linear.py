@@ -189,6 +189,15 @@ def measure(
     return result
 
 
+def ratios(result: Record) -> list[str]:
+    """Say the times of candidates over that of the best peer, where a sweep has peers."""
+    known = {x.name for x in LINEAR_PEERS}
+    times = {x["name"]: spent for x in result["entries"] if (spent := best_us(x)) is not None}
+    best = min(known & {*times}, key=lambda name: times[name], default=None)
+    others = [name for name in times if name not in known]
+    return [] if best is None else [f"{x} / {best}: {times[x] / times[best]:.3f}" for x in others]
+
+
 def rounded(value: Any) -> Any:
     """Keep four digits of a float."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -275,8 +284,8 @@ def main(
         report["cases"].append(got)
         for record in got["entries"]:
             print(describe(record), flush=True)
-        if "ratio" in got:
-            print(f"  ours / {got['best_peer']}: {got['ratio']:.3f}", flush=True)
+        for line in ratios(got):
+            print(f"  {line}", flush=True)
         if not args.sweep:
             found = report | {"cases": in_order(others + report["cases"])}
             out.write_text(json.dumps(found, indent=1) + "\n")
