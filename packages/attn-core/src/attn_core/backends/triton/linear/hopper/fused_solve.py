@@ -82,9 +82,7 @@ def solve_chunks(given, C: gl.constexpr):
         left = tokens - j * CHUNK
         keys.wait_full(j)
         if left < CHUNK:
-            values.wait_full(j)
             zero_rows(keys.tile, keys.stage(j), left)
-            zero_rows(values.tile, values.stage(j), left)
             hopper.fence_async_shared()
             barrier()
         k = keys.tile.index(keys.stage(j))
@@ -112,6 +110,9 @@ def solve_chunks(given, C: gl.constexpr):
         kept_lines.index(place).store(gl.exp(total))
         half = half_tile.index(place)
         T = solve(D, beta_line, below, work, half)
+        values.wait_full(j)  # of each chunk: who skips one takes an earlier one for it
+        if left < CHUNK:
+            zero_rows(values.tile, values.stage(j), left)
         barrier()  # all warps' products have read `half`
         half.store(T.to(gl.float16))
         solved.tile.index(place).store(T.to(solved.tile.dtype))
