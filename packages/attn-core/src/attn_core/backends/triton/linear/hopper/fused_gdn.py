@@ -40,6 +40,20 @@ W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
+def keep_rows(states, slot, S, hv, HALF: gl.constexpr, C: gl.constexpr):
+    """Write 64 rows of a state to a slot, if there is one.
+
+    Columns are constants from a row's first, so that no addresses wait in registers from the first
+    chunk to the last.
+    """
+    if slot >= 0:
+        row = hv * C.V + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
+        rows = states.ptr + slot.to(gl.int64) * states.slot_stride + (row * C.K)[:, None]
+        columns = gl.arange(0, C.K, gl.SliceLayout(0, W))[None, :]
+        gl.store(rows + columns, S.to(states.ptr.dtype.element_ty))
+
+
+@gluon.jit
 def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
     """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
     keys, values, solved, gated, factors, hands, layer, states, slots, checkpoints, own = carried
@@ -98,10 +112,7 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
         if HALF:  # all groups are done with the gates of chunk j
             keep_gates(gated, raw, head, numbers, left, j + 2, C)
         if C.CHECKPOINTS:
-            kept = gl.load(checkpoints + first + j).to(gl.int64)
-            if kept >= 0:
-                target = states.ptr + kept * states.slot_stride + at
-                gl.store(target, S.to(states.ptr.dtype.element_ty))
+            keep_rows(states, gl.load(checkpoints + first + j), S, hv, HALF, C)
     write = gl.load(slots.write + b).to(gl.int64)
     if (write >= 0) & (gl.load(slots.read + b) >= 0):
         target = states.ptr + write * states.slot_stride + at
