@@ -152,11 +152,14 @@ def write_chunks(written, C: gl.constexpr):
         q = queries.tile.index(queries.stage(j))
         q_columns = q.permute((1, 0))
         queries.wait_full(j)
-        qq = hopper.warpgroup_mma(q, q_columns, zero, use_acc=False, is_async=True)
+        qq = zero
+        if C.NORM:
+            qq = hopper.warpgroup_mma(q, q_columns, zero, use_acc=False, is_async=True)
         keys.wait_full(j)
         k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
         qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
-        qq = hopper.warpgroup_mma_wait(1, deps=[qq])
+        if C.NORM:
+            qq = hopper.warpgroup_mma_wait(1, deps=[qq])
         norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
         solved.wait_full(j)
         place = solved.stage(j)
