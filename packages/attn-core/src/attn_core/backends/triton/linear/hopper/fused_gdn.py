@@ -1,9 +1,10 @@
 """GDN's prompts in one kernel for Hopper: what prepare_gdn and scan do, with T and P · T on chip.
 
 Four groups of four warps have a part each. One inverts the matrix of a chunk; it has nothing else
-to do, since its chain is the longest. Two carry 64 rows of a state each. One copies tokens and
-computes P · T and the outputs, from what the others leave in shared memory. The products are those
-of the two kernels, and so are the bits.
+to do, since its chain is the longest. One computes P · T and the outputs, from what the others leave
+in shared memory. Two carry 64 rows of a state each; they wait for the other groups, so that one of
+them copies tokens too, and the other one sums up the decays. The products are those of the two
+kernels, and so are the bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -40,6 +41,15 @@ W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 @gluon.jit
+def copy(channel, x_map, j, begin, head):
+    """Begin to copy one head of a chunk's tokens, also rows past the last one."""
+    full = channel.full.index(channel.stage(j))
+    mbarrier.expect(full, CHUNK * 128 * 2)
+    tile = channel.tile.index(channel.stage(j))
+    tma.async_copy_global_to_shared(x_map, [begin + j * CHUNK, head * 128], full, tile)
+
+
+@gluon.jit
 def keep_rows(states, slot, S, hv, HALF: gl.constexpr, C: gl.constexpr):
     """Write 64 rows of a state to a slot, if there is one.
 
@@ -56,13 +66,25 @@ def keep_rows(states, slot, S, hv, HALF: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
     """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
-    keys, values, solved, gated, factors, hands, layer, states, slots, checkpoints, own = carried
+    (
+        keys, queries, values, solved, gated, factors, hands, maps, layer, states, slots,
+        checkpoints, own,
+    ) = carried  # fmt: skip
+    k_map, q_map, v_map = maps
     inputs, weights, numbers = layer
     request, b, hv = own
     into_lines, out_lines, kept_lines = factors[0], factors[1], factors[2]
     before, updates = hands[HALF]
     begin, tokens, first, num_chunks = request
-    if HALF:  # this group has the gates too, since it waits for others anyway
+    h = hv // C.GROUP
+    if HALF == 0:  # this group copies the tokens too, and the other one has the gates: both wait
+        if num_chunks > 0:
+            copy(keys, k_map, 0, begin, h)
+            copy(queries, q_map, 0, begin, h)
+            copy(values, v_map, 0, begin, hv)
+        if num_chunks > 1:
+            copy(keys, k_map, 1, begin, h)
+    if HALF:
         head = head_weights(weights, hv, 0, C)
         token = begin.to(gl.int64)
         raw = raw_gates(inputs, token, hv, tokens)
@@ -99,6 +121,13 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
         x_tile.store(x)
         hopper.fence_async_shared()
         updates.fill(j)
+        if HALF == 0:
+            solved.wait_free(j + 1)  # all groups are done with the tokens of chunk j - 1
+            if j + 1 < num_chunks:
+                copy(queries, q_map, j + 1, begin, h)
+                copy(values, v_map, j + 1, begin, hv)
+            if j + 2 < num_chunks:
+                copy(keys, k_map, j + 2, begin, h)
         S = S * kept_lines.index(place).load(gl.SliceLayout(1, W))[:, None]
         f_out = out_lines.index(place).load(N)
         u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
@@ -120,34 +149,16 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def copy(channel, x_map, j, begin, head):
-    """Begin to copy one head of a chunk's tokens, also rows past the last one."""
-    full = channel.full.index(channel.stage(j))
-    mbarrier.expect(full, CHUNK * 128 * 2)
-    tile = channel.tile.index(channel.stage(j))
-    tma.async_copy_global_to_shared(x_map, [begin + j * CHUNK, head * 128], full, tile)
-
-
-@gluon.jit
 def write_chunks(written, C: gl.constexpr):
-    """Copy the tokens of all chunks, and compute the outputs of each."""
+    """Compute the outputs of each chunk, from states and updates that the other groups leave."""
     (
-        keys, queries, values, solved, half_tile, P_tile, line, factors, hands, maps, out, numbers,
-        request, hv,
+        keys, queries, solved, half_tile, P_tile, line, factors, hands, out, numbers, request, hv,
     ) = written  # fmt: skip
-    k_map, q_map, v_map = maps
     log_lines, norm_lines = factors[3], factors[4]
     begin, tokens, _, num_chunks = request
     dtype: gl.constexpr = keys.tile.dtype
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    h = hv // C.GROUP
     upper, lower = hands
-    if num_chunks > 0:
-        copy(keys, k_map, 0, begin, h)
-        copy(queries, q_map, 0, begin, h)
-        copy(values, v_map, 0, begin, hv)
-    if num_chunks > 1:
-        copy(keys, k_map, 1, begin, h)
     for j in range(num_chunks):
         q = queries.tile.index(queries.stage(j))
         q_columns = q.permute((1, 0))
@@ -177,11 +188,6 @@ def write_chunks(written, C: gl.constexpr):
         y = hopper.warpgroup_mma(upper[0].tile, q_columns, zero, use_acc=False, is_async=True)
         lower[0].wait_full(j)
         z = hopper.warpgroup_mma(lower[0].tile, q_columns, zero, use_acc=False, is_async=True)
-        if j + 1 < num_chunks:  # all groups are done with the tokens of chunk j - 1
-            copy(queries, q_map, j + 1, begin, h)
-            copy(values, v_map, j + 1, begin, hv)
-        if j + 2 < num_chunks:
-            copy(keys, k_map, j + 2, begin, h)
         y, z = hopper.warpgroup_mma_wait(0, deps=[y, z])
         upper[0].release(j)
         lower[0].release(j)
@@ -260,13 +266,12 @@ def fused_gdn_hopper(
     hopper.fence_async_shared()
     maps, hands = (k_map, q_map, v_map), (upper, lower)
     carried = (
-        keys, values, solved, gated, factors, hands, (inputs, weights, numbers), states, slots,
-        checkpoints, (request, b, hv),
+        keys, queries, values, solved, gated, factors, hands, maps, (inputs, weights, numbers),
+        states, slots, checkpoints, (request, b, hv),
     )  # fmt: skip
     given = (keys, values, solved, gated, half_tile, norm_line, factors, works, numbers, request)
     written = (
-        keys, queries, values, solved, half_tile, P_tile, line, factors, hands, maps, out, numbers,
-        request, hv,
+        keys, queries, solved, half_tile, P_tile, line, factors, hands, out, numbers, request, hv,
     )  # fmt: skip
     gl.warp_specialize(
         [
