@@ -1,10 +1,10 @@
 """GDN's prompts in one kernel for Hopper: what prepare_gdn and scan do, with T and P · T on chip.
 
 Four groups of four warps have a part each. One inverts the matrix of a chunk; it has nothing else
-to do, since its chain is the longest. One computes P · T and the outputs, from what the others leave
-in shared memory. Two carry 64 rows of a state each; they wait for the other groups, so that one of
-them copies tokens too, and the other one sums up the decays. The products are those of the two
-kernels, and so are the bits.
+to do, since its chain is the longest. One computes P · T and the outputs, from what the others
+leave in shared memory. Two carry 64 rows of a state each; they wait for the other groups, so that
+one of them copies tokens too, and the other one sums up the decays. The products are those of the
+two kernels, and so are the bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

@@ -67,6 +67,23 @@ def zero_rows(tiles, stage, count):
 
 
 @gluon.jit
+def begin_chunk(keys, j, left):
+    """Begin a chunk's product of its keys by themselves, as soon as they are there.
+
+    left: tokens from the chunk on. Without one the product is of what was there, and of no use.
+    """
+    if left > 0:
+        keys.wait_full(j)
+        if left < CHUNK:
+            zero_rows(keys.tile, keys.stage(j), left)
+            hopper.fence_async_shared()
+            barrier()
+    k = keys.tile.index(keys.stage(j))
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    return hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def solve_chunks(given, C: gl.constexpr):
     """Leave T of each chunk, and what its keys, updates and queries are multiplied by.
 
@@ -77,16 +94,9 @@ def solve_chunks(given, C: gl.constexpr):
     gates, beta_lines, total_lines = gated
     tokens, num_chunks = request[1], request[3]
     below, work = works.index(0), works.index(1)
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    kk = begin_chunk(keys, 0, gl.minimum(tokens, num_chunks * CHUNK))
     for j in range(num_chunks):
         left = tokens - j * CHUNK
-        keys.wait_full(j)
-        if left < CHUNK:
-            zero_rows(keys.tile, keys.stage(j), left)
-            hopper.fence_async_shared()
-            barrier()
-        k = keys.tile.index(keys.stage(j))
-        kk = hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         gates.wait_full(j)
         known = gates.stage(j)
         G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
@@ -110,6 +120,7 @@ def solve_chunks(given, C: gl.constexpr):
         kept_lines.index(place).store(gl.exp(total))
         half = half_tile.index(place)
         T = solve(D, beta_line, below, work, half)
+        kk = begin_chunk(keys, j + 1, left - CHUNK)  # it runs while T is stored
         values.wait_full(j)  # of each chunk: who skips one takes an earlier one for it
         if left < CHUNK:
             zero_rows(values.tile, values.stage(j), left)
@@ -118,3 +129,4 @@ def solve_chunks(given, C: gl.constexpr):
         solved.tile.index(place).store(T.to(solved.tile.dtype))
         hopper.fence_async_shared()
         solved.fill(j)
+    hopper.warpgroup_mma_wait(0, deps=[kk])
