@@ -32,6 +32,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 def save(path: pathlib.Path, record: Mapping[str, Any]) -> None:
     """Write a record, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(record, indent=2) + "\n")
     part.replace(path)
