@@ -85,9 +85,9 @@ def load(
 
     path: a directory with config.json, or a GGUF file. dtype: "bf16", "fp16", "fp32" or None: the
     model's, for a GGUF file fp32 on a CPU, else bf16. locked: as in select_for. step is called
-    with the name of each step before it. What can be wrong is looked at before the weights are loaded: the selection comes
-    first, then prepare(tokenizer, context_length), which may raise for a bad prompt. Raises
-    ModelConfigError, UnsupportedError, and what select() raises.
+    with the name of each step before it. What can be wrong is looked at before the weights are
+    loaded: the selection comes first, then prepare(tokenizer, context_length), which may raise for
+    a bad prompt. Raises ModelConfigError, UnsupportedError, and what select() raises.
     """
     step("selecting backends")
     keys = attempt(path, lambda: read_config(path))
