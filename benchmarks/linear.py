@@ -7,7 +7,8 @@ median over the rounds of medians with a cold L2, of plain calls and of replayed
 contestant raises is recorded, and the rest goes on. The file is written after each case. With
 --only the other cases of an earlier file stay, if device and libraries are the same. The exit code
 is 1 where a result of ours is wrong.
-`--sweep NAME` times candidate launch parameters of our own kernels instead, and writes nothing.
+`--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names, and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -188,6 +189,15 @@ def measure(
     return result
 
 
+def ratios(result: Record) -> list[str]:
+    """Say the times of candidates over that of the best peer, where a sweep has peers."""
+    known = {x.name for x in LINEAR_PEERS}
+    times = {x["name"]: spent for x in result["entries"] if (spent := best_us(x)) is not None}
+    best = min(known & {*times}, key=lambda name: times[name], default=None)
+    others = [name for name in times if name not in known]
+    return [] if best is None else [f"{x} / {best}: {times[x] / times[best]:.3f}" for x in others]
+
+
 def rounded(value: Any) -> Any:
     """Keep four digits of a float."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -213,7 +223,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
-    add("--sweep", choices=SWEEPS, help="launch parameters of a kernel of ours")
+    add("--sweep", choices=SWEEPS, help="candidates of a kernel of ours")
     args = parser.parse_args(arguments)
     if args.peers != "all" and args.out is None and args.sweep is None:
         parser.error("--peers needs --out: a record has all peers")
@@ -227,10 +237,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen(args: argparse.Namespace) -> tuple[LinearContestant, ...]:
     """Return the contestants of a run."""
-    if args.sweep:
-        return candidates(args.sweep)
     names = args.peers.split(",")
     peers = (x for x in LINEAR_PEERS if args.peers == "all" or x.name in names)
+    if args.sweep:
+        return (*candidates(args.sweep), *(peers if args.peers != "all" else ()))
     return (OURS, *(x for x in peers if args.peers != "all" or x.available()))
 
 
@@ -274,8 +284,8 @@ def main(
         report["cases"].append(got)
         for record in got["entries"]:
             print(describe(record), flush=True)
-        if "ratio" in got:
-            print(f"  ours / {got['best_peer']}: {got['ratio']:.3f}", flush=True)
+        for line in ratios(got):
+            print(f"  {line}", flush=True)
         if not args.sweep:
             found = report | {"cases": in_order(others + report["cases"])}
             out.write_text(json.dumps(found, indent=1) + "\n")

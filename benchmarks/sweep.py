@@ -1,4 +1,7 @@
-"""Candidate launch parameters of our kernels of linear attention, each a contestant of its own."""
+"""Candidates of our kernels of linear attention, each a contestant of its own.
+
+Launch parameters, and prefill by one kernel or by two.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from benchmarks.peers.linear import OURS, Call, LinearContestant, States
 
 _PREFILL = "attn_core.backends.triton.linear.prefill"
 _LAUNCH = "attn_core.backends.triton.linear.launch"
-# name → the function that is replaced, the cases, and (rows, warps, stages)
-SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int], ...]]] = {
+# name → the function that is replaced, the cases, and (rows, warps, stages) or what it returns
+SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int] | bool, ...]]] = {
+    "fused": (f"{_PREFILL}.fuses", "prefill", (True, False)),
     "decode": (
         f"{_LAUNCH}.decode_launch",
         "decode",
@@ -46,15 +50,22 @@ SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int], ...]]] = {
 def candidates(name: str) -> tuple[LinearContestant, ...]:
     """Return one contestant per candidate of a kernel."""
     target, op, launches = SWEEPS[name]
-    return tuple(_candidate(target, op, *x) for x in launches)
+    return tuple(_candidate(target, op, x) for x in launches)
 
 
-def _candidate(target: str, op: str, rows: int, warps: int, stages: int) -> LinearContestant:
+def _candidate(target: str, op: str, chosen: tuple[int, int, int] | bool) -> LinearContestant:
+    if isinstance(chosen, bool):
+        name = "one kernel" if chosen else "two kernels"
+    else:
+        name = "rows {} warps {} stages {}".format(*chosen)
+
     def patched() -> Any:
         from attn_core.backends.triton.linear.tuning import Launch
 
-        launch = Launch(rows=rows, warps=warps, stages=stages)
-        return mock.patch(target, return_value=launch)
+        if isinstance(chosen, bool):
+            return mock.patch(target, return_value=chosen)
+        rows, warps, stages = chosen
+        return mock.patch(target, return_value=Launch(rows=rows, warps=warps, stages=stages))
 
     def prepare(inputs: LinearInputs, module: Any) -> tuple[Call, States | None]:
         with patched():
@@ -65,8 +76,8 @@ def _candidate(target: str, op: str, rows: int, warps: int, stages: int) -> Line
         return case.op == op
 
     return LinearContestant(
-        name=f"rows {rows} warps {warps} stages {stages}", distribution=OURS.distribution,
-        modules=OURS.modules, takes=takes, prepare=prepare,
+        name=name, distribution=OURS.distribution, modules=OURS.modules, takes=takes,
+        prepare=prepare,
     )  # fmt: skip
 
 

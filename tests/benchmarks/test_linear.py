@@ -74,6 +74,18 @@ def test_ours_is_right(op, kind, tmp_path):
     assert ("state_error" in entry) == (op != "verify")
 
 
+def test_ratios_to_the_best_peer():
+    def timed(name, us):
+        return {"name": name, "wrong": us < 0, "us": us}
+
+    entries = [timed("one kernel", 8.0), timed("two kernels", 12.0), timed("broken", -1.0)]
+    peers = [timed("fla", 16.0), timed("flashinfer-prefill", 10.0), timed("sglang-chunk", -2.0)]
+    assert linear.ratios({"entries": entries + peers}) == [
+        "one kernel / flashinfer-prefill: 0.800", "two kernels / flashinfer-prefill: 1.200",
+    ]  # fmt: skip
+    assert linear.ratios({"entries": entries}) == []
+
+
 def test_what_a_contestant_does_ends_no_run(tmp_path):
     def broken(inputs, _):
         raise RuntimeError("no kernel\nfor it")

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from amx_kernels import at_level, compiled, emulated_tiles, spec
-from attn_core import BatchError, LayerCache, SpecInfo, UnsupportedError
+from attn_core import BackendError, BatchError, LayerCache, SpecInfo, UnsupportedError
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.testing.case_catalog import random_tree, renamed
@@ -23,7 +23,7 @@ from attn_core.testing.inputs import Point
 from attn_core.testing.passes import run_case
 from attn_intel import versions
 from attn_intel.cpu import __main__ as command
-from attn_intel.cpu import build
+from attn_intel.cpu import build, library
 from attn_intel.cpu.library import LEVELS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -234,6 +234,42 @@ def test_a_nan_reaches_the_output_and_the_lse():
     assert lse.isnan().sum() == 1
 
 
+@pytest.mark.parametrize("level", LEVELS[:2])  # those of float32 numbers
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_nan_with_any_bits_reaches_the_output_and_the_lse(tokens, cap, level, monkeypatch):
+    """Exponentials by the bits of a float once counted NaNs with a payload as numbers."""
+    layer = dataclasses.replace(LAYER, logit_cap=cap)
+    with at_level(monkeypatch, level):
+        backend = bench().create((layer,), dtype="fp32", page_size=16)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (tokens, 4))
+    q, k, v = torch.randn(tokens, 4, 32), torch.randn(4, 2, 32), torch.randn(4, 2, 32)
+    for bits in (0x7FC00000, 0x7FC00001, 0x7F800001, 0x7FC00101, 0x7FFFFFFF, -1):
+        for damaged, reached in ((q[0, :2], 2), (k[1, :1], 2), (v[1, :1], 2)):
+            before = damaged.clone()
+            damaged[:, 3].view(torch.int32).fill_(bits)
+            out, lse = backend.forward_ragged(
+                q, k, v, layer, cu_q, cu_k, tokens, 4, causal=False, return_lse=True
+            )
+            assert (out[0].isnan().any(-1)).tolist() == [i < reached for i in range(4)]
+            if damaged.data_ptr() != v[1].data_ptr():
+                assert lse[0].isnan().tolist() == [i < reached for i in range(4)]
+            damaged.copy_(before)
+
+
+def test_a_tree_of_more_drafts_than_tokens_is_refused():
+    """Its prefix would begin before the page table."""
+    tree = torch.eye(8, dtype=torch.bool).repeat(2, 1, 1)
+    spec = SpecInfo(topk=2, num_draft_tokens=8, tree_mask=tree)
+    backend, arguments = a_pass(queries=(8, 8), lengths=(40, 8), spec=spec)
+    batch = arguments[5]
+    view = dataclasses.replace(batch.views["full"], seq_lens_host=None)
+    view.seq_lens[1] = 7
+    arguments[6] = {"full": view}
+    with pytest.raises(BatchError, match="request 1 has queries, keys or pages outside"):
+        backend.forward(*arguments)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_that_change_count_as_they_are(dtype):
     layer = dataclasses.replace(LAYER, sinks=torch.zeros(4, dtype=dtype))
@@ -323,10 +359,10 @@ def in_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = build.cache()
     folder.mkdir(mode=0o700, parents=True)
-    library = folder / build.name()
-    library.write_bytes(b"")
-    library.chmod(0o755)
-    return library
+    path = folder / build.name()
+    path.write_bytes(b"")
+    path.chmod(0o755)
+    return path
 
 
 def test_a_library_in_the_cache_is_found(in_cache):
@@ -385,12 +421,55 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch, tmp_path):
     assert build.cache() == tmp_path / ".cache" / "attn-intel"
 
 
+def test_a_library_without_the_kernels_says_what_to_do(in_cache):
+    """An empty file loads nowhere, another library has other symbols."""
+    if (reason := build.unsupported()) is not None:
+        pytest.skip(reason)
+    message = f"{in_cache} does not load.*delete it and run `python -m attn_intel.cpu`"
+    library.load.cache_clear()
+    try:
+        with pytest.raises(BackendError, match=message):
+            library.load()
+        empty = [*build.compiler(), "-shared", "-x", "c", "/dev/null", "-o", str(in_cache)]
+        subprocess.run(empty, check=True)
+        with pytest.raises(BackendError, match=message):
+            library.load()
+    finally:
+        library.load.cache_clear()
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(in_cache, monkeypatch, tmp_path):
+    in_cache.unlink()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(build, "unsupported", lambda: None)
+    message = "cannot write into .*; set XDG_CACHE_HOME to a folder that this user can write"
+    with pytest.raises(SystemExit, match=message):
+        command.main()
+
+
+def test_cc_is_a_command_or_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    tool = tmp_path / "some-cc"
+    tool.write_text("#!/bin/sh\necho unknown option >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("CC", f"{tool} -m64")
+    assert build.compiler() == (str(tool), "-m64")
+    assert build.unsupported() is None
+    with pytest.raises(RuntimeError, match=r"unknown option\s+attn-intel needs GCC 11 or newer"):
+        build.build(tmp_path)
+    monkeypatch.setenv("CC", "no-such-cc -m64")
+    with pytest.raises(RuntimeError, match="CC is 'no-such-cc -m64', which is not found: install"):
+        build.build(tmp_path)
+
+
 def test_a_compiled_library_is_this_users_alone_whatever_the_umask(monkeypatch, tmp_path):
     def link(command):
         pathlib.Path(command[command.index("-o") + 1]).write_bytes(b"")
 
     monkeypatch.setattr(build, "unsupported", lambda: None)
-    monkeypatch.setattr(build, "compiler", lambda: "cc")
+    monkeypatch.setattr(build, "compiler", lambda: ("cc",))
     monkeypatch.setattr(build, "_run", link)
     before = os.umask(0)
     try:
@@ -402,7 +481,7 @@ def test_a_compiled_library_is_this_users_alone_whatever_the_umask(monkeypatch, 
 
 BUILD = """
 import pathlib, sys
-from attn_intel.cpu import build
+from attn_intel.cpu import build, library
 from attn_intel.cpu.library import LEVELS
 build.FLAGS = ("-O0", *build.FLAGS[1:])
 print(build.build(pathlib.Path(sys.argv[1])))

@@ -16,7 +16,7 @@ from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 KERNELS = (  # each runs below
     "prepare_gdn", "prepare_kda", "scan_chunks", "decode_states", "verify_gdn", "verify_kda",
     "commit_drafts", "prepare_gdn_hopper", "prepare_kda_hopper", "scan_hopper",
-    "prepare_gdn_ahead", "scan_alone",
+    "prepare_gdn_ahead", "scan_alone", "fused_gdn_hopper",
 )  # fmt: skip
 DEVICE = torch.device("cuda")
 MODEL = {"heads": (2, 4), "dims": (128, 128)}

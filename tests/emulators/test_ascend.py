@@ -11,6 +11,7 @@ from attn_ascend.fused import Fused
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite, case_catalog
+from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
 from attn_core.testing.passes import run_case
@@ -96,6 +97,22 @@ def test_packed_calls_are_right(vendor, monkeypatch, feature):
     _operands(lambda given: layouts.append(given["input_layout"]) or {})(monkeypatch)
     run_packed(feature)
     assert set(layouts) == {"TND"}
+
+
+@pytest.mark.parametrize("dim", [64, 128])  # a call for each length, a packed call
+@pytest.mark.parametrize("queries", [(5, 1, 70), (1, 1, 1)])
+def test_an_encoder_over_the_cache_has_no_order(vendor, queries, dim):
+    """Its queries see the keys after them too: a mask in causal order hid those."""
+    case = Case(
+        feature="encoder-in-cache",
+        query_lens=queries,
+        seq_lens=(70, 9, 200),
+        dims=(dim, dim),
+        is_causal=False,
+    )
+    row = next(r for r in spec().capabilities if r.create == "attn_ascend.paged:AscendPaged")
+    bench = Bench(spec=spec(), row=row, torch_device=CPU, arch="910b")
+    run_case(bench, case, Point(dtype="bf16", page_size=128))
 
 
 def _lengths_of_requests(given):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attn_ascend import calls, library
 from attn_ascend.calls import calls_of, paged_calls
-from attn_ascend.fused import Fused
+from attn_ascend.fused import Fused, merge_sinks
 from attn_ascend.ragged import Ragged
 from attn_core.errors import BackendError
 from attn_core.runtime.batch import CacheView
@@ -79,6 +79,31 @@ def test_requests_without_queries_or_keys_are_in_no_call(packs):
     ]
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_causal_queries_before_the_first_key_are_in_no_call(packs):
+    found = calls_of((2, 5, 5, 3), (2, 3, 9, 0), packs=packs, paged=False, causal=True)
+    if packs:
+        assert [(c.queries, c.keys, c.query_lens) for c in found] == [
+            ((0, 2), (0, 2), [2]),
+            ((4, 12), (2, 14), [3, 5]),
+        ]
+    else:
+        assert [(c.queries, c.keys) for c in found] == [
+            ((0, 2), (0, 2)),
+            ((4, 7), (2, 5)),
+            ((7, 12), (5, 14)),
+        ]
+
+
+def test_a_sink_of_no_weight_leaves_a_query_without_keys_at_zero():
+    """-inf less -inf is no number."""
+    lse, sinks = torch.tensor([[-torch.inf, 1.0]]), torch.tensor([-torch.inf, -torch.inf])
+    out = torch.tensor([[[0.0], [3.0]]])
+    result, sums = merge_sinks(out, lse, sinks)
+    assert torch.equal(result, out)
+    assert torch.equal(sums, lse)
+
+
 def test_a_packed_call_has_a_largest_number_of_requests(monkeypatch):
     monkeypatch.setattr(calls, "MOST_PACKED", 2)
     found = calls_of((3, 4, 5), (3, 4, 5), packs=True, paged=True)
@@ -106,13 +131,14 @@ def test_lengths_are_read_once_for_all_layers(vendor):
     ragged = Ragged(None)
 
     def key_lens(ends):
-        return [n for call in ragged._calls(ends, ends, False) for n in call.key_lens]
+        return [n for call in ragged._calls(ends, ends, False, False) for n in call.key_lens]
 
     ends = torch.tensor([0, 3, 7], dtype=torch.int32)
-    first = ragged._calls(ends, ends, False)
-    assert ragged._calls(ends, ends, False) is first
-    assert ragged._calls(ends, ends, True) is not first
-    assert ragged._calls(ends, ends.clone(), False) is not first
+    first = ragged._calls(ends, ends, False, False)
+    assert ragged._calls(ends, ends, False, False) is first
+    assert ragged._calls(ends, ends, True, False) is not first
+    assert ragged._calls(ends, ends, False, True) is not first
+    assert ragged._calls(ends, ends.clone(), False, False) is not first
     assert key_lens(ends) == [3, 4]
     ends[2] = 9
     assert key_lens(ends) == [3, 6]

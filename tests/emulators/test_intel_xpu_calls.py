@@ -192,6 +192,51 @@ def test_a_row_for_the_cache_refuses_to_do_without():
         serving.backend.forward_ragged(serving.q, k, k, LAYER, *lengths, causal=True)
 
 
+def a_pass(row, **changes):
+    """Return a backend of a row and the arguments of a prefill of three tokens after five."""
+    layer = AttentionLayer(
+        layer_id=0,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=max(row.head_dims),
+        v_head_dim=max(row.head_dims),
+        scale=0.1,
+        **changes,
+    )
+    bench = Bench(spec=spec(), row=row, torch_device=CPU, arch="bmg")
+    that = bench.create((layer,), dtype="bf16", page_size=64)
+    batch = ForwardBatch.build(
+        EXTEND,
+        query_lens=[3],
+        seq_lens=[8],
+        page_table=torch.ones(1, 1, dtype=torch.int32),
+        page_size=64,
+    )
+    q, k, v = (torch.randn(*n, layer.head_dim).bfloat16() for n in ((3, 4), *2 * ((2, 64, 2),)))
+    cache = LayerCache(k=k, v=v)
+    return that, (q, None, None, layer, cache, batch, that.init_forward_metadata(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_that_change_count_as_they_are(vendor, dtype):
+    """The kernels read them in the dtype of q: a copy made once would be of weights before."""
+    row = next(r for r in spec().capabilities if r.sinks)
+    sinks = torch.zeros(4, dtype=dtype)
+    that, arguments = a_pass(row, sinks=sinks)
+    before = that.forward(*arguments)
+    sinks.fill_(80)  # as weights that are loaded into the model afterwards
+    assert before.abs().max() > 0.01
+    assert that.forward(*arguments).abs().max() < 1e-6
+
+
+def test_an_encoder_over_the_cache_is_refused_where_no_kernel_is(vendor):
+    """With a head dim of 256 the kernels over pages are of causal order alone."""
+    row = next(r for r in spec().capabilities if r.encoder and r.head_dims == {256})
+    that, arguments = a_pass(row, is_causal=False)
+    with pytest.raises(UnsupportedError, match="attends to a cache without causal order"):
+        that.forward(*arguments)
+
+
 @pytest.mark.parametrize("page_size", [64, 192])
 def test_replays_over_other_pages(page_size):
     row = next(r for r in spec().capabilities if 64 in r.head_dims)

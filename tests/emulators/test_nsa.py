@@ -381,9 +381,7 @@ def test_a_mistake_over_fp8_is_seen(mistake, case, named, monkeypatch):
 def test_a_mistake_with_sinks_is_seen(change, monkeypatch):
     that = Pass("dsa-all-keys", sinks=True)
     if change == "sinks":
-        monkeypatch.setattr(
-            nsa.NSA, "_padded_sinks", lambda self, layer: torch.full((64,), -torch.inf)
-        )
+        monkeypatch.setattr(nsa, "_padded_sinks", lambda layer: torch.full((64,), -torch.inf))
     else:
         real = nsa.every_slot
 

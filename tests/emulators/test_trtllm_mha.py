@@ -152,7 +152,7 @@ WRONG = {
     "k_scale": lambda this: {"bmm1_scale": this.layer.scale},
     "v_scale": lambda this: {"bmm2_scale": 1.0},
     "scales": lambda this: {"bmm1_scale": this.bmm1_scale * this.bmm2_scale},
-    "sinks": lambda this: {"sinks": None},
+    "sinks": lambda this: {"layer": dataclasses.replace(this.layer, sinks=None)},
 }
 CASE = dataclasses.replace(CASES["sinks-window-decode"], **FP8)
 

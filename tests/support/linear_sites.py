@@ -45,7 +45,7 @@ def make_layer(kind, heads, dims, bound=None):
 def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32, **more):
     """Launch an operation for parts of one projection and the states of one layer of several."""
     checkpoints, alone = more.pop("checkpoints", None), more.pop("alone", False)
-    ahead = more.pop("ahead", False)
+    ahead, fused = more.pop("ahead", False), more.pop("fused", False)
     tokens_dtype = more.pop("tokens", torch.bfloat16)
     layer = make_layer(**model, **more)
     (hk, hv), (k, v) = model["heads"], model["dims"]
@@ -70,7 +70,8 @@ def launch(operation, chip, *, model, drafts=4, tree=False, store=torch.float32,
         commit(kept, states, records, slots, slots, tree_mask=mask)
     else:
         plan = plan_prefill(kept, LENGTHS, dtype=tokens_dtype, device=META)
-        plan = dataclasses.replace(plan, processors=1000 if alone or ahead else 1, ahead=ahead)
+        processors = 1000 if alone or ahead else 1
+        plan = dataclasses.replace(plan, processors=processors, ahead=ahead, fused=fused)
         spots = int32(plan.num_chunks) if checkpoints else None
         prefill(kept, *tokens, states[0], slots, plan, checkpoints=spots)
 
@@ -126,6 +127,7 @@ LINEAR = {
         ("gdn-prefill", "prefill", QWEN, {}),
         ("gdn-prefill-alone", "prefill", QWEN, {"alone": True}),
         ("gdn-prefill-ahead", "prefill", QWEN, {"ahead": True}),
+        ("gdn-prefill-fused", "prefill", QWEN, {"fused": True}),
         ("gdn-prefill-64", "prefill", QWEN | {"dims": (64, 128)}, {}),
         ("gdn-prefill-bf16", "prefill", QWEN, {"checkpoints": True, **BF16}),
         ("kda-decode", "decode", KIMI, {}),

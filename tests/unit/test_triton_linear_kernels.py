@@ -8,7 +8,9 @@ pytest.importorskip("triton")
 from attn_core.backends.triton.linear import gates, launch
 from attn_core.backends.triton.linear import verify as kernels
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
+from attn_core.backends.triton.linear.tuning import fuses
 from attn_core.errors import UsageError
+from attn_core.runtime import warmup_linear
 from linear_reference import draw, make_linear_layer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -275,6 +277,41 @@ class TestPrefill:
 def test_head_dims_that_no_kernel_takes():
     with pytest.raises(UsageError, match="supports K of 16, 32, 64, 128 or 256"):
         launch.LinearArguments.of(make_linear_layer(dims=(96, 96)), "sm90")
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "fused"),
+    [
+        ((8192,), 32, False),
+        ((1024,) * 16, 32, True),
+        ((4096,) * 4, 32, True),
+        ((1024,) * 16, 8, True),
+        ((32768,) + (64,) * 31, 32, False),
+        ((64,) * 3, 32, False),
+        ((64,) * 4, 32, True),
+        ((), 32, False),
+        ((0, 0), 32, False),
+    ],
+)
+def test_one_kernel_where_the_longest_request_does_not_last_longer_than_the_rest(
+    lens, heads, fused
+):
+    chunks = [-(-n // 64) for n in lens]
+    sizes = (sum(chunks) * heads, max(chunks, default=0), 132)
+    assert fuses("sm90", *sizes) == fused
+    assert not fuses("sm100", *sizes)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 48, 64])
+def test_a_warmup_has_prompts_for_each_way_to_scan(heads):
+    """On an H200: with and without a multiprocessor for each tile, and by one kernel."""
+    found = set()
+    for n in sorted({*warmup_linear._BATCHES, 64}):
+        lens = (*warmup_linear._PROMPTS, *(1,) * (n - 2))
+        chunks = [-(-x // 64) for x in lens]
+        one = fuses("sm90", sum(chunks) * heads, max(chunks), 132)
+        found.add("one" if one else "alone" if n * heads * 2 <= 132 else "shared")
+    assert found == {"alone", "shared", "one"} - ({"alone"} if heads > 33 else set())
 
 
 def test_a_plan_is_made_on_the_host_whatever_the_default_device_is():

@@ -28,6 +28,8 @@ SOFTMAX = LayerRequirements(head_dim=32, num_q_heads=4, num_kv_heads=2)
 PASSES = [
     "linear prefill, batch size 2",
     "linear prefill with checkpoints, batch size 2",
+    "linear prefill, batch size 3",
+    "linear prefill with checkpoints, batch size 3",
     "linear prefill, batch size 5",
     "linear prefill with checkpoints, batch size 5",
     "linear decode, batch size 1",
@@ -93,7 +95,7 @@ def test_each_mode_runs_with_fresh_requests_and_without_them(layer):
 
     extends = [("extend", fresh, saved) for saved in (False, True) for fresh in (False, True)]
     drafts = [(name, fresh, False) for fresh in (False, True) for name in ("verify", "commit")]
-    assert seen(prefill) == extends * 2 + drafts
+    assert seen(prefill) == extends * 3 + drafts
     assert seen(decode) == [("decode", fresh, False) for fresh in (False, True)] * 2
     assert [x.batch_size for _, _, x in decode.calls] == [1, 1, 5, 5]
     assert all((x.state_slots == -1).all() for b in (prefill, decode) for _, _, x in b.calls)
@@ -104,7 +106,7 @@ def test_each_mode_runs_with_fresh_requests_and_without_them(layer):
 
 def test_a_row_without_checkpoints_or_drafts():
     dispatcher, _ = hybrid(checkpoints=False, verify=False)
-    assert linear_part(warmup(dispatcher, max_bs=5)) == [PASSES[0], PASSES[2], *PASSES[4:6]]
+    assert linear_part(warmup(dispatcher, max_bs=5)) == [*PASSES[0:6:2], *PASSES[6:8]]
 
 
 def created(layer=GDN.requirements, **needs):
@@ -202,7 +204,7 @@ def test_the_command_warms_a_hybrid_model_up(tmp_path):
     done = attn(tmp_path, "--attention-backend", "torch_native", "--max-bs", "5", "--json")
     assert done.exit_code == 0, done.exception
     found = [x["what"] for x in json.loads(done.output)["passes"] if "linear" in x["what"]]
-    assert found == PASSES[:6]
+    assert found == PASSES[:8]
 
 
 def test_states_that_would_take_the_machine_down_are_refused(tmp_path):

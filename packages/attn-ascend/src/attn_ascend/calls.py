@@ -77,12 +77,18 @@ class Call:
 
 
 def calls_of(
-    query_lens: Sequence[int], key_lens: Sequence[int], *, packs: bool, paged: bool
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    *,
+    packs: bool,
+    paged: bool,
+    causal: bool = False,
 ) -> list[Call]:
     """Share the requests out among calls; those without queries or without keys are in none.
 
     packs: whether dims and dtype allow packed calls, which requests of unequal lengths then share.
     paged: the keys lie in a cache; else they are packed, and equal ones alone can share a call.
+    causal: the first queries of a request that has fewer keys see none: they are in no call.
     """
     if packs and paged:
         packs = len(set(query_lens) - {0}) > 1
@@ -90,12 +96,15 @@ def calls_of(
     query = key = 0
     for request, (q, k) in enumerate(zip(query_lens, key_lens, strict=True)):
         if q and k:
-            if not (calls and calls[-1].takes(request, q, k, paged=paged)):
-                calls.append(Call(packs, q, request, (query, query), (key, key)))
+            see = min(q, k) if causal else q
+            joins = calls and see == q and calls[-1].takes(request, q, k, paged=paged)
+            if not joins:
+                first = query + q - see
+                calls.append(Call(packs, see, request, (first, first), (key, key)))
             call = calls[-1]
             call.queries = (call.queries[0], query + q)
             call.keys = (call.keys[0], key + k)
-            call.query_lens.append(q)
+            call.query_lens.append(see)
             call.key_lens.append(k)
         query, key = query + q, key + k
     return calls

@@ -148,7 +148,8 @@ def masked(call: Call, window: int | None, causal: bool, device: torch.device) -
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add one more logit per head, without a value, to the softmax; sinks [Hq]."""
     sinks = sinks.float()
-    share = torch.sigmoid(lse - sinks)  # what the keys keep of the weight
+    # what the keys keep of the weight; of no keys and no sink, -inf both, nothing
+    share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sinks))
     return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
 
 

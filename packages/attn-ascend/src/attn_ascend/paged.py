@@ -122,8 +122,9 @@ class AscendPaged(AttentionBackend):
                 cache_mode="Norm",  # the default has another layout
             )
         keys, values = self._paged(layer, cache)
+        causal = layer.group.causal
         return self._attend(
-            q, keys, values, layer, calls, causal=True, out=out, return_lse=return_lse
+            q, keys, values, layer, calls, causal=causal, out=out, return_lse=return_lse
         )
 
     def _paged(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:

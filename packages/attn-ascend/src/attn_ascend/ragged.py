@@ -28,7 +28,7 @@ class Ragged:
 
     def __init__(self, attend: Fused) -> None:
         self._attend = attend
-        self._planned: tuple[Tensor, Tensor, tuple[int, int, bool], Sequence[Call]] | None = None
+        self._planned: tuple[Tensor, Tensor, tuple[object, ...], Sequence[Call]] | None = None
 
     def __call__(
         self,
@@ -45,24 +45,28 @@ class Ragged:
     ) -> Output:
         """Attend as AttentionBackend.forward_ragged says."""
         packs = q.dtype == torch.bfloat16 and (q.shape[-1], v.shape[-1]) in PACKED_DIMS
-        calls = self._calls(cu_seqlens_q, cu_seqlens_k, packs)
+        calls = self._calls(cu_seqlens_q, cu_seqlens_k, packs, causal)
         return self._attend(q, k, v, layer, calls, causal=causal, out=out, return_lse=return_lse)
 
-    def _calls(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, packs: bool) -> Sequence[Call]:
+    def _calls(
+        self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, packs: bool, causal: bool
+    ) -> Sequence[Call]:
         """Plan requests by their cumulative lengths, int32 [B + 1]."""
         if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference():
-            return self._plan(cu_seqlens_q, cu_seqlens_k, packs)
-        state = (cu_seqlens_q._version, cu_seqlens_k._version, packs)
+            return self._plan(cu_seqlens_q, cu_seqlens_k, packs, causal)
+        state = (cu_seqlens_q._version, cu_seqlens_k._version, packs, causal)
         last = self._planned
         if last and last[0] is cu_seqlens_q and last[1] is cu_seqlens_k and last[2] == state:
             return last[3]
-        calls = self._plan(cu_seqlens_q, cu_seqlens_k, packs)
+        calls = self._plan(cu_seqlens_q, cu_seqlens_k, packs, causal)
         self._planned = cu_seqlens_q, cu_seqlens_k, state, calls
         return calls
 
-    def _plan(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, packs: bool) -> Sequence[Call]:
+    def _plan(
+        self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, packs: bool, causal: bool
+    ) -> Sequence[Call]:
         query_lens, key_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-        return calls_of(query_lens, key_lens, packs=packs, paged=False)
+        return calls_of(query_lens, key_lens, packs=packs, paged=False, causal=causal)
 
 
 class AscendVision(VisionBackend):

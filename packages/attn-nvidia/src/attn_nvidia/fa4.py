@@ -60,6 +60,7 @@ class _Layer:
 
     group: LayerGroup
     arguments: dict[str, Any]
+    sinks: Tensor | None
 
 
 class FA4(AttentionBackend):
@@ -94,11 +95,9 @@ class FA4(AttentionBackend):
         if layer.logit_cap is not None:
             # what `softcap` does, made once: the library would make and hash it in every call
             arguments["score_mod"] = self._mods.create_softcap_scoremod(layer.logit_cap)
-        if layer.sinks is not None:
-            arguments["learnable_sink"] = layer.sinks.to(torch.bfloat16)  # all that it takes
         if layer.sliding_window is not None:
             arguments["window_size_left"] = layer.sliding_window - 1
-        return _Layer(layer.group, arguments)
+        return _Layer(layer.group, arguments, layer.sinks)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Collect what the layers of a class share; large pages are named as the kernel's."""
@@ -227,6 +226,8 @@ class FA4(AttentionBackend):
         variant = (prepared.group, paged, plan["causal"], return_lse)
         attend = self._attend if variant in self._built else partial(self._compile, variant)
         arguments = {**prepared.arguments, **plan, **kwargs}
+        if prepared.sinks is not None:  # a copy made once would miss weights loaded afterwards
+            arguments["learnable_sink"] = prepared.sinks.to(torch.bfloat16)  # all that it takes
         with _ONE_AT_A_TIME:
             got, lse = attend(q, k, v, out=out, return_lse=return_lse, **arguments)
         if not return_lse:

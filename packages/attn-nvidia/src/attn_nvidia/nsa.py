@@ -72,7 +72,6 @@ class NSA(AttentionBackend):
         self._fa3 = FA3MLA(config)
         self._flashmla, self._build = load(config.name, config.row.requires[1])
         self._lse_unit = 1.0 if self._build else math.log(2.0)
-        self._sinks: dict[AttentionLayer, Tensor] = {}
         triton = load_plugins().get("triton")
         row = next(r for r in triton.capabilities if r.kind == "dsa" and r.device == "cuda")
         # without layers it plans no attention
@@ -188,7 +187,7 @@ class NSA(AttentionBackend):
             topk_indices[:, None],
             layer.scale,
             layer.v_head_dim,
-            attn_sink=None if layer.sinks is None else self._padded_sinks(layer),
+            attn_sink=_padded_sinks(layer),
             **self._build,
         )
         result = copy_to_out(result[:, :heads], out)
@@ -197,16 +196,6 @@ class NSA(AttentionBackend):
         lse = lse[:, :heads] * self._lse_unit
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return result, lse if layer.sinks is None else lse.logaddexp(layer.sinks.float())
-
-    def _padded_sinks(self, layer: AttentionLayer) -> Tensor:
-        """Return the sinks of a layer as the kernel reads them, float32 of its heads; made once."""
-        padded = self._sinks.get(layer)
-        if padded is None:
-            assert layer.sinks is not None
-            heads = layer.num_q_heads
-            padded = torch.nn.functional.pad(layer.sinks.float(), (0, -heads % SPARSE_HEADS))
-            self._sinks[layer] = padded
-        return padded
 
     def _flashmla_kv(
         self,
@@ -283,3 +272,10 @@ class NSA(AttentionBackend):
         if metadata.dense is not None:
             self._fa3.init_forward_metadata_replay_cuda_graph(batch, metadata.dense)
         self._indexer.init_forward_metadata_replay_cuda_graph(batch, metadata.indexer)
+
+
+def _padded_sinks(layer: AttentionLayer) -> Tensor | None:
+    """Return the sinks of a layer as the kernel reads them, float32 of its heads."""
+    if layer.sinks is None:
+        return None
+    return torch.nn.functional.pad(layer.sinks.float(), (0, -layer.num_q_heads % SPARSE_HEADS))

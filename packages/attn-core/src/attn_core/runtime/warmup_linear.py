@@ -20,6 +20,7 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 
 _EPS = 1e-6  # of the norm of q and k, as all models have it
 _PROMPTS = (1, 100)  # new tokens of two requests of a prefill: a part of a chunk, and two chunks
+_BATCHES = (2, 3, 5, 9)  # prompts that leave room on a GPU, just fill it, or wait for each other
 
 
 def no_slots(requests: int, device: torch.device) -> Tensor:
@@ -76,10 +77,10 @@ def linear_passes(
     """Yield the backend, the name and the call of every pass over the states.
 
     Requests that start from zeros and those that do not have kernels of their own. So have prompts
-    with checkpoints, where the row writes any, and prompts that are many.
+    with checkpoints, where the row writes any, and prompts that are several, or many.
     """
-    modes = ForwardMode
-    for size in sorted({2, max(2, max_bs)}):
+    modes, most = ForwardMode, max(2, max_bs)
+    for size in sorted({most, *(n for n in _BATCHES if n <= most)}):
         prompts, what = (*_PROMPTS, *(1,) * (size - 2)), f"linear prefill, batch size {size}"
         yield _pass(linear, what, modes.EXTEND, prompts)
         if linear.backend(modes.EXTEND).config.row.checkpoints:

@@ -16,8 +16,13 @@ def main() -> None:
         print("attn-intel: compiling the kernels of intel_amx, about 10 s", flush=True)
         try:
             path = build(folder)
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             sys.exit(f"attn-intel: {error}")
+        except OSError as error:
+            sys.exit(
+                f"attn-intel: cannot write into {folder}: {error}; set XDG_CACHE_HOME to a folder "
+                "that this user can write"
+            )
         if (reason := distrusted(path)) is not None:
             sys.exit(f"attn-intel: {path} is compiled and will not be loaded: {reason}")
     print(path)

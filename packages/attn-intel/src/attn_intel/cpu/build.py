@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Final
 
 KERNELS: Final = "attn-intel-kernels"  # as rows require them
 COMMAND: Final = "python -m attn_intel.cpu"
+COMPILERS: Final = ("cc", "gcc", "clang")
+NEWEST: Final = "GCC 11 or newer, or clang 12 or newer"
 SOURCE: Final = pathlib.Path(__file__).parent / "source"
 FLAGS: Final = (
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden"),
@@ -82,25 +85,29 @@ def distrusted(library: pathlib.Path) -> str | None:
     return None
 
 
-def compiler() -> str | None:
-    """Return the C compiler that would be used: $CC, else cc, gcc or clang; None: there is none."""
-    names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
-    return next((path for n in names if n and (path := shutil.which(n))), None)
+def compiler() -> tuple[str, ...]:
+    """Return the command of the C compiler: $CC, else cc, gcc or clang; empty: it is not there."""
+    asked = shlex.split(os.environ.get("CC", ""))
+    found = (shutil.which(name) for name in (asked[:1] or COMPILERS))
+    return next(((path, *asked[1:]) for path in found if path), ())
 
 
 def unsupported() -> str | None:
     """Say why the kernels cannot be compiled on this machine; None: they can."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"the kernels are for x86-64 Linux, this is {platform.machine()} {sys.platform}"
-    newest = "GCC 11 or newer, or clang 12 or newer"
-    return None if compiler() else f"there is no C compiler: install {newest}, or set CC"
+    if compiler():
+        return None
+    asked = os.environ.get("CC", "").strip()
+    lacking = f"CC is {asked!r}, which is not found" if asked else "there is no C compiler"
+    return f"{lacking}: install {NEWEST}, or set CC"
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
     """Compile the library into `folder`, whole or not at all. Raises RuntimeError."""
-    reason, cc = unsupported(), compiler()
-    if reason is not None or cc is None:
+    if (reason := unsupported()) is not None:
         raise RuntimeError(reason)
+    cc = compiler()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / name()
     with tempfile.TemporaryDirectory(dir=folder) as part:
@@ -111,10 +118,11 @@ def build(folder: pathlib.Path) -> pathlib.Path:
         objects = [f"{part}/{job[-1]}.o" for job in jobs]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             commands = [
-                (cc, *FLAGS, "-c", *job[:-1], "-o", o) for job, o in zip(jobs, objects, strict=True)
+                (*cc, *FLAGS, "-c", *job[:-1], "-o", to)
+                for job, to in zip(jobs, objects, strict=True)
             ]
             list(pool.map(_run, commands))
-        _run((cc, "-shared", "-o", str(whole), *objects, "-lm"))
+        _run((*cc, "-shared", "-o", str(whole), *objects, "-lm"))
         whole.chmod(0o755)  # whatever the umask allows to others, see `distrusted`
         whole.replace(target)
     return target
@@ -123,4 +131,6 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)}\n{done.stderr}attn-intel needs {NEWEST}; set CC to one of them"
+        )

@@ -64,7 +64,7 @@ def load() -> Kernels:
         )
     try:
         return Kernels(str(path))
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # no library, or another one
         raise BackendError(
             f"intel_amx: {path} does not load: {error}; delete it and run `{COMMAND}`"
         ) from error

@@ -95,7 +95,6 @@ class IntelXPU(AttentionBackend):
             "softmax_scale": layer.scale,
             "causal": layer.group.causal,
             "window_size": window_of(layer.sliding_window),
-            "s_aux": None if layer.sinks is None else layer.sinks.to(self._dtype),
         }
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan]:
@@ -151,6 +150,11 @@ class IntelXPU(AttentionBackend):
     ) -> Output:
         """Attend to the cache, which holds the new tokens already; k and v are not read."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
+        if not (layer.group.causal or self.config.row.cross_attention):
+            raise UnsupportedError(
+                f"layer {layer.layer_id} attends to a cache without causal order, for which the "
+                f"chosen row of {self.config.name} has no kernels; attend without a cache"
+            )
         plan = metadata.get(layer.view)
         if plan is None:
             if batch.num_tokens:
@@ -216,12 +220,15 @@ class IntelXPU(AttentionBackend):
         filled = out
         if out is None or not loads(out):
             filled = q.new_empty(*q.shape[:2], layer.v_head_dim)
+        # not prepared: a copy would miss weights that are loaded afterwards
+        sinks = None if layer.sinks is None else layer.sinks.to(self._dtype)
         result: Any = self._attend(
             aligned(q),
             k,
             v,
             out=filled,
             return_softmax_lse=return_lse,
+            s_aux=sinks,
             **prepared | arguments,
         )
         result, lse = result if return_lse else (result, None)

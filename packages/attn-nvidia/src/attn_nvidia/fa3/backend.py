@@ -37,7 +37,14 @@ class _Layer:
 
     kind: CallGroup
     arguments: dict[str, Any]
-    with_sinks: dict[str, Any]
+    sinks: Tensor | None
+
+    @property
+    def with_sinks(self) -> dict[str, Any]:
+        """The arguments of that call. A copy made once would miss weights loaded afterwards."""
+        if self.sinks is None:
+            return self.arguments
+        return {**self.arguments, "sinks": self.sinks.to(torch.bfloat16)}  # all that it takes
 
 
 class FA3(AttentionBackend):
@@ -67,11 +74,7 @@ class FA3(AttentionBackend):
         refuse_window(self.config.name, layer)
         capped = layer.logit_cap is not None
         arguments = {"softmax_scale": layer.scale, "softcap": layer.logit_cap or 0.0}
-        with_sinks: dict[str, Any] = arguments
-        if layer.sinks is not None:
-            # the one dtype that the kernel takes
-            with_sinks = {**arguments, "sinks": layer.sinks.to(torch.bfloat16)}
-        return _Layer(CallGroup(layer.group, capped), arguments, with_sinks)
+        return _Layer(CallGroup(layer.group, capped), arguments, layer.sinks)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plans:
         """Plan every kind of layer: the tiles of a pass, and what the drafts of a tree see."""

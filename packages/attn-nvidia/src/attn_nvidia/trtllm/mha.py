@@ -45,7 +45,11 @@ class Prepared:
     bmm1_scale: float
     bmm2_scale: float
     window_left: int
-    sinks: Tensor | None
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The layer's, in float32. A copy made once would miss weights loaded afterwards."""
+        return None if self.layer.sinks is None else self.layer.sinks.float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +101,6 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         self._layers: dict[PlanKey, list[AttentionLayer]] = {}
         for layer in config.layers:
             self._layers.setdefault((layer.view, layer.sliding_window), []).append(layer)
-        # made here, not in a first call, which a graph may capture
-        self._sinks = {layer: _float(layer.sinks) for layer in config.layers}
         self._prepared: dict[int, Prepared] = {}
 
     @abstractmethod
@@ -165,8 +167,6 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         blocks = pages.block_scales
         quantised = pages.k.element_size() == 1
         window = layer.sliding_window
-        listed = layer in self._sinks
-        sinks = self._sinks[layer] if listed else _float(layer.sinks)
         return Prepared(
             layer=layer,
             cache=cache,
@@ -177,9 +177,4 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
             bmm1_scale=float(layer.scale * (cache.k_scale if quantised else 1.0)),
             bmm2_scale=float(cache.v_scale) if quantised else 1.0,
             window_left=-1 if window is None else window - 1,  # it counts the query's own key
-            sinks=sinks,
         )
-
-
-def _float(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.float()

@@ -145,7 +145,7 @@ static int64_t outside(const Attention *a) {
         }
         int queries = (int)(stop - start), length = a->seq_lens[b], first, end;
         if (length < 0 || length > a->columns * a->page_size) return b;
-        if (a->tree && queries > a->drafts) return b;
+        if (a->tree && (queries > a->drafts || queries > length)) return b;
         if (!queries) continue;
         span(a, b, queries, length, 0, queries * (a->q_heads / a->kv_heads), &first, &end);
         const int32_t *pages = a->table + b * a->table_row;

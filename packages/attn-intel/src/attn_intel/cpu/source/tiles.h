@@ -5,6 +5,14 @@
 /* values come in whole tiles of 16 words; a tile's rows; rows of q that `scores_of_keys` takes */
 enum { STEP = 32, SIDE = 16, TURNED = SIDE };
 
+/* What was stored has to be in memory: GCC's intrinsics do not say that they read it. */
+#define IN_MEMORY() __asm__ volatile("" ::: "memory")
+#define LOAD_TILE(tile, from, row) \
+    do { \
+        IN_MEMORY(); \
+        _tile_loadd(tile, from, row); \
+    } while (0)
+
 INLINE void begin_products(void) {
     struct {
         uint8_t palette, start, reserved[14];
@@ -12,6 +20,7 @@ INLINE void begin_products(void) {
         uint8_t rows[16];
     } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = SIDE;
+    IN_MEMORY();
     _tile_loadconfig(&shape);
 }
 
@@ -48,33 +57,33 @@ static void tiles(int rows, int two_columns, const float *a, int64_t a_row, cons
     float *below = c + SIDE * c_row;
     Tile s0 = sums_of(c, c_row, first, add, apart[0]);
     Tile s1 = {0}, s2 = {0}, s3 = {0};
-    if (add) _tile_loadd(0, s0.at, s0.row);
+    if (add) LOAD_TILE(0, s0.at, s0.row);
     else _tile_zero(0);
     if (two_columns) {
         s1 = sums_of(c + SIDE, c_row, first, add, apart[1]);
-        if (add) _tile_loadd(1, s1.at, s1.row);
+        if (add) LOAD_TILE(1, s1.at, s1.row);
         else _tile_zero(1);
     }
     if (second) {
         s2 = sums_of(below, c_row, second, add, apart[2]);
-        if (add) _tile_loadd(2, s2.at, s2.row);
+        if (add) LOAD_TILE(2, s2.at, s2.row);
         else _tile_zero(2);
         if (two_columns) {
             s3 = sums_of(below + SIDE, c_row, second, add, apart[3]);
-            if (add) _tile_loadd(3, s3.at, s3.row);
+            if (add) LOAD_TILE(3, s3.at, s3.row);
             else _tile_zero(3);
         }
     }
     for (int step = 0; step < steps; step += SIDE) {
-        _tile_loadd(4, a + step, 4 * a_row);
-        _tile_loadd(6, b + (int64_t)step * PANEL, 4 * PANEL);
+        LOAD_TILE(4, a + step, 4 * a_row);
+        LOAD_TILE(6, b + (int64_t)step * PANEL, 4 * PANEL);
         _tile_dpbf16ps(0, 4, 6);
         if (two_columns) {
-            _tile_loadd(7, b + (int64_t)step * PANEL + SIDE, 4 * PANEL);
+            LOAD_TILE(7, b + (int64_t)step * PANEL + SIDE, 4 * PANEL);
             _tile_dpbf16ps(1, 4, 7);
         }
         if (second) {
-            _tile_loadd(5, a + SIDE * a_row + step, 4 * a_row);
+            LOAD_TILE(5, a + SIDE * a_row + step, 4 * a_row);
             _tile_dpbf16ps(2, 5, 6);
             if (two_columns) _tile_dpbf16ps(3, 5, 7);
         }
@@ -135,10 +144,10 @@ static void scores_of_keys(int rows, int n, int words, const number *turned, con
     _tile_zero(2);
     _tile_zero(3);
     for (int word = 0; word < words; word += W) {
-        _tile_loadd(7, right + word * W, 4 * W);
+        LOAD_TILE(7, right + word * W, 4 * W);
 #define KEYS_OF(t, rows_of) \
     if (t < count) { \
-        _tile_loadd(rows_of, left[t].at + word, left[t].row); \
+        LOAD_TILE(rows_of, left[t].at + word, left[t].row); \
         _tile_dpbf16ps(t, rows_of, 7); \
         for (int i = turn * KEYS / turns; i < (turn + 1) * KEYS / turns; i++) ask_for(ahead, i); \
         turn++; \
@@ -164,19 +173,19 @@ static void scores_of_keys(int rows, int n, int words, const number *turned, con
 static void row_of_tiles(int rows, int columns, int steps, const float *a, int64_t a_row,
                          const float *b, float *c, int64_t c_row) {
     float apart[4][SIDE * SIDE] __attribute__((aligned(64)));
-    _tile_loadd(4, a, 4 * a_row);
-    if (steps > SIDE) _tile_loadd(5, a + SIDE, 4 * a_row);
+    LOAD_TILE(4, a, 4 * a_row);
+    if (steps > SIDE) LOAD_TILE(5, a + SIDE, 4 * a_row);
     for (int column = 0; column < columns; column += PANEL, b += (int64_t)steps * PANEL) {
         int count = columns - column < PANEL ? (columns - column) / SIDE : PANEL / SIDE;
         Tile sums[4];
 #define COLUMNS_OF(t, b0, b1) \
     if (t < count) { \
         sums[t] = sums_of(c + column + t * SIDE, c_row, rows, 1, apart[t]); \
-        _tile_loadd(t, sums[t].at, sums[t].row); \
-        _tile_loadd(b0, b + t * SIDE, 4 * PANEL); \
+        LOAD_TILE(t, sums[t].at, sums[t].row); \
+        LOAD_TILE(b0, b + t * SIDE, 4 * PANEL); \
         _tile_dpbf16ps(t, 4, b0); \
         if (steps > SIDE) { \
-            _tile_loadd(b1, b + SIDE * PANEL + t * SIDE, 4 * PANEL); \
+            LOAD_TILE(b1, b + SIDE * PANEL + t * SIDE, 4 * PANEL); \
             _tile_dpbf16ps(t, 5, b1); \
         } \
     }

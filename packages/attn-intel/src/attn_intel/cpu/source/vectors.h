@@ -93,7 +93,10 @@ INLINE vec multiply_add(vec sum, vec a, vec b) {
 #endif
 }
 
-/* 2 to the power of x <= 0; 0 below the normal numbers. The polynomial errs by 3e-9 at most. */
+/*
+ * 2 to the power of x <= 0; 0 below the normal numbers. The polynomial errs by 3e-9 at most. Its
+ * value is multiplied by the power, not added to in its exponent: so any NaN stays one.
+ */
 INLINE vec power_of_two(vec x) {
     vec shifted = x + 0x1.8p23f, f = x - (shifted - 0x1.8p23f);
     vec y = f * 0.00015469732f + 0.00134004322f;
@@ -102,8 +105,9 @@ INLINE vec power_of_two(vec x) {
     y = y * f + 0.240226512f;
     y = y * f + 0.693147207f;
     y = y * f + 1.0f;
-    uvec power = ((uvec)shifted - (uvec)all(0x1.8p23f)) << 23; /* wraps where x is too small */
-    return where_less(x, all(-126.0f), all(0.0f), (vec)((uvec)y + power));
+    /* 127 is the exponent of 1; wraps where x is too small */
+    uvec power = ((uvec)shifted - (uvec)(all(0x1.8p23f) - 127.0f)) << 23;
+    return where_less(x, all(-126.0f), all(0.0f), y * (vec)power);
 }
 
 /* A polynomial near 0, else by 2^x; errs by a few units in the last place. */

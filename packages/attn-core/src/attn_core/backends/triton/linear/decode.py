@@ -15,8 +15,10 @@ import triton.language as tl
 
 from attn_core.backends.triton.linear.gates import (
     channels,
-    load_gates,
-    load_head,
+    gates_of,
+    load_raw_gates,
+    load_raw_head,
+    normalised,
     over_channels,
     over_k,
     over_rows,
@@ -68,17 +70,21 @@ def decode_states(
     the new one. Neither product waits for the other: S_new · q = S · q + u · (k·q).
     """
     b, hv, first = find_tile(BV, C)
-    slot = tl.load(slots.read + b).to(tl.int64)
-    if slot < 0:
-        return
     d = channels(C.K, states.ptr.dtype.element_ty)
     row = first + tl.arange(0, BV)
     at = over_channels((hv * C.V + row) * C.K) + over_rows(d)
-    S = load_state(states, slots, b, slot, at, C)
-    k = load_head(inputs.k, b, hv // C.GROUP, d, numbers.eps, C.NORM)
-    q = load_head(inputs.q, b, hv // C.GROUP, d, numbers.eps, C.NORM)
+    slot = tl.load(slots.read + b).to(tl.int64)  # one wait for this and for all of the token
+    target = tl.load(slots.write + b).to(tl.int64)
+    k = load_raw_head(inputs.k, b, hv // C.GROUP, d)
+    q = load_raw_head(inputs.q, b, hv // C.GROUP, d)
     v = tl.load(inputs.v.ptr + b * inputs.v.token_stride + hv * inputs.v.head_stride + row)
-    g, beta = load_gates(inputs, weights, numbers, b, hv, d, C)
+    raw = load_raw_gates(inputs, weights, b, hv, d, C)
+    if slot < 0:
+        return
+    S = load_state(states, slots, b, slot, at, C)
+    k = normalised(k, numbers.eps, C.NORM)
+    q = normalised(q, numbers.eps, C.NORM)
+    g, beta = gates_of(raw, numbers, C)
     decay = tl.exp(g)
     if C.PER_CHANNEL:
         S *= over_rows(decay)
@@ -88,7 +94,7 @@ def decode_states(
     o = over_k(S * over_rows(q)) + u * tl.sum(tl.sum(k * q, 1), 0)
     S += over_channels(u) * over_rows(k)
     store_output(out, b, hv, row, o, numbers)
-    store_state(states, tl.load(slots.write + b).to(tl.int64), at, S)
+    store_state(states, target, at, S)
 
 
 @triton.jit(do_not_specialize=["drafts"])

@@ -72,16 +72,28 @@ def head_weights(weights, hv, d, C: tl.constexpr):
 
 
 @triton.jit
-def load_gates(inputs, weights, numbers, token, hv, d, C: tl.constexpr):
-    """Return one token's log decay, a number or of channels `d`, and its beta."""
+def load_raw_gates(inputs, weights, token, hv, d, C: tl.constexpr):
+    """Return what `gates_of` takes of one token: nothing waits for it yet."""
     a_log, bias = head_weights(weights, hv, d, C)
     at = inputs.g.ptr + token * inputs.g.token_stride + hv * inputs.g.head_stride
     x = tl.load(at + d) if C.PER_CHANNEL else tl.load(at)
-    g = log_decay(x, a_log, bias, numbers.lower_bound, C)
     beta = tl.load(
         inputs.beta.ptr + token * inputs.beta.token_stride + hv * inputs.beta.head_stride
     )
-    return g, update_rate(beta, C)
+    return x, beta, a_log, bias
+
+
+@triton.jit
+def gates_of(raw, numbers, C: tl.constexpr):
+    """Return one token's log decay, a number or of channels, and its beta."""
+    x, beta, a_log, bias = raw
+    return log_decay(x, a_log, bias, numbers.lower_bound, C), update_rate(beta, C)
+
+
+@triton.jit
+def load_gates(inputs, weights, numbers, token, hv, d, C: tl.constexpr):
+    """Return the same, of channels `d`."""
+    return gates_of(load_raw_gates(inputs, weights, token, hv, d, C), numbers, C)
 
 
 @triton.jit
@@ -94,10 +106,22 @@ def head_norm(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def load_head(x, token, head, d, eps, NORM: tl.constexpr):
-    """Return one head of q or k as float32, of the shape of `d`, which names all its channels."""
-    row = tl.load(x.ptr + token * x.token_stride + head * x.head_stride + d).to(tl.float32)
+def load_raw_head(x, token, head, d):
+    """Return one head of q or k as it is, of the shape of `d`, which names all its channels."""
+    return tl.load(x.ptr + token * x.token_stride + head * x.head_stride + d)
+
+
+@triton.jit
+def normalised(row, eps, NORM: tl.constexpr):
+    """Return one head of q or k as float32."""
+    row = row.to(tl.float32)
     return row * head_norm(row, eps, NORM)
+
+
+@triton.jit
+def load_head(x, token, head, d, eps, NORM: tl.constexpr):
+    """Return the same, of channels `d`."""
+    return normalised(load_raw_head(x, token, head, d), eps, NORM)
 
 
 @triton.jit

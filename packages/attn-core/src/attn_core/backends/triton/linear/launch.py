@@ -42,9 +42,12 @@ from attn_core.ops.triton.launcher import Launcher, alike
 
 
 class PrefillKernels(NamedTuple):
-    """The two kernels of prefill. rows: of V of a program of `scan`. ahead: they run at once."""
+    """The two kernels of prefill, or one alone that does both, in the place of `scan`.
 
-    prepare: Launcher
+    rows: of V of a program of `scan`. ahead: they run at once.
+    """
+
+    prepare: Launcher | None
     scan: Launcher
     rows: int
     ahead: bool

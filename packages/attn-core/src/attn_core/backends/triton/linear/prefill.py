@@ -1,4 +1,4 @@
-"""Run the kernels of prefill: a plan of the chunks once a pass, two launches a layer."""
+"""Run the kernels of prefill: a plan of the chunks once a pass, one or two launches a layer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from attn_core.backends.triton.linear.prepare_kda import prepare_kda
 from attn_core.backends.triton.linear.scan import scan_chunks
 from attn_core.backends.triton.linear.tuning import (
     FROM_SHARED,
+    fuses,
     prepare_launch,
     prepares_ahead,
     scan_launch,
@@ -35,6 +36,7 @@ from attn_core.backends.triton.variants import has_gluon
 from attn_core.ops.triton.launcher import Launcher, alike
 
 CHUNK = 64
+_HOPPER = "attn_core.backends.triton.linear.hopper.launch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class PrefillPlan:
     """The chunks of a pass, and a workspace that its layers share, one after another.
 
     scans: tiles of 64 rows of the states. ahead: chunks are prepared while others are scanned.
+    fused: one kernel does both, for inputs that it takes.
     """
 
     chunks: Chunks
@@ -51,6 +54,7 @@ class PrefillPlan:
     scans: int
     processors: int
     ahead: bool
+    fused: bool
 
     @property
     def alone(self) -> bool:
@@ -79,6 +83,8 @@ def plan_prefill(
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     scans = len(query_lens) * common.HV * -(-common.V // 64)
     ahead = not common.PER_CHANNEL and prepares_ahead(layer.arch, scans, processors)
+    longest = max(counts, default=0)
+    fused = not common.PER_CHANNEL and fuses(layer.arch, total * common.HV, longest, processors)
     turn = []
     if ahead:
         places = [j for n in counts for j in range(n)]
@@ -105,7 +111,8 @@ def plan_prefill(
         zeros = torch.zeros(1 + programs, dtype=torch.int32, device=device)
         waits = (zeros[1:], zeros)
     work = Workspace._make((T, factors, decay, *spread, *waits))
-    return PrefillPlan(Chunks(*pieces), work, total, len(query_lens), scans, processors, ahead)
+    sizes = (total, len(query_lens), scans, processors)
+    return PrefillPlan(Chunks(*pieces), work, *sizes, ahead, fused)
 
 
 def prefill(
@@ -141,7 +148,7 @@ def prefill(
     rows, stored = rows_of(out), states_of(state)
     spots = slots if checkpoints is None else checkpoints
     key = (
-        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead),
+        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead, plan.fused),
         *like((*inputs, rows, stored)),
         *map(alike, (*places, spots)),
     )
@@ -150,6 +157,12 @@ def prefill(
         constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
         kernels = layer.prefills[key] = _kernels(layer, constants, inputs, plan)
     given = (inputs, weights, layer.numbers, plan.chunks, plan.work)
+    if kernels.prepare is None:
+        args = (weights, layer.numbers, rows, stored, places, spots, plan.chunks)
+        importlib.import_module(_HOPPER).launch_fused(
+            kernels.scan, plan.batch * common.HV, inputs, args
+        )
+        return out
     if kernels.ahead:
         kernels.prepare.launch(
             (4 * plan.processors, 1, 1), (*given, plan.num_chunks, plan.scans, plan.processors)
@@ -168,6 +181,9 @@ def _kernels(
 ) -> PrefillKernels:
     """Return what prepares the chunks and what carries the states through them."""
     own = _kernels_of(layer.arch)
+    if own is not None and plan.fused and (whole := own.fused(constants, inputs)):
+        only: PrefillKernels = whole
+        return only
     if own is not None and plan.ahead and own.takes(layer.common, inputs):
         chosen: PrefillKernels = own.ahead(layer.common, constants)
         return chosen
@@ -206,4 +222,4 @@ def _kernels_of(arch: str) -> ModuleType | None:
     """Return the launches of an architecture's own kernels; None in Triton's interpreter."""
     if arch != "sm90" or knobs.runtime.interpret or not has_gluon():
         return None
-    return importlib.import_module("attn_core.backends.triton.linear.hopper.launch")
+    return importlib.import_module(_HOPPER)

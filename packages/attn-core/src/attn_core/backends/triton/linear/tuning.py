@@ -92,3 +92,12 @@ def prepares_ahead(arch: str, scans: int, processors: int) -> bool:
     scan takes so long beside prepare that nothing is gained.
     """
     return arch == "sm90" and 2 * scans <= processors <= 5 * scans
+
+
+def fuses(arch: str, chunks: int, longest: int, processors: int) -> bool:
+    """Say whether one kernel prepares GDN's chunks and carries the states, one a multiprocessor.
+
+    chunks: of all states. longest: of the state with the most. It pays where states alone keep a
+    device busy, a chunk after the other.
+    """
+    return arch == "sm90" and 0 < 3 * processors * longest <= 4 * chunks

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attn_core.backends.triton.hopper.stores import SWIZZLED
 from attn_core.backends.triton.linear.arguments import Constants, Inputs, Rows
 from attn_core.backends.triton.linear.hopper.ahead import prepare_gdn_ahead
+from attn_core.backends.triton.linear.hopper.fused_gdn import fused_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_kda import prepare_kda_hopper
 from attn_core.backends.triton.linear.hopper.scan import scan_hopper
 from attn_core.backends.triton.linear.hopper.scan_alone import scan_alone
 from attn_core.backends.triton.linear.launch import PrefillKernels
-from attn_core.ops.triton.launcher import Launcher
+from attn_core.ops.triton.launcher import Launcher, MapOf
 
 
 def copied(*rows: Rows) -> bool:
@@ -74,3 +79,43 @@ def ahead(common: Constants, constants: Constants) -> PrefillKernels:
         _scan_alone(constants, ahead=True),
         rows=64, ahead=True,
     )  # fmt: skip
+
+
+def fused(constants: Constants, inputs: Inputs) -> PrefillKernels | None:
+    """Return one kernel that prepares GDN's chunks and carries the states, None as of `prepare`.
+
+    TMA copies tokens whose heads lie side by side.
+    """
+    tokens = (inputs.q, inputs.k, inputs.v)
+    fits = constants.K == constants.V == 128 and inputs.v.ptr.dtype.itemsize == 2
+    if not (fits and copied(*tokens)):
+        return None
+    if any(x.head_stride != 128 or x.token_stride < x.ptr.shape[1] * 128 for x in tokens):
+        return None
+    return PrefillKernels(None, Launcher(fused_gdn_hopper, constants, num_warps=4), 128, False)
+
+
+def maps_of(*tokens: Rows) -> tuple[MapOf, ...]:
+    """Return how TMA reads tokens [T, H, D] whose heads lie side by side: as rows [T, H · D]."""
+    return tuple(
+        MapOf(x.ptr.data_ptr(), (x.ptr.shape[0], x.ptr.shape[1] * 128), (x.token_stride, 1))
+        for x in tokens
+    )
+
+
+def descriptors_of(*tokens: Rows) -> tuple[TensorDescriptor, ...]:
+    """Return the same as Triton takes it: 64 tokens of a head at a time."""
+    return tuple(
+        TensorDescriptor(x.ptr, [*of.shape], [*of.strides], [64, 128], SWIZZLED)
+        for x, of in zip(tokens, maps_of(*tokens), strict=True)
+    )
+
+
+def launch_fused(launcher: Launcher, programs: int, inputs: Inputs, args: tuple[Any, ...]) -> None:
+    """Launch it. programs: requests · value heads. args: of fused_gdn_hopper after `inputs`."""
+    tokens = (inputs.k, inputs.q, inputs.v)
+    launcher.launch(
+        (programs, 1, 1),
+        (*maps_of(*tokens), inputs, *args),
+        lambda: (*descriptors_of(*tokens), inputs, *args),
+    )
