@@ -67,7 +67,9 @@ def cli() -> str:
         "# The `attn` command\n\n`python docs/generate.py` generates this page from the "
         "application. Every command takes\n`--help`, and `--debug` for tracebacks. Exit codes: 0 "
         "success, 1 an error or a problem,\n2 a usage error, 3 no backend fits. If an option is "
-        "not given, its variable is read.\n"
+        "not given, its variable is read.\n\n"
+        'With `--json`, an error is one object on standard output, `{"error": "…"}`, beside the '
+        "text on\nstandard error. Where no backend fits, `attn select` prints its own object.\n"
     ]
     for command in build_app().registered_commands:
         assert command.callback is not None

@@ -532,3 +532,59 @@ def test_select_answers_within_a_second_beyond_pythons_own_start(tmp_path):
     least = min(seconds(["-c", "pass"]) for _ in range(8))
     main = ["-c", "from attn_core.cli import main; main()", "select", "--device", "cuda:sm100"]
     assert any(seconds(main) - least < 1.0 for _ in range(8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("select", "--device", "tpu"), 2, "tpu"),
+        (("select", "--tp", "x"), 2, "--tp"),
+        (("select", "--nothing"), 2, "--nothing"),
+        (("select", "--model", "/none"), 2, "no such file"),
+        (("select", "--attention-backend", "nobody"), 2, "nobody"),
+        (("select", "--locked", "/none"), 2, "No such file"),
+        (("why-not", "nobody"), 2, "nobody"),
+        (("why-not",), 2, "argument"),
+        (("diff", "/none", "/none"), 2, "/none"),
+        (("check", "nobody"), 2, "nobody"),
+        (("replay", "/none"), 2, "/none"),
+        (("bench", "/none"), 2, "/none"),
+        (("tune", "/none"), 2, "/none"),
+        (("warmup", "/none"), 2, "/none"),
+        (("doctor", "--device", "tpu"), 2, "tpu"),
+        (("backends", "more"), 2, "more"),
+        (("matrix", "--format", "html"), 2, "--format html"),
+        (("matrix", "--kind", "x"), 2, "--kind x"),
+    ],
+)
+def test_an_error_with_json_is_one_object(here, arguments, code, said):
+    done = here(*arguments, "--json")
+    assert done.returncode == code, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"error"}
+    assert said in found["error"]
+    assert found["error"].split("\n")[0] in done.stderr
+
+
+def test_a_lock_that_differs_is_an_object_too(here, tmp_path):
+    path = str(tmp_path / "a.lock")
+    assert here("lock", path, "--device", "cuda:sm90").returncode == 0
+    done = here("select", "--locked", path, "--device", "cuda:sm90", "--deny", "fa3", "--json")
+    assert done.returncode == 1
+    assert "fa3" in json.loads(done.stdout)["error"]
+
+
+def test_json_that_is_no_option_changes_nothing(here):
+    done = here("why-not", "--", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert here("select", "--device", "tpu").stdout == ""
+    assert here("select", "--json", "--help").returncode == 0
+
+
+def test_the_matrix_as_json(here):
+    short, long = (
+        here("matrix", "--json", "--kind", "gdn"),
+        here("matrix", "--format", "json", "--kind", "gdn"),
+    )
+    assert short.returncode == 0
+    assert json.loads(short.stdout) == json.loads(long.stdout)

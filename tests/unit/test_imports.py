@@ -17,6 +17,7 @@ TORCH_FREE = (
     "errors",
     "dtypes",
     "formatting",
+    "json_text",
     "spec",
     "plugins",
     "costs",

@@ -7,13 +7,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from attn_core.costs import store
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import LockError, UsageError
+from attn_core.integrations.choice import check_lock, choose
+from attn_core.integrations.transformers import select_for
 from attn_core.plugins.registry import Registry
-from attn_core.selection.lock import Lock
+from attn_core.selection.lock import Chosen, Lock
 from attn_core.selection.moves import changes, moves, require
 from attn_core.selection.result import Overrides
 from attn_core.selection.solver import select
@@ -305,3 +308,74 @@ def test_the_lock_of_this_machine(here, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTN_LOCKED", path)
     assert here("select", *SHAPE).returncode == 0
     assert here("select", *SHAPE, "--page-size", "64").returncode == 1
+
+
+def in_an_engine(lock, tmp_path, of=PLAIN, needs=NEEDS, without=(), libraries=HERE):
+    """Compare a selection for `needs`, without some roles, with a lock that a variable names."""
+    path = tmp_path / "a.lock"
+    path.write_text(json.dumps(lock.to_json()))
+    device = Device("acme")
+    found = select(needs, device, of, libraries, profile=Profile(), workload=SMALL)
+    roles = {role: c for role, c in found.roles.items() if role not in without}
+    check_lock(replace(found, roles=roles), of, device, Profile(), str(path))
+
+
+def test_an_engine_asks_in_its_own_words(tmp_path):
+    able = registry(fast=row(30, cuda_graph="full", max_verify_topk=1), slow=row(20))
+    lock = locked(able)
+    for asked in ({"graphs": True}, {"page_size": 16}, {"speculation": Speculation(topk=1)}):
+        in_an_engine(lock, tmp_path, able, replace(NEEDS, **asked))
+
+
+def test_an_engine_refuses_what_moved(tmp_path):
+    lock = locked(PLAIN, libraries=HERE)
+    with pytest.raises(LockError, match=r"a\.lock(.|\n)*fast.*→ slow") as error:
+        in_an_engine(lock, tmp_path, libraries={"fastlib": "1.9"})
+    assert "fast does not fit: fastlib 1.9 (needs fastlib>=2)" in str(error.value)
+    with pytest.raises(LockError, match=r"page size: 16 .*→ 32"):
+        in_an_engine(lock, tmp_path, needs=replace(NEEDS, page_size=32))
+
+
+def test_a_part_of_a_model_is_compared_by_its_own_roles(tmp_path):
+    lock = locked(PLAIN, libraries=HERE)
+    lock = replace(lock, decision={**lock.decision, "decode": Chosen("other")})
+    with pytest.raises(LockError, match="decode: other"):
+        in_an_engine(lock, tmp_path)
+    in_an_engine(lock, tmp_path, without={"decode"})
+    lock = replace(lock, decision={n: c for n, c in lock.decision.items() if n != "prefill"})
+    with pytest.raises(LockError, match="prefill: nothing → fast"):
+        in_an_engine(lock, tmp_path, without={"decode"})
+
+
+def test_the_adapters_read_the_variable(tmp_path, monkeypatch):
+    config = {
+        "model_type": "llama", "hidden_size": 128, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_hidden_layers": 1, "torch_dtype": "float32",
+    }  # fmt: skip
+    here = torch.device("cpu")
+    needs = replace(NEEDS, dtype="fp32", page_size=16)
+
+    def engine():
+        return choose(needs, here)[0]
+
+    def model():
+        return select_for(config, dtype=torch.float32, device=here)
+
+    path = tmp_path / "a.lock"
+    for adapter in (engine, model):
+        monkeypatch.delenv("ATTN_LOCKED", raising=False)
+        data = Lock.of(adapter(), {}, Profile(), Workload()).to_json()
+        path.write_text(json.dumps(data))
+        monkeypatch.setenv("ATTN_LOCKED", str(path))
+        adapter()
+        data["decision"]["decode"]["choice"] = "nobody"
+        path.write_text(json.dumps(data))
+        with pytest.raises(LockError, match="decode: nobody"):
+            adapter()
+        path.write_text("{")
+        with pytest.raises(UsageError, match=r"a\.lock: it is no JSON"):
+            adapter()
+    monkeypatch.setenv("ATTN_LOCKED", str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="No such file"):
+        engine()
+    choose(needs, here, locked=False)

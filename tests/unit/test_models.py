@@ -619,7 +619,7 @@ def test_errors_of_reading_say_what_is_there_and_what_to_do(tmp_path):
     with pytest.raises(ModelConfigError, match=r"give one of its GGUF files: model\.gguf"):
         read_config(tmp_path)
     for content, text in [
-        (b'{"a": ', "not valid JSON"),
+        (b'{"a": ', "no JSON"),
         (b"[1]", "JSON list"),
         (b"\xff\xfe\x00", "is no text"),
     ]:

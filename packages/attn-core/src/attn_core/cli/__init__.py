@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import traceback
+from typing import Any
 
 from attn_core.errors import AttnError, ModelConfigError, UsageError
 from attn_core.formatting import printable
@@ -14,7 +16,10 @@ from attn_core.tools.env_vars import unknown_variables
 
 
 def main() -> None:
-    """Run `attn`. Exit codes: 0 success, 1 error, 2 usage error, 3 no backend fits."""
+    """Run `attn`. Exit codes: 0 success, 1 error, 2 usage error, 3 no backend fits.
+
+    With --json an error is one object on standard output too, {"error": text}.
+    """
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     if sys.stdout is None:  # it was closed before the start
@@ -47,13 +52,35 @@ def _run(name: str) -> None:
     if name in COMMANDS:
         for sentence in unknown_variables(os.environ, variables(run), f"`attn {name}`"):
             print(f"warning: {printable(sentence)}", file=sys.stderr)
-    run()
+    if not _wants_json():
+        run()
+        return
+    import typer
+
+    wrong: Any = typer.BadParameter.__base__  # any wrong option or argument
+    try:
+        sys.exit(run(standalone_mode=False) or 0)
+    except wrong as error:
+        raise UsageError(error.format_message()) from None
+    except typer.Abort:
+        sys.exit(1)
+
+
+def _wants_json() -> bool:
+    options = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    return "--json" in options
 
 
 def _end(text: str, code: int, debug: bool) -> None:
     if debug:
         traceback.print_exc()
     print(f"attn: {printable(text)}", file=sys.stderr)
+    if _wants_json():
+        from attn_core.cli.console import print_json
+
+        with contextlib.suppress(OSError):  # its reader may be what failed
+            print_json({"error": text})
+            sys.stdout.flush()
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ from packaging.utils import canonicalize_name
 
 from attn_core.cli.console import console, print_json, print_table
 from attn_core.cli.inputs import check
+from attn_core.errors import UsageError
 from attn_core.plugins.dependencies import Libraries, alternatives, shortfall
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry, load_plugins
@@ -92,17 +93,22 @@ def _versions(libraries: dict[str, str | None]) -> str:
 
 def matrix_command(
     kind: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Kind))}.")] = None,
-    format: Annotated[str, typer.Option(help="One of table, markdown, json, html.")] = "table",
+    format: Annotated[
+        str | None, typer.Option(help="One of table, markdown, json, html; default: table.")
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Print the support matrix, generated from rows and evidence files."""
     check("--format", format, ("table", "markdown", "json", "html"))
+    if json and format not in (None, "json"):
+        raise UsageError(f"--json with --format {format}: give one of them")
     check("--kind", kind, get_args(Kind))
     kinds = (kind,) if kind else get_args(Kind)
     registry = load_plugins()
     matrix = build_matrix(registry, kinds)
     for fault in faults(origin.module for origin in registry.origins.values()):
         print(f"warning: {fault}", file=sys.stderr)
-    if format == "json":
+    if json or format == "json":
         print_json(matrix)
     elif format == "markdown":
         print(to_markdown(matrix), end="")

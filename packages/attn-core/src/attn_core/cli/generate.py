@@ -52,6 +52,9 @@ def generate_command(
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template, if any.")
     ] = False,
+    locked: Annotated[
+        str | None, flag("--locked", "Refuse to differ from this file of `attn lock`.")
+    ] = None,
 ) -> None:
     """Generate text with a local model. Ctrl-C stops it and keeps the text so far."""
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
@@ -70,7 +73,7 @@ def generate_command(
         encoded.append(encode(tokenizer, prompt, chat=chat))
         new_tokens(context_length, encoded[0].shape[1], max_new_tokens)
 
-    text = _load(flags, model, dtype, num_pages, prepare)
+    text = _load(flags, model, dtype, num_pages, locked, prepare)
     for sentence in text.warnings:
         print(f"warning: {sentence}", file=sys.stderr)
     from attn_core.integrations.transformers.generate import generate
@@ -128,6 +131,7 @@ def _load(
     path: Path,
     dtype: str | None,
     num_pages: int | None,
+    locked: str | None,
     prepare: Callable[[Any, int | None], None],
 ) -> TextModel:
     # imported here: `attn select` shares the application and must start fast
@@ -153,6 +157,7 @@ def _load(
             kv_cache_dtype=flags.kv_cache_dtype,
             num_pages=num_pages,
             overrides=flags.overrides(),
+            locked=locked,
             step=step,
             prepare=prepare,
         )

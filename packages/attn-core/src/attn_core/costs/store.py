@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.errors import UsageError
+from attn_core.json_text import loaded
 from attn_core.plugins.data_files import data_files
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device
@@ -33,23 +34,11 @@ def parsed(path: pathlib.Path, what: str, parse: Callable[[Any], _T]) -> _T:
     """Return what `parse` makes of a JSON file; errors name the file. Raises UsageError."""
     text = content(path, what)
     try:
-        return parse(_loaded(text))
+        return parse(loaded(text))
     except UsageError as error:
         raise UsageError(f"{what} {path}: {error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{what} {path}: it is no {what}: {error}") from None
-
-
-def _loaded(text: bytes) -> Any:
-    """Return plain data of JSON text. Raises UsageError in place of Python's own words."""
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"it is no JSON: {error}") from None
-    except RecursionError:
-        raise UsageError("its lists or objects are nested too deeply") from None
-    except ValueError:  # json reads integers of at most some thousand digits
-        raise UsageError("a number in it has too many digits") from None
 
 
 def content(path: pathlib.Path, what: str) -> bytes:

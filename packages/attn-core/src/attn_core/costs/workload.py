@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,6 +10,7 @@ from typing import Any
 from attn_core.costs.shapes import Pass
 from attn_core.errors import UsageError
 from attn_core.formatting import near, printable
+from attn_core.json_text import loaded
 from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import Speculation
 
@@ -108,9 +108,9 @@ class Workload:
     def parse(cls, text: str) -> Workload:
         """Return the workload of JSON text. Raises UsageError."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"the workload is no JSON: {error}") from None
+            data = loaded(text)
+        except UsageError as error:
+            raise UsageError(f"workload: {error}") from None
         return cls.from_json(data)
 
 

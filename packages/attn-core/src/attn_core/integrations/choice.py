@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from attn_core.costs import store
+from attn_core.costs.environment import environment
+from attn_core.costs.profile import Profile
+from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.selection.result import Overrides, Selection
+from attn_core.selection.lock import BY_PASS, POOL, Lock
+from attn_core.selection.moves import require
+from attn_core.selection.ranking import shipped_profile
+from attn_core.selection.result import Overrides, Selection, label
 from attn_core.selection.solver import select
-from attn_core.spec.device import probe_cpu, probe_device
+from attn_core.spec.device import Device, probe_cpu, probe_device
 from attn_core.spec.requirements import Requirements
 from attn_core.tools.env_vars import variable
 from attn_core.tools.probes import probed
@@ -27,11 +35,19 @@ LINEAR_ARGUMENTS = (
 )
 SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 SHARED_PREFIX = variable("--shared-prefix")
+LOCKED = variable("--locked")
 _LISTS = ("prefer", "allow", "deny")
 
+logger = logging.getLogger(__name__)
 
-def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
-    """Select by ATTN_* variables and what was tuned on this machine. Raises NoBackendError."""
+
+def choose(
+    requirements: Requirements, device: torch.device, *, locked: bool = True
+) -> tuple[Selection, Registry]:
+    """Select by ATTN_* variables and what was tuned on this machine.
+
+    locked: compare with the lock of ATTN_LOCKED. Raises NoBackendError, LockError, UsageError.
+    """
     here = probe_cpu() if device.type == "cpu" else probe_device()
     registry = probed(load_plugins(), here)
     # each is chosen for what is there: a name of others would find no such layers
@@ -45,7 +61,41 @@ def choose(requirements: Requirements, device: torch.device) -> tuple[Selection,
     requirements = replace(requirements, shared_prefix=shares_prefixes())
     profile = store.tuned_profile(registry, here)
     libraries = registry.installed_libraries()
-    return select(requirements, here, registry, libraries, names, profile), registry
+    selection = select(requirements, here, registry, libraries, names, profile)
+    if locked:
+        check_lock(selection, registry, here, profile)
+    return selection, registry
+
+
+def check_lock(
+    selection: Selection,
+    registry: Registry,
+    here: Device,
+    profile: Profile | None,
+    path: str | None = None,
+) -> None:
+    """Refuse a selection that differs from a lock; without a file, do nothing.
+
+    Compared are the roles and the pool of this selection: an engine asks for layers in several
+    parts and in words of its own, so what was asked is not. profile: as select() took it. path: of
+    the lock, by default what ATTN_LOCKED says.
+    Raises LockError, which says what changed, and UsageError for a file that is no lock.
+    """
+    path = path or os.environ.get(LOCKED)
+    if not path:
+        return
+    kept = store.parsed(Path(path), "lock", Lock.from_json)
+    if profile is None:
+        profile, _ = shipped_profile(here, registry, registry.installed_libraries())
+    now = Lock.of(selection, environment(registry, here), profile, Workload())
+    names = {label(role) for role in selection.roles}
+    parts = {*names, *(BY_PASS + name for name in names)}
+    parts |= set(POOL) if selection.page_size is not None else set()
+    kept = replace(
+        kept, asked=now.asked, decision={n: c for n, c in kept.decision.items() if n in parts}
+    )
+    changed = require(kept, now, f"lock {path}")
+    logger.info("attn_core chose as lock %s says%s", path, "".join(f"\n  {x}" for x in changed))
 
 
 def shares_prefixes(environ: Mapping[str, str] = os.environ) -> bool:

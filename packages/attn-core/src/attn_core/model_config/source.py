@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
 
-from attn_core.errors import ModelConfigError
+from attn_core.errors import ModelConfigError, UsageError
 from attn_core.formatting import printable
+from attn_core.json_text import loaded
 
 _LINES = "sparse_attention_config.json"
 MAX_BYTES = 16 << 20  # of a config; published ones have at most some hundred KB
@@ -56,13 +56,15 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
 
 def _read_json(place: Path) -> object:
     try:
-        return json.loads(_bytes(place).decode("utf-8"))
+        text = _bytes(place).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelConfigError(
             f"{place} is no text: give a directory with config.json, that file, or a .gguf file"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelConfigError(f"{place} is not valid JSON: {error}; download it again") from error
+    try:
+        return loaded(text)
+    except UsageError as error:
+        raise ModelConfigError(f"{place}: {error}; download it again") from None
 
 
 def _mode(place: Path) -> int | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from attn_core.errors import UsageError
+from attn_core.json_text import loaded
 
 
 def data_files(
@@ -25,8 +27,11 @@ def data_files(
     for place in (root.submodule_search_locations or ()) if root else ():
         for path in sorted((pathlib.Path(place) / folder).glob("*.json")):
             try:
-                data = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError) as error:
-                yield path, f"{type(error).__name__}: {error}"
+                data = loaded(path.read_bytes())
+            except OSError as error:
+                yield path, error.strerror or str(error)
+                continue
+            except UsageError as error:
+                yield path, str(error)
                 continue
             yield path, fault(data) or data

@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.errors import AttnError, UsageError
 from attn_core.formatting import printable
+from attn_core.json_text import loaded
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.trust.fields import Fields
@@ -96,7 +97,7 @@ def load(path: Path) -> Reproducer:
             text = (file.metadata() or {}).get(_KEY)
             if text is None:
                 raise UsageError("its metadata has no reproducer")
-            data = json.loads(text)
+            data = loaded(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _reproducer(Fields(data, "the metadata"), tensors)
     except (

@@ -94,10 +94,11 @@ class AttnCoreBackend(AttentionBackend):
             deterministic=bool(args.enable_deterministic_inference),
             graphs=captures(args, self.pool.device.type),
         )
-        self.selection, self.registry = choose(requirements, self.pool.device)
-        selection = self.selection
-        served = "attention of the draft model" if self.is_draft_model else "attention"
-        logger.info("attn_core serves %s\n%s", served, selection.explain())
+        locked = not self.is_draft_model  # which is another model than the lock's
+        selection, self.registry = choose(requirements, self.pool.device, locked=locked)
+        self.selection = selection
+        draft = " of the draft model" * self.is_draft_model
+        logger.info("attn_core serves attention%s\n%s", draft, selection.explain())
         if not self.is_draft_model:
             publish(selection, args)
         host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())

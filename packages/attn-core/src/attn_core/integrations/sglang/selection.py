@@ -14,9 +14,11 @@ from attn_core.selection.result import Selection
 from attn_core.spec.requirements import Requirements
 
 
-def choose(requirements: Requirements, device: torch.device) -> tuple[Selection, Registry]:
-    """Select for this machine. Raises NoBackendError, and UsageError where ranks disagree."""
-    selection, registry = choice.choose(requirements, device)
+def choose(
+    requirements: Requirements, device: torch.device, *, locked: bool = True
+) -> tuple[Selection, Registry]:
+    """Select for this machine, as choice.choose. Raises UsageError where ranks disagree too."""
+    selection, registry = choice.choose(requirements, device, locked=locked)
     check_ranks({role: chosen.backend for role, chosen in selection.roles.items()})
     return selection, registry
 

@@ -77,32 +77,34 @@ def load(
     kv_cache_dtype: str = "auto",
     num_pages: int | None = None,
     overrides: Overrides | None = None,
+    locked: str | None = None,
     step: Callable[[str], None] = lambda name: None,
     prepare: Callable[[Any, int | None], None] = lambda tokenizer, context_length: None,
 ) -> TextModel:
     """Load a model from local files, never running code from them, and enable attn-core on it.
 
     path: a directory with config.json, or a GGUF file. dtype: "bf16", "fp16", "fp32" or None: the
-    model's, for a GGUF file fp32 on a CPU, else bf16. step is called with the name of each step
-    before it. What can be wrong is looked at before the weights are loaded: the selection comes
-    first, then prepare(tokenizer, context_length), which may raise for a bad prompt. Raises
-    ModelConfigError, UnsupportedError, and what select() raises.
+    model's, for a GGUF file fp32 on a CPU, else bf16. locked: as in select_for. step is called
+    with the name of each step before it. What can be wrong is looked at before the weights are
+    loaded: the selection comes first, then prepare(tokenizer, context_length), which may raise for
+    a bad prompt. Raises ModelConfigError, UnsupportedError, and what select() raises.
     """
     step("selecting backends")
     keys = attempt(path, lambda: read_config(path))
     gguf = path.suffix == ".gguf"
-    device = _torch_device()
+    device = torch.device(probe_device().type.replace("rocm", "cuda"))
     if dtype is None and gguf:
         dtype = "fp32" if device.type == "cpu" else "bf16"
     needs = requirements_from_config(keys, dtype=dtype)
-    plain = needs.dtype
+    weights = TORCH_DTYPES[needs.dtype]
     selection = select_for(
         keys,
-        dtype=TORCH_DTYPES[plain],
+        dtype=weights,
         device=device,
         page_size=page_size,
         kv_cache_dtype=kv_cache_dtype,
         overrides=overrides,
+        locked=locked,
     )
     check_size(keys, needs.layers, selection, num_pages, device)
     directory = path if path.is_dir() else path.parent
@@ -123,7 +125,7 @@ def load(
     with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         step("loading the weights")
         kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
-        model, warned = load_weights(kind, directory, path, dtype=TORCH_DTYPES[plain], **files)
+        model, warned = load_weights(kind, directory, path, dtype=weights, **files)
     step("moving the model")
     model = model.to(device).eval()
     for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
@@ -277,11 +279,6 @@ class _Stream:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _torch_device() -> torch.device:
-    here = probe_device().type
-    return torch.device("cuda" if here == "rocm" else here)
 
 
 @contextlib.contextmanager

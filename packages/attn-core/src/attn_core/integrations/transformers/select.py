@@ -11,6 +11,7 @@ from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.costs import store
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.choice import check_lock
 from attn_core.integrations.transformers.architectures import check_supported
 from attn_core.model_config import requirements_from_config
 from attn_core.plugins.registry import Registry, load_plugins
@@ -33,15 +34,16 @@ def select_for(
     kv_cache_dtype: str = "auto",
     shared_prefix: bool = False,
     overrides: Overrides | None = None,
+    locked: str | None = None,
     registry: Registry | None = None,
 ) -> Selection:
     """Select backends for the keys of a model's config.json on this machine.
 
-    dtype, device: those of the model's weights. shared_prefix: as in Requirements. What `attn tune`
-    measured here decides first.
+    dtype, device: those of the model's weights. shared_prefix: as in Requirements. locked: a file
+    of `attn lock`, by default what ATTN_LOCKED says. What `attn tune` measured here decides first.
     With linear layers, linear_verify takes tokens back in assisted generation; it is absent if no
-    backend can. Raises UnsupportedError for an unsupported architecture or device, and what
-    select() raises.
+    backend can. Raises UnsupportedError for an unsupported architecture or device, what select()
+    raises, and LockError where the choice differs from the lock.
     """
     check_supported(config)
     if dtype not in DTYPES:
@@ -59,6 +61,7 @@ def select_for(
     libraries = registry.installed_libraries()
     profile = store.tuned_profile(registry, here)
     chosen = select(needs, here, registry, libraries, overrides, profile)
+    check_lock(chosen, registry, here, profile, locked)
     if "linear_decode" not in chosen.roles:
         return chosen
     # Softmax layers run drafts as an extend, so that only the linear ones need a verifier.
