@@ -222,9 +222,10 @@ def test_one_pass_is_the_whole_workload():
     assert one.passes(regret.Phase.PREFILL, None) == ()
 
 
-def test_a_choice_is_made_again_over_recorded_times(tmp_path, capsys):
-    """The record of the H200 has this version's choices: what changes them makes them anew."""
-    record, profile = [FOLDER / f"regret.nvidia-h200{x}.json" for x in ("", ".profile")]
+@pytest.mark.parametrize("name", ["regret.nvidia-h200", "regret.nvidia-h200.second"])
+def test_a_choice_is_made_again_over_recorded_times(tmp_path, capsys, name):
+    """A record of the H200 has this version's choices: what changes them makes them anew."""
+    record, profile = [FOLDER / f"{name}{x}.json" for x in ("", ".profile")]
     path = tmp_path / record.name
     before = json.loads(record.read_text())
     changed = json.loads(record.read_text())
