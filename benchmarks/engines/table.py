@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import pathlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,15 +49,21 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
         return ""
     engine = CONFIGURATIONS[found[0]["configuration"]].engine
     shown = f"{NAMES[engine]} {_versions(found, engine)}"
-    head = _TABLE_HEAD.format(device=_devices(found), engine=shown)
-    return head + "".join("\n" + section(each) for each in found)
+    devices = _devices(found)
+    found.sort(key=lambda each: devices.index(each["device"]) if each.get("device") else 0)
+    head = _TABLE_HEAD.format(device=" and ".join(devices), engine=shown)
+    return head + "".join("\n" + section(each, named=len(devices) > 1) for each in found)
 
 
-def section(each: Mapping[str, Any]) -> str:
-    """Write the table of one record and, below it, what was refused; "" where it has no rows."""
+def section(each: Mapping[str, Any], *, named: bool = False) -> str:
+    """Write the table of one record and, below it, what was refused; "" where it has no rows.
+
+    named: the title names the device, where a page has several.
+    """
     if not each.get("rows"):
         return ""
     configuration = CONFIGURATIONS[each["configuration"]]
+    title = configuration.title + (f", on {each['device']}" if named else "")
     names = list(dict.fromkeys([OURS, *configuration.peers, *(r["backend"] for r in each["rows"])]))
     rows = [["case", *names, "speed-up", "must", "aim"]]
     rows += [["---"] * len(rows[0])]
@@ -68,15 +75,15 @@ def section(each: Mapping[str, Any]) -> str:
             shown = f"{ratio:.2f} of {record.best_peer(record.medians(each, case.name))}"
         rows.append([case.name, *cells, shown, f"{case.must:.2f}", f"{case.aim:.2f}"])
     lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"### {configuration.title}\n\n{lines}\n{_errors(each['rows'])}"
+    return f"### {title}\n\n{lines}\n{_errors(each['rows'])}"
 
 
 def readme(records: Iterable[Mapping[str, Any]]) -> str:
     """Write what README.md says, "" where no case has a speed-up."""
-    found = list(records)
+    found = _plotted(records)
     if not speedups(found):
         return ""
-    return _PLOT_HEAD.format(device=_devices(found))
+    return _PLOT_HEAD.format(device=" and ".join(_devices(found)))
 
 
 def speedups(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, Case, float]]:
@@ -92,7 +99,7 @@ def speedups(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, Case, floa
 
 def plot(records: Iterable[Mapping[str, Any]]) -> str:
     """Draw a bar for each case from 1 to its speed-up, with a tick at "must"; SVG, "" for none."""
-    found = speedups(records)
+    found = speedups(_plotted(records))
     if not found:
         return ""
     low = min(0.9, *(ratio for *_, ratio in found))
@@ -163,8 +170,17 @@ def _errors(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\nNot measured:\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
-def _devices(records: Iterable[Mapping[str, Any]]) -> str:
-    return ", ".join(sorted({str(r["device"]) for r in records if r.get("device")}))
+def _devices(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Name the devices, the one of most records first."""
+    counted = Counter(str(r["device"]) for r in records if r.get("device"))
+    return [name for name, _ in counted.most_common()]
+
+
+def _plotted(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records of the device that has most of them: a plot is of one."""
+    found = list(records)
+    device = next(iter(_devices(found)), None)
+    return [each for each in found if each.get("device") == device]
 
 
 def _versions(records: Iterable[Mapping[str, Any]], engine: str) -> str:

@@ -318,6 +318,21 @@ def test_a_case_that_a_peer_has_not_run_names_the_one_it_was_held_against(eagle)
     assert "decode 1x4096" not in table.plot(known)
 
 
+def test_tables_of_two_devices_name_them_and_the_plot_is_of_the_first(eagle):
+    fast = row(OURS, "decode 64x4096", 1.0), row("fa3", "decode 64x4096", 9.0)
+    other = {"configuration": "fp8", "device": "Another GPU", "rows": [*fast]}
+    [known] = table.load_all(eagle.parent)
+    records = [other, known, {**known, "configuration": "ngram"}]
+    page = table.page(records)
+    assert "on Some GPU and Another GPU, SGLang" in page
+    assert "drafts, topk 4, on Some GPU\n" in page
+    assert "cache, on Another GPU\n" in page
+    assert page.index("on Another GPU\n") > page.index("on Some GPU\n")
+    assert "fp8" not in table.plot(records)
+    assert "eagle" in table.plot(records)
+    assert "Another" not in table.readme(records)
+
+
 def test_nothing_is_said_without_a_record(tmp_path):
     assert table.load_all(tmp_path) == []
     assert table.page([]) == table.plot([]) == table.readme([]) == ""
