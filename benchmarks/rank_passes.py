@@ -120,9 +120,7 @@ class Problem:
             first += n
         slots = [
             int(table[i, p // self.page]) * self.page + p % self.page
-            for i, (n, new) in enumerate(
-                zip(counts, counts if written is None else written, strict=True)
-            )
+            for i, (n, new) in enumerate(zip(counts, last, strict=True))
             for p in range(n - new, n)
         ]
         return CacheView(
