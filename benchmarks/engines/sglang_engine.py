@@ -41,7 +41,6 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
 
     One graph is captured for each batch size of the cases, and nothing that no case replays.
     """
-    batches = sorted({case.batch for case in configuration.cases})
     found = {
         "model_path": write(folder, "model", configuration.model),
         "load_format": "dummy",
@@ -49,8 +48,8 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         "attention_backend": record.split(backend)[0],
         "page_size": 1,
         "context_length": configuration.longest + NEW_TOKENS + MARGIN,
-        "max_running_requests": batches[-1],
-        "cuda_graph_bs_decode": batches,
+        "max_running_requests": max(case.batch for case in configuration.cases),
+        "cuda_graph_bs_decode": configuration.batches,
         "disable_prefill_cuda_graph": True,
         "mem_fraction_static": 0.8,
         "random_seed": 1,
