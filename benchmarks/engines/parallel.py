@@ -27,7 +27,8 @@ from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import OURS
-from benchmarks.engines.run import kill, last_error
+from benchmarks.engines.run import LOGS, kill, last_error
+from benchmarks.engines.run import device as gpu_name
 from benchmarks.engines.sglang_engine import QUIET, ranks_arguments
 from benchmarks.results import FOLDER, slug
 
@@ -173,9 +174,12 @@ def rows(
     return made
 
 
-def run_one(kind: str, backend: str, folder: pathlib.Path, device: str, number: int) -> Found | str:
+def run_one(
+    kind: str, backend: str, folder: pathlib.Path, logs: pathlib.Path, device: str, number: int
+) -> Found | str:
     """Run one engine in a process of its own; return its logprobs, or why there are none."""
-    out, log = folder / f"{kind}.{backend}.json", folder / f"{kind}.{backend}.log"
+    out, log = folder / f"{kind}.{backend}.json", logs / f"parallel.{kind}.{backend}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", __spec__.name, "--one", kind, backend, "--out", str(out)]
     command += ["--model", str(folder), "--device", device, "--number", str(number)]
     began = time.monotonic()
@@ -211,7 +215,8 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=[k for k in KINDS if k != ONE])
     parser.add_argument("--together", type=int, default=4, help="engines at a time")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, help="default: in benchmarks/results/")
+    parser.add_argument("--logs", type=pathlib.Path, default=LOGS)
     parser.add_argument("--one", nargs=2, metavar=("KIND", "BACKEND"), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
@@ -234,17 +239,16 @@ def compare(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
         write_model(pathlib.Path(folder), CONFIG, seed=1)
         runs = {
-            name: pool.submit(run_one, *name, pathlib.Path(folder), args.device, number)
+            name: pool.submit(run_one, *name, pathlib.Path(folder), args.logs, args.device, number)
             for number, name in enumerate(names)
         }
         found = {name: run.result() for name, run in runs.items()}
-    from benchmarks.engines.run import device
-
-    gpu = device() if args.device != "cpu" else "cpu"
+    gpu = gpu_name() if args.device != "cpu" else "cpu"
     made = rows(found, kinds)
     record_of = {
         "command": f"python -m {__spec__.name} --kinds {' '.join(kinds)}",
         "device": gpu,
+        "variables": {k: v for k, v in os.environ.items() if k.startswith("ATTN_")},
         "date": datetime.date.today().isoformat(),
         "versions": record.installed(),
         "rows": made,
