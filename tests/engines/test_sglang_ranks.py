@@ -1,6 +1,10 @@
 """What the benchmarks of several GPUs ask SGLang for, and what the adapter refuses there."""
 
 import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from attn_core import UnsupportedError
@@ -10,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from benchmarks.engines import parallel, sglang_engine
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS
+from benchmarks.engines.soak_model import CONFIG, write_model
 
 NAMES = {field.name for field in dataclasses.fields(ServerArgs)}
 
@@ -42,3 +47,24 @@ def test_keys_split_over_ranks_are_refused_by_their_flag():
     run = runner([attention()], mha_pool(), 1, dcp_size=2)
     with pytest.raises(UnsupportedError, match="--dcp-size 2"):
         AttnCoreBackend(run)
+
+
+@pytest.mark.long
+def test_two_ranks_answer_as_one(tmp_path, engine_environment):
+    """Whole servers, with tensor and with pipeline parallelism: prompts and greedy tokens."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32}
+    write_model(tmp_path, {**CONFIG, **shape, "torch_dtype": "float32"}, seed=1)
+    script, found = pathlib.Path(__file__).parents[1] / "support/engine_ranks.py", {}
+    for kind in (parallel.ONE, "tp", "pp"):
+        out = tmp_path / f"{kind}.json"
+        command = [sys.executable, str(script), kind, OURS, str(tmp_path), str(out)]
+        done = subprocess.run(
+            command, env=engine_environment, capture_output=True, text=True, timeout=900
+        )
+        assert out.exists(), done.stderr[-3000:]
+        found[kind] = json.loads(out.read_text())
+    for kind in ("tp", "pp"):
+        apart = parallel.difference(found[parallel.ONE], found[kind])
+        assert apart["worst"] < 1e-3
+        assert not apart["not_finite"]
+        assert apart["compared"] > 1000
