@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import NormalDist
-from typing import Any
 
+from benchmarks.engines.cases import ALONE, NEW_TOKENS, OURS, Case, Configuration
 from benchmarks.engines.models import (
     DEEPSEEK_V2_LITE,
     EAGLE_DRAFT,
@@ -17,74 +14,7 @@ from benchmarks.engines.models import (
     QWEN3_NEXT,
 )
 
-OURS = "attn_core"
-ALONE = "+alone"  # behind OURS: without ATTN_SHARED_PREFIX, where the configuration asks for it
-NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Requests, and how much faster than the best built-in backend to be.
-
-    kind: "decode" (a whole step of the engine) or "prefill".
-    must, aim: best built-in time / our time.
-    shared: (members, tokens): so many requests, one after another, begin with the same tokens.
-    sigma: of the lengths' logarithm. 0: all prompts have `length` tokens, else it is their median.
-    """
-
-    kind: str
-    batch: int
-    length: int
-    must: float
-    aim: float
-    shared: tuple[int, int] = (1, 0)
-    sigma: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """As in "decode 16x4096 shared 8x2048": requests x tokens of each, what members share."""
-        members, tokens = self.shared
-        shared = f" shared {members}x{tokens}" if tokens else ""
-        drawn = f" sigma {self.sigma:g}" if self.sigma else ""
-        return f"{self.kind} {self.batch}x{self.length}{shared}{drawn}"
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt, short to long: the quantiles of a log-normal distribution."""
-        z = (NormalDist().inv_cdf((i + 0.5) / self.batch) for i in range(self.batch))
-        return [round(self.length * math.exp(self.sigma * x)) for x in z]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """One engine: a model with its cache and speculation, and all cases that are timed in it.
-
-    engine: "sglang" or "vllm".
-    model, draft_model: config.json; weights are random.
-    peers: the engine's own backends, in the order in which they are timed. The last is timed once.
-    arguments: further arguments of the engine.
-    shared_prefix: ours reads once what requests share; the name "attn_core+alone" is ours without.
-    """
-
-    title: str
-    engine: str = "sglang"
-    model: Mapping[str, Any]
-    cases: tuple[Case, ...]
-    draft_model: Mapping[str, Any] | None = None
-    peers: tuple[str, ...] = ("fa3", "flashinfer", "triton")
-    arguments: Mapping[str, Any]
-    shared_prefix: bool = False
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(max(case.lengths) for case in self.cases)
-
-    @property
-    def is_speculative(self) -> bool:
-        """Whether a step verifies drafts."""
-        return "speculative_algorithm" in self.arguments
-
+__all__ = ["ALONE", "CONFIGURATIONS", "NEW_TOKENS", "OURS", "Case", "Configuration", "named"]
 
 _TREES = {
     "speculative_num_draft_tokens": 8,
@@ -112,6 +42,8 @@ _LOGNORMAL = tuple(
     Case(kind="decode", batch=batch, length=1000, sigma=1.0, must=0.98, aim=1.05)
     for batch in (1, 16, 64)
 )
+# must: what one GPU showed on an H200, less 2 points
+_TP2 = {"tp_size": 2}
 _SIZES = tuple((batch, length) for length in (1024, 8192) for batch in (1, 16, 64))
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "bf16": Configuration(
@@ -246,6 +178,45 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         },
         cases=_DRAFTED,
     ),
+    "tp2": Configuration(
+        title="Llama-3.1-8B shape, bf16, tensor parallel on 2 GPUs",
+        model=LLAMA_8B,
+        peers=("fa3",),
+        arguments=_TP2,
+        cases=(
+            Case(kind="decode", batch=1, length=1024, must=0.97, aim=0.99),
+            Case(kind="decode", batch=16, length=4096, must=0.98, aim=1.00),
+        ),
+    ),
+    "tp2-fp8": Configuration(
+        title="Llama-3.1-8B shape, FP8 KV cache, tensor parallel on 2 GPUs",
+        model=LLAMA_8B,
+        peers=("fa3",),
+        arguments={**_TP2, "kv_cache_dtype": "fp8_e4m3"},
+        cases=(Case(kind="decode", batch=64, length=4096, must=1.25, aim=1.27),),
+    ),
+    "tp2-eagle": Configuration(
+        title="Llama-3.1-8B shape, EAGLE trees of 8 drafts, topk 4, tensor parallel on 2 GPUs",
+        model=LLAMA_8B,
+        draft_model=EAGLE_DRAFT,
+        peers=("fa3",),
+        arguments={**_TP2, **_EAGLE},
+        cases=(Case(kind="decode", batch=16, length=4096, must=1.11, aim=1.13),),
+    ),
+    "dp2": Configuration(
+        title="Llama-3.1-8B shape, bf16, data-parallel attention on 2 GPUs",
+        model=LLAMA_8B,
+        peers=("fa3", "flashinfer", "triton"),
+        arguments={**_TP2, "dp_size": 2, "enable_dp_attention": True},
+        cases=(Case(kind="decode", batch=16, length=32768, must=0.98, aim=1.05),),
+    ),
+    "pp2": Configuration(
+        title="Llama-3.1-8B shape, bf16, pipeline parallel on 2 GPUs",
+        model=LLAMA_8B,
+        peers=("fa3",),
+        arguments={"pp_size": 2, "disable_overlap_schedule": True},
+        cases=(Case(kind="decode", batch=16, length=4096, must=0.98, aim=1.00),),
+    ),
     "vllm-bf16": Configuration(
         title="Llama-3.1-8B shape, bf16",
         engine="vllm",
@@ -265,6 +236,17 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         peers=("FLASH_ATTN", "FLASHINFER"),
         arguments={"kv_cache_dtype": "fp8"},
         cases=tuple(Case(kind="decode", batch=b, length=n, must=1.0, aim=1.2) for b, n in _SIZES),
+    ),
+    "vllm-tp2": Configuration(
+        title="Llama-3.1-8B shape, bf16, tensor parallel on 2 GPUs",
+        engine="vllm",
+        model=LLAMA_8B,
+        peers=("FLASH_ATTN",),
+        arguments={"tensor_parallel_size": 2},
+        cases=(
+            Case(kind="decode", batch=1, length=1024, must=0.98, aim=1.03),
+            Case(kind="decode", batch=16, length=8192, must=0.98, aim=1.03),
+        ),
     ),
     "vllm-shared-prefix": Configuration(
         title="Llama-3.1-8B shape, bf16, prompts that begin alike",

@@ -95,14 +95,15 @@ class Spare:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _kill(process)
+            kill(process)
 
     def stop(self) -> None:
         """End the process that waits."""
-        _kill(self._process)
+        kill(self._process)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started in its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import NEW_TOKENS, OURS, Case, Configuration
 from benchmarks.engines.models import write
 
+# NVLink multicast stays off in all that a process of several GPUs may use
+QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 MARGIN = 64  # tokens of the context for drafts that are not accepted
 ACCEPTED = {  # read by SGLang's workers
     "SGLANG_SIMULATE_ACC_LEN": "3",
@@ -20,12 +22,25 @@ ACCEPTED = {  # read by SGLang's workers
 }
 
 
+def ranks_arguments(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an engine of several GPUs needs: its ranks talk through NCCL alone.
+
+    SGLang's own all-reduce is compiled at the first start, and the fused one of FlashInfer uses
+    NVLink multicast. named: the arguments that say how the model is split.
+    """
+    if max(named.get("tp_size", 1), named.get("pp_size", 1)) == 1:
+        return {}
+    return {
+        "disable_custom_all_reduce": True,
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+    }
+
+
 def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
     """Return every argument of the engine; the models' configurations are written into folder.
 
     One graph is captured for each batch size of the cases, and nothing that no case replays.
     """
-    batches = sorted({case.batch for case in configuration.cases})
     found = {
         "model_path": write(folder, "model", configuration.model),
         "load_format": "dummy",
@@ -33,14 +48,15 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         "attention_backend": record.split(backend)[0],
         "page_size": 1,
         "context_length": configuration.longest + NEW_TOKENS + MARGIN,
-        "max_running_requests": batches[-1],
-        "cuda_graph_bs_decode": batches,
+        "max_running_requests": max(case.batch for case in configuration.cases),
+        "cuda_graph_bs_decode": configuration.batches,
         "disable_prefill_cuda_graph": True,
         "mem_fraction_static": 0.8,
         "random_seed": 1,
         "sampling_backend": "pytorch",  # greedy; the other compiles kernels first
         "decode_log_interval": 10000,
         "log_level": "info",  # attn_core's decision
+        **ranks_arguments(configuration.arguments),
         **configuration.arguments,
     }
     if configuration.draft_model is not None:
@@ -54,7 +70,7 @@ class Engine:
     """A running engine."""
 
     def __init__(self, configuration: Configuration, backend: str, folder: pathlib.Path) -> None:
-        os.environ.update(ACCEPTED if configuration.is_speculative else {})
+        os.environ.update(QUIET | (ACCEPTED if configuration.is_speculative else {}))
         import sglang
 
         self._speculative = configuration.is_speculative

@@ -5,6 +5,7 @@ On a CPU vLLM reads no attention_backend: there a plugin has to name attn-core f
 
 from __future__ import annotations
 
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,15 @@ from benchmarks.engines.models import write
 NAMES = {OURS: "CUSTOM"}  # of --attention-backend
 
 
+# of several GPUs: what is fused with an all-reduce, and vLLM's own ones, use NVLink multicast
+QUIET = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+
+
 def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
     """Return every argument of the engine; the model's configuration is written into folder.
 
@@ -24,6 +34,8 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
     """
     batches = sorted({case.batch for case in configuration.cases})
     name = record.split(backend)[0]
+    alone = configuration.gpus == 1
+    passes = {} if alone else {"pass_config": {"fuse_allreduce_rms": False}}
     return {
         "model": write(folder, "model", configuration.model),
         "load_format": "dummy",
@@ -31,9 +43,10 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         "attention_backend": NAMES.get(name, name),
         "max_model_len": configuration.longest + NEW_TOKENS,
         "max_num_seqs": batches[-1],
-        "compilation_config": {"cudagraph_capture_sizes": batches},
+        "compilation_config": {"cudagraph_capture_sizes": batches, **passes},
         "seed": 1,
         "worker_extension_cls": f"{__name__}.Inside",
+        **({} if alone else {"disable_custom_all_reduce": True}),
         **configuration.arguments,
     }
 
@@ -53,6 +66,7 @@ class Engine:
     """A running engine."""
 
     def __init__(self, configuration: Configuration, backend: str, folder: pathlib.Path) -> None:
+        os.environ.update(QUIET)
         import vllm
 
         self._engine = vllm.LLM(**arguments(configuration, backend, folder))

@@ -156,7 +156,10 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     configuration = CONFIGURATIONS[name]
     found = sglang_engine.arguments(configuration, "fa3", tmp_path)
     assert found["attention_backend"] == "fa3"
-    assert set(found["cuda_graph_bs_decode"]) == {case.batch for case in configuration.cases}
+    shares = found.get("dp_size", 1) * found.get("pp_size", 1)
+    each = {max(case.batch // shares, 1) for case in configuration.cases}
+    assert set(found["cuda_graph_bs_decode"]) == each
+    assert found.get("disable_custom_all_reduce", False) == (configuration.gpus > 1)
     written = json.loads((tmp_path / "model/config.json").read_text())
     assert written["num_hidden_layers"] == configuration.model["num_hidden_layers"]
     drafted = configuration.draft_model is not None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
+from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
@@ -42,11 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 def choose(
-    requirements: Requirements, device: torch.device, *, locked: bool = True
+    requirements: Requirements, device: torch.device, *, locked: bool = True, ranks: Any = None
 ) -> tuple[Selection, Registry]:
     """Select by ATTN_* variables and what was tuned on this machine.
 
-    locked: compare with the lock of ATTN_LOCKED. Raises NoBackendError, LockError, UsageError.
+    locked: compare with the lock of ATTN_LOCKED.
+    ranks: the process group of a model that is split over ranks, which choose alike (`agreed`).
+    Raises NoBackendError, LockError, UsageError.
     """
     here = probe_cpu() if device.type == "cpu" else probe_device()
     registry = probed(load_plugins(), here)
@@ -57,13 +61,19 @@ def choose(
     sparse = any(x.kind == "dsa" for x in requirements.softmax_layers)
     others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
-    names = replace(overrides(), **unused)
-    requirements = replace(requirements, shared_prefix=shares_prefixes())
-    profile = store.tuned_profile(registry, here)
     libraries = registry.installed_libraries()
-    selection = select(requirements, here, registry, libraries, names, profile)
+    tuned = cache(lambda: store.tuned_profile(registry, here))
+
+    def decide(without: Sequence[str]) -> Selection:
+        names, known = overrides(), {spec.name for spec in registry.backends.values()}
+        deny = (*names.deny, *(name for name in without if name in known))
+        needs = replace(requirements, shared_prefix=shares_prefixes())
+        names = replace(names, deny=deny, **unused)
+        return select(needs, here, registry, libraries, names, tuned())
+
+    selection = decide(()) if ranks is None else agreed(decide, ranks)
     if locked:
-        check_lock(selection, registry, here, profile)
+        check_lock(selection, registry, here, tuned())
     return selection, registry
 
 

@@ -1,0 +1,262 @@
+"""Compare what SGLang computes on two GPUs with what it computes on one, for attn_core and a peer.
+
+Run: `python -m benchmarks.engines.parallel [--kinds tp dp pp] [--together 4] [--out FILE.json]`.
+Prompts are replayed in an engine of one GPU and in engines of two GPUs, with attn_core and with one
+of SGLang's own backends. The logprobs of prompts and of greedy tokens must not differ more between
+one GPU and two than the peer's do. Weights are random, of a size that attention shows; all engines
+read the same. Engines run beside one another, so nothing is timed. Exit code 0: all passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.engines import record
+from benchmarks.engines.configurations import OURS
+from benchmarks.engines.run import LOGS, kill, last_error
+from benchmarks.engines.run import device as gpu_name
+from benchmarks.engines.sglang_engine import QUIET, ranks_arguments
+from benchmarks.results import FOLDER, slug
+
+ONE = "one"  # GPU
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    ONE: {},
+    "tp": {"tp_size": 2},
+    "dp": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+    "pp": {"pp_size": 2, "disable_overlap_schedule": True},
+}
+PEER = "fa3"
+LENGTHS = (1, 700, 3, 64, 257, 1500, 5, 128)
+NEW = 24  # greedy tokens of each prompt
+MORE = 40  # tokens behind a prompt that the prefix cache has by then
+# How much more than the peer's a difference may be, in logprobs, and what always passes: bf16
+# rounds logits of 4 to steps of 0.016. A pipeline leaves the peer's arithmetic as it is.
+TIMES = {"mean": 1.5, "worst": 2.0}
+LEAST = {"mean": 0.003, "worst": 0.1}
+LIMIT_S = 240.0  # of one engine
+Found = dict[str, list[list[Any]]]  # pass → of each request: [token, logprob] of each position
+Difference = dict[str, float]
+Named = tuple[str, str]  # kind, backend
+
+
+def arguments(kind: str, backend: str, model: str, device: str, number: int) -> dict[str, Any]:
+    """Return the arguments of an engine; number: of the engines that run beside one another."""
+    found = {
+        "model_path": model,
+        "skip_tokenizer_init": True,
+        "attention_backend": backend,
+        "page_size": 1,
+        "context_length": 2048,
+        "max_running_requests": 2 * len(LENGTHS),
+        "max_total_tokens": 16384,
+        "cuda_graph_bs_decode": [1, 2, 4, len(LENGTHS)],
+        "disable_prefill_cuda_graph": True,
+        "mem_fraction_static": 0.7,
+        "random_seed": 1,
+        "sampling_backend": "pytorch",
+        "decode_log_interval": 10000,
+        "log_level": "info",
+        "port": 31000 + 500 * number,
+        "base_gpu_id": number % 2 if kind == ONE else 0,
+        **KINDS[kind],
+        **ranks_arguments(KINDS[kind]),
+    }
+    if device == "cpu":  # SGLang's defaults for a CPU
+        found |= {"device": "cpu", "cuda_graph_bs_decode": None, "dtype": "float32"}
+        found |= {"disable_decode_cuda_graph": True, "disable_overlap_schedule": True}
+    return found
+
+
+def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int) -> Found:
+    """Return the logprobs of prompts and greedy tokens: all at once, one alone, behind a prefix."""
+    draw = random.Random(1)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, vocabulary - 1) for _ in range(count)]
+
+    prompts = [tokens(n) for n in lengths]
+    longer = [prompt + tokens(MORE) for prompt in prompts]
+    every = {"together": prompts, "alone": [tokens(300)], "again": longer}
+    found = {}
+    for name, ids in every.items():
+        starts = [len(prompt) for prompt in prompts] if name == "again" else [0] * len(ids)
+        sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+        out = generate(
+            input_ids=ids,
+            sampling_params=[sampling] * len(ids),
+            return_logprob=[True] * len(ids),
+            logprob_start_len=starts,
+        )
+        meta = [each["meta_info"] for each in out]
+        found[name] = [
+            [
+                [token, logprob]
+                for logprob, token, *_ in (*m["input_token_logprobs"], *m["output_token_logprobs"])
+                if logprob is not None  # a prompt's first token has none
+            ]
+            for m in meta
+        ]
+    return found
+
+
+def difference(one: Found, other: Found) -> Difference:
+    """Return mean and worst difference of logprobs, as long as both have the same tokens behind.
+
+    Where the greedy tokens part, both are the largest logprobs there, and are compared a last time.
+    """
+    apart, missing = [], 0
+    for name, requests in one.items():
+        for a, b in zip(requests, other[name], strict=True):
+            for (token, x), (same, y) in zip(a, b, strict=True):
+                apart.append(abs(x - y))
+                if token != same:
+                    break
+            missing += any(not math.isfinite(y) for _, y in b)
+    finite = [x for x in apart if math.isfinite(x)]
+    return {
+        "mean": round(statistics.fmean(finite), 6) if finite else math.inf,
+        "worst": round(max(finite, default=math.inf), 5),
+        "compared": len(finite),
+        "not_finite": missing + len(apart) - len(finite),
+    }
+
+
+def judge(kind: str, ours: Difference, peers: Difference, what: str) -> list[str]:
+    """Return what is wrong with a difference beside the peer's."""
+    wrong = [f"{kind}: {what}: numbers that are not finite"] if ours["not_finite"] else []
+    for name, least in LEAST.items():
+        limit = max(least, TIMES[name] * peers[name])
+        if not ours[name] <= limit:
+            wrong.append(f"{kind}: {what}: {name} {ours[name]:.5f} (limit {limit:.5f})")
+    return wrong
+
+
+def rows(
+    found: Mapping[tuple[str, str], Found | str], kinds: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Compare each kind with one GPU, for both backends; a text in place of logprobs is an error.
+
+    "ours" and "peer": the difference between one GPU and two of one backend. "backends": of the two
+    backends on two GPUs, beside "backends_on_one".
+    """
+    made = []
+    for kind in kinds:
+        names = [(k, backend) for k in (ONE, kind) for backend in (OURS, PEER)]
+        errors = [f"{k} {b}: {found[k, b]}" for k, b in names if isinstance(found[k, b], str)]
+        row: dict[str, Any] = {"kind": kind, "arguments": KINDS[kind], "peer_backend": PEER}
+        if errors:
+            made.append({**row, "wrong": errors})
+            continue
+        one, one_peer, two, two_peer = (x for name in names if isinstance(x := found[name], dict))
+        row |= {
+            "ours": difference(one, two),
+            "peer": difference(one_peer, two_peer),
+            "backends": difference(two, two_peer),
+            "backends_on_one": difference(one, one_peer),
+        }
+        wrong = judge(kind, row["ours"], row["peer"], "one GPU and two")
+        wrong += judge(kind, row["backends"], row["backends_on_one"], f"{OURS} and {PEER}")
+        made.append({**row, "wrong": wrong})
+    return made
+
+
+def run_one(
+    kind: str, backend: str, folder: pathlib.Path, logs: pathlib.Path, device: str, number: int
+) -> Found | str:
+    """Run one engine in a process of its own; return its logprobs, or why there are none."""
+    out, log = folder / f"{kind}.{backend}.json", logs / f"parallel.{kind}.{backend}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", __spec__.name, "--one", kind, backend, "--out", str(out)]
+    command += ["--model", str(folder), "--device", device, "--number", str(number)]
+    began = time.monotonic()
+    with log.open("wb") as text:
+        process = subprocess.Popen(command, stdout=text, stderr=text, process_group=0)
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            out.unlink(missing_ok=True)
+        finally:
+            kill(process)
+    print(f"{kind} {backend}: {time.monotonic() - began:.0f} s", flush=True)
+    if not out.exists():
+        return last_error(log.read_text(errors="replace"))
+    return dict(json.loads(out.read_text()))
+
+
+def serve_one(kind: str, backend: str, model: str, device: str, number: int) -> Found:
+    """Start an engine in this process and replay the prompts."""
+    import sglang
+
+    engine = sglang.Engine(**arguments(kind, backend, model, device, number))
+    try:
+        lengths = LENGTHS if device != "cpu" else [min(n, 70) for n in LENGTHS]
+        config = json.loads(pathlib.Path(model, "config.json").read_text())
+        return replay(engine.generate, lengths, config["vocab_size"])
+    finally:
+        engine.shutdown()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=[k for k in KINDS if k != ONE])
+    parser.add_argument("--together", type=int, default=4, help="engines at a time")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=pathlib.Path, help="default: in benchmarks/results/")
+    parser.add_argument("--logs", type=pathlib.Path, default=LOGS)
+    parser.add_argument("--one", nargs=2, metavar=("KIND", "BACKEND"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ |= QUIET | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}  # engines share GPUs
+    if args.one:
+        kind, backend = args.one
+        found = serve_one(kind, backend, args.model, args.device, args.number)
+        args.out.write_text(json.dumps(found))
+        return 0
+    return compare(args)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run all engines, and record and print what was found."""
+    from benchmarks.engines.soak_model import CONFIG, write_model
+
+    kinds = args.kinds or [kind for kind in KINDS if kind != ONE]
+    names = [(kind, backend) for kind in (ONE, *kinds) for backend in (OURS, PEER)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
+        write_model(pathlib.Path(folder), CONFIG, seed=1)
+        runs = {
+            name: pool.submit(run_one, *name, pathlib.Path(folder), args.logs, args.device, number)
+            for number, name in enumerate(names)
+        }
+        found = {name: run.result() for name, run in runs.items()}
+    gpu = gpu_name() if args.device != "cpu" else "cpu"
+    made = rows(found, kinds)
+    record_of = {
+        "command": f"python -m {__spec__.name} --kinds {' '.join(kinds)}",
+        "device": gpu,
+        "variables": {k: v for k, v in os.environ.items() if k.startswith("ATTN_")},
+        "date": datetime.date.today().isoformat(),
+        "versions": record.installed(),
+        "rows": made,
+    }
+    print(json.dumps(record_of, indent=2))
+    record.save(args.out or FOLDER / f"sglang-parallel.{slug(gpu)}.json", record_of)
+    return 1 if any(row["wrong"] for row in made) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
