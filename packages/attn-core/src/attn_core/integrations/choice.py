@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from attn_core.costs import store
+from attn_core.costs import given, store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.runtime.adaptive import digest, pruned
+from attn_core.runtime.trace import switch
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
 from attn_core.selection.ranking import shipped_profile
@@ -36,6 +38,8 @@ LINEAR_ARGUMENTS = (
 SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 SHARED_PREFIX = variable("--shared-prefix")
 LOCKED = variable("--locked")
+ADAPTIVE = variable("--adaptive")
+PROFILE, WORKLOAD = variable("--profile"), variable("--workload")
 _LISTS = ("prefer", "allow", "deny")
 
 logger = logging.getLogger(__name__)
@@ -44,8 +48,9 @@ logger = logging.getLogger(__name__)
 def choose(
     requirements: Requirements, device: torch.device, *, locked: bool = True
 ) -> tuple[Selection, Registry]:
-    """Select by ATTN_* variables and what was tuned on this machine.
+    """Select by ATTN_* variables and what was measured on this machine.
 
+    The selection has alternatives where passes are to be picked, and only those that take some.
     locked: compare with the lock of ATTN_LOCKED. Raises NoBackendError, LockError, UsageError.
     """
     here = probe_cpu() if device.type == "cpu" else probe_device()
@@ -59,12 +64,42 @@ def choose(
     unused: dict[str, Any] = dict.fromkeys(others)
     names = replace(overrides(), **unused)
     requirements = replace(requirements, shared_prefix=shares_prefixes())
-    profile = store.tuned_profile(registry, here)
+    profile, workload = measured(registry, here)
     libraries = registry.installed_libraries()
-    selection = select(requirements, here, registry, libraries, names, profile)
-    if locked:
-        check_lock(selection, registry, here, profile)
-    return selection, registry
+    selection = select(
+        requirements, here, registry, libraries, names, profile, workload=workload
+    )
+    same = check_lock(selection, registry, here, profile) if locked else True
+    return picking(selection, same), registry
+
+
+def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload]:
+    """Return the profile of ATTN_PROFILE, else the tuned one, and the workload of ATTN_WORKLOAD.
+
+    None is what plugins ship. Raises UsageError.
+    """
+    profile = given.profile_here(os.environ.get(PROFILE), registry, here, PROFILE)
+    return profile, given.workload(os.environ.get(WORKLOAD), WORKLOAD)
+
+
+def picking(selection: Selection, same: bool = True, adaptive: bool | None = None) -> Selection:
+    """Return the selection with the alternatives that take some pass, with none if it must not.
+
+    same: as check_lock returned. adaptive: None asks ATTN_ADAPTIVE, which is on by default.
+    """
+    on = switch(ADAPTIVE, True) if adaptive is None else adaptive
+    return pruned(selection) if on and same else replace(selection, alternatives={})
+
+
+def compared(selection: Selection) -> dict[str, str]:
+    """Return what ranks have to agree on: the backend of each role, and which passes others take.
+
+    Picks depend on nothing else but the numbers of a pass that are equal on all ranks: requests,
+    the longest length that the host knows, queries.
+    """
+    names: dict[str, str] = {role: choice.backend for role, choice in selection.roles.items()}
+    picks = digest(selection)
+    return names | ({"picks": picks} if picks else {})
 
 
 def check_lock(
@@ -73,8 +108,11 @@ def check_lock(
     here: Device,
     profile: Profile | None,
     path: str | None = None,
-) -> None:
+) -> bool:
     """Refuse a selection that differs from a lock; without a file, do nothing.
+
+    Returns whether passes may be picked by these costs: a lock fixes the costs that picks follow,
+    so with others every pass takes the locked backend of its role.
 
     Compared are the roles and the pool of this selection: an engine asks for layers in several
     parts and in words of its own, so what was asked is not. profile: as select() took it. path: of
@@ -83,7 +121,7 @@ def check_lock(
     """
     path = path or os.environ.get(LOCKED)
     if not path:
-        return
+        return True
     kept = store.parsed(Path(path), "lock", Lock.from_json)
     if profile is None:
         profile, _ = shipped_profile(here, registry, registry.installed_libraries())
@@ -96,6 +134,10 @@ def check_lock(
     )
     changed = require(kept, now, f"lock {path}")
     logger.info("attn_core chose as lock %s says%s", path, "".join(f"\n  {x}" for x in changed))
+    same = now.profile == kept.profile
+    if selection.alternatives and not same:
+        logger.info("no passes are picked: the measured costs are not those of lock %s", path)
+    return same
 
 
 def shares_prefixes(environ: Mapping[str, str] = os.environ) -> bool:
