@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
+from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.runtime.adaptive import digest, pruned
+from attn_core.runtime.adaptive import pruned
 from attn_core.runtime.trace import switch
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
@@ -46,12 +48,14 @@ logger = logging.getLogger(__name__)
 
 
 def choose(
-    requirements: Requirements, device: torch.device, *, locked: bool = True
+    requirements: Requirements, device: torch.device, *, locked: bool = True, ranks: Any = None
 ) -> tuple[Selection, Registry]:
     """Select by ATTN_* variables and what was measured on this machine.
 
     The selection has alternatives where passes are to be picked, and only those that take some.
-    locked: compare with the lock of ATTN_LOCKED. Raises NoBackendError, LockError, UsageError.
+    locked: compare with the lock of ATTN_LOCKED.
+    ranks: the process group of a model that is split over ranks, which choose alike (`agreed`).
+    Raises NoBackendError, LockError, UsageError.
     """
     here = probe_cpu() if device.type == "cpu" else probe_device()
     registry = probed(load_plugins(), here)
@@ -62,15 +66,23 @@ def choose(
     sparse = any(x.kind == "dsa" for x in requirements.softmax_layers)
     others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
-    names = replace(overrides(), **unused)
-    requirements = replace(requirements, shared_prefix=shares_prefixes())
-    profile, workload = measured(registry, here)
     libraries = registry.installed_libraries()
-    selection = select(
-        requirements, here, registry, libraries, names, profile, workload=workload
-    )
-    same = check_lock(selection, registry, here, profile) if locked else True
-    return picking(selection, same), registry
+    costs = cache(lambda: measured(registry, here))
+    whole: list[Selection] = []  # with all alternatives, as a lock names them
+
+    def decide(without: Sequence[str]) -> Selection:
+        names, known = overrides(), {spec.name for spec in registry.backends.values()}
+        deny = (*names.deny, *(name for name in without if name in known))
+        needs = replace(requirements, shared_prefix=shares_prefixes())
+        names = replace(names, deny=deny, **unused)
+        profile, workload = costs()
+        whole[:] = [select(needs, here, registry, libraries, names, profile, workload=workload)]
+        return picking(whole[0])
+
+    selection = decide(()) if ranks is None else agreed(decide, ranks)
+    if locked and not check_lock(whole[0], registry, here, costs()[0]):
+        selection = replace(selection, alternatives={})
+    return selection, registry
 
 
 def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload]:
@@ -82,24 +94,13 @@ def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload
     return profile, given.workload(os.environ.get(WORKLOAD), WORKLOAD)
 
 
-def picking(selection: Selection, same: bool = True, adaptive: bool | None = None) -> Selection:
+def picking(selection: Selection, adaptive: bool | None = None) -> Selection:
     """Return the selection with the alternatives that take some pass, with none if it must not.
 
-    same: as check_lock returned. adaptive: None asks ATTN_ADAPTIVE, which is on by default.
+    adaptive: None asks ATTN_ADAPTIVE, which is on by default.
     """
     on = switch(ADAPTIVE, True) if adaptive is None else adaptive
-    return pruned(selection) if on and same else replace(selection, alternatives={})
-
-
-def compared(selection: Selection) -> dict[str, str]:
-    """Return what ranks have to agree on: the backend of each role, and which passes others take.
-
-    Picks depend on nothing else but the numbers of a pass that are equal on all ranks: requests,
-    the longest length that the host knows, queries.
-    """
-    names: dict[str, str] = {role: choice.backend for role, choice in selection.roles.items()}
-    picks = digest(selection)
-    return names | ({"picks": picks} if picks else {})
+    return pruned(selection) if on else replace(selection, alternatives={})
 
 
 def check_lock(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from attn_core.errors import UsageError
 from attn_core.integrations import choice
 from attn_core.integrations.sglang.server import NAME
 from attn_core.plugins.registry import Registry
@@ -17,10 +16,8 @@ from attn_core.spec.requirements import Requirements
 def choose(
     requirements: Requirements, device: torch.device, *, locked: bool = True
 ) -> tuple[Selection, Registry]:
-    """Select for this machine, as choice.choose. Raises UsageError where ranks disagree too."""
-    selection, registry = choice.choose(requirements, device, locked=locked)
-    check_ranks({role: chosen.backend for role, chosen in selection.roles.items()})
-    return selection, registry
+    """Select for this machine, as choice.choose; ranks that share a layer choose alike."""
+    return choice.choose(requirements, device, locked=locked, ranks=ranks())
 
 
 def publish(selection: Selection, args: Any) -> None:
@@ -32,15 +29,14 @@ def publish(selection: Selection, args: Any) -> None:
         setattr(args, NAME, names)
 
 
-def check_ranks(names: dict[str, str]) -> None:
-    """Raise UsageError where rank 0 chose other backends: their partial results would not fit."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return
-    from sglang.srt.distributed import get_world_group
+def ranks() -> Any:
+    """Return the group of the ranks that share each layer, None where a rank has it alone.
 
-    first = get_world_group().broadcast_object(names, src=0)
-    if first != names:
-        raise UsageError(
-            f"rank 0 chose {first}, this rank {names}: give all ranks the same libraries and "
-            "ATTN_* variables"
-        )
+    The stages of a pipeline have other layers, and choose for themselves.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return None
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None

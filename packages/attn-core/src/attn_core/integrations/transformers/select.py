@@ -63,7 +63,8 @@ def select_for(
     libraries = registry.installed_libraries()
     profile, workload = measured(registry, here)
     chosen = select(needs, here, registry, libraries, overrides, profile, workload=workload)
-    chosen = picking(chosen, check_lock(chosen, registry, here, profile, locked), adaptive)
+    same = check_lock(chosen, registry, here, profile, locked)
+    chosen = picking(chosen, adaptive if same else False)
     if "linear_decode" not in chosen.roles:
         return chosen
     # Softmax layers run drafts as an extend, so that only the linear ones need a verifier.

@@ -28,7 +28,7 @@ from attn_core.integrations.vllm.server import (
     NAME,
     captures,
     check_config,
-    check_ranks,
+    ranks,
     speculation,
     stored_dtype,
 )
@@ -122,8 +122,7 @@ def create_passes(
         deterministic=bool(envs.VLLM_BATCH_INVARIANT),
         graphs=captures(config),
     )
-    selection, registry = choose(requirements, device)
-    check_ranks({role: choice.backend for role, choice in selection.roles.items()})
+    selection, registry = choose(requirements, device, ranks=ranks())
     served = f"{len(layers)} layers from {modules[0].layer_name} on"
     logger.info("attn_core serves %s\n%s", served, selection.explain())
     pool = EnginePool(modules, kv_cache_spec.block_size, stored, device)

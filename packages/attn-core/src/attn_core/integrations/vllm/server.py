@@ -8,7 +8,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.errors import UnsupportedError, UsageError
+from attn_core.errors import UnsupportedError
 from attn_core.spec.requirements import Speculation
 
 NAME = "CUSTOM"  # of --attention-backend, the one that vLLM leaves to plugins
@@ -101,18 +101,11 @@ def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> str:
     return STORED[kv_cache_dtype]
 
 
-def check_ranks(names: dict[str, str]) -> None:
-    """Raise UsageError where rank 0 chose other backends: their partial results would not fit."""
+def ranks() -> Any:
+    """Return the group of the ranks that share each layer, None where a rank has it alone."""
     if not torch.distributed.is_initialized():
-        return
+        return None
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    if group.world_size == 1:
-        return
-    first = group.broadcast_object(names, src=0)
-    if first != names:
-        raise UsageError(
-            f"rank 0 chose {first}, this rank {names}: give all ranks the same libraries and "
-            "ATTN_* variables"
-        )
+    return group.cpu_group if group.world_size > 1 else None
