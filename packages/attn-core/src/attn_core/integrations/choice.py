@@ -20,6 +20,7 @@ from attn_core.errors import UsageError
 from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.adaptive import pruned
+from attn_core.runtime.picks import picks
 from attn_core.runtime.trace import switch
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
@@ -101,6 +102,11 @@ def picking(selection: Selection, adaptive: bool | None = None) -> Selection:
     """
     on = switch(ADAPTIVE, True) if adaptive is None else adaptive
     return pruned(selection) if on else replace(selection, alternatives={})
+
+
+def explained(selection: Selection) -> str:
+    """Return the decision as text, and which backend takes which passes."""
+    return "\n".join(filter(None, (selection.explain(), picks(selection))))
 
 
 def check_lock(

@@ -44,21 +44,14 @@ def size_of(batch: ForwardBatch) -> Bucket:
 
 
 class Trace:
-    """Counters of passes. `count` is called in every pass: it reads and allocates little.
-
-    listener: called with each counted pass, to export it.
-    """
+    """Counters of passes. `count` is called in every pass: it reads and allocates little."""
 
     def __init__(self) -> None:
         self.counts: Counter[Counted] = Counter()
-        self.listener: Callable[[Counted], None] | None = None
 
     def count(self, role: Role, backend: str, size: Bucket, captured: bool) -> None:
         """Count one pass."""
-        key = (role, backend, size, captured)
-        self.counts[key] += 1
-        if self.listener is not None:
-            self.listener(key)
+        self.counts[role, backend, size, captured] += 1
 
     def passes(self) -> Mapping[PassKind, int]:
         """Return how many passes of each kind there were."""
