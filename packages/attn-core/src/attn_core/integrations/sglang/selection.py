@@ -60,8 +60,13 @@ def create_dispatcher(
 
 
 def publish(selection: Selection, args: Any) -> None:
-    """Put role → backend where /server_info prints it: among a scheduler's server arguments."""
-    names = {role: choice.backend for role, choice in selection.roles.items()}
+    """Put role → backend where /server_info prints it: among a scheduler's server arguments.
+
+    "decode by pass" names those that take single passes of decode.
+    """
+    names: dict[str, str] = {role: choice.backend for role, choice in selection.roles.items()}
+    for role, others in selection.alternatives.items():
+        names[f"{role} by pass"] = ", ".join(choice.backend for choice in others)
     if hasattr(args, "override"):  # the way to change resolved arguments, since 0.5.16
         args.override(NAME, **{NAME: names})
     else:
