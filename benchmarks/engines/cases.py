@@ -10,6 +10,7 @@ from typing import Any
 
 OURS = "attn_core"
 ALONE = "+alone"  # behind OURS: without ATTN_SHARED_PREFIX, where the configuration asks for it
+FIXED = "+fixed"  # behind OURS: one backend for every pass of a role, ATTN_ADAPTIVE=0
 NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of steps
 
 

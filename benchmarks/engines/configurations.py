@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.engines.cases import ALONE, NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines.cases import ALONE, FIXED, NEW_TOKENS, OURS, Case, Configuration
 from benchmarks.engines.models import (
     DEEPSEEK_V2_LITE,
     EAGLE_DRAFT,
@@ -14,7 +14,16 @@ from benchmarks.engines.models import (
     QWEN3_NEXT,
 )
 
-__all__ = ["ALONE", "CONFIGURATIONS", "NEW_TOKENS", "OURS", "Case", "Configuration", "named"]
+__all__ = [
+    "ALONE",
+    "CONFIGURATIONS",
+    "FIXED",
+    "NEW_TOKENS",
+    "OURS",
+    "Case",
+    "Configuration",
+    "named",
+]
 
 _TREES = {
     "speculative_num_draft_tokens": 8,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.engines.configurations import ALONE, CONFIGURATIONS, OURS, Case
+from benchmarks.engines.configurations import ALONE, CONFIGURATIONS, FIXED, OURS, Case
 from benchmarks.results import slug
 
 LIBRARIES = {  # of an engine
@@ -101,9 +101,9 @@ def split(backend: str) -> tuple[str, str, str]:
 
     "attn_core:triton" is attn_core that decodes and verifies by triton, "attn_core/fa3" leaves the
     draft model to fa3. "" is the backend's own choice, and the same backend for the draft model.
-    "attn_core+alone" is attn_core, too.
+    "attn_core+alone" and "attn_core+fixed" are attn_core, too.
     """
-    name, _, draft = backend.removesuffix(ALONE).partition("/")
+    name, _, draft = backend.removesuffix(ALONE).removesuffix(FIXED).partition("/")
     name, _, inside = name.partition(":")
     return name, inside, draft
 

@@ -4,8 +4,8 @@ Run: `python -m benchmarks.engines.run CONFIGURATION … [--backends attn_core f
 Ours and the best built-in backend run again in each further round, in alternating order. The name
 "attn_core:triton" is ours with triton for decode and verification instead of its own choice, and
 "attn_core/fa3" leaves the draft model to fa3; "attn_core+alone" is ours without ATTN_SHARED_PREFIX
-in a configuration that asks for it. A process that hangs is killed. What fails is
-recorded with its last error instead of a time.
+in a configuration that asks for it; "attn_core+fixed" is ours with ATTN_ADAPTIVE=0. A process that
+hangs is killed. What fails is recorded with its last error instead of a time.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class Settings:
     logs: pathlib.Path
     versions: Mapping[str, str | None]
     cases: Sequence[str] = ()
+    costs: Sequence[str] = ()  # arguments of benchmarks.engines.steps
 
 
 def time_one(
@@ -153,6 +154,7 @@ def time_one(
         str(number),
         "--out",
         str(path),
+        *settings.costs,
         "--cases",
         *settings.cases,
     ]
@@ -188,6 +190,10 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="time what is recorded, too")
     parser.add_argument("--results", type=pathlib.Path, default=FOLDER, help="folder of records")
     parser.add_argument("--logs", type=pathlib.Path, default=LOGS)
+    parser.add_argument("--profile", help="a file of `attn tune`, for ours; default: as found")
+    parser.add_argument(
+        "--workload", help='for ours: JSON, a file of it, or "cases", the requests that are timed'
+    )
     args = parser.parse_args()
     engine, *others = {CONFIGURATIONS[name].engine for name in args.configurations}
     if others:
@@ -199,6 +205,12 @@ def main() -> int:
         logs=args.logs,
         versions=record.installed(engine),
         cases=args.cases,
+        costs=[
+            text
+            for name in ("profile", "workload")
+            if (value := getattr(args, name))
+            for text in (f"--{name}", value)
+        ],
     )
     gpu = device()
     spare = Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", engine])

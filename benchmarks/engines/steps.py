@@ -27,12 +27,14 @@ from benchmarks.engines import record, sglang_engine, vllm_engine
 from benchmarks.engines.configurations import (
     ALONE,
     CONFIGURATIONS,
+    FIXED,
     NEW_TOKENS,
     OURS,
     Case,
     Configuration,
     named,
 )
+from benchmarks.engines.costs import by_costs, variables
 
 ENGINES: dict[str, type[sglang_engine.Engine] | type[vllm_engine.Engine]] = {
     "sglang": sglang_engine.Engine,
@@ -47,10 +49,14 @@ Generate = Callable[[list[list[int]], int], tuple[float, int]]
 
 
 def environment(configuration: Configuration, backend: str) -> dict[str, str]:
-    """Return the variables that attn_core reads: what decodes inside it, and whether it shares."""
+    """Return the variables that attn_core reads: what decodes in it, if it shares and adapts."""
     name, inside, _draft = record.split(backend)
     shares = configuration.shared_prefix and name == OURS and not backend.endswith(ALONE)
-    found = {"ATTN_DECODE_ATTENTION_BACKEND": inside, "ATTN_SHARED_PREFIX": "1" * shares}
+    found = {
+        "ATTN_DECODE_ATTENTION_BACKEND": inside,
+        "ATTN_SHARED_PREFIX": "1" * shares,
+        "ATTN_ADAPTIVE": "0" * backend.endswith(FIXED),
+    }
     return {name: value for name, value in found.items() if value}
 
 
@@ -136,6 +142,8 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=1, help="number of this process")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--cases", nargs="*", default=[], help="default: all")
+    parser.add_argument("--profile", type=pathlib.Path, help="of `attn tune`; default: as found")
+    parser.add_argument("--workload", default="", help="JSON, a file of it, or: cases")
     parser.add_argument("--trace", type=pathlib.Path, help="folder for a profile of each case")
     args = parser.parse_args(later(sys.argv[2]) if sys.argv[1:2] == ["--later"] else None)
     configuration = CONFIGURATIONS[args.configuration]
@@ -145,7 +153,9 @@ def main() -> None:
     cases = record.missing(known, wanted, args.backend, args.round, versions)
     if not cases:
         return
+    costs = by_costs(args.profile, args.workload)
     os.environ.update(environment(configuration, args.backend))
+    os.environ.update(variables(args.profile, args.workload, configuration))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         engine = ENGINES[configuration.engine](configuration, args.backend, pathlib.Path(folder))
@@ -159,6 +169,7 @@ def main() -> None:
                 **measure(case, engine.generate, engine.flush, args.repeats),
                 "start_s": round(start_s, 1),
                 **({"chosen": chosen} if chosen else {}),
+                **({"costs": costs} if chosen and costs else {}),
                 "date": datetime.date.today().isoformat(),
                 "versions": versions,
             }

@@ -8,16 +8,19 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from attn_core.costs.workload import Workload
 
 from benchmarks.engines import record, run, sglang_engine, table, vllm_engine
 from benchmarks.engines.configurations import (
     ALONE,
     CONFIGURATIONS,
+    FIXED,
     NEW_TOKENS,
     OURS,
     Case,
     named,
 )
+from benchmarks.engines.costs import by_costs, variables
 from benchmarks.engines.steps import FEW_TOKENS, environment, measure, prompts
 
 VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
@@ -173,6 +176,7 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     assert environment(configuration, "attn_core:triton") == named_inside
     assert environment(configuration, OURS) == plain
     assert environment(configuration, "fa3") == environment(configuration, OURS + ALONE) == {}
+    assert environment(configuration, OURS + FIXED) == {"ATTN_ADAPTIVE": "0", **plain}
     for case in configuration.cases:
         assert max(case.lengths) < found["context_length"]
         assert case.must < case.aim
@@ -218,7 +222,7 @@ def test_prompts_of_members_begin_alike_and_no_others(name):
         assert len(whole) == (case.batch // members if common == case.length else case.batch)
 
 
-@pytest.mark.parametrize("backend", [OURS, OURS + ALONE])
+@pytest.mark.parametrize("backend", [OURS, OURS + ALONE, OURS + FIXED])
 def test_both_of_ours_name_attn_core_by_the_flag(backend, tmp_path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "vllm").mkdir()
@@ -227,6 +231,19 @@ def test_both_of_ours_name_attn_core_by_the_flag(backend, tmp_path):
     assert sglang["attention_backend"] == OURS
     vllm = vllm_engine.arguments(shared[1], backend, tmp_path / "vllm")
     assert vllm["attention_backend"] == "CUSTOM"
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_tuned_profile_and_the_requests_of_the_cases_reach_attn_core(name, tmp_path):
+    configuration, file = CONFIGURATIONS[name], tmp_path / "tuned.json"
+    found = variables(file, "cases", configuration)
+    assert found["ATTN_PROFILE"] == str(file)
+    workload = Workload.parse(found["ATTN_WORKLOAD"])
+    assert workload.requests.keys() == {case.batch for case in configuration.cases}
+    longest = max(workload.prompts)
+    assert longest == pytest.approx(configuration.longest, rel=0.1)
+    assert by_costs(file, "cases") == {"profile": "tuned.json", "workload": "cases"}
+    assert variables(None, "", configuration) == by_costs(None, "") == {}
 
 
 def test_cases_are_picked_by_their_names():

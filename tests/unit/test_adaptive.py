@@ -22,6 +22,7 @@ from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.trace import Trace, size_of
 from attn_core.runtime.warmup import warmup
 from attn_core.selection.result import Overrides, explain, to_json
 from attn_core.selection.solver import select
@@ -139,13 +140,7 @@ CELLS = {
 
 
 def picked(picker, requests):
-    one = batch(M.DECODE) if requests == 2 else None
-    if one is None:
-        view = types.SimpleNamespace(max_seq_len=6)
-        one = types.SimpleNamespace(
-            batch_size=requests, num_tokens=requests, views={"full": view}, forward_mode=M.DECODE
-        )
-    return picker.pick(one).backend.config.name
+    return picker.pick(bucket_of(requests, 6, requests)).backend.config.name
 
 
 def test_a_pick_stays_until_another_is_clearly_faster():
@@ -154,10 +149,6 @@ def test_a_pick_stays_until_another_is_clearly_faster():
     assert picked(picker, 2) == "b"
     assert picked(picker, 64) == "a"  # a size that was not measured: the chosen one
     assert picked(picker, 1) == "b"
-    counts = Pickers({"decode": picker}).counts()["decode"]
-    assert counts[bucket_of(1, 6, 1), "a"] == 2
-    assert counts[bucket_of(1, 6, 1), "b"] == 2
-    assert sum(counts.values()) == 8
 
 
 def adaptive(by_size=None):
@@ -209,16 +200,25 @@ def test_a_captured_pass_keeps_the_backend_that_it_was_captured_with():
 
 
 def test_a_pick_takes_under_two_microseconds_and_reads_no_tensor():
-    """Of every repetition the quickest counts: another process may have the CPU meanwhile."""
-    picker = Picker([recorder("a"), recorder("b")], Table(CELLS, {}))
+    """With the counter. Of every repetition the quickest counts: others may have the CPU, too."""
+    picker, trace = Picker([recorder("a"), recorder("b")], Table(CELLS, {})), Trace()
+    pickers = Pickers({"decode": picker})
     one = batch(M.DECODE)
-    seconds = min(timeit.repeat(lambda: picker.pick(one), number=2000, repeat=7)) / 2000
+
+    def pick(one):
+        size = size_of(one)
+        route = pickers.pick(M.DECODE, size)
+        trace.count("decode", route.backend.config.name, size, False)
+        return route
+
+    seconds = min(timeit.repeat(lambda: pick(one), number=2000, repeat=7)) / 2000
     assert seconds < 2e-6
+    assert sum(trace.passes().values()) == 14000
     view, names = one.views["full"], ("page_table", "seq_lens", "out_cache_loc")
     views = {"full": replace(view, **{n: getattr(view, n).to("meta") for n in names})}
     own = {n: getattr(one, n).to("meta") for n in ("cu_seqlens_q", "positions")}
     on_meta = replace(one, views=views, **own)
-    assert picker.pick(on_meta).backend.config.name == "b"  # a value of a meta tensor raises
+    assert pick(on_meta).backend.config.name == "b"  # a value of a meta tensor raises
 
 
 class Other(TorchNative):
@@ -289,8 +289,10 @@ def test_passes_of_any_size_over_one_cache_give_what_one_backend_gives(monkeypat
     assert {role for role, _ in serve.pickers.items()} == {"prefill", "decode"}
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
-    names = {name for counts in serve.pickers.counts().values() for _, name in counts}
-    assert names == ({"short", "long"} if not graphs else names)
+    names = {x.backend for x in serve.passes}
+    assert names == {"short", "long"}
+    assert sum(serve.passes.values()) == 5
+    assert sum(n for x, n in serve.passes.items() if x.captured) == (3 if graphs else 0)
 
 
 def test_a_warm_up_runs_every_backend_that_may_be_picked():
@@ -300,4 +302,4 @@ def test_a_warm_up_runs_every_backend_that_may_be_picked():
     assert any(name == "forward_decode" for name, *_ in other.calls)
     assert any(name == "forward_decode" for name, *_ in dec.calls)
     assert pre.calls
-    assert not dispatcher.pickers.counts()["decode"]
+    assert not dispatcher.passes

@@ -232,6 +232,7 @@ def test_a_profile_says_its_age_and_what_differs():
     assert profile.age(now) == "3 days old"
     assert replace(profile, date="2026-11-23T09:00:00+00:00").age(now) == "1 hour old"
     assert replace(profile, date="?").age(now) == "of an unknown date"
+    assert replace(profile, date="2026-11-23T09:00:00").age(now) == "1 hour old"  # no zone
     assert profile.differences({"device": "x", "torch": "2"}) == []
     assert profile.differences({"device": "x", "torch": None}) == []
     assert profile.differences({"torch": "3", "driver": "5"}) == [

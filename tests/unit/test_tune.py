@@ -14,8 +14,8 @@ import torch
 from attn_core import cli
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cli.app import build_app
-from attn_core.cli.inputs import _workload
 from attn_core.costs import store
+from attn_core.costs.given import workload
 from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
 from attn_core.costs.workload import Workload
@@ -305,5 +305,5 @@ def test_what_is_wrong_with_a_file_of_a_workload_names_the_file(
     file = tmp_path / "workload.json"
     file.write_bytes(content)
     with pytest.raises(UsageError) as error:
-        _workload(str(file))
+        workload(str(file))
     assert str(error.value).startswith(f"--workload {file}: ")

@@ -55,6 +55,13 @@ def generate_command(
     locked: Annotated[
         str | None, flag("--locked", "Refuse to differ from this file of `attn lock`.")
     ] = None,
+    adaptive: Annotated[
+        bool,
+        flag(
+            "--adaptive/--no-adaptive",
+            "Other backends take the passes in which they were measured faster.",
+        ),
+    ] = True,
 ) -> None:
     """Generate text with a local model. Ctrl-C stops it and keeps the text so far."""
     check("--kv-cache-dtype", flags.kv_cache_dtype, KV_DTYPES)
@@ -73,7 +80,7 @@ def generate_command(
         encoded.append(encode(tokenizer, prompt, chat=chat))
         new_tokens(context_length, encoded[0].shape[1], max_new_tokens)
 
-    text = _load(flags, model, dtype, num_pages, locked, prepare)
+    text = _load(flags, model, dtype, num_pages, locked, adaptive, prepare)
     for sentence in text.warnings:
         print(f"warning: {sentence}", file=sys.stderr)
     from attn_core.integrations.transformers.generate import generate
@@ -132,6 +139,7 @@ def _load(
     dtype: str | None,
     num_pages: int | None,
     locked: str | None,
+    adaptive: bool,
     prepare: Callable[[Any, int | None], None],
 ) -> TextModel:
     # imported here: `attn select` shares the application and must start fast
@@ -158,6 +166,7 @@ def _load(
             num_pages=num_pages,
             overrides=flags.overrides(),
             locked=locked,
+            adaptive=adaptive,
             step=step,
             prepare=prepare,
         )

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from attn_core.cli.options import DTYPES, KV_DTYPES, InputFlags, names
-from attn_core.costs import store
-from attn_core.costs.environment import environment
+from attn_core.costs import given, store
 from attn_core.costs.profile import Profile
-from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.formatting import near
 from attn_core.plugins.dependencies import Libraries, alternatives, parse_libraries
@@ -52,7 +50,7 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
     needs = _requirements(flags, assumed)
     simulated = not same or flags.assume_installed is not None
     profile = _profile(flags, device, registry, libraries, simulated)
-    workload = Workload() if flags.workload is None else _workload(flags.workload)
+    workload = given.workload(flags.workload)
     return SelectionInputs(
         needs, device, libraries, flags.overrides(), simulated, profile, workload
     )
@@ -65,33 +63,19 @@ def _profile(
 
     Raises UsageError for a profile of another environment, with what differs.
     """
-    if flags.profile == "none":
-        return Profile()
-    if flags.profile is not None:
-        path = Path(flags.profile)
-        found = store.read_profile(path)
-        if simulated:  # what is assumed to be installed has any version
-            here = {name: libraries[name] for name in found.environment if name in libraries}
-            known = {name: found.environment[name] for name in here}
-            named = device.name is None or found.device == device.name
-            differs = Profile(environment=known).differences(here)
-            differs += [] if named else [f"device was {found.device} and is {device.name}"]
-        else:
-            differs = found.differences(environment(registry, device))
-        if differs:
-            raise UsageError(
-                f"--profile {path}: measured in another environment: {'; '.join(differs)}; run "
-                "`attn tune` here, or leave --profile away"
-            )
-        return found
-    return None if simulated else store.tuned_profile(registry, device)
-
-
-def _workload(text: str) -> Workload:
-    """Return the workload of JSON text, or of the file that has it."""
-    if text.lstrip().startswith("{"):
-        return Workload.parse(text)
-    return store.parsed(Path(text), "--workload", Workload.from_json)
+    if simulated and flags.profile is None:
+        return None
+    if not simulated or flags.profile == given.NONE:
+        return given.profile_here(flags.profile, registry, device)
+    found = store.read_profile(Path(str(flags.profile)))
+    # what is assumed to be installed has any version
+    here = {name: libraries[name] for name in found.environment if name in libraries}
+    known = {name: found.environment[name] for name in here}
+    differs = Profile(environment=known).differences(here)
+    if device.name is not None and found.device != device.name:
+        differs.append(f"device was {found.device} and is {device.name}")
+    given.refuse_foreign(differs, str(flags.profile))
+    return found
 
 
 def _libraries(

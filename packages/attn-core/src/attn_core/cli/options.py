@@ -33,7 +33,7 @@ def flag(name: str, text: str, *, env: bool = True, also: str = "", most: int = 
             raise UsageError(f"{name} {value}: at least 1, at most {most}")
         return value
 
-    known = variable(name) if env else None
+    known = variable(name.partition("/")[0]) if env else None
     return typer.Option(*names, help=text, envvar=known, callback=within if most else None)
 
 

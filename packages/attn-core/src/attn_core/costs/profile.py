@@ -89,6 +89,8 @@ class Profile:
             then = datetime.datetime.fromisoformat(self.date)
         except ValueError:
             return "of an unknown date"
+        if then.tzinfo is None:  # a file may leave the zone out
+            then = then.replace(tzinfo=datetime.UTC)
         hours = max(0.0, (now - then).total_seconds() / 3600)
         number, unit = (hours / 24, "day") if hours >= 24 else (hours, "hour")
         return f"{number:.0f} {unit}{'' if round(number) == 1 else 's'} old"

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 
-from attn_core.costs import store
+from attn_core.costs import given, store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.runtime.adaptive import pruned
+from attn_core.runtime.picks import picks
+from attn_core.runtime.trace import switch
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
 from attn_core.selection.ranking import shipped_profile
@@ -38,6 +41,8 @@ LINEAR_ARGUMENTS = (
 SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 SHARED_PREFIX = variable("--shared-prefix")
 LOCKED = variable("--locked")
+ADAPTIVE = variable("--adaptive")
+PROFILE, WORKLOAD = variable("--profile"), variable("--workload")
 _LISTS = ("prefer", "allow", "deny")
 
 logger = logging.getLogger(__name__)
@@ -46,8 +51,9 @@ logger = logging.getLogger(__name__)
 def choose(
     requirements: Requirements, device: torch.device, *, locked: bool = True, ranks: Any = None
 ) -> tuple[Selection, Registry]:
-    """Select by ATTN_* variables and what was tuned on this machine.
+    """Select by ATTN_* variables and what was measured on this machine.
 
+    The selection has alternatives where passes are to be picked, and only those that take some.
     locked: compare with the lock of ATTN_LOCKED.
     ranks: the process group of a model that is split over ranks, which choose alike (`agreed`).
     Raises NoBackendError, LockError, UsageError.
@@ -62,19 +68,45 @@ def choose(
     others += [] if sparse else SPARSE_ARGUMENTS
     unused: dict[str, Any] = dict.fromkeys(others)
     libraries = registry.installed_libraries()
-    tuned = cache(lambda: store.tuned_profile(registry, here))
+    costs = cache(lambda: measured(registry, here))
+    whole: list[Selection] = []  # with all alternatives, as a lock names them
 
     def decide(without: Sequence[str]) -> Selection:
         names, known = overrides(), {spec.name for spec in registry.backends.values()}
         deny = (*names.deny, *(name for name in without if name in known))
         needs = replace(requirements, shared_prefix=shares_prefixes())
         names = replace(names, deny=deny, **unused)
-        return select(needs, here, registry, libraries, names, tuned())
+        profile, workload = costs()
+        whole[:] = [select(needs, here, registry, libraries, names, profile, workload=workload)]
+        return picking(whole[0])
 
     selection = decide(()) if ranks is None else agreed(decide, ranks)
-    if locked:
-        check_lock(selection, registry, here, tuned())
+    if locked and not check_lock(whole[0], registry, here, costs()[0]):
+        selection = replace(selection, alternatives={})
     return selection, registry
+
+
+def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload]:
+    """Return the profile of ATTN_PROFILE, else the tuned one, and the workload of ATTN_WORKLOAD.
+
+    None is what plugins ship. Raises UsageError.
+    """
+    profile = given.profile_here(os.environ.get(PROFILE), registry, here, PROFILE)
+    return profile, given.workload(os.environ.get(WORKLOAD), WORKLOAD)
+
+
+def picking(selection: Selection, adaptive: bool | None = None) -> Selection:
+    """Return the selection with the alternatives that take some pass, with none if it must not.
+
+    adaptive: None asks ATTN_ADAPTIVE, which is on by default.
+    """
+    on = switch(ADAPTIVE, True) if adaptive is None else adaptive
+    return pruned(selection) if on else replace(selection, alternatives={})
+
+
+def explained(selection: Selection) -> str:
+    """Return the decision as text, and which backend takes which passes."""
+    return "\n".join(filter(None, (selection.explain(), picks(selection))))
 
 
 def check_lock(
@@ -83,8 +115,11 @@ def check_lock(
     here: Device,
     profile: Profile | None,
     path: str | None = None,
-) -> None:
+) -> bool:
     """Refuse a selection that differs from a lock; without a file, do nothing.
+
+    Returns whether passes may be picked by these costs: a lock fixes the costs that picks follow,
+    so with others every pass takes the locked backend of its role.
 
     Compared are the roles and the pool of this selection: an engine asks for layers in several
     parts and in words of its own, so what was asked is not. profile: as select() took it. path: of
@@ -93,7 +128,7 @@ def check_lock(
     """
     path = path or os.environ.get(LOCKED)
     if not path:
-        return
+        return True
     kept = store.parsed(Path(path), "lock", Lock.from_json)
     if profile is None:
         profile, _ = shipped_profile(here, registry, registry.installed_libraries())
@@ -106,6 +141,10 @@ def check_lock(
     )
     changed = require(kept, now, f"lock {path}")
     logger.info("attn_core chose as lock %s says%s", path, "".join(f"\n  {x}" for x in changed))
+    same = now.profile == kept.profile
+    if selection.alternatives and not same:
+        logger.info("no passes are picked: the measured costs are not those of lock %s", path)
+    return same
 
 
 def shares_prefixes(environ: Mapping[str, str] = os.environ) -> bool:

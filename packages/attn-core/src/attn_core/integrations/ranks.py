@@ -9,6 +9,7 @@ from typing import Any
 from torch import distributed
 
 from attn_core.errors import AttnError, UsageError
+from attn_core.runtime.adaptive import digest
 from attn_core.selection.result import NoBackendError, Selection, Verdict, label
 
 # Decide without the backends of these names: one rank's own decision, which may raise.
@@ -53,8 +54,17 @@ def agreed(decide: Decide, group: Any) -> Selection:
     return selection
 
 
+def united(names: frozenset[str], group: Any) -> frozenset[str]:
+    """Return the names that any rank of a process group gives; None: there is no other rank."""
+    return names if group is None else frozenset().union(*_gather(names, group))
+
+
 def decision(selection: Selection) -> dict[str, str]:
-    """Return what ranks have to have in common, as words: roles, pool and measured costs."""
+    """Return what ranks have to have in common, as words: roles, pool, costs, picks of passes.
+
+    Picks depend on nothing else but the numbers of a pass that are equal on all ranks: requests,
+    the longest length that the host knows, queries.
+    """
     found = {label(role): choice.backend for role, choice in selection.roles.items()}
     for role, others in selection.alternatives.items():
         found[f"{label(role)} by pass"] = ", ".join(choice.backend for choice in others)
@@ -63,6 +73,7 @@ def decision(selection: Selection) -> dict[str, str]:
         found["pool"] = ", ".join(map(str, pool))
     if selection.alternatives and selection.costs is not None:
         found["profile"] = selection.costs.model.profile.digest
+        found["picks"] = digest(selection)
     return found
 
 

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
 from attn_core.cache.pool import CachePool
 from attn_core.cache.state_pool import StatePool
-from attn_core.errors import AttnError, UnsupportedError, UsageError
+from attn_core.errors import AttnError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
-from attn_core.runtime.adaptive import Pickers, Planned, shadowed
+from attn_core.runtime.adaptive import Pickers, Planned, pruned
 from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.contract_checks import (
-    refuse_call,
-    refuse_capture,
-    refuse_drafts,
-    refuse_mode,
-    refuse_output,
-)
+from attn_core.runtime.contract_checks import refuse_call, refuse_output
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
+from attn_core.runtime.planner import Planner
 from attn_core.runtime.routes import (
-    MISSING,
-    ROLE_OF_MODE,
-    Route,
+    Agree,
     ShadowRun,
-    captured_backends,
     create_linear_routes,
     create_routes,
-    distinct,
     refuse_routes,
 )
 from attn_core.runtime.run_errors import backend_errors, run_error
@@ -44,7 +36,7 @@ from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
 
 
-class HybridDispatcher:
+class HybridDispatcher(Planner):
     """Routes the passes of one model to its backends over one KV cache.
 
     routes: role → backend; "prefill" and "decode" are required. The selection has decided which
@@ -65,9 +57,7 @@ class HybridDispatcher:
         linear: LinearRoutes | None = None, pickers: Pickers | None = None,
         shadow: ShadowRun | None = None,
     ) -> None:  # fmt: skip
-        self.routes, self.shadow = dict(routes), shadow
-        self.caches, self.linear, self.pickers = caches, linear, pickers or Pickers({})
-        self._by_mode: dict[ForwardMode, Route] = {}
+        super().__init__(routes, caches, linear, pickers or Pickers({}), shadow)
         self._ragged: set[tuple[Role, int, bool]] = set()  # as Route.checked
         refuse_routes(self._every(), caches)
         if shadow is not None:
@@ -88,65 +78,28 @@ class HybridDispatcher:
         max_num_tokens: int = 0,
         max_seq_len: int = 0,
         adaptive: bool = False,
+        agree: Agree | None = None,
         shadow: ShadowRun | None = None,
     ) -> HybridDispatcher:
         """Create the selected backends; roles with the same backend and row share one instance.
 
         adaptive: take in each pass the one of the selection's backends that was measured fastest.
+        Alternatives that win no pass are not created; one that cannot be is left out, with a line
+        in the log. agree: given the names of those, returns the names that no rank may take.
         dtype, speculation and determinism come from the selection; limits are BackendConfig's.
         Linear layers run over `states`; without it, the model runs its own. Raises UsageError for a
         pool of another page size, dtype or layout, and all that create_backend and LinearRoutes do.
         """
         limits = {"max_bs": max_bs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        selection = pruned(selection) if adaptive else replace(selection, alternatives={})
         created = create_routes(
-            selection, registry, caches, tuple(layers), tuple(vision_layers),
-            adaptive=adaptive, **limits,
-        )  # fmt: skip
+            selection, registry, caches, tuple(layers), tuple(vision_layers), agree, **limits
+        )
         routes, linear = {role: backends[0] for role, backends in created.items()}, None
         if states is not None:
             own = create_linear_routes(selection, registry, states, tuple(linear_layers), **limits)
             linear = LinearRoutes(own, states)
         return cls(routes, caches, linear, Pickers.of(selection, created), shadow)
-
-    def backend(self, role: Role) -> AttentionBackend:
-        """Return the backend of a role. Raises UnsupportedError if the selection has none."""
-        if role not in self.routes:
-            raise UnsupportedError(f"no backend for {role}: selected {MISSING[role]}")
-        return self.routes[role]
-
-    def _every(self) -> list[tuple[Role, AttentionBackend]]:
-        return [*self.routes.items(), *self.pickers.items()]
-
-    def _of(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.backend(ROLE_OF_MODE[batch.forward_mode])
-
-    def _route(self, mode: ForwardMode) -> Route:
-        backend = self.backend(ROLE_OF_MODE[mode])
-        refuse_mode(backend.config, mode)
-        route = Route(backend, backend.forward, not backend.config.row.fused_kv_write)
-        self._by_mode[mode] = route
-        return route
-
-    def _planned(self, batch: ForwardBatch, route: Route | None, method: str) -> Metadata:
-        backend = self._of(batch) if route is None else route.backend
-        refuse_drafts(backend.config, batch)
-        with backend_errors(backend.config, method, batch):
-            metadata = getattr(backend, method)(batch)
-        return metadata if route is None else Planned(route, metadata)
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
-        """Plan this pass with its backends, once, before its first layer; None if idle.
-
-        Raises UnsupportedError if the backend's row cannot verify the drafts.
-        """
-        if batch.forward_mode is ForwardMode.IDLE:
-            return None
-        metadata = self._planned(batch, self.pickers.pick(batch), "init_forward_metadata")
-        if self.shadow is not None and self._of(batch).config.row.absorbed:
-            mode = batch.forward_mode
-            own = self._by_mode.get(mode) or self._route(mode)
-            metadata = shadowed(self.shadow, own, batch, metadata)
-        return metadata if not self.linear else HybridMetadata(metadata, self.linear.plan(batch))
 
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
@@ -249,52 +202,3 @@ class HybridDispatcher:
     def commit(self, batch: ForwardBatch, metadata: Metadata, accepted: Tensor) -> None:
         """Take in a verified pass's drafts up to the last accepted one [B], -1 = none; once."""
         self._linear().commit(batch, metadata.linear, accepted)
-
-    def _linear(self) -> LinearRoutes:
-        if self.linear is None:
-            raise UsageError("no linear layers: the dispatcher was created without their states")
-        return self.linear
-
-    @property
-    def captured(self) -> tuple[AttentionBackend, ...]:
-        """The backends captured in CUDA graphs; none if the decode backend's row has no graphs."""
-        return captured_backends(self._every())
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Create the static buffers of the captured backends; called once."""
-        linear = () if self.linear is None else self.linear.captured
-        for backend in (*self.captured, *linear):
-            with backend_errors(backend.config, "init_cuda_graph_state"):
-                backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Metadata:
-        """Plan a pass into static buffers; None if idle.
-
-        Raises UnsupportedError if the backend of this pass is not captured, or not in this mode.
-        """
-        if batch.forward_mode is ForwardMode.IDLE:
-            return None
-        route = self.pickers.captured(batch)
-        backend = self._of(batch) if route is None else route.backend
-        refuse_capture(backend.config, batch, self.captured)
-        metadata = self._planned(batch, route, "init_forward_metadata_capture_cuda_graph")
-        return metadata if not self.linear else HybridMetadata(metadata, self.linear.capture(batch))
-
-    def init_forward_metadata_replay_cuda_graph(
-        self, batch: ForwardBatch, metadata: Metadata
-    ) -> None:
-        """Refill the static buffers before a replay."""
-        if batch.forward_mode is not ForwardMode.IDLE:
-            backend = self._of(batch)
-            if type(metadata) is HybridMetadata:
-                self._linear().replay(batch, metadata.linear)
-                metadata = metadata.softmax
-            if type(metadata) is Planned:
-                backend, metadata = metadata.route.backend, metadata.metadata
-            with backend_errors(backend.config, "init_forward_metadata_replay_cuda_graph", batch):
-                backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the KV length of padded requests, as the decode backends define it."""
-        every = distinct(b for role, b in self._every() if role == "decode")
-        return max(b.get_cuda_graph_seq_len_fill_value() for b in every)

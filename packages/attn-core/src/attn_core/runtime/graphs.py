@@ -16,8 +16,9 @@ from attn_core.errors import UnsupportedError, UsageError
 from attn_core.runtime.backend import BackendConfig, Metadata
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
-from attn_core.runtime.routes import ROLE_OF_MODE
+from attn_core.runtime.routes import ROLE_OF_MODE, Route
 from attn_core.runtime.static_batch import StaticBatch, cached_views
+from attn_core.runtime.trace import size_of
 
 # device → the class of its graphs, in torch's module of that device
 GRAPHS: Mapping[str, str] = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
@@ -35,7 +36,8 @@ class GraphRunner:
 
     A replay does not wait for the device, unless a backend has to change numbers in its graph: it
     then waits for the replay before. Outputs are valid until the next replay, and only one stream
-    at a time may use a runner. On a device without graphs, a replay reruns the step.
+    at a time may use a runner. On a device without graphs, a replay reruns the step. Where an
+    adaptive dispatcher picks other backends for other lengths, a size has a graph for each of them.
 
     batch_sizes: the sizes to capture.
     max_seq_len: tokens of the longest request; a mapping gives each view its own.
@@ -108,14 +110,15 @@ class GraphRunner:
             fill_len=self._dispatcher.get_cuda_graph_seq_len_fill_value(),
             state_slots=() if linear is None else linear.captured_slots(mode),
         )
-        graphs = {}
+        graphs, pickers = {}, self._dispatcher.pickers
         for size in reversed(self.batch_sizes):  # the largest first: the others fit its memory
             batch, first = static.first(size)
-            metadata = self._dispatcher.init_forward_metadata_capture_cuda_graph(batch)
-            call = partial(run, batch, metadata, *first)
-            replay, outputs = captured(call, self._device, self._pool)
-            _cut(outputs, size, size)  # refused here, not at the first replay
-            graphs[size] = _Graph(batch, metadata, replay)
+            for route in pickers.by_length(mode, size_of(batch)):
+                metadata = self._dispatcher.init_forward_metadata_capture_cuda_graph(batch, route)
+                call = partial(run, batch, metadata, *first)
+                replay, outputs = captured(call, self._device, self._pool)
+                _cut(outputs, size, size)  # refused here, not at the first replay
+                graphs[size, route] = _Graph(batch, metadata, replay)
         self._steps[mode, queries] = _Step(static, graphs)
 
     def fits(self, batch: ForwardBatch) -> bool:
@@ -133,7 +136,10 @@ class GraphRunner:
         if why is not None:
             raise UnsupportedError(f"{why}; run the pass eagerly")
         step, size = self._steps[batch.forward_mode, batch.max_q_len], batch.batch_size
-        graph = step.graphs[self.batch_sizes[bisect_left(self.batch_sizes, size)]]
+        whole = self.batch_sizes[bisect_left(self.batch_sizes, size)]
+        _, longest, queries = size_of(batch)
+        bucket = (whole.bit_length(), longest, queries)
+        graph = step.graphs[whole, self._dispatcher.pickers.captured_at(batch.forward_mode, bucket)]
         step.static.fill(batch, inputs)
         planned = step.static.described(graph.batch, batch)
         self._dispatcher.init_forward_metadata_replay_cuda_graph(planned, graph.metadata)
@@ -189,10 +195,10 @@ class _Graph:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What was captured of one mode and query length: its memory, and a graph per batch size."""
+    """What was captured of one mode and query length: its memory, and a graph per size and pick."""
 
     static: StaticBatch
-    graphs: Mapping[int, _Graph]
+    graphs: Mapping[tuple[int, Route | None], _Graph]
 
 
 def captured(

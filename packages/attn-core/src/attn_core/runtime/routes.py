@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from attn_core.cache.pool import CachePool
 from attn_core.cache.state_pool import StatePool
-from attn_core.errors import UsageError
+from attn_core.errors import AttnError, UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import (
     AttentionBackend,
@@ -22,11 +23,14 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_layer, refuse_scales
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
+from attn_core.runtime.trace import ranged, ranges
 from attn_core.selection.result import LINEAR_ROLES, SOFTMAX_ROLES, Choice, Selection
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.kinds import Role
 
 _T = TypeVar("_T")
+Agree = Callable[[frozenset[str]], frozenset[str]]
+logger = logging.getLogger("attn_core.routes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +44,15 @@ class Route:
     run: Callable[..., Output]
     writes: bool
     checked: set[tuple[int, bool]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, backend: AttentionBackend, role: Role) -> Route:
+        """Return the route of a role's passes to a backend."""
+        config = backend.config
+        run = backend.forward
+        if ranges():
+            run = ranged(f"attn_core {role} {config.name}", run)
+        return cls(backend, run, not config.row.fused_kv_write)
 
 
 class ShadowRun(Protocol):
@@ -73,42 +86,61 @@ def create_routes(
     caches: CachePool,
     layers: tuple[AttentionLayer, ...],
     vision_layers: tuple[AttentionLayer, ...],
-    adaptive: bool,
+    agree: Agree | None = None,
     **limits: int,
 ) -> dict[Role, tuple[AttentionBackend, ...]]:
-    """Return role → the chosen backend and, if `adaptive`, its alternatives.
+    """Return role → the chosen backend, then its alternatives.
 
-    There is one instance where roles name the same row of the same backend. The arguments and
-    errors are those of HybridDispatcher.from_selection; limits: its max_*.
+    There is one instance where roles name the same row of the same backend. An alternative that
+    cannot be created is left out, and the log says so. agree: given the names of those, returns all
+    that no rank may take; ranks that serve one model together call it at the same time. The other
+    arguments and errors are those of HybridDispatcher.from_selection; limits: its max_*.
     """
     pool = (caches.page_size, caches.kv_cache_dtype, caches.layout)
     chosen = (selection.page_size, selection.kv_cache_dtype, selection.layout)
     if pool != chosen:
         raise UsageError(f"the pool is {pool}, the selection {chosen} (page size, store, layout)")
     created: dict[tuple[str, Capabilities, bool], AttentionBackend] = {}
-    routes: dict[Role, tuple[AttentionBackend, ...]] = {}
-    for role in SOFTMAX_ROLES:
-        if role not in selection.roles:
-            continue
+
+    def create(role: Role, choice: Choice) -> AttentionBackend:
         encodes = role == "encode"
-        others = selection.alternatives.get(role, ()) if adaptive else ()
-        choices = (selection.roles[role], *others)
-        for choice in choices:
-            # a vision tower has layers of its own, so its backend is a second instance
-            key = (choice.backend, choice.row, encodes)
-            if key not in created:
-                config = _config(
-                    selection,
-                    choice,
-                    layers=vision_layers if encodes else layers,
-                    page_size=caches.page_size,
-                    kv_cache_dtype=caches.kv_cache_dtype,
-                    device=caches.device,
-                    **limits,
-                )
-                created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
-        routes[role] = tuple(created[c.backend, c.row, encodes] for c in choices)
-    return routes
+        # a vision tower has layers of its own, so its backend is a second instance
+        key = (choice.backend, choice.row, encodes)
+        if key not in created:
+            config = _config(
+                selection,
+                choice,
+                layers=vision_layers if encodes else layers,
+                page_size=caches.page_size,
+                kv_cache_dtype=caches.kv_cache_dtype,
+                device=caches.device,
+                **limits,
+            )
+            created[key] = create_backend(registry.get(choice.backend, "softmax"), config)
+        return created[key]
+
+    roles = [role for role in SOFTMAX_ROLES if role in selection.roles]
+    routes = {role: [create(role, selection.roles[role])] for role in roles}
+    failed: dict[str, str] = {}
+    for role in roles:
+        for choice in selection.alternatives.get(role, ()):
+            try:
+                backend = create(role, choice)
+                refuse_backend(role, backend, caches)
+                routes[role].append(backend)
+            except AttnError as error:
+                failed[choice.backend] = str(error)
+    dropped = frozenset(failed)
+    if agree is not None and selection.alternatives:
+        dropped = agree(dropped)
+    for name in sorted(dropped):
+        logger.warning(
+            "%s takes no passes of others: %s", name, failed.get(name, "another rank cannot use it")
+        )
+    return {
+        role: (first, *(x for x in others if x.config.name not in dropped))
+        for role, (first, *others) in routes.items()
+    }
 
 
 def create_linear_routes(
@@ -171,12 +203,18 @@ def refuse_routes(routes: Sequence[tuple[Role, AttentionBackend]], caches: Cache
         if name not in roles:
             raise UsageError(f"no backend for {name!r} (routes: {sorted(roles)})")
     for role, backend in routes:
-        for layer in backend.config.layers if id(backend) not in seen else ():
-            refuse_layer(backend.config, layer)
-            if role != "encode":
-                with contextlib.suppress(UsageError):  # a layer without a cache is ragged
-                    refuse_scales(backend.config, layer, caches.layer(layer.layer_id))
+        if id(backend) not in seen:
+            refuse_backend(role, backend, caches)
         seen.add(id(backend))
+
+
+def refuse_backend(role: Role, backend: AttentionBackend, caches: CachePool) -> None:
+    """Raise UnsupportedError for a layer or scales that a backend's row does not support."""
+    for layer in backend.config.layers:
+        refuse_layer(backend.config, layer)
+        if role != "encode":
+            with contextlib.suppress(UsageError):  # a layer without a cache is ragged
+                refuse_scales(backend.config, layer, caches.layer(layer.layer_id))
 
 
 def captured_backends(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attn_core.selection.ranking import RowJudge
@@ -28,8 +28,9 @@ def with_alternatives(
     """Return the selection with the backends that a dispatcher may take pass by pass.
 
     They were measured, run on the chosen pages and layout, ask no more of the engine than the
-    chosen row, offer it no less, and get along with every other backend that is admitted. A phase
-    has none if a name or a preference decided it, in deterministic mode, and if it has no costs.
+    chosen rows, offer it no less than that of their phase, and get along with every other backend
+    that is admitted. A phase has none if a name or a preference decided it, in deterministic mode,
+    and if it has no costs.
     """
     if s.needs.deterministic or Phase.DECODE not in fitting:
         return selection
@@ -40,7 +41,7 @@ def with_alternatives(
         other = able[Phase.DECODE if phase is Phase.PREFILL else Phase.PREFILL]
         for v in fitting[phase]:
             taken = any(v.spec.name == x.spec.name for x in able[phase])
-            if taken or not _admissible(s, selection, v, chosen):
+            if taken or not _admissible(selection, v, chosen):
                 continue
             pairs = ((v, x) if phase is Phase.PREFILL else (x, v) for x in other)
             if not any(conflict(s, *pair) for pair in pairs):
@@ -70,20 +71,22 @@ def _decided(s: RowJudge, chosen: Verdict) -> bool:
     )
 
 
-def _admissible(s: RowJudge, selection: Selection, v: Verdict, chosen: Verdict) -> bool:
+def _admissible(selection: Selection, v: Verdict, chosen: Verdict) -> bool:
+    """Say whether a row that fits may take passes of the chosen one, over the same cache."""
     row, own = v.row, chosen.row
+    asked = [c.row for c in selection.roles.values()]  # what one asks for, the engine does for all
     return (
         v.expected is not None
         and v.spec.creator(row) is not None
         and (row.absorbed, row.fused_kv_write) == (own.absorbed, own.fused_kv_write)
         and selection.layout in row.layouts
         and takes_page(row, selection.page_size or 1)
-        and _demands_no_more(row, own)
+        and _demands_no_more(row, own, asked)
     )
 
 
-def _demands_no_more(row: Capabilities, own: Capabilities) -> bool:
-    more = any(getattr(row, name) and not getattr(own, name) for name in _DEMANDS)
+def _demands_no_more(row: Capabilities, own: Capabilities, asked: Sequence[Capabilities]) -> bool:
+    more = any(getattr(row, n) and not any(getattr(x, n) for x in asked) for n in _DEMANDS)
     less = any(getattr(own, name) and not getattr(row, name) for name in _OFFERS)
     graphs = _LEVELS.index(row.cuda_graph) >= _LEVELS.index(own.cuda_graph)
-    return not more and not less and graphs and row.max_verify_topk >= own.max_verify_topk
+    return not more and not less and graphs

@@ -13,12 +13,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.choice import explained
 from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
 from attn_core.integrations.sglang.layers import layers_of
 from attn_core.integrations.sglang.linear_layers import served_layers
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
-from attn_core.integrations.sglang.selection import choose, publish
+from attn_core.integrations.sglang.selection import choose, create_dispatcher, publish
 from attn_core.integrations.sglang.server import (
     NAME,
     captures,
@@ -35,7 +36,6 @@ from attn_core.integrations.sglang.sparse import serve_indexers
 from attn_core.integrations.sglang.unfolded import attend, padded, unfold_long_prefixes
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
@@ -86,7 +86,7 @@ class AttnCoreBackend(AttentionBackend):
         needs = {LayerRequirements.of(layer, self.pool.kind) for layer in self.layers.values()}
         needs |= {layer.requirements for layer in served_layers(runner).values()}
         requirements = Requirements(
-            layers=tuple(needs),
+            layers=tuple(sorted(needs, key=repr)),  # alike on all ranks
             dtype=KV_DTYPE[runner.dtype],
             kv_cache_dtype=self.pool.kv_cache_dtype,
             page_size=self.pool.page_size,
@@ -95,13 +95,12 @@ class AttnCoreBackend(AttentionBackend):
             graphs=captures(args, self.pool.device.type),
         )
         locked = not self.is_draft_model  # which is another model than the lock's
-        selection, self.registry = choose(requirements, self.pool.device, locked=locked)
-        self.selection = selection
+        self.selection, self.registry = choose(requirements, self.pool.device, locked=locked)
         draft = " of the draft model" * self.is_draft_model
-        logger.info("attn_core serves attention%s\n%s", draft, selection.explain())
+        logger.info("attn_core serves attention%s\n%s", draft, explained(self.selection))
         if not self.is_draft_model:
-            publish(selection, args)
-        host_lengths = any(choice.row.needs_host_lengths for choice in selection.roles.values())
+            publish(self.selection, args)
+        host_lengths = any(c.row.needs_host_lengths for c in self.selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
         self.passes = PassBuilder(
             runner.req_to_token_pool.req_to_token,
@@ -121,18 +120,19 @@ class AttnCoreBackend(AttentionBackend):
 
             ngram_worker.USE_FULL_MASK = False  # read in every step
         self._create_dispatcher = partial(
-            HybridDispatcher.from_selection,
-            selection,
+            create_dispatcher,
+            runner,
+            self.selection,
             self.registry,
             tuple(self.layers.values()),
             self.pool,
-            max_bs=rows,
-            max_seq_len=self.max_context_len,
+            rows,
+            self.max_context_len,
         )
         self.dispatcher = self._create_dispatcher()
         if self.pool.is_sparse:
             serve_indexers(runner.model)
-        elif self._unfolded and selection.roles["prefill"].row.chunked_prefix:
+        elif self._unfolded and self.selection.roles["prefill"].row.chunked_prefix:
             unfold_long_prefixes()
         self._static: StaticTables | None = None
         self._captured: dict[tuple[ForwardMode, int], tuple[ForwardBatch, Metadata]] = {}

@@ -63,7 +63,7 @@ class Batches:
     ) -> None:
         self.pool = BatchPool(cache, layers, page_size)
         self.dispatcher = HybridDispatcher.from_selection(
-            selection, registry, self.pool.all_layers, self.pool
+            selection, registry, self.pool.all_layers, self.pool, adaptive=True
         )
         self._groups = {x.group: x for x in self.pool.layers.values()}  # one layer of each
         self._rings = {g: x for g, x in self._groups.items() if x.chunk is not None}

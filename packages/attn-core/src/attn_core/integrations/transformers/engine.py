@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from attn_core.cache.allocator import PageAllocator
 from attn_core.errors import UnsupportedError, UsageError
+from attn_core.integrations.choice import picking
 from attn_core.integrations.transformers import linear, mla, sparse, vision
 from attn_core.integrations.transformers.architectures import ModelAttention, read_attention
 from attn_core.integrations.transformers.attention import (
@@ -44,6 +45,7 @@ def enable(
     kv_cache_dtype: str = "auto",
     shared_prefix: bool = False,
     num_pages: int | Mapping[str, int] | None = None,
+    adaptive: bool | None = None,
     overrides: Overrides | None = None,
     registry: Registry | None = None,
 ) -> Engine:
@@ -56,6 +58,7 @@ def enable(
     shared_prefix: rows of a new cache that begin with the same tokens share the pages of these, as
     parallel samples, beams and prompts with a common beginning do, and decode reads the pages once.
     Leave it out where equal tokens have other keys, as with an adapter for each row.
+    adaptive: as in select_for; dispatcher.passes says which backend ran which pass.
     After each pass, layers with a window free the pages before it. Linear layers have a slot with a
     state per request; slots grow on demand. A vision tower runs through the selected encoder
     backend. A backward pass raises. Threads may share the model, each with its own cache; their
@@ -81,6 +84,7 @@ def enable(
             kv_cache_dtype=kv_cache_dtype,
             shared_prefix=shared_prefix,
             overrides=overrides,
+            adaptive=adaptive,
             registry=registry,
         )
     elif (
@@ -90,6 +94,8 @@ def enable(
             "page_size, kv_cache_dtype, shared_prefix and overrides belong to the selection; give "
             "those or one"
         )
+    else:
+        selection = picking(selection, adaptive)
     dtype = DTYPES[model.dtype]
     memory = PagedCache(
         attention, selection, registry, dtype=dtype, device=model.device, num_pages=num_pages

@@ -78,16 +78,17 @@ def load(
     num_pages: int | None = None,
     overrides: Overrides | None = None,
     locked: str | None = None,
+    adaptive: bool | None = None,
     step: Callable[[str], None] = lambda name: None,
     prepare: Callable[[Any, int | None], None] = lambda tokenizer, context_length: None,
 ) -> TextModel:
     """Load a model from local files, never running code from them, and enable attn-core on it.
 
     path: a directory with config.json, or a GGUF file. dtype: "bf16", "fp16", "fp32" or None: the
-    model's, for a GGUF file fp32 on a CPU, else bf16. locked: as in select_for. step is called
-    with the name of each step before it. What can be wrong is looked at before the weights are
-    loaded: the selection comes first, then prepare(tokenizer, context_length), which may raise for
-    a bad prompt. Raises ModelConfigError, UnsupportedError, and what select() raises.
+    model's, for a GGUF file fp32 on a CPU, else bf16. locked, adaptive: as in select_for. step is
+    called with the name of each step before it. What can be wrong is looked at before the weights
+    are loaded: the selection comes first, then prepare(tokenizer, context_length), which may raise
+    for a bad prompt. Raises ModelConfigError, UnsupportedError, and what select() raises.
     """
     step("selecting backends")
     keys = attempt(path, lambda: read_config(path))
@@ -105,6 +106,7 @@ def load(
         kv_cache_dtype=kv_cache_dtype,
         overrides=overrides,
         locked=locked,
+        adaptive=adaptive,
     )
     check_size(keys, needs.layers, selection, num_pages, device)
     directory = path if path.is_dir() else path.parent
@@ -138,7 +140,7 @@ def load(
     return TextModel(
         model=model,
         tokenizer=tokenizer,
-        engine=enable(model, selection, num_pages=num_pages),
+        engine=enable(model, selection, num_pages=num_pages, adaptive=adaptive),
         context_length=context_length(keys),
         warnings=warned,
     )

@@ -93,6 +93,7 @@ class PagedCache:
             self.layers,
             self.pool,
             vision_layers=attention.vision_layers,
+            adaptive=True,
         )
         self.states: States | None = None
         if self.linear_layers:

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.costs import store
 from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.choice import check_lock
+from attn_core.integrations.choice import check_lock, measured, picking
 from attn_core.integrations.transformers.architectures import check_supported
 from attn_core.model_config import requirements_from_config
 from attn_core.plugins.registry import Registry, load_plugins
@@ -35,12 +34,15 @@ def select_for(
     shared_prefix: bool = False,
     overrides: Overrides | None = None,
     locked: str | None = None,
+    adaptive: bool | None = None,
     registry: Registry | None = None,
 ) -> Selection:
     """Select backends for the keys of a model's config.json on this machine.
 
     dtype, device: those of the model's weights. shared_prefix: as in Requirements. locked: a file
-    of `attn lock`, by default what ATTN_LOCKED says. What `attn tune` measured here decides first.
+    of `attn lock`, by default what ATTN_LOCKED says. What `attn tune` measured here decides first,
+    or the profile of ATTN_PROFILE; requests are as in ATTN_WORKLOAD. adaptive: other backends may
+    take the passes in which they were measured faster; by default what ATTN_ADAPTIVE says, and yes.
     With linear layers, linear_verify takes tokens back in assisted generation; it is absent if no
     backend can. Raises UnsupportedError for an unsupported architecture or device, what select()
     raises, and LockError where the choice differs from the lock.
@@ -59,9 +61,10 @@ def select_for(
     here = _device(device)
     registry = probed(registry or load_plugins(), here)
     libraries = registry.installed_libraries()
-    profile = store.tuned_profile(registry, here)
-    chosen = select(needs, here, registry, libraries, overrides, profile)
-    check_lock(chosen, registry, here, profile, locked)
+    profile, workload = measured(registry, here)
+    chosen = select(needs, here, registry, libraries, overrides, profile, workload=workload)
+    same = check_lock(chosen, registry, here, profile, locked)
+    chosen = picking(chosen, adaptive if same else False)
     if "linear_decode" not in chosen.roles:
         return chosen
     # Softmax layers run drafts as an extend, so that only the linear ones need a verifier.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.choice import choose
+from attn_core.integrations.choice import choose, explained
+from attn_core.integrations.metrics import export
+from attn_core.integrations.ranks import united
 from attn_core.integrations.vllm.layers import CachedPages, EnginePool, to_layer
 from attn_core.integrations.vllm.passes import Pass, PassBuilder, check_pass
 from attn_core.integrations.vllm.server import (
@@ -124,20 +127,26 @@ def create_passes(
     )
     selection, registry = choose(requirements, device, ranks=ranks())
     served = f"{len(layers)} layers from {modules[0].layer_name} on"
-    logger.info("attn_core serves %s\n%s", served, selection.explain())
+    logger.info("attn_core serves %s\n%s", served, explained(selection))
     pool = EnginePool(modules, kv_cache_spec.block_size, stored, device)
     drafts = 0 if chain is None else chain.num_draft_tokens
     tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max(drafts, 1))
 
     def create() -> HybridDispatcher:
-        return HybridDispatcher.from_selection(
+        group = ranks()
+        dispatcher = HybridDispatcher.from_selection(
             selection,
             registry,
             layers,
             pool,
             max_bs=scheduler.max_num_seqs,
             max_seq_len=config.model_config.max_model_len,
+            adaptive=True,
+            agree=partial(united, group=group),
         )
+        if group is None or torch.distributed.get_rank(group) == 0:
+            export(dispatcher, served)
+        return dispatcher
 
     return PassBuilder(
         create,

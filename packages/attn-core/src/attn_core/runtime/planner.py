@@ -1,0 +1,160 @@
+"""Plan each forward pass with the backend of its mode, once, before its layers run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attn_core.cache.pool import CachePool
+from attn_core.errors import UnsupportedError, UsageError
+from attn_core.runtime.adaptive import Pickers, Planned, shadowed
+from attn_core.runtime.backend import AttentionBackend, Metadata
+from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.contract_checks import refuse_capture, refuse_drafts, refuse_mode
+from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
+from attn_core.runtime.routes import (
+    MISSING,
+    ROLE_OF_MODE,
+    Route,
+    ShadowRun,
+    captured_backends,
+    distinct,
+)
+from attn_core.runtime.run_errors import backend_errors
+from attn_core.runtime.trace import PassKind, Trace, ranged, ranges, size_of
+from attn_core.spec.kinds import Role
+
+_EAGER = "init_forward_metadata"
+_CAPTURE = "init_forward_metadata_capture_cuda_graph"
+_REPLAY = "init_forward_metadata_replay_cuda_graph"
+
+
+class Planner:
+    """The half of a HybridDispatcher that plans; its parameters are those of that class."""
+
+    def __init__(
+        self,
+        routes: Mapping[Role, AttentionBackend],
+        caches: CachePool,
+        linear: LinearRoutes | None,
+        pickers: Pickers,
+        shadow: ShadowRun | None,
+    ) -> None:
+        self.routes, self.caches = dict(routes), caches
+        self.linear, self.pickers, self.shadow = linear, pickers, shadow
+        self.trace = Trace()
+        self._by_mode: dict[ForwardMode, Route] = {}
+        self._ranges = ranges()
+
+    @property
+    def passes(self) -> Mapping[PassKind, int]:
+        """How many passes of each kind there were, in CUDA graphs too; see PassKind."""
+        return self.trace.passes()
+
+    def backend(self, role: Role) -> AttentionBackend:
+        """Return the backend of a role. Raises UnsupportedError if the selection has none."""
+        if role not in self.routes:
+            raise UnsupportedError(f"no backend for {role}: selected {MISSING[role]}")
+        return self.routes[role]
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
+        """Plan this pass with its backends, once, before its first layer; None if idle.
+
+        Raises UnsupportedError if the backend's row cannot verify the drafts.
+        """
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
+            return None
+        size = size_of(batch)
+        route = self.pickers.pick(mode, size)
+        backend, metadata = self._planned(batch, route, _EAGER)
+        self.trace.count(ROLE_OF_MODE[mode], backend.config.name, size, False)
+        if self.shadow is not None and self._of(batch).config.row.absorbed:
+            own = self._by_mode.get(mode) or self._route(mode)
+            metadata = shadowed(self.shadow, own, batch, metadata)
+        return metadata if not self.linear else HybridMetadata(metadata, self.linear.plan(batch))
+
+    @property
+    def captured(self) -> tuple[AttentionBackend, ...]:
+        """The backends captured in CUDA graphs; none if the decode backend's row has no graphs."""
+        return captured_backends(self._every())
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Create the static buffers of the captured backends; called once."""
+        linear = () if self.linear is None else self.linear.captured
+        for backend in (*self.captured, *linear):
+            with backend_errors(backend.config, "init_cuda_graph_state"):
+                backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_capture_cuda_graph(
+        self, batch: ForwardBatch, route: Route | None = None
+    ) -> Metadata:
+        """Plan a pass into static buffers; None if idle.
+
+        route: one of pickers.by_length, for a graph of some lengths; by default that of all lengths
+        of the workload. Raises UnsupportedError if the backend of this pass is not captured, or not
+        in this mode.
+        """
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
+            return None
+        route = route or self.pickers.captured(mode, size_of(batch))
+        backend = self._of(batch) if route is None else route.backend
+        refuse_capture(backend.config, batch, self.captured)
+        _, metadata = self._planned(batch, route, _CAPTURE)
+        return metadata if not self.linear else HybridMetadata(metadata, self.linear.capture(batch))
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, batch: ForwardBatch, metadata: Metadata
+    ) -> None:
+        """Refill the static buffers before a replay."""
+        if batch.forward_mode is ForwardMode.IDLE:
+            return
+        backend = self._of(batch)
+        if type(metadata) is HybridMetadata:
+            self._linear().replay(batch, metadata.linear)
+            metadata = metadata.softmax
+        if type(metadata) is Planned:
+            backend, metadata = metadata.route.backend, metadata.metadata
+        self._call(backend, _REPLAY, batch, metadata)
+        role = ROLE_OF_MODE[batch.forward_mode]
+        self.trace.count(role, backend.config.name, size_of(batch), True)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the KV length of padded requests, as the decode backends define it."""
+        every = distinct(b for role, b in self._every() if role == "decode")
+        return max(b.get_cuda_graph_seq_len_fill_value() for b in every)
+
+    def _every(self) -> list[tuple[Role, AttentionBackend]]:
+        return [*self.routes.items(), *self.pickers.items()]
+
+    def _of(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.backend(ROLE_OF_MODE[batch.forward_mode])
+
+    def _route(self, mode: ForwardMode) -> Route:
+        role = ROLE_OF_MODE[mode]
+        backend = self.backend(role)
+        refuse_mode(backend.config, mode)
+        route = Route.of(backend, role)
+        self._by_mode[mode] = route
+        return route
+
+    def _planned(
+        self, batch: ForwardBatch, route: Route | None, method: str
+    ) -> tuple[AttentionBackend, Metadata]:
+        backend = self._of(batch) if route is None else route.backend
+        refuse_drafts(backend.config, batch)
+        metadata = self._call(backend, method, batch)
+        return backend, metadata if route is None else Planned(route, metadata)
+
+    def _call(self, backend: AttentionBackend, method: str, batch: ForwardBatch, *more: Any) -> Any:
+        call = getattr(backend, method)
+        if self._ranges:
+            call = ranged(f"attn_core {method} {backend.config.name}", call)
+        with backend_errors(backend.config, method, batch):
+            return call(batch, *more)
+
+    def _linear(self) -> LinearRoutes:
+        if self.linear is None:
+            raise UsageError("no linear layers: the dispatcher was created without their states")
+        return self.linear
