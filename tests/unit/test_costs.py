@@ -119,7 +119,7 @@ def test_heads_that_were_not_measured_are_part_of_the_work():
         (replace(FORM, page_size=16), True),
         (replace(FORM, q_heads=64), True),
         (Form(), True),  # unknown heads constrain nothing
-        (replace(FORM, head_dim=64, v_head_dim=64), False),
+        (replace(FORM, head_dim=64, v_head_dim=64), True),
         (replace(FORM, store="fp8_e4m3"), False),
         (replace(FORM, window=4096), False),
         (replace(FORM, sinks=True), False),
@@ -127,7 +127,7 @@ def test_heads_that_were_not_measured_are_part_of_the_work():
         (replace(FORM, kind="mla"), False),
     ],
 )
-def test_the_nearest_measured_form_stands_for_heads_and_pages_alone(asked, known):
+def test_the_nearest_measured_form_stands_for_heads_dims_and_pages_alone(asked, known):
     found = estimate(profile_of(affine), GRID[0], form=asked)
     assert (found is not None) == known
     assert found is None or found.measured == (FORM.distance(FORM) == asked.distance(FORM))

@@ -6,22 +6,22 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attn_core.costs.profile import Cost, Key, Profile
-from attn_core.costs.shapes import Form, Pass
+from attn_core.costs.shapes import NEAR, Form, Pass
 from attn_core.costs.surface import Surface
 
 SAME = 1 / 16  # lengths this close, relative, count as one
-FARTHEST = 4.0  # doublings, of a measured form that still stands for the asked one
+FARTHEST = 8.0  # doublings, of a measured form that still stands for the asked one
 BEYOND = math.log(8)  # of each axis of a pass, outside of the smallest and the greatest measured
 
 
 class Estimate(NamedTuple):
     """Expected microseconds of one call of one layer and their bounds.
 
-    measured: passes of this very form were measured; else its heads, pages or drafts are the
-    nearest.
+    measured: passes of this very form were measured; else its heads, dims, pages or drafts are
+    the nearest.
     """
 
     us: float
@@ -35,7 +35,7 @@ _Points = dict[Pass, Cost]
 
 
 class _Kind(NamedTuple):
-    """Which passes share a surface: a row's kernels for one phase, whatever heads and pages."""
+    """Which passes share a surface: a row's kernels for one phase, whatever heads, dims and pages."""
 
     backend: str
     row: str
@@ -125,9 +125,9 @@ class CostModel:
 
 
 def _plain(form: Form) -> Form:
-    """Return the form without what is an axis: heads, pages and the window's size."""
-    window = None if form.window is None else 1
-    return replace(form, q_heads=None, kv_heads=None, page_size=None, window=window)
+    """Return the form without what is an axis: heads, dims, pages, the window's size."""
+    axes: dict[str, Any] = dict.fromkeys(NEAR)
+    return replace(form, **axes | {"window": None if form.window is None else 1})
 
 
 def _filled(asked: Form, measured: Form) -> Form:

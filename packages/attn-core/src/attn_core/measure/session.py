@@ -15,15 +15,17 @@ from torch import Tensor
 from attn_core.costs.profile import MOST_TEXT, Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.errors import BackendRunError
-from attn_core.measure.candidates import Candidate, Job, work
+from attn_core.measure.candidates import Candidate, Job
 from attn_core.measure.inputs import Inputs, build, bytes_of
+from attn_core.measure.spread import work
 from attn_core.measure.timing import Call, clock_of, measure
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
 from attn_core.testing.tolerance import CheckFailed
 
-SECONDS = 1.0  # of the rounds of one shape
+SECONDS = 0.5  # of the rounds of one shape
 PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
+SCARCE = 0.5  # of a GPU's memory: with less than this free, what shapes left is given back
 HOST_BYTES = 4 << 30
 SPENT = "the time is spent"
 
@@ -108,9 +110,7 @@ def run(
         names = {str(i): key for i, key in enumerate(calls)}
         timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
     del inputs, calls
-    gc.collect()
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    release(device)
     return {names[i]: cost for i, cost in timed.items()}, bad
 
 
@@ -171,6 +171,20 @@ def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
     return HOST_BYTES
+
+
+def release(device: torch.device) -> None:
+    """Give a GPU's memory back where little of it is free.
+
+    Collecting and allocating again take longer than measuring a small shape.
+    """
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        if free > SCARCE * whole:
+            return
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _usable(device: torch.device, candidate: Candidate, error: Exception) -> None:
