@@ -22,8 +22,8 @@ _HEAD = """
 shapes, drawn from the seed "{seed}". The choice is by {profile}; the rule is the order of the
 rows' priorities. A loss is the time of the chosen backend over that of the best of {backends},
 less 1. One round of measurements names the best and the other judges, both ways round{again}.
-Limits: {mean} in the geometric mean and {worst} at worst, over at least {fewest} shapes: **{met}**. The
-quartiles of a round lie {spread} apart (median), and the medians of the two rounds {drift}.
+Limits: {mean} in the geometric mean and {worst} at worst, over at least {fewest} shapes: **{met}**.
+The quartiles of a round lie {spread} apart (median), and the medians of the two rounds {drift}.
 
 """
 

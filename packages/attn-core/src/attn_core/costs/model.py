@@ -35,7 +35,7 @@ _Points = dict[Pass, Cost]
 
 
 class _Kind(NamedTuple):
-    """Which passes share a surface: a row's kernels for one phase, whatever heads, dims and pages."""
+    """Which passes share a surface: a row's for one phase, whatever heads, dims and pages."""
 
     backend: str
     row: str

@@ -24,7 +24,7 @@ class Cost(NamedTuple):
     """Measured microseconds of one call of one layer.
 
     us: the device's time, the median of all rounds; low, high: the quartiles. On a CPU it is the
-    time of the call. host_us: what the host takes until the call returns.
+    time of the call. host_us: the least that the host takes until the call returns.
     """
 
     us: float
