@@ -206,9 +206,8 @@ def test_passes_are_spread_over_what_serving_runs(phase):
         assert Profile.from_json(
             Profile(costs={Key("a", "", FORM, size): Cost(1.0, 1.0, 1.0, 0.0)}).to_json()
         )
-    assert set(found).isdisjoint(
-        spread(replace(FORM, q_heads=16), phase, "cuda", drafts=drafts)[:4]
-    )
+    other = spread(replace(FORM, q_heads=16), phase, "cuda", drafts=drafts)
+    assert len(set(found) & set(other)) < POINTS / 2  # forms fill each other's gaps
     assert max(work(FORM, x) for x in spread(FORM, phase, "cpu", drafts=drafts)) <= MOST_WORK["cpu"]
 
 

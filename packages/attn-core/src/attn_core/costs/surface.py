@@ -13,9 +13,9 @@ from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.trend import Trend, features
 
 # How much each axis may change before a measured pass says little about another, in logarithms:
-# requests, mean length, longest over mean, queries a request, query heads, KV heads, head dim,
-# window, page size.
-SCALES = (2.0, 1.0, 0.8, 1.0, 1.5, 3.0, 1.0, 1.5, 5.0)
+# requests, mean length, longest over mean, queries a request, rows of queries that share a KV head,
+# query heads, KV heads, head dim, window, page size.
+SCALES = (2.0, 1.5, 0.8, 1.0, 1.5, 1.5, 3.0, 1.0, 1.5, 5.0)
 NEAREST = 12  # measured passes that correct an estimate
 BOUNDING = 8  # of them, those whose deviations from the trend bound it
 NUGGET = 0.03  # variance of a measurement over that of a deviation from the trend
@@ -63,8 +63,8 @@ def _axes(form: Form, size: Pass) -> Axes:
     n, mean, longest, queries = size.axes
     heads, kv_heads, dim = form.q_heads or 1, form.kv_heads or 1, form.head_dim or 1
     values = (
-        n, mean, longest / mean, queries, heads, kv_heads, dim, form.window or 1,
-        form.page_size or 1,
+        n, mean, longest / mean, queries, queries * heads / kv_heads, heads, kv_heads, dim,
+        form.window or 1, form.page_size or 1,
     )  # fmt: skip
     return tuple(math.log(v) / s for v, s in zip(values, SCALES, strict=True))
 

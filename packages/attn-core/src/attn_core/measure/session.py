@@ -24,9 +24,9 @@ from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
 from attn_core.testing.tolerance import CheckFailed
 
-SECONDS = 0.5  # of the rounds of one shape
+SECONDS = 0.2  # of the rounds of one shape: more shapes tell more than more rounds
 PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
-SCARCE = 0.5  # of a GPU's memory: with less than this free, what shapes left is given back
+SCARCE = 0.7  # of a GPU's memory: with less than this free, what shapes left is given back
 HOST_BYTES = 4 << 30
 HOPELESS = 6  # passes of a form in which a backend was far slower each time: it is out there
 SPENT = "the time is spent"

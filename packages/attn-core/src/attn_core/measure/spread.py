@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from attn_core.costs.shapes import Form, Pass, PassPhase
 
-POINTS, MOST_TRIES = 32, 640  # of one form and phase
+POINTS, MOST_TRIES = 48, 960  # of one form and phase
 SHORTEST, LONGEST = 64, 32768  # KV tokens of a request
 FEWEST_NEW = 16  # tokens of a chunk of a prompt
 REQUESTS: dict[PassPhase, int] = {"prefill": 16, "decode": 256, "verify": 256}
