@@ -2,19 +2,16 @@
 
 Shapes that no tuning has seen are drawn from the release's version. For each, `select()` names a
 backend by the profile of this machine and, as the rule, by priorities alone. Every installed
-backend that takes the shape is compared with the reference and then timed in two rounds. One round
-names the best of the shape, the other judges it, and the other way round, so that nothing is best
-by its luck alone. An interrupted run goes on where it ended.
+backend that takes the shape is compared with the reference and then timed in two rounds, again
+while they disagree. One round names the best of the shape, the other judges it, and the other way
+round, so that nothing is best by its luck alone. An interrupted run goes on where it ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
-import gc
 import hashlib
-import itertools
 import json
 import pathlib
 import sys
@@ -26,12 +23,11 @@ from typing import Any
 import torch
 from attn_core.costs import store
 from attn_core.costs.environment import environment
-from attn_core.costs.profile import Cost, Profile
+from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
 from attn_core.costs.workload import Mix, Workload
 from attn_core.errors import AttnError, UsageError
-from attn_core.measure.candidates import Job, jobs
-from attn_core.measure.session import session
+from attn_core.measure.session import release
 from attn_core.measure.timing import Clock, clock_of, measure
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry, load_plugins
@@ -40,22 +36,22 @@ from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, parse_device
 from attn_core.spec.kinds import Phase, Role
-from attn_core.spec.requirements import Requirements, Speculation
+from attn_core.spec.requirements import Speculation
 
 from benchmarks.attention import device_name
 from benchmarks.cases import Case, build
 from benchmarks.contestant import Call, Contestant
 from benchmarks.ours import device_kind, needs_of, our_backend
-from benchmarks.regret_shapes import COUNT, default_seed, draw, form_of, pass_of
-from benchmarks.regret_table import AUTOMATIC, RULE, Record, page, summary
+from benchmarks.regret_shapes import COUNT, default_seed, draw, pass_of
+from benchmarks.regret_table import AUTOMATIC, RULE, Record, cost, page, summary
+from benchmarks.regret_tune import tuned, tuning_jobs
 from benchmarks.results import FOLDER, slug
 from benchmarks.runner import poison, tolerance, usable
 
 SCHEMA = 1
 ROUND_SECONDS = 0.5  # of one round of a shape
-SLOWER = 4.0  # what takes so many times the fastest's first call is neither best nor timed further
-MINUTE = 60.0
-DRAFTS, FEW = (4, 8, 2), 3  # tuned for; of all but the first only one in so many shapes
+TRIES, SLOWER = 3, 4.0  # what takes so many times the fastest, each at its best, is not timed on
+AGREE, MOST_ROUNDS = 0.05, 6  # rounds are repeated until two in a row differ by no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +115,10 @@ class Field:
 
 
 def judged(case: Case, field: Field, device: torch.device, clock: Clock, seconds: float) -> Record:
-    """Choose, check and time one shape; `seconds` bounds both rounds together."""
+    """Choose, check and time one shape; half of `seconds` bounds a round.
+
+    The last two rounds judge. That they agree is asked of every backend, whoever was chosen.
+    """
     record: Record = {"name": case.name, "phase": case.phase}
     try:
         record[AUTOMATIC], refused = field.choice(case, field.profile)
@@ -150,56 +149,28 @@ def judged(case: Case, field: Field, device: torch.device, clock: Clock, seconds
                 raise SystemExit(f"{name} broke the device on {case.name}: {bad[name]}") from None
     record["bad"] = bad
     named = {record[AUTOMATIC]["backend"], record[RULE]["backend"]}
-    first = {name: clock.sample(call)[0] for name, call in calls.items()}
+    tries = [{name: clock.sample(call)[0] for name, call in calls.items()} for _ in range(TRIES)]
+    first = {name: min(one[name] for one in tries) for name in calls}
     slow = {n: us for n, us in first.items() if us > SLOWER * min(first.values())}
     record["slower"] = {n: round(us, 1) for n, us in slow.items() if n not in named}
     timed = {name: call for name, call in calls.items() if name not in record["slower"]}
-    record["rounds"] = [
-        {name: rounded(cost) for name, cost in measure(timed, clock, seconds / 2).items()}
-        for _ in range(2)
-    ]
+    rounds: list[dict[str, list[float]]] = []
+    while len(rounds) < MOST_ROUNDS and not agreeing(rounds[-2:], record):
+        costs = measure(timed, clock, seconds / 2)
+        rounds.append({name: [float(f"{x:.5g}") for x in costs[name]] for name in costs})
+    record["rounds"] = rounds[-2:]
+    record["rounds_timed"] = len(rounds)
     del inputs, calls, timed
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
     return record
 
 
-def rounded(cost: Cost) -> list[float]:
-    return [float(f"{x:.5g}") for x in cost]
-
-
-def tuning_jobs(cases: Sequence[Case], field: Field) -> list[Job]:
-    """List what `attn tune` measures for the forms of these shapes, the most common form first."""
-    forms = collections.Counter(replace(needs_of(c), speculation=None, page_size=64) for c in cases)
-    found: dict[Any, Job] = {}
-    drafts = [(n, topk) for n in DRAFTS for topk in (1, 2)]
-    kinds = (None, *(Speculation(topk=k, num_draft_tokens=n) for n, k in drafts))
-    libraries, overrides = field.libraries, Overrides(allow=(*field.backends,))
-    for speculation, (needs, _) in itertools.product(kinds, forms.most_common()):
-        asked: Requirements = replace(needs, speculation=speculation)
-        few = FEW if speculation and speculation.num_draft_tokens != DRAFTS[0] else 1
-        listed = jobs(asked, field.device, field.registry, libraries, overrides, Workload())
-        for job in listed[::few]:
-            found.setdefault((job.form, job.size), job)
-    return list(found.values())
-
-
-def tuned(
-    cases: Sequence[Case], field: Field, known: Profile, env: dict[str, str], device: torch.device,
-    seconds: float, path: pathlib.Path,
-) -> Profile:  # fmt: skip
-    """Measure a profile of the forms of these shapes, as `attn tune` does, and keep it in `path`.
-
-    No point that is judged is measured here.
-    """
-    own = {(form_of(case), pass_of(case)) for case in cases}
-    todo = [job for job in tuning_jobs(cases, field) if (job.form, job.size) not in own]
-    for step in session(todo, known, env, device, arch=field.device.arch, minutes=seconds / MINUTE):
-        if step.profile.costs or step.profile.bad:
-            known = store.write(path, step.profile)
-    print(f"tuned: {len(known.costs)} points of {len(todo)} shapes in {path}", flush=True)
-    return known
+def agreeing(rounds: Sequence[Mapping[str, Sequence[float]]], shape: Record) -> bool:
+    """Say whether two rounds give every backend about the same cost: no hiccup of the machine."""
+    if len(rounds) < 2:
+        return False
+    pairs = [[cost(r[name], shape) for r in rounds] for name in rounds[0]]
+    return all(max(pair) <= (1 + AGREE) * min(pair) for pair in pairs)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -264,7 +235,8 @@ def main(
         file = path.with_suffix(".profile.json")
         known = store.read_profile(file) if file.exists() else field.profile or Profile()
         if not path.exists():  # else the run goes on, with the profile that it began with
-            known = tuned(drawn, field, known, env, device, args.tune, file)
+            todo = tuning_jobs(drawn, registry, here, libraries, [*backends])
+            known = tuned(todo, known, env, device, here.arch, args.tune, file)
         field = replace(field, profile=known)
     clock, report = clock or clock_of(device), begun(args, field, env, drawn, path)
     done = {shape["name"] for shape in report["shapes"]}

@@ -21,9 +21,9 @@ _HEAD = """
 {date}, {versions}. Recorded in `{file}` by `python -m benchmarks.regret`: {judged} of {drawn}
 shapes, drawn from the seed "{seed}". The choice is by {profile}; the rule is the order of the
 rows' priorities. A loss is the time of the chosen backend over that of the best of {backends},
-less 1. One round of measurements names the best and the other judges, both ways round. Limits:
-{mean} in the geometric mean and {worst} at worst, over at least {fewest} shapes: **{met}**. The
-quartiles of a round lie {spread} apart (median), and the medians of the two rounds {drift}.
+less 1. One round of measurements names the best and the other judges, both ways round{again}.
+Limits: {mean} in the geometric mean and {worst} at worst, over at least {fewest} shapes: **{met}**.
+The quartiles of a round lie {spread} apart (median), and the medians of the two rounds {drift}.
 
 """
 
@@ -43,12 +43,11 @@ def losses(shape: Record, who: str) -> list[float] | None:
     if len(rounds) < 2 or not rounds[0]:
         return None
     name, found = shape[who]["backend"], []
+    once = (shape.get("slower") or {}).get(name, math.inf)  # timed before the rounds alone
     for names, judges in (rounds, rounds[::-1]):
         best = min(names, key=lambda n: cost(names[n], shape))
-        if name in judges:
-            found.append(cost(judges[name], shape) / cost(judges[best], shape) - 1)
-        else:
-            found.append(math.inf)
+        own = cost(judges[name], shape) if name in judges else once
+        found.append(own / cost(judges[best], shape) - 1)
     return found
 
 
@@ -126,6 +125,7 @@ def page(file: str, report: Record) -> str:
         judged=found["judged"],
         profile=f"{source} in {found['by_profile']} shapes, by priority in the others",
         backends=", ".join(dict.fromkeys(n for s in able for n in s["rounds"][0])),
+        again=_again(able),
         mean=f"{MEAN:.0%}",
         worst=f"{WORST:.0%}",
         fewest=FEWEST,
@@ -147,6 +147,15 @@ def page(file: str, report: Record) -> str:
         rows.append([s["name"], *cells[0], *cells[1], times])
     text += _table(rows)
     return text + _left_out(shapes, found)
+
+
+def _again(able: Sequence[Record]) -> str:
+    """Say how many shapes were timed in more than two rounds; older records have two of each."""
+    rounds = [s["rounds_timed"] for s in able if "rounds_timed" in s]
+    if not rounds:
+        return ""
+    more = sum(n > 2 for n in rounds)
+    return f"; both are the last of up to {max(rounds)}, as {more} shapes' first two disagreed"
 
 
 def _line(name: str, part: Sequence[Record]) -> list[str]:

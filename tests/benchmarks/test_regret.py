@@ -12,13 +12,17 @@ from attn_core.costs import store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Pass
+from attn_core.measure.timing import FEWEST
 from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.spec.device import parse_device
 from small_cases import CASES
 
 from benchmarks import regret
 from benchmarks.ours import device_kind
+from benchmarks.regret import TRIES
 from benchmarks.regret_shapes import COUNT, PHASES, default_seed, draw, form_of, pass_of
 from benchmarks.regret_table import loss, losses, page, summary
+from benchmarks.regret_tune import tuning_jobs
 from benchmarks.results import FOLDER
 
 CPU = torch.device("cpu")
@@ -213,6 +217,60 @@ def test_tuning_first_measures_other_points_than_those_that_are_judged(registry,
     before = file.read_text()
     run(out, "--tune", "0.5", cases=cases)
     assert file.read_text() == before
+
+
+class Hiccups(FakeClock):
+    """A clock for which berry's first call, and then all of its first round, take ten times."""
+
+    def __init__(self):
+        super().__init__()
+        self.berry = 0
+
+    def sample(self, call):
+        us, host = super().sample(call)
+        self.berry += call.name == "berry"
+        bad = self.berry == 1 or TRIES < self.berry <= TRIES + FEWEST
+        return us * (10 if bad and call.name == "berry" else 1), host
+
+
+def test_a_hiccup_is_timed_again_and_names_nobody_slow(registry, tmp_path, capsys):
+    out = tmp_path / "r.json"
+    regret.main(["--device", "cpu", "--out", str(out)], cases=SMALL[:1], clock=Hiccups())
+    (one,) = json.loads(out.read_text())["shapes"]
+    assert one["slower"] == {"cherry": 100.0}
+    assert one["rounds_timed"] == 3
+    assert [r["berry"][0] for r in one["rounds"]] == [10.0, 10.0]
+    assert "of up to 3, as 1 shapes' first two disagreed" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_rounds_that_never_agree_end():
+    """Each backend counts, by what selection weighs: a prefill's host too."""
+    one = [{"a": [10.0, 9.0, 11.0, 5.0]}, {"a": [10.4, 9.0, 11.0, 20.0]}]
+    assert regret.agreeing(one, {"phase": "decode"})
+    assert not regret.agreeing(one, {"phase": "prefill"})
+    assert not regret.agreeing(one[:1], {"phase": "decode"})
+
+
+def test_what_was_timed_once_alone_loses_what_it_took():
+    one = shape({"a": 10, "b": 20}, {"a": 10, "b": 20}, automatic="c")
+    assert loss(one | {"slower": {"c": 60.0}}, "automatic") == pytest.approx(5.0)
+    assert math.isinf(loss(one, "automatic"))
+
+
+def test_tuning_knows_layers_pages_and_drafts_and_none_of_the_sizes():
+    drawn, here = draw("1.0", "cuda"), parse_device("cuda:sm90")
+    libraries = json.loads((FOLDER / "regret.nvidia-h200.json").read_text())["environment"]
+    todo = tuning_jobs(drawn, load_plugins(), here, libraries, ["fa3", "triton", "flashmla"])
+    passes, cases = [(j.form, j.size) for j in todo], {(form_of(c), pass_of(c)) for c in drawn}
+    assert cases.isdisjoint(passes)
+
+    def kinds(some):
+        return {(form, x.phase, x.drafts, x.tree) for form, x in some}
+
+    assert kinds(passes) == kinds(cases)
+    assert kinds(passes[: len(kinds(cases))]) == kinds(cases)  # in turns
 
 
 def test_one_pass_is_the_whole_workload():

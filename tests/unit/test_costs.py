@@ -119,7 +119,7 @@ def test_heads_that_were_not_measured_are_part_of_the_work():
         (replace(FORM, page_size=16), True),
         (replace(FORM, q_heads=64), True),
         (Form(), True),  # unknown heads constrain nothing
-        (replace(FORM, head_dim=64, v_head_dim=64), False),
+        (replace(FORM, head_dim=64, v_head_dim=64), True),
         (replace(FORM, store="fp8_e4m3"), False),
         (replace(FORM, window=4096), False),
         (replace(FORM, sinks=True), False),
@@ -127,19 +127,47 @@ def test_heads_that_were_not_measured_are_part_of_the_work():
         (replace(FORM, kind="mla"), False),
     ],
 )
-def test_the_nearest_measured_form_stands_for_heads_and_pages_alone(asked, known):
+def test_the_nearest_measured_form_stands_for_heads_dims_and_pages_alone(asked, known):
     found = estimate(profile_of(affine), GRID[0], form=asked)
     assert (found is not None) == known
     assert found is None or found.measured == (FORM.distance(FORM) == asked.distance(FORM))
 
 
 def test_the_nearest_form_goes_first_and_a_farther_one_fills_its_gaps():
+    """Pages of 16 double the shortest pass; a farther form alone has the longer ones."""
     near, far = replace(FORM, page_size=16), FORM
-    one = profile_of(lambda x: 1.0, sizes=GRID[:1], form=near)
-    profile = one.merged(profile_of(lambda x: 100.0, form=far))
+    one = profile_of(lambda x: 2 * affine(x), sizes=GRID[:1], form=near)
+    profile = one.merged(profile_of(affine, form=far))
     asked = replace(FORM, page_size=8)
-    assert estimate(profile, GRID[0], form=asked).us == 1.0
-    assert estimate(profile, GRID[2], form=asked).us == pytest.approx(100.0, rel=0.01)
+    assert estimate(profile, GRID[0], form=asked).us > 1.4 * affine(GRID[0])
+    assert estimate(profile, GRID[0], form=far).us == affine(GRID[0])
+    assert estimate(profile, GRID[8], form=asked).us == pytest.approx(affine(GRID[8]), rel=0.1)
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 30))
+def test_points_that_lie_together_share_their_weight(seed, copies):
+    """A point measured many times, nearly alike, pulls an estimate no more than once."""
+    rng = random.Random(seed)
+    lone = Pass.even("decode", 4, 2000)
+    many = [Pass.even("decode", 4, 4000 + i) for i in range(copies)]
+    slow = {lone: 1.3, **dict.fromkeys(many, 0.9)}
+    profile = profile_of(lambda x: affine(x) * slow.get(x, rng.uniform(0.99, 1.01)), [*GRID, *slow])
+    for length in (2000, 2100):
+        asked = Pass.even("decode", 4, length + 1)
+        assert estimate(profile, asked).us > 1.05 * affine(asked)
+
+
+def test_another_head_dim_stands_where_nothing_nearer_does_and_not_where_a_row_is_bad():
+    asked = replace(FORM, head_dim=64, v_head_dim=64)
+    profile = profile_of(affine)
+    found = estimate(profile, GRID[3], form=asked)
+    assert not found.measured
+    assert affine(GRID[3]) / 2.5 < found.us < affine(GRID[3])  # of half the bytes
+    own = profile.merged(profile_of(lambda x: 7.0, sizes=GRID[:4], form=asked))
+    assert estimate(own, GRID[3], form=asked).us == 7.0
+    bad = replace(profile, bad={Key("a", "", asked, GRID[0]): "wrong"})
+    assert estimate(bad, GRID[3], form=asked) is None
+    assert estimate(bad, GRID[3]).us == affine(GRID[3])
 
 
 def test_a_row_that_changed_has_no_times_and_prose_is_no_change():

@@ -57,11 +57,8 @@ def test_an_h200_takes_what_was_fastest_there(registry):
         (replace(MHA, kv_cache_dtype="fp8_e4m3"), ("fa3", "triton")),
         (replace(MHA, speculation=TREE), ("fa3", "triton")),
         (replace(MHA, speculation=replace(TREE, mode="prefill")), ("triton", "triton")),
-        # a chain is verified 1 % faster and prompts are 12 % slower
-        (
-            replace(MHA, speculation=CHAIN),
-            ("fa3", "triton"),
-        ),
+        # prompts are 8 % slower, and verifying a chain of one request or of few far faster
+        (replace(MHA, speculation=CHAIN), ("triton", "triton")),
         # what was not measured keeps the documented order
         (replace(MHA, kv_cache_dtype="fp8_e5m2", deterministic=True), None),
         (replace(MHA, deterministic=True), None),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import types
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,20 +18,32 @@ from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cli.app import build_app
 from attn_core.costs import store
 from attn_core.costs.given import workload
-from attn_core.costs.profile import Profile
-from attn_core.costs.shapes import Pass
+from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.measure import session as sessions
-from attn_core.measure.candidates import jobs, work
-from attn_core.measure.inputs import build, lengths
+from attn_core.measure.candidates import jobs
+from attn_core.measure.inputs import build
 from attn_core.measure.session import session
-from attn_core.measure.timing import FEWEST, MOST, certain, cost_of, measure
+from attn_core.measure.spread import (
+    LONGEST,
+    MOST_WORK,
+    MOST_WORK_ELSEWHERE,
+    POINTS,
+    REQUESTS,
+    lengths,
+    spread,
+    work,
+)
+from attn_core.measure.timing import FEWEST, MOST, TRIES, certain, cost_of, measure
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Overrides
 from attn_core.spec.device import probe_device
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from attn_core.testing.tolerance import CheckFailed
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
@@ -143,7 +157,82 @@ def test_the_check_sees_one_key_too_few(registry):
 
 def test_a_ragged_pass_has_its_longest_request():
     size = Pass(phase="decode", requests=4, kv_tokens=103, longest=50, queries=4)
-    assert lengths(size) == [50, 18, 18, 17]
+    found = lengths(size)
+    assert (sum(found), found[0]) == (103, 50)
+    steps = [math.log(a / b) for a, b in pairwise(found)]
+    assert steps[0] == pytest.approx(steps[2], rel=0.15)  # log-normal: symmetric
+    assert steps[1] < steps[0]
+    inputs = build(Form(q_heads=1, kv_heads=1, head_dim=16), size, CPU)
+    assert sorted(inputs.batch.views["full"].seq_lens_host) == sorted(found)
+    whole = replace(size, phase="prefill", queries=103)
+    starts = build(Form(q_heads=1, kv_heads=1, head_dim=16), whole, CPU).batch.cu_seqlens_q
+    assert sorted(starts.diff().tolist()) == sorted(found)
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.floats(0, 1), st.integers(1, 8))
+def test_any_lengths_sum_up_and_have_room_for_what_is_new(n, longest, part, new):
+    new = min(new, longest)
+    tokens = longest + round((n - 1) * (new + part * (longest - new)))
+    size = Pass(phase="decode", requests=n, kv_tokens=tokens, longest=longest, queries=n * new)
+    found = lengths(size)
+    assert (len(found), sum(found), max(found)) == (n, tokens, longest)
+    assert min(found) >= (1 if size.queries == tokens else new)
+
+
+FORM = Form(q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=64)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
+def test_passes_are_spread_over_what_serving_runs(phase):
+    """Any first half has few and many requests, short and long, even and uneven ones."""
+    drafts = 5 if phase == "verify" else 0
+    found = spread(FORM, phase, "cuda", drafts=drafts)
+    assert found == spread(FORM, phase, "cuda", drafts=drafts)
+    assert len(set(found)) == POINTS
+    for part in (found[: POINTS // 2], found[POINTS // 2 :]):
+        means = [x.kv_tokens / x.requests for x in part]
+        assert min(x.requests for x in part) <= 2
+        assert max(x.requests for x in part) > REQUESTS[phase] / 2
+        assert min(means) < 300
+        assert max(means) > 3000
+        assert 0 < sum(x.longest > mean for x, mean in zip(part, means, strict=True)) < len(part)
+    for size in found:
+        assert work(FORM, size) <= MOST_WORK_ELSEWHERE
+        assert size.longest <= LONGEST
+        assert size.drafts == drafts
+        assert min(lengths(size)) >= (
+            1 if size.queries == size.kv_tokens else size.queries // size.requests
+        )
+        assert Profile.from_json(
+            Profile(costs={Key("a", "", FORM, size): Cost(1.0, 1.0, 1.0, 0.0)}).to_json()
+        )
+    other = spread(replace(FORM, q_heads=16), phase, "cuda", drafts=drafts)
+    assert len(set(found) & set(other)) < POINTS / 2  # forms fill each other's gaps
+    assert max(work(FORM, x) for x in spread(FORM, phase, "cpu", drafts=drafts)) <= MOST_WORK["cpu"]
+
+
+def test_what_is_far_slower_each_time_is_measured_no_more(registry, monkeypatch):
+    """Not before it had its chances, and not what was fast once."""
+    native = registry.get("torch_native")
+    specs = [replace(native, name=n, aliases=()) for n in ("apple", "berry", "cherry")]
+    fruit = Registry(backends={("softmax", s.name): s for s in specs})
+    times = {"apple": 1.0, "berry": 10.0, "cherry": 10.0}
+    done = []
+
+    def run_(form, size, candidates, *args, **kwargs):
+        names = [c.spec.name for c in candidates]
+        us = times | ({"cherry": 2.0} if not done else {})
+        done.append(names)
+        keys = [Key(c.spec.name, c.digest, form, size) for c in candidates]
+        return {k: Cost(us[k.backend], us[k.backend], us[k.backend], 0.0) for k in keys}, {}
+
+    monkeypatch.setattr(sessions, "run", run_)
+    todo = [j for j in planned(fruit, grid=True) if j.size.phase == "decode"][:9]
+    todo = [replace(j, form=todo[0].form) for j in todo]
+    _, profile = run(todo)
+    assert done[:6] == [["apple", "berry", "cherry"]] * 6
+    assert done[6:] == [["apple", "cherry"]] * (len(todo) - 6)
+    assert run(todo, profile)[0] == []  # a run that goes on leaves it out as well
 
 
 def test_an_interrupted_run_goes_on_where_it_ended(registry, tmp_path, monkeypatch):
@@ -224,6 +313,11 @@ def test_rounds_are_interleaved_and_end_when_the_order_is_certain():
     measure({"a": lambda: ("a", next(noisy)), "b": lambda: ("b", 2.1)}, clock, seconds=60)
     assert len(clock.order) == 2 * MOST
     clock = Ticks()
+    slow = {"a": lambda: ("a", 1.0), "b": lambda: ("b", 2.0), "c": lambda: ("c", 9.0)}
+    assert measure(slow, clock, seconds=60)["c"].us == 9.0
+    assert clock.order.count("c") == TRIES
+    assert clock.order.count("a") == FEWEST
+    clock = Ticks()
     measure({"a": lambda: ("a", 1.0), "b": lambda: ("b", 2.0)}, clock, seconds=0)
     assert len(clock.order) == 2 * 3
     assert measure({}, Ticks(), seconds=0) == {}
@@ -232,6 +326,7 @@ def test_rounds_are_interleaved_and_end_when_the_order_is_certain():
 def test_a_cost_is_the_median_with_its_quartiles():
     samples = [(float(x), 2.0) for x in (5, 1, 9, 2, 3)]
     assert cost_of(samples) == (3.0, 2.0, 5.0, 2.0)
+    assert cost_of([(1.0, 5.0), (1.0, 3.0), (1.0, 9.0)]).host_us == 3.0
     assert statistics.median(x for x, _ in samples) == 3.0
     assert not certain({"a": [(1.0, 0)] * 4, "b": [(2.0, 0)] * 4})
     assert certain({"a": [(1.0, 0)] * FEWEST, "b": [(2.0, 0)] * FEWEST})

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attn_core.costs.profile import Cost, Key, Profile
-from attn_core.costs.shapes import Form, Pass
-from attn_core.costs.trend import Trend, features
+from attn_core.costs.shapes import NEAR, Form, Pass
+from attn_core.costs.surface import Surface
 
 SAME = 1 / 16  # lengths this close, relative, count as one
-FARTHEST = 4.0  # doublings, of a measured form that still stands for the asked one
+FARTHEST = 8.0  # doublings, of a measured form that still stands for the asked one
 BEYOND = math.log(8)  # of each axis of a pass, outside of the smallest and the greatest measured
-NEAREST = 8  # measured points whose deviations from the trend bound an estimate
-CLOSE = 0.05  # in logarithms: points this near weigh about alike
 
 
 class Estimate(NamedTuple):
     """Expected microseconds of one call of one layer and their bounds.
 
-    measured: passes of this very form were measured; else its heads, pages or drafts are the
-    nearest.
+    measured: passes of this very form were measured; else its heads, dims, pages or drafts are
+    the nearest.
     """
 
     us: float
@@ -38,7 +35,7 @@ _Points = dict[Pass, Cost]
 
 
 class _Kind(NamedTuple):
-    """Which passes have one trend: a row's kernels for one phase, whatever heads and pages."""
+    """Which passes share a surface: a row's for one phase, whatever heads, dims and pages."""
 
     backend: str
     row: str
@@ -62,8 +59,13 @@ class CostModel:
         return kinds
 
     @cached_property
-    def _trends(self) -> dict[_Kind, Trend]:
+    def _surfaces(self) -> dict[_Kind, Surface]:
         return {}
+
+    @cached_property
+    def _bad(self) -> frozenset[tuple[str, str, Form]]:
+        """Forms in which a row was wrong or failed, and never right."""
+        return frozenset(k[:3] for k in self.profile.bad) - {k[:3] for k in self.profile.costs}
 
     @cached_property
     def _cache(self) -> dict[tuple[Key, bool], Estimate | None]:
@@ -88,6 +90,8 @@ class CostModel:
     def _near(
         self, backend: str, row: str, form: Form, size: Pass
     ) -> Iterator[tuple[float, _Kind, Form, _Points]]:
+        if {(backend, row, form), (backend, "", form)} & self._bad:
+            return
         for kind, series in self._kinds.items():
             known = kind.backend == backend and kind.row in (row, "")
             if not known or (kind.phase, kind.tree) != (size.phase, size.tree):
@@ -101,53 +105,35 @@ class CostModel:
                 if far <= FARTHEST:
                     yield far, kind, measured, points
 
-    def _trend(self, kind: _Kind) -> Trend:
-        if kind not in self._trends:
+    def _surface(self, kind: _Kind) -> Surface:
+        if kind not in self._surfaces:
             series = self._kinds[kind].items()
-            samples = [
-                (features(f, x), c.us) for (f, _), points in series for x, c in points.items()
-            ]
-            self._trends[kind] = Trend.fit(samples)
-        return self._trends[kind]
+            samples = [(form, x, c) for (form, _), points in series for x, c in points.items()]
+            self._surfaces[kind] = Surface.fit(samples)
+        return self._surfaces[kind]
 
     def _estimate(
         self, far: float, kind: _Kind, measured: Form, points: _Points, asked: Form, size: Pass,
         graphs: bool,
     ) -> Estimate:  # fmt: skip
-        """Take the trend over the work, corrected by how the nearest points deviate from it."""
+        """Return what was measured of this very pass, else what lies on the surface of its kind."""
         if far == 0 and size in points:
             return Estimate(*_time(points[size], graphs), measured=True)
-        trend, at = self._trend(kind), _axes(size)
-        base = math.log(trend.us(features(_filled(asked, measured), size)))
-        deviations = sorted(
-            (math.dist(at, _axes(x)), _deviation(cost, trend.us(features(measured, x))))
-            for x, cost in points.items()
-        )
-        shares = [(CLOSE + gap) ** -3 for gap, _ in deviations]
-        whole = sum(shares)
-        us = base + sum(s * d[0] for s, (_, d) in zip(shares, deviations, strict=True)) / whole
-        bounds = [d for _, d in deviations[:NEAREST]]
-        low, high = base + min(d[1] for d in bounds), base + max(d[2] for d in bounds)
-        host = 0.0 if graphs else statistics.median(cost.host_us for cost in points.values())
-        us, low, high = (max(math.exp(x), host) for x in (us, min(low, us), max(high, us)))
-        return Estimate(us, low, high, measured=far == 0)
+        us, low, high, host = self._surface(kind).at(_filled(asked, measured), size)
+        floor = 0.0 if graphs else host
+        return Estimate(max(us, floor), max(low, floor), max(high, floor), measured=far == 0)
 
 
 def _plain(form: Form) -> Form:
-    """Return the form without what the trend accounts for: heads, pages and the window's size."""
-    window = None if form.window is None else 1
-    return replace(form, q_heads=None, kv_heads=None, page_size=None, window=window)
+    """Return the form without what is an axis: heads, dims, pages, the window's size."""
+    axes: dict[str, Any] = dict.fromkeys(NEAR)
+    return replace(form, **axes | {"window": None if form.window is None else 1})
 
 
 def _filled(asked: Form, measured: Form) -> Form:
     """Return the asked form; what it leaves open is as measured."""
     known = {n: v for n, v in vars(asked).items() if v is not None}
     return replace(measured, **known)
-
-
-def _deviation(cost: Cost, trend: float) -> tuple[float, float, float]:
-    """Return the logarithms of a measured time and its quartiles over the trend's."""
-    return math.log(cost.us / trend), math.log(cost.low / trend), math.log(cost.high / trend)
 
 
 def _covers(points: Mapping[Pass, Cost], size: Pass) -> bool:

@@ -24,7 +24,7 @@ class Cost(NamedTuple):
     """Measured microseconds of one call of one layer.
 
     us: the device's time, the median of all rounds; low, high: the quartiles. On a CPU it is the
-    time of the call. host_us: what the host takes until the call returns.
+    time of the call. host_us: the least that the host takes until the call returns.
     """
 
     us: float
@@ -73,8 +73,10 @@ class Profile:
     def merged(self, other: Profile) -> Profile:
         """Return both; where both measured, `other`."""
         costs, bad = {**self.costs, **other.costs}, {**self.bad, **other.bad}
-        costs = {key: cost for key, cost in costs.items() if key not in other.bad}
-        bad = {key: why for key, why in bad.items() if key not in other.costs}
+        for key in other.bad:
+            costs.pop(key, None)
+        for key in other.costs:
+            bad.pop(key, None)
         return replace(
             self,
             environment=other.environment or self.environment,

@@ -14,7 +14,14 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 PassPhase = Literal["prefill", "decode", "verify"]
 PROSE = ("note", "preferred_page_reason", "bans", "priority", "create")  # change no kernel's time
 # The nearest measured value stands for these; a doubling of heads changes more than one of pages.
-NEAR = {"q_heads": 1.0, "kv_heads": 1.0, "window": 1.0, "page_size": 0.125}
+NEAR = {
+    "q_heads": 1.0,
+    "kv_heads": 1.0,
+    "head_dim": 0.5,
+    "v_head_dim": 0.5,
+    "window": 1.0,
+    "page_size": 0.125,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +47,8 @@ class Form:
     def distance(self, measured: Form) -> float | None:
         """Return how far a measured form is, in doublings of heads; None: it says nothing here.
 
-        Head dims, dtypes and features have to agree. Of heads, pages and windows the nearest
-        measured value stands for the asked one.
+        The kind, dtypes and features have to agree. Of heads, head dims, pages and windows the
+        nearest measured value stands for the asked one.
         """
         if (self.window is None) != (measured.window is None):
             return None

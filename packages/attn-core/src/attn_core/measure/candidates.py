@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attn_core.costs.model import CostModel
 from attn_core.costs.profile import Profile
-from attn_core.costs.shapes import Form, Pass, PassPhase, forms, row_key
+from attn_core.costs.shapes import Form, Pass, forms, row_key
 from attn_core.costs.workload import Workload
 from attn_core.errors import AttnError, UsageError
+from attn_core.measure.spread import spread, work
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.expected import Costs
@@ -25,8 +24,6 @@ from attn_core.spec.page_size import page_limit, smallest_page, takes_page
 from attn_core.spec.requirements import Requirements
 
 MOST_PAGES = 3
-BATCHES, LENGTHS, CHUNK, SHORT = (1, 8, 64, 256), (128, 1024, 8192, 32768), 512, 32
-UNEVEN = 6  # the longest request over the mean, of passes of unequal requests
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,11 @@ def jobs(
 ) -> list[Job]:
     """List every shape that is worth measuring for these requirements, the most useful first.
 
-    These are the passes of the workload, the least work first, and then, with `grid`, corners
-    around them, so that other passes lie between measured ones. Pages are those that the selection
-    has today, and the smallest that other candidates take. Raises UsageError where nothing can be
-    measured: unknown heads, no plain attention over a cache.
+    These are the passes of the workload, the least work first, and then, with `grid`, others that
+    lie evenly over what serving runs, phases and forms in turns: where the time ends, every form
+    has had as much of it. Pages are those that the selection has today, and the smallest that
+    other candidates take. Raises UsageError where nothing can be measured: unknown heads, no plain
+    attention over a cache.
     """
     layers = forms(needs, None)
     if not layers:
@@ -83,34 +81,29 @@ def jobs(
             )
     costs = Costs(CostModel(Profile()), workload, needs)
     s = RowJudge(needs, device, registry, libraries, overrides, costs, simulated=False)
-    found = []
+    rank: dict[tuple[Form, Pass], float] = {}
+    found: dict[tuple[Form, Pass], Job] = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
         rows = _rows(s, phase)
+        usual = [size for size, _ in workload.passes(phase, needs.speculation)]
         for page in _pages(s, needs, rows):
-            for form, size in itertools.product(forms(needs, page), _sizes(s, phase, grid)):
-                able = [c for c in rows if takes_page(c.row, page) and _runs(c.row, size)]
-                if able:
-                    found.append(Job(form, size, tuple(able)))
-    unique = {(job.form, job.size): job for job in found}
-    usual = {x for p in Phase for x, _ in workload.passes(p, needs.speculation)}
-    first = found[0].form.page_size if found else None
+            for form in forms(needs, page):
+                sizes = dict.fromkeys((*usual, *(_around(s, phase, form) if grid else ())))
+                for number, size in enumerate(sizes):
+                    able = [c for c in rows if takes_page(c.row, page) and _runs(c.row, size)]
+                    if able:
+                        found[form, size] = Job(form, size, tuple(able))
+                        rank[form, size] = work(form, size) if size in usual else number
+    usual = [x for p in Phase for x, _ in workload.passes(p, needs.speculation)]
+    first = next(iter(found))[0].page_size if found else None
     return sorted(
-        unique.values(),
+        found.values(),
         key=lambda job: (
             job.form.page_size != first,
             job.size not in usual,
-            work(job.form, job.size),
+            rank[job.form, job.size],
         ),
     )
-
-
-def work(form: Form, size: Pass) -> float:
-    """Return the products of queries and keys, with a floor that stands for launching."""
-    queries, keys = size.queries / size.requests, size.kv_tokens / size.requests
-    seen = keys - (queries - 1) / 2
-    if form.window is not None:
-        seen = min(seen, form.window)
-    return size.requests * queries * seen * (form.q_heads or 1) * (form.head_dim or 1) + 1e6
 
 
 def _rows(s: RowJudge, phase: Phase) -> list[Candidate]:
@@ -145,30 +138,16 @@ def _pages(s: RowJudge, needs: Requirements, rows: Iterable[Candidate]) -> list[
     return list(dict.fromkeys(p for p in pages if p))[:MOST_PAGES]
 
 
-def _sizes(s: RowJudge, phase: Phase, grid: bool) -> list[Pass]:
-    """Return the passes of the workload, then a coarse grid around them."""
-    speculation = s.needs.speculation
-    sizes = [size for size, _ in s.costs.workload.passes(phase, speculation)]
-    longest = max(size.longest for size in sizes) if sizes else 0
-    if grid and phase is Phase.PREFILL:
-        sizes += [Pass.even("prefill", 1, n, n) for n in LENGTHS]
-        sizes += [Pass.even("prefill", b, CHUNK + n, CHUNK) for b in (1, 8) for n in LENGTHS]
-        sizes += [Pass.even("prefill", 8, n, n) for n in LENGTHS[:2]]
-        sizes += [Pass.even("prefill", 1, SHORT + n, SHORT) for n in LENGTHS]
-        sizes += [_uneven("prefill", b, n, SHORT) for b in (4, 16) for n in LENGTHS[1:3]]
+def _around(s: RowJudge, phase: Phase, form: Form) -> list[Pass]:
+    """Return passes of a phase beside those of the workload."""
+    speculation, device = s.needs.speculation, s.device.type
     verifies = speculation is not None and speculation.mode == phase.value
-    if grid and (phase is Phase.DECODE or verifies):
-        n = speculation.num_draft_tokens if verifies and speculation else 1
-        tree = verifies and speculation is not None and speculation.topk > 1
-        kind: PassPhase = "verify" if verifies else "decode"
-        even = functools.partial(Pass.even, kind, queries=n, tree=tree)
-        sizes += [even(b, n + x) for b in BATCHES for x in LENGTHS]
-        lengths = (LENGTHS[0], LENGTHS[1], LENGTHS[2] // 2)
-        sizes += [_uneven(kind, b, n + x, n, tree) for b in (16, 128) for x in lengths]
-    return [x for x in dict.fromkeys(sizes) if x.longest <= max(longest, LENGTHS[-1]) + CHUNK]
-
-
-def _uneven(phase: PassPhase, requests: int, mean: int, queries: int, tree: bool = False) -> Pass:
-    """Return a pass of which one request is far longer than the mean."""
-    longest = min(UNEVEN * mean, requests * (mean - queries) // 2 + queries)
-    return replace(Pass.even(phase, requests, mean, queries, tree=tree), longest=longest)
+    sizes = []
+    if phase is Phase.PREFILL:
+        sizes += spread(form, "prefill", device)
+    elif not verifies:
+        sizes += spread(form, "decode", device)
+    if verifies and speculation is not None:
+        n, tree = speculation.num_draft_tokens, speculation.topk > 1
+        sizes += spread(form, "verify", device, drafts=n, tree=tree)
+    return sizes

@@ -13,6 +13,7 @@ from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.cache.page_table import num_pages_for, slot_table
 from attn_core.cache.pool import KVPool
 from attn_core.costs.shapes import Form, Pass
+from attn_core.measure.spread import lengths
 from attn_core.ops.kv import read_kv
 from attn_core.ops.quant import to_fp8
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
@@ -27,16 +28,6 @@ MODES = {
 }
 SOFT_CAP = 30.0
 CHECKED = 4  # queries of each checked request
-
-
-def lengths(size: Pass) -> list[int]:
-    """Return KV lengths of the requests: one is the longest, the others share the rest evenly."""
-    others = size.requests - 1
-    if not others:
-        return [size.kv_tokens]
-    rest = size.kv_tokens - size.longest
-    short, more = divmod(rest, others)
-    return [size.longest] + [short + (i < more) for i in range(others)]
 
 
 def bytes_of(form: Form, size: Pass) -> int:
@@ -128,6 +119,7 @@ def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs
         sinks=torch.randn(heads, device=device, generator=rng) if form.sinks else None,
     )
     keys, page = lengths(size), form.page_size or 1
+    random.Random(seed).shuffle(keys)
     counts = [num_pages_for(s, page) for s in keys]
     table = torch.zeros(len(keys), max(counts), dtype=torch.int32, device=device)
     owned = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
@@ -144,7 +136,9 @@ def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs
     for store in (cache.k, cache.v):
         if store is not None:
             _fill(store, rng)
-    queries, parents = [size.queries // size.requests] * size.requests, None
+    whole = size.queries == size.kv_tokens
+    queries = list(keys) if whole else [size.queries // size.requests] * size.requests
+    parents = None
     spec = None
     if size.phase == "verify":
         mask = None

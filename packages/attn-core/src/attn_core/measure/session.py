@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +16,22 @@ from torch import Tensor
 from attn_core.costs.profile import MOST_TEXT, Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.errors import BackendRunError
-from attn_core.measure.candidates import Candidate, Job, work
+from attn_core.measure.candidates import Candidate, Job
 from attn_core.measure.inputs import Inputs, build, bytes_of
-from attn_core.measure.timing import Call, clock_of, measure
+from attn_core.measure.spread import work
+from attn_core.measure.timing import SLOWER, Call, clock_of, measure
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
 from attn_core.testing.tolerance import CheckFailed
 
-SECONDS = 1.0  # of the rounds of one shape
+SECONDS = 0.2  # of the rounds of one shape: more shapes tell more than more rounds
 PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
+SCARCE = 0.7  # of a GPU's memory: with less than this free, what shapes left is given back
 HOST_BYTES = 4 << 30
+HOPELESS = 6  # passes of a form in which a backend was far slower each time: it is out there
 SPENT = "the time is spent"
+
+Series = tuple[str, str, Form, str, int, bool]  # backend, row, form and kind of pass
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,15 @@ def session(
     """
     end = time.monotonic() + 60 * minutes
     clock, seen = clock_of(device), known
+    slow: dict[Series, float] = {}
+    _count(slow, known.costs)
     for job in todo:
-        candidates = [c for c in job.candidates if not _known(seen, job, c)]
+        rest = [c for c in job.candidates if slow.get(_series(job, c), 0) < HOPELESS]
+        candidates = [c for c in rest if not _known(seen, job, c)]
         if not candidates:
             continue
-        if len(candidates) < len(job.candidates):  # all of a shape again, so that they compare
-            candidates = [c for c in job.candidates if not _bad(seen, job, c)]
+        if len(candidates) < len(rest):  # all of a shape again, so that they compare
+            candidates = [c for c in rest if not _bad(seen, job, c)]
         begin(job)
         left = end - time.monotonic()
         if left <= 0:
@@ -75,6 +84,7 @@ def session(
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         part = Profile(environment=environment, costs=costs, bad=bad, date=now)
         seen = seen.merged(part)
+        _count(slow, costs)
         yield Step(job, part)
 
 
@@ -108,9 +118,7 @@ def run(
         names = {str(i): key for i, key in enumerate(calls)}
         timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
     del inputs, calls
-    gc.collect()
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    release(device)
     return {names[i]: cost for i, cost in timed.items()}, bad
 
 
@@ -145,6 +153,24 @@ def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[
     return call
 
 
+def _series(job: Job, candidate: Candidate) -> Series:
+    size = job.size
+    kind = (job.form, size.phase, size.drafts, size.tree)
+    return (candidate.spec.name, candidate.digest, *kind)
+
+
+def _count(slow: dict[Series, float], costs: Mapping[Key, Cost]) -> None:
+    """Count for each backend the passes of a form in which it was far slower; once not: never."""
+    best: dict[tuple[Form, Pass], float] = {}
+    for key, cost in costs.items():
+        best[key.form, key.size] = min(cost.us, best.get((key.form, key.size), cost.us))
+    for key, cost in costs.items():
+        size = key.size
+        series = (key.backend, key.row, key.form, size.phase, size.drafts, size.tree)
+        far = cost.us > SLOWER * best[key.form, size]
+        slow[series] = slow.get(series, 0) + 1 if far else -math.inf
+
+
 def _known(profile: Profile, job: Job, candidate: Candidate) -> bool:
     key = Key(candidate.spec.name, candidate.digest, job.form, job.size)
     return key in profile.costs or key in profile.bad
@@ -171,6 +197,20 @@ def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
     return HOST_BYTES
+
+
+def release(device: torch.device) -> None:
+    """Give a GPU's memory back where little of it is free.
+
+    Collecting and allocating again take longer than measuring a small shape.
+    """
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        if free > SCARCE * whole:
+            return
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _usable(device: torch.device, candidate: Candidate, error: Exception) -> None:

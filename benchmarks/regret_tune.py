@@ -1,0 +1,69 @@
+"""Tune for the forms of the shapes that are judged, as `attn tune` does, for so many seconds."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from attn_core.costs import store
+from attn_core.costs.profile import Profile
+from attn_core.costs.workload import Workload
+from attn_core.measure.candidates import Job, jobs
+from attn_core.measure.session import session
+from attn_core.plugins.dependencies import Libraries
+from attn_core.plugins.registry import Registry
+from attn_core.selection.result import Overrides
+from attn_core.spec.device import Device
+
+from benchmarks.cases import Case
+from benchmarks.ours import needs_of
+from benchmarks.regret_shapes import form_of, pass_of
+
+# One chunk and one batch: the passes that are spread are what is tuned
+WORKLOAD = Workload(prompts={2048: 1}, requests={16: 1}, cached=0.9)
+KEEP_S = 10.0  # between writes of what was measured
+
+
+def tuning_jobs(
+    cases: Sequence[Case], registry: Registry, device: Device, libraries: Libraries,
+    backends: Sequence[str],
+) -> list[Job]:  # fmt: skip
+    """List what `attn tune` measures for the layers, pages and drafts of these cases, in turns.
+
+    An engine knows these when it starts. Requests and lengths of a case it does not know: none of
+    the passes that are judged is in the list.
+    """
+    own = {(form_of(case), pass_of(case)) for case in cases}
+    kinds = {(needs_of(c), pass_of(c).phase): None for c in cases}
+    series = []
+    for needs, phase in kinds:
+        listed = jobs(needs, device, registry, libraries, Overrides(allow=(*backends,)), WORKLOAD)
+        series.append([job for job in listed if job.size.phase == phase])
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*series))
+    found = {(job.form, job.size): job for job in turns if job is not None}
+    return [job for key, job in found.items() if key not in own]
+
+
+def tuned(
+    todo: Sequence[Job], known: Profile, env: Mapping[str, str], device: torch.device,
+    arch: str | None, seconds: float, path: pathlib.Path,
+) -> Profile:  # fmt: skip
+    """Measure a profile and keep it in `path`, what is measured so far every ten seconds."""
+    new, written, begin = Profile(), time.monotonic(), time.monotonic()
+    try:
+        for step in session(todo, known, env, device, arch=arch, minutes=seconds / 60):
+            if step.profile.costs or step.profile.bad:
+                new = new.merged(step.profile)
+            if time.monotonic() > written + KEEP_S and (new.costs or new.bad):
+                known, new, written = store.write(path, new), Profile(), time.monotonic()
+    finally:
+        if new.costs or new.bad:
+            known = store.write(path, new)
+    took = time.monotonic() - begin
+    shapes = len({(key.form, key.size) for key in known.costs})
+    said = f"{len(known.costs)} points, {shapes} of {len(todo)} passes"
+    print(f"tuned for {took:.0f} s: {said}", flush=True)
+    return known
