@@ -25,7 +25,7 @@ PAGE = 16
 def short_rows(monkeypatch):
     """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
     monkeypatch.setattr(launch, "ROW", 64)
-    monkeypatch.setattr(launch, "WRITTEN", 32)
+    monkeypatch.setattr(launch, "WIDE", (4, 16))
 
 
 def selection(scores, topk, visible=None):
@@ -37,7 +37,7 @@ def selection(scores, topk, visible=None):
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
     view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
     ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
-    launch.select(scores.contiguous(), 0, n, view, ends, requests, chosen, page_size=PAGE)
+    launch.select(scores.contiguous(), 0, n, view, ends, requests, chosen, page_size=PAGE, few=True)
     return chosen, table.long()
 
 

@@ -118,6 +118,7 @@ class TritonSparse(AttentionBackend):
             *(scores, first, scores.shape[0], batch.views[layer.view], batch.cu_seqlens_q),
             *(metadata.requests, chosen),
             page_size=cache.page_size,
+            few=batch.max_q_len <= launch.FEW,
         )
 
     def forward(

@@ -22,11 +22,11 @@ FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
 TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
-ROW = 16384  # scores of a row that a program selects from; they stay in its registers
-ROW_WARPS = 16
-WRITTEN = 2048  # scores that it writes in turn
-# registers of a program, so that a multiprocessor has two; ROCm has no such option
-_TWO_AT_ONCE = {} if torch.version.hip or not torch.cuda.is_available() else {"maxnreg": 64}
+ROW = 1 << 18  # scores of a row that one program selects from
+FEW = 16  # queries of a request, up to which there are few rows
+WIDE, NARROW = (32, 8192), (8, 2048)  # warps and scores at once, where rows are few and many
+SELECTING = 1056  # programs that select at most: 8 on each multiprocessor of the largest chips
+VECTOR = 4  # scores that a thread loads at once
 _FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
 
 
@@ -142,17 +142,19 @@ def index_topk(
     chosen = torch.empty(tokens, topk, dtype=torch.int32, device=q_index.device)
     scoring = Scoring.of(q_index, weights, cache, queries, arch)
     longest = view.max_seq_len
-    columns = max(1, longest)
+    columns = triton.cdiv(max(1, longest), 64) * 64  # whole cache lines
     rows = max(1, min(tokens, MOST_SCORES // columns))
     scores = torch.empty(
-        (rows, columns) if longest > topk else (1, 1), dtype=torch.float32, device=q_index.device
+        (rows, columns) if longest > topk else (1, VECTOR), dtype=torch.float32, device=q_index.device
     )
     passes = (view, cu_seqlens_q, requests)
     for first in range(0, tokens, rows):
         count = min(rows, tokens - first)
         if longest > topk:
             score(scoring, *passes, scores, first, count, topk)
-        select(scores, first, count, *passes, chosen, page_size=cache.page_size)
+        select(
+            scores, first, count, *passes, chosen, page_size=cache.page_size, few=queries <= FEW
+        )
     return chosen
 
 
@@ -194,32 +196,38 @@ def select(
     chosen: Tensor,
     *,
     page_size: int,
+    few: bool,
 ) -> None:
     """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
 
     scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
-    What a query does not see is not read. Longer rows than a program holds are narrowed first: each
-    piece of a row keeps its own greatest, which the greatest of all are among.
+    What a query does not see does not count. Rows longer than ROW are cut first: each piece keeps
+    its own greatest, which the greatest of all are among. few: more warps take a row.
     """
     table, topk = view.page_table, chosen.shape[1]
-    block = max(ROW, 2 * power_of_two(topk))
-    passes = (table, table.stride(0), view.seq_lens, cu_seqlens_q, requests, first)
-    columns, positions = view.max_seq_len, None
+    warps, tile = WIDE if few else NARROW
+    tile = max(tile, power_of_two(topk))
+    columns, span, narrowed = view.max_seq_len, ROW, 0
+    span = max(span, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
+    span = triton.cdiv(span, VECTOR) * VECTOR
+    programs = min(count * triton.cdiv(columns, span), SELECTING)
+    candidates = torch.empty(programs, 2 * tile, dtype=torch.uint64, device=scores.device)
+    kept, into, positions = scores, chosen, chosen
     while True:
-        last = columns <= block
-        pieces = 1 if last else triton.cdiv(columns, block)
-        kept, into = scores, chosen
-        if not last:
+        pieces = max(1, triton.cdiv(columns, span))
+        if pieces > 1:
             kept = scores.new_empty(count, pieces * topk)
             into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
-        select_topk[(count, pieces)](
-            scores, into if positions is None else positions, scores.stride(0), columns, *passes,
-            kept, into, kept.stride(0), int(positions is not None), int(last), topk, page_size,
-            block, min(WRITTEN, block), num_warps=ROW_WARPS, **_TWO_AT_ONCE,
+        aligned = scores.stride(0) % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0
+        select_topk[(max(1, min(count * pieces, SELECTING)),)](
+            scores, positions, scores.stride(0), table, table.stride(0), view.seq_lens,
+            cu_seqlens_q, requests, first, count, pieces, span, narrowed, candidates, kept, into,
+            kept.stride(0), topk, page_size, tile, VECTOR if aligned else 1, num_warps=warps,
         )  # fmt: skip
-        if last:
+        if pieces == 1:
             return
-        scores, positions, columns = kept, into, pieces * topk
+        scores, positions, narrowed, columns = kept, into, span, pieces * topk
+        into, span = chosen, max(span, columns)
 
 
 def attend(
