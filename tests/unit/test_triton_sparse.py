@@ -25,7 +25,7 @@ PAGE = 16
 def short_rows(monkeypatch):
     """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
     monkeypatch.setattr(launch, "ROW", 64)
-    monkeypatch.setattr(launch, "WIDE", (4, 16))
+    monkeypatch.setattr(launch, "WIDE", (4, launch.SelectConstants(16, 128, 32, 4)))
 
 
 def selection(scores, topk, visible=None):

@@ -24,10 +24,25 @@ SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
 ROW = 1 << 18  # scores of a row that one program selects from
 FEW = 16  # queries of a request, up to which there are few rows
-WIDE, NARROW = (32, 8192), (8, 2048)  # warps and scores at once, where rows are few and many
 SELECTING = 1056  # programs that select at most: 8 on each multiprocessor of the largest chips
 VECTOR = 4  # scores that a thread loads at once
 _FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
+
+
+class SelectConstants(NamedTuple):
+    """What select_topk is compiled for, in scores: those of a sample, of a segment of which the
+    greater ones are marked, and those that are loaded at once; ROOM is for candidates.
+    """
+
+    SAMPLE: int
+    SEGMENT: int
+    AT_ONCE: int
+    ROOM: int
+
+
+# and the warps of a program, where rows are few and where they are many
+WIDE = (32, SelectConstants(8192, 65536, 32768, 4096))
+NARROW = (8, SelectConstants(2048, 32768, 8192, 4096))
 
 
 class IndexConstants(NamedTuple):
@@ -205,13 +220,14 @@ def select(
     its own greatest, which the greatest of all are among. few: more warps take a row.
     """
     table, topk = view.page_table, chosen.shape[1]
-    warps, tile = WIDE if few else NARROW
-    tile = max(tile, power_of_two(topk))
-    columns, span, narrowed = view.max_seq_len, ROW, 0
-    span = max(span, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
-    span = triton.cdiv(span, VECTOR) * VECTOR
-    programs = min(count * triton.cdiv(columns, span), SELECTING)
-    candidates = torch.empty(programs, 2 * tile, dtype=torch.uint64, device=scores.device)
+    warps, constants = WIDE if few else NARROW
+    constants = constants._replace(ROOM=max(constants.ROOM, 2 * power_of_two(topk)))
+    columns, narrowed = view.max_seq_len, 0
+    span = max(ROW, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
+    span = triton.cdiv(span, 32) * 32
+    programs = min(max(1, count * triton.cdiv(columns, span)), SELECTING)
+    shape = (programs, constants.ROOM + constants.SEGMENT // 32)
+    scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
     kept, into, positions = scores, chosen, chosen
     while True:
         pieces = max(1, triton.cdiv(columns, span))
@@ -221,13 +237,13 @@ def select(
         aligned = scores.stride(0) % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0
         select_topk[(max(1, min(count * pieces, SELECTING)),)](
             scores, positions, scores.stride(0), table, table.stride(0), view.seq_lens,
-            cu_seqlens_q, requests, first, count, pieces, span, narrowed, candidates, kept, into,
-            kept.stride(0), topk, page_size, tile, VECTOR if aligned else 1, num_warps=warps,
+            cu_seqlens_q, requests, first, count, pieces, span, narrowed, scratch, kept, into,
+            kept.stride(0), topk, page_size, constants, VECTOR if aligned else 1, num_warps=warps,
         )  # fmt: skip
         if pieces == 1:
             return
         scores, positions, narrowed, columns = kept, into, span, pieces * topk
-        into, span = chosen, max(span, columns)
+        into, span = chosen, triton.cdiv(max(span, columns), 32) * 32
 
 
 def attend(

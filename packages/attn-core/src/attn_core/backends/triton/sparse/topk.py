@@ -80,49 +80,109 @@ def find_border(ranks, guess, step, least, most, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def places(take, ROWS: tl.constexpr):
-    """Return how many of [ROWS, n] are taken before each, row after row, and in all."""
-    of_row = tl.sum(take, 1)
-    before = tl.cumsum(of_row, 0) - of_row
-    return before[:, None] + tl.cumsum(take, 1) - take, tl.sum(of_row)
+def guess_limit(scores, length, TOPK: tl.constexpr, SAMPLE: tl.constexpr):
+    """Return a rank that, as a sample says, more than TOPK of a row exceed, but not many more.
 
-
-@triton.jit
-def guess_limit(scores, length, TOPK: tl.constexpr, TILE: tl.constexpr):
-    """Return a rank that, as a sample of TILE scores says, more than TOPK of a row exceed.
-
-    Only some more: four deviations of what such a sample would count of independent scores.
+    The margin is four deviations of what such a sample counts of independent scores.
     """
-    group, inner = tl.arange(0, TILE // GROUP), tl.arange(0, GROUP)
-    apart = length // (TILE // GROUP) // GROUP * GROUP
-    score = tl.load(scores + (group * apart)[:, None] + inner[None, :])
-    expected = TOPK * (TILE / length.to(tl.float32))
+    group, inner = tl.arange(0, SAMPLE // GROUP), tl.arange(0, GROUP)
+    apart = tl.maximum(length // (SAMPLE // GROUP) // GROUP, 1) * GROUP
+    inside = (group * apart + GROUP <= length)[:, None] & (inner < GROUP)[None, :]
+    column = (group * apart)[:, None] + inner[None, :]
+    score = tl.load(scores + column, mask=inside, other=0.0)
+    size = tl.minimum(SAMPLE, length).to(tl.float32)
+    expected = TOPK * (size / length.to(tl.float32))
     least = (expected + 4.0 * tl.sqrt(expected)).to(tl.int32) + 1
     most = least + least // 4
-    guess, step = normal_guess(score, TILE * 1.0, least * 1.1)
-    return find_border(rank_bits(score), guess, step, least, most, TILE) - 1
+    guess, step = normal_guess(score, size, least * 1.1)
+    ranks = tl.where(inside, rank_bits(score), 0)
+    limit = find_border(ranks, guess, step, least, most, SAMPLE)
+    return tl.maximum(limit, 1) - 1
 
 
 @triton.jit
-def append_tile(
-    scores, start, stop, limit, candidates, kept,
-    TILE: tl.constexpr, ROOM: tl.constexpr, VECTOR: tl.constexpr,
+def mark_above(
+    scores, start, stop, limit, marks,
+    SEGMENT: tl.constexpr, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Append those of TILE scores from `start` on that exceed a limit, if there is room for them.
+    """Write a bit for each score of a segment: whether it exceeds a limit; of others any bit.
 
-    Return how many there are. Rows are read up to a multiple of VECTOR, else a thread would load
-    their scores one by one.
+    Rows are read up to a multiple of VECTOR, else a thread would load their scores one by one.
     """
-    group, inner = tl.arange(0, TILE // GROUP), tl.arange(0, GROUP)
-    column = start // VECTOR * VECTOR + group[:, None] * GROUP + inner[None, :]
+    word, inner = tl.arange(0, AT_ONCE // 32), tl.arange(0, 32)
+    bit = tl.full((32,), 1, tl.uint32) << inner.to(tl.uint32)
     bound = (stop + VECTOR - 1) // VECTOR * VECTOR
-    score = tl.load(scores + column, mask=column < bound, other=0.0)
-    # not at most: all where the limit is NaN, and NaN always
-    take = (column < stop) & ((score <= to_score(limit)) == 0)
-    place, count = places(take.to(tl.int32), TILE // GROUP)
-    entry = (score.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | column.to(tl.uint64)
-    tl.store(candidates + kept + place, entry, mask=take & (kept + count <= ROOM))
-    return count
+    for at in range(0, tl.minimum(SEGMENT, stop - start), AT_ONCE):
+        column = start // 32 * 32 + at + word[:, None] * 32 + inner[None, :]
+        score = tl.load(scores + column, mask=column < bound, other=0.0)
+        # not at most: all where the limit is NaN, and NaN always
+        marked = tl.where((score <= limit) == 0, bit[None, :], 0)
+        tl.store(marks + at // 32 + word, tl.sum(marked, 1).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def ones(x):
+    """Return how many bits of uint32 are set."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
+
+
+@triton.jit
+def counted_before(x):
+    """Return the sum of what precedes each of [n, 4] integers, row after row."""
+    of_row = tl.sum(x, 1)
+    return (tl.cumsum(of_row, 0) - of_row)[:, None] + tl.cumsum(x, 1) - x
+
+
+@triton.jit
+def append_marked(
+    marks, start, stop, candidates, kept, SEGMENT: tl.constexpr, ROOM: tl.constexpr
+):  # fmt: skip
+    """Write the marked columns of a segment behind the `kept` ones, by 32 until one lacks room.
+
+    Return how many there are then, and the first column of those 32.
+    """
+    word = tl.arange(0, SEGMENT // 128)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    there = tl.minimum(tl.maximum(stop - start - word * 32, 0), 32)
+    bits = tl.load(marks + word).to(tl.uint32, bitcast=True)
+    bits &= tl.where(there == 32, -1, (1 << there) - 1).to(tl.uint32, bitcast=True)
+    count = ones(bits)
+    before = kept + counted_before(count)
+    fits = before + count <= ROOM
+    bits = tl.where(fits, bits, 0)
+    count = tl.where(fits, count, 0)
+    to = candidates + before
+    for _ in range(tl.max(count)):
+        column = start + word * 32 + ones((bits & (0 - bits)) - 1)
+        tl.store(to, column, mask=bits != 0)
+        bits &= bits - 1
+        to += 1
+    return kept + tl.sum(count), start + 32 * tl.sum(fits.to(tl.int32))
+
+
+@triton.jit
+def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, ROOM: tl.constexpr):
+    """Let the TOPK greatest of `kept` candidates stay, in their order; return the least's rank."""
+    entry = tl.arange(0, ROOM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    here = entry < kept
+    loaded = entry < (kept + GROUP - 1) // GROUP * GROUP  # by four
+    column = tl.load(candidates + entry, mask=loaded, other=0)
+    score = tl.load(scores + column, mask=here, other=0.0)
+    ranks = tl.where(here, rank_bits(score), 0)
+    guess, step = normal_guess(score, kept.to(tl.float32), TOPK * 1.0)
+    border = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
+    above = (ranks > border).to(tl.int32)
+    equal = ((ranks == border) & here).to(tl.int32)
+    both = counted_before((above << 16) + equal)  # two counts in one scan
+    remaining = TOPK - tl.sum(above)
+    earlier = both & 0xFFFF
+    take = (above > 0) | ((equal > 0) & (earlier < remaining))
+    place = (both >> 16) + tl.minimum(earlier, remaining)
+    column = tl.load(candidates + entry, mask=loaded, other=0)  # again, it spares registers
+    tl.debug_barrier()  # what other threads read is overwritten
+    tl.store(candidates + place, column, mask=take)
+    return border
 
 
 @triton.jit(
@@ -132,27 +192,27 @@ def append_tile(
 )  # fmt: skip
 def select_topk(
     scores, positions, row_stride, page_table, table_stride, seq_lens, cu_seqlens_q, requests,
-    first, rows, pieces, span, narrowed, candidates, kept_scores, chosen, kept_stride,
-    TOPK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
+    first, rows, pieces, span, narrowed, scratch, kept_scores, chosen, kept_stride,
+    TOPK: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Select the greatest scores of queries; what it writes is in the order of the keys.
 
-    A row is read once, TILE scores after TILE scores. What exceeds a limit becomes a candidate:
-    first one that a sample of the row gives. Where candidates fill their 2 · TILE places, the TOPK
-    greatest stay and the least of these is the limit, since of equal scores the earlier ones win.
-    The TOPK greatest candidates are the row's; where they are fewer the row is read anew without a
-    limit. So all that is written is a function of the scores alone.
+    A row is read once. What exceeds a limit becomes a candidate: first one that a sample of the row
+    gives. Where candidates fill their C.ROOM places, the TOPK greatest stay and the least of these
+    is the limit, since of equal scores the earlier ones win. The TOPK greatest candidates are the
+    row's; where they are fewer the row is read anew without a limit. So all that is written is a
+    function of the scores alone.
 
     pieces: of `span` columns each that rows are cut into. Where there are more than one, TOPK
     scores and positions of each, -1 behind them, go to kept_scores and chosen, for another launch.
     Else slots int32 [TOPK], -1 behind them, go to chosen. narrowed: the span of such pieces of which
-    scores and positions hold what was kept; else 0, and the key at t is in column t. candidates:
-    uint64 [programs, 2 · TILE]. VECTOR: what strides and addresses of rows are multiples of.
+    scores and positions hold what was kept; else 0, and the key at t is in column t. scratch: int32
+    [programs, C.ROOM + C.SEGMENT // 32]. VECTOR: what strides and addresses of rows are multiples
+    of.
     """
-    ROOM: tl.constexpr = 2 * TILE
-    candidates += tl.program_id(0).to(tl.int64) * ROOM
-    inner = tl.arange(0, TILE)
-    entries = tl.arange(0, ROOM // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    candidates = scratch + tl.program_id(0).to(tl.int64) * (C.ROOM + C.SEGMENT // 32)
+    marks = candidates + C.ROOM
+    output = tl.arange(0, C.ROOM // 4)
     last = pieces == 1
     for item in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = item // pieces
@@ -168,66 +228,55 @@ def select_topk(
         if narrowed > 0:
             filled = visible // narrowed * TOPK + tl.minimum(visible % narrowed, TOPK)
         at_row = row.to(tl.int64) * (row_stride // VECTOR * VECTOR)
-        begin = piece * (span // VECTOR * VECTOR)
+        begin = piece * (span // 32 * 32)
         stop = tl.minimum(begin + span, filled)
         to = row.to(tl.int64) * kept_stride + piece * TOPK
         if last:
             to = token * TOPK
         taken = tl.full((), 0, tl.int32)
         if visible > TOPK:
-            own, names = scores + at_row, positions + at_row
+            own = scores + at_row
             limit = tl.full((), 0, tl.uint32)
-            if stop - begin > ROOM:
-                limit = guess_limit(own + begin, stop - begin, TOPK, TILE)
+            if stop - begin > C.ROOM:
+                limit = guess_limit(own + begin, stop - begin, TOPK, C.SAMPLE)
             start, kept, going = begin, taken, begin < stop
             while going:
-                room = kept <= ROOM
+                room = kept <= C.ROOM
                 while (start < stop) & room:
-                    count = append_tile(
-                        own, start, stop, limit, candidates, kept, TILE, ROOM, VECTOR
+                    mark_above(
+                        own, start, stop, to_score(limit), marks, C.SEGMENT, C.AT_ONCE, VECTOR
                     )
-                    room = kept + count <= ROOM
-                    kept = tl.where(room, kept + count, kept)
-                    start = tl.where(room, start + TILE, start)
+                    tl.debug_barrier()  # what other threads marked is read
+                    before = start
+                    kept, start = append_marked(
+                        marks, start, stop, candidates, kept, C.SEGMENT, C.ROOM
+                    )
+                    room = start - before == C.SEGMENT
                 going = start < stop
                 if (going == 0) & (kept < TOPK) & (limit > 0):
                     start, kept, limit = begin, kept * 0, limit * 0
                     going = begin < stop
                 else:
-                    tl.debug_barrier()  # what other threads stored is read
-                    entry = tl.load(candidates + entries, mask=entries < kept, other=0)
-                    score = (entry >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
-                    ranks = tl.where(entries < kept, rank_bits(score), 0)
-                    guess, step = normal_guess(score, kept.to(tl.float32), TOPK * 1.0)
-                    border = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
-                    above = (ranks > border).to(tl.int32)
-                    equal = ((ranks == border) & (entries < kept)).to(tl.int32)
-                    before, both = places((above << 16) + equal, ROOM // 2)  # two in one scan
-                    remaining = TOPK - (both >> 16)
-                    tl.debug_barrier()
-                    take = (above > 0) | ((equal > 0) & ((before & 0xFFFF) < remaining))
-                    place = (before >> 16) + tl.minimum(before & 0xFFFF, remaining)
-                    entry = tl.load(candidates + entries, mask=take, other=0)  # spares registers
-                    tl.debug_barrier()  # what other threads read is overwritten
-                    tl.store(candidates + place, entry, mask=take & going)
-                    score = (entry >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
-                    done = take & (going == 0)
-                    position = (entry & 0xFFFFFFFF).to(tl.int32)
-                    own_name = tl.load(names + position, mask=done & (narrowed > 0), other=0)
-                    position = tl.where(narrowed > 0, own_name, position)
-                    tl.store(kept_scores + to + place, score, mask=done & (pieces > 1))
-                    page = tl.load(table + position // PAGE, mask=done & last, other=0)
-                    slot = tl.where(last, page * PAGE + position % PAGE, position)
-                    tl.store(chosen + to + place, slot, mask=done)
+                    tl.debug_barrier()  # what other threads appended is read
+                    limit = keep_greatest(own, candidates, kept, TOPK, C.ROOM)
                     kept = tl.minimum(kept, TOPK)
-                    taken, limit = kept, border
-            tl.debug_barrier()  # the next row's candidates overwrite these
+            taken = kept
+            tl.debug_barrier()  # what other threads kept is read
         elif last:
-            for at in range(0, visible, TILE):
-                position = at + inner
-                page = tl.load(table + position // PAGE, mask=position < visible, other=0)
-                slot = page * PAGE + position % PAGE
-                tl.store(chosen + to + position, slot, mask=position < visible)
             taken = visible
-        for at in range(taken, TOPK, TILE):
-            tl.store(chosen + to + at + inner, -1, mask=at + inner < TOPK)
+        for at in range(0, TOPK, C.ROOM // 4):
+            n = at + output
+            there = n < taken
+            position = n
+            if visible > TOPK:
+                position = tl.load(candidates + n, mask=there, other=0)
+            if last:
+                if narrowed > 0:
+                    position = tl.load(positions + at_row + position, mask=there, other=0)
+                page = tl.load(table + position // PAGE, mask=there, other=0)
+                position = page * PAGE + position % PAGE
+            else:
+                score = tl.load(scores + at_row + position, mask=there, other=0.0)
+                tl.store(kept_scores + to + n, score, mask=there)
+            tl.store(chosen + to + n, tl.where(there, position, -1), mask=n < TOPK)
+        tl.debug_barrier()  # the next row's candidates overwrite these
