@@ -24,14 +24,15 @@ SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
 ROW = 1 << 18  # scores of a row that one program selects from
 FEW = 16  # queries of a request, up to which there are few rows
-SELECTING = 1056  # programs that select at most: 8 on each multiprocessor of the largest chips
+SELECT_PROGRAMS = 1056  # that select, at the most: 8 on each of 132 multiprocessors
 VECTOR = 4  # scores that a thread loads at once
 _FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
 
 
 class SelectConstants(NamedTuple):
     """What select_topk is compiled for, in scores: those of a sample, of a segment of which the
-    greater ones are marked, and those that are loaded at once; ROOM is for candidates.
+    greater ones are marked, and those that are loaded at once. ROOM is for candidates: 32 more than
+    are selected fit at least.
     """
 
     SAMPLE: int
@@ -40,9 +41,28 @@ class SelectConstants(NamedTuple):
     ROOM: int
 
 
-# and the warps of a program, where rows are few and where they are many
-WIDE = (32, SelectConstants(8192, 65536, 32768, 4096))
-NARROW = (8, SelectConstants(2048, 32768, 8192, 4096))
+class Selecting(NamedTuple):
+    """How rows are selected from: the warps of a program, and the registers of a thread."""
+
+    constants: SelectConstants
+    warps: int
+    registers: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return how the kernel is compiled; ROCm has no limit of registers."""
+        limited = torch.cuda.is_available() and not torch.version.hip
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if limited else {})
+
+
+# where rows are few and where they are many
+WIDE = Selecting(SelectConstants(4096, 65536, 16384, 4096), 16, 128)
+NARROW = Selecting(SelectConstants(2048, 32768, 8192, 4096), 8, 64)
+
+
+def selecting(queries: int) -> Selecting:
+    """Choose how to select; queries: the most that a request has."""
+    return WIDE if queries <= FEW else NARROW
 
 
 class IndexConstants(NamedTuple):
@@ -160,7 +180,9 @@ def index_topk(
     columns = triton.cdiv(max(1, longest), 64) * 64  # whole cache lines
     rows = max(1, min(tokens, MOST_SCORES // columns))
     scores = torch.empty(
-        (rows, columns) if longest > topk else (1, VECTOR), dtype=torch.float32, device=q_index.device
+        (rows, columns) if longest > topk else (1, VECTOR),
+        dtype=torch.float32,
+        device=q_index.device,
     )
     passes = (view, cu_seqlens_q, requests)
     for first in range(0, tokens, rows):
@@ -168,7 +190,7 @@ def index_topk(
         if longest > topk:
             score(scoring, *passes, scores, first, count, topk)
         select(
-            scores, first, count, *passes, chosen, page_size=cache.page_size, few=queries <= FEW
+            *(scores, first, count, *passes, chosen, selecting(queries)), page_size=cache.page_size
         )
     return chosen
 
@@ -209,23 +231,23 @@ def select(
     cu_seqlens_q: Tensor,
     requests: Tensor,
     chosen: Tensor,
+    how: Selecting,
     *,
     page_size: int,
-    few: bool,
 ) -> None:
     """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
 
     scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
     What a query does not see does not count. Rows longer than ROW are cut first: each piece keeps
-    its own greatest, which the greatest of all are among. few: more warps take a row.
+    its own greatest, which the greatest of all are among.
     """
     table, topk = view.page_table, chosen.shape[1]
-    warps, constants = WIDE if few else NARROW
-    constants = constants._replace(ROOM=max(constants.ROOM, 2 * power_of_two(topk)))
+    constants = how.constants
+    constants = constants._replace(ROOM=max(constants.ROOM, power_of_two(topk + 32)))
     columns, narrowed = view.max_seq_len, 0
     span = max(ROW, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
     span = triton.cdiv(span, 32) * 32
-    programs = min(max(1, count * triton.cdiv(columns, span)), SELECTING)
+    programs = min(max(1, count * triton.cdiv(columns, span)), SELECT_PROGRAMS)
     shape = (programs, constants.ROOM + constants.SEGMENT // 32)
     scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
     kept, into, positions = scores, chosen, chosen
@@ -235,10 +257,10 @@ def select(
             kept = scores.new_empty(count, pieces * topk)
             into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
         aligned = scores.stride(0) % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0
-        select_topk[(max(1, min(count * pieces, SELECTING)),)](
+        select_topk[(max(1, min(count * pieces, SELECT_PROGRAMS)),)](
             scores, positions, scores.stride(0), table, table.stride(0), view.seq_lens,
             cu_seqlens_q, requests, first, count, pieces, span, narrowed, scratch, kept, into,
-            kept.stride(0), topk, page_size, constants, VECTOR if aligned else 1, num_warps=warps,
+            kept.stride(0), topk, page_size, constants, VECTOR if aligned else 1, **how.options,
         )  # fmt: skip
         if pieces == 1:
             return

@@ -29,7 +29,7 @@ def to_score(rank):
 
 @triton.jit
 def normal_guess(scores, n, wanted):
-    """Return the score that `wanted` of n normal numbers reach, and their deviation by a rank there.
+    """Return the score that `wanted` of n normal numbers reach, and how far ranks are apart there.
 
     scores: 0 where there is none.
     Source: formula 26.2.22 of Abramowitz and Stegun, and the normal density.
@@ -205,10 +205,10 @@ def select_topk(
 
     pieces: of `span` columns each that rows are cut into. Where there are more than one, TOPK
     scores and positions of each, -1 behind them, go to kept_scores and chosen, for another launch.
-    Else slots int32 [TOPK], -1 behind them, go to chosen. narrowed: the span of such pieces of which
-    scores and positions hold what was kept; else 0, and the key at t is in column t. scratch: int32
-    [programs, C.ROOM + C.SEGMENT // 32]. VECTOR: what strides and addresses of rows are multiples
-    of.
+    Else slots int32 [TOPK], -1 behind them, go to chosen. narrowed: the span of such pieces, of
+    which scores and positions hold what was kept; else 0, and the key at t is in column t. scratch:
+    int32 [programs, C.ROOM + C.SEGMENT // 32]. VECTOR: what strides and addresses of rows are
+    multiples of.
     """
     candidates = scratch + tl.program_id(0).to(tl.int64) * (C.ROOM + C.SEGMENT // 32)
     marks = candidates + C.ROOM
@@ -270,9 +270,9 @@ def select_topk(
             position = n
             if visible > TOPK:
                 position = tl.load(candidates + n, mask=there, other=0)
-            if last:
                 if narrowed > 0:
                     position = tl.load(positions + at_row + position, mask=there, other=0)
+            if last:
                 page = tl.load(table + position // PAGE, mask=there, other=0)
                 position = page * PAGE + position % PAGE
             else:
