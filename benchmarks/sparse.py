@@ -1,7 +1,8 @@
 """Measure sparse MLA (DSA) on a GPU: the chain of an indexer and attention, its parts, and peers.
 
 Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--variants] [--rounds N]
-[--seconds N] [--prepare-limit SECONDS]`. The shapes are DeepSeek-V3.2's. Every result is compared with float64 for some queries first.
+[--seconds N] [--prepare-limit SECONDS]`. The shapes are DeepSeek-V3.2's. Every result is compared
+with float64 for some queries first, and our selections with a sort, bit by bit.
 Contestants take turns; a time is the median over the rounds of medians with a cold L2, of replayed
 CUDA graphs where there is one. No library has the whole chain: beside ours stands the sum of the
 fastest peer of each part, with our write of the index keys, for which no library has a call. The
