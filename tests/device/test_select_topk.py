@@ -1,4 +1,4 @@
-"""The selection as it is compiled for a GPU, on rows that may be got wrong, at serving's sizes."""
+"""The selection as it is compiled for a GPU, on rows that may be got wrong, at real lengths."""
 
 import pytest
 import torch
