@@ -1,8 +1,8 @@
 """Measure sparse MLA (DSA) on a GPU: the chain of an indexer and attention, its parts, and peers.
 
-Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--rounds N] [--seconds N]
-[--prepare-limit SECONDS]`. The
-shapes are DeepSeek-V3.2's. Every result is compared with float64 for some queries first.
+Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--variants] [--rounds N]
+[--seconds N] [--prepare-limit SECONDS]`. The shapes are DeepSeek-V3.2's. Every result is compared
+with float64 for some queries first, and our selections with a sort, bit by bit.
 Contestants take turns; a time is the median over the rounds of medians with a cold L2, of replayed
 CUDA graphs where there is one. No library has the whole chain: beside ours stands the sum of the
 fastest peer of each part, with our write of the index keys, for which no library has a call. The
@@ -30,6 +30,7 @@ from torch import Tensor
 from benchmarks.attention import device_name, versions
 from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
 from benchmarks.linear_record import Record, describe, kept, text
+from benchmarks.peers.selections import VARIANTS
 from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant
 from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
@@ -41,10 +42,10 @@ TOLERANCES = {"score": 2e-3, "attend": 1e-2, "chain": 1e-2}
 MISSED = 0.01  # of a selection's keys by scores that were rounded another way
 
 
-def checked(inputs: SparseInputs) -> list[int]:
-    """Return the queries whose results are compared: the first, the last and one between."""
+def checked(inputs: SparseInputs, most: int = 2) -> list[int]:
+    """Return the queries whose results are compared: the first, the last and some between."""
     last = inputs.case.tokens - 1
-    return sorted({0, last // 2, last})
+    return sorted({last * i // most for i in range(most + 1)})
 
 
 def missed(inputs: SparseInputs, token: int, chosen: Tensor, scores: Tensor) -> float:
@@ -68,13 +69,18 @@ def check(record: Record, inputs: SparseInputs, contestant: SparseContestant, ca
     """Call once, and record how far its result is from the reference."""
     part, got, errors, misses = contestant.part, call(), [], []
     store = contestant.store
-    for token in checked(inputs):
+    for token in checked(inputs, 64 if part == "select" else 2):
         seen = int(inputs.visible[token])
         chosen = inputs.chosen[token]
         if part == "score":
             errors.append(rms(got[token, :seen], inputs.scores(token)))
         if part == "select":
-            misses.append(missed(inputs, token, got[token], inputs.drawn_scores[token, :seen]))
+            scores = inputs.drawn_scores[token, :seen]
+            misses.append(missed(inputs, token, got[token], scores))
+            if contestant.ours:  # in the order of the keys, of equal ones the earliest
+                best = scores.sort(descending=True, stable=True).indices[:TOPK].sort().values
+                slots = inputs.slot_table[inputs.request[token], best]
+                misses.append(float(not torch.equal(slots.int(), got[token])))
         if part in ("index_topk", "chain"):
             chosen = (got if part == "index_topk" else got[1])[token]
             misses.append(missed(inputs, token, chosen, inputs.scores(token)))
@@ -166,7 +172,7 @@ def summary(
     part, _, store = label.partition(" ")
     rates = (ceilings.copy_gbs, ceilings.matmul_tflops)
     found: Record = {"floor_us": rounded(case.floor_us(part, store or "bf16", *rates))}  # type: ignore[arg-type]
-    own = {x.name for x in CONTESTANTS if x.ours}
+    own = {x.name for x in (*CONTESTANTS, *VARIANTS) if x.ours}
     for side, ours in (("ours", True), ("peer", False)):
         times = {
             x["name"]: us for x in entries
@@ -204,6 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", default="", help="cases whose name matches this pattern")
     add("--parts", default="", help="parts that match this pattern; needs --out")
+    add("--variants", action="store_true", help="other ways to select; needs --out")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
@@ -212,6 +219,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.parts and args.out is None:
         parser.error("--parts needs --out: a record has all parts")
+    if args.variants and args.out is None:
+        parser.error("--variants needs --out: a record has one way of each")
     if args.prepare_limit is not None and args.out is None:
         parser.error("--prepare-limit needs --out: a record has all peers")
     return args
@@ -225,6 +234,7 @@ def main(
 ) -> int:
     args = parse(arguments)
     device, deadline = torch.device(args.device), time.monotonic() + args.seconds
+    contestants = (*contestants, *VARIANTS) if args.variants else contestants
     names = [case.name for case in cases]
     cases = [case for case in cases if re.search(args.only, case.name)]
     taken = [x for x in contestants if re.search(args.parts, x.label) and x.available()]

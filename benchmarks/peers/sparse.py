@@ -33,10 +33,11 @@ from benchmarks.sparse_cases import (
 Call = Callable[[], Any]
 Prepare = Callable[[SparseInputs, Any], Call]
 OWN = ("triton", "nsa", "nsa:flashmla_kv", "nsa:flashmla_sparse")
+LAUNCH = "attn_core.backends.triton.sparse.launch"
 MODULES = {"triton": "attn_core", "nsa": "attn_nvidia.nsa"}
 DISTRIBUTIONS = {
     "attn_core": "attn-core", "attn_nvidia": "attn-nvidia", "deep_gemm": "sgl-deep-gemm",
-    "sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python",
+    "sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python", "benchmarks": "attn-core",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class SparseContestant:
     @property
     def ours(self) -> bool:
         """Say whether it is not a peer."""
-        return self.name in OWN
+        return self.distribution in ("attn-core", "attn-nvidia")
 
     def available(self) -> bool:
         """Say whether its package can be found; nothing is imported."""
@@ -226,12 +227,11 @@ def _single(case: SparseCase) -> bool:
 
 
 def _ours() -> list[SparseContestant]:
-    launch = "attn_core.backends.triton.sparse.launch"
     before: tuple[tuple[Part, Prepare], ...] = (
         ("write", _write), ("score", _score), ("select", _select),
     )  # fmt: skip
     found = [
-        SparseContestant(name="triton", part=part, module=launch, prepare=prepare)
+        SparseContestant(name="triton", part=part, module=LAUNCH, prepare=prepare)
         for part, prepare in before
     ]
     names: dict[Store, tuple[str, ...]] = {

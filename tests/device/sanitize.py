@@ -5,7 +5,9 @@ ends the run with exit code 1, each fault with the kernel that made it. memcheck
 reads and writes out of bounds, racecheck threads of a program that do not wait for one another.
 A name is a backend, or `kernels`: every kernel of the Triton backends once (test_kernels.py and
 test_linear_kernels.py), in minutes. Parts of that, of the fewest tests that launch every kernel,
-are `sparse`, `dual-chunk` and `linear`.
+are `sparse`, `dual-chunk` and `linear`, and parts of these, each of one test, `sparse-cut`,
+`sparse-decoded`, `sparse-portable`, `sparse-select`, `sparse-write`, `dual-chunk-decode`,
+`dual-chunk-prompt` and `dual-chunk-heads`. How long the runs took is printed.
 
 The tests run without the tool first, so that what they compile is compiled already. The tool leaves
 out PyTorch's own kernels, of which there are more than of those under test.
@@ -20,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
 
 HERE = pathlib.Path(__file__).parent
@@ -42,19 +45,25 @@ _LINEAR = (
     *("prefill[gdn-bf16]", "prefill[kda-bf16]", "prefill[gdn-64-by-256-bf16]"),
     *("decode[gdn-fp32]", "decode[kda-fp32]", "commit[gdn-7-True]", "commit[kda-7-True]"),
 )
-_SPARSE = (
-    "dsa-many-selected-bf16",
-    "dsa-decode-fp8-bf16",
-    "dsa-decode-fp8-fp32",
-    "beside_attention",
-)
-_DUAL_CHUNK = ("dual-chunk-decode-long", "dual-chunk-prefill", "dual-chunk-sparse-heads")
+_SPARSE = {  # name → its one test
+    "sparse-cut": "dsa-many-selected-bf16",
+    "sparse-decoded": "dsa-decode-fp8-bf16",
+    "sparse-portable": "dsa-decode-fp8-fp32",
+    "sparse-select": "rows_that_are_selected",
+    "sparse-write": "beside_attention",
+}
+_DUAL_CHUNK = {
+    "dual-chunk-decode": "dual-chunk-decode-long",
+    "dual-chunk-prompt": "dual-chunk-prefill",
+    "dual-chunk-heads": "dual-chunk-sparse-heads",
+}
 _BOTH = ("test_kernels.py", "test_linear_kernels.py")
 KERNELS = {  # name → files, and which tests of theirs
     "kernels": (_BOTH, "test_kernels or test_linear_kernels and not graph"),
-    "sparse": (_BOTH[:1], " or ".join(_SPARSE)),
-    "dual-chunk": (_BOTH[:1], " or ".join(_DUAL_CHUNK)),
+    "sparse": (_BOTH[:1], " or ".join(_SPARSE.values())),
+    "dual-chunk": (_BOTH[:1], " or ".join(_DUAL_CHUNK.values())),
     "linear": (_BOTH[1:], " or ".join(_LINEAR)),
+    **{name: (_BOTH[:1], test) for name, test in (_SPARSE | _DUAL_CHUNK).items()},
 }
 MISSING = (
     "compute-sanitizer is not here: it comes with the CUDA toolkit (bin/ of it belongs on PATH, or "
@@ -105,13 +114,21 @@ def main(arguments: Sequence[str]) -> int:
         print(MISSING, file=sys.stderr)
         return 2
     tests = tests_of(args.names, arguments[at + 1 :])
-    if code := subprocess.run(tests, check=False).returncode:
+    if code := timed("without the tool", tests):
         return code
     # each tensor a piece of memory of its own, else what lies past it is another tensor's
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     checker = ["--tool", args.tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
     line = [sanitizer, *checker, "--kernel-name-exclude", TORCH, *tests]
-    return subprocess.run(line, env=env, check=False).returncode
+    return timed(f"under {args.tool}", line, env)
+
+
+def timed(what: str, line: Sequence[str], env: dict[str, str] | None = None) -> int:
+    """Run a command and say how long it took; return its exit code."""
+    start = time.perf_counter()
+    code = subprocess.run(line, env=env, check=False).returncode
+    print(f"{what}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

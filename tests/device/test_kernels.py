@@ -11,6 +11,7 @@ from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.spec.device import parse_device
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
+from selections import check, rows
 from sparse_routes import ROUTES
 from triton_passes import DEVICE, Requests, launches, make_layer
 
@@ -130,6 +131,17 @@ def test_a_selection_stays_in_its_memory(name, dtype):
     names = run_suite_check("dsa", name, dtype)
     attend = SELECTED[ROUTES[name, dtype] if HOPPER else "portable"]
     assert {*SPARSE, *attend} <= {*names} or DEVICE.type == "cpu"
+
+
+def test_rows_that_are_selected_from_stay_in_their_memory():
+    """Their candidates fill up, and a row ends where its memory does."""
+    from attn_core.backends.triton.sparse.launch import NARROW, WIDE
+
+    names = ["ties", "ascending", "bits"]
+    for how in (WIDE, NARROW):
+        with launches() as launched:
+            check(names, rows(names, 9000, DEVICE), 2048, [9000, 8999, 2049], how)
+        assert "select_topk" in launched or DEVICE.type == "cpu"
 
 
 @pytest.mark.parametrize(

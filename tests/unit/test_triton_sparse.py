@@ -25,7 +25,8 @@ PAGE = 16
 def short_rows(monkeypatch):
     """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
     monkeypatch.setattr(launch, "ROW", 64)
-    monkeypatch.setattr(launch, "WRITTEN", 32)
+    short = launch.SelectConstants(SAMPLE=16, SEGMENT=128, AT_ONCE=32, ROOM=4)
+    monkeypatch.setattr(launch, "WIDE", launch.Selecting(short, 4, 64))
 
 
 def selection(scores, topk, visible=None):
@@ -37,7 +38,9 @@ def selection(scores, topk, visible=None):
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
     view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
     ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
-    launch.select(scores.contiguous(), 0, n, view, ends, requests, chosen, page_size=PAGE)
+    launch.select(
+        scores.contiguous(), 0, n, view, ends, requests, chosen, launch.WIDE, page_size=PAGE
+    )
     return chosen, table.long()
 
 

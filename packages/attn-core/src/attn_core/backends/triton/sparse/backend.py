@@ -116,7 +116,7 @@ class TritonSparse(AttentionBackend):
         """
         launch.select(
             *(scores, first, scores.shape[0], batch.views[layer.view], batch.cu_seqlens_q),
-            *(metadata.requests, chosen),
+            *(metadata.requests, chosen, launch.selecting(batch.max_q_len)),
             page_size=cache.page_size,
         )
 

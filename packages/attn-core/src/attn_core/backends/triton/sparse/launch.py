@@ -22,12 +22,47 @@ FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
 TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
-ROW = 16384  # scores of a row that a program selects from; they stay in its registers
-ROW_WARPS = 16
-WRITTEN = 2048  # scores that it writes in turn
-# registers of a program, so that a multiprocessor has two; ROCm has no such option
-_TWO_AT_ONCE = {} if torch.version.hip or not torch.cuda.is_available() else {"maxnreg": 64}
+ROW = 1 << 18  # scores of a row that one program selects from
+FEW = 16  # queries of a request, up to which there are few rows
+SELECT_PROGRAMS = 1056  # that select, at the most: 8 on each of 132 multiprocessors
+VECTOR = 4  # scores that a thread loads at once
 _FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
+
+
+class SelectConstants(NamedTuple):
+    """What select_topk is compiled for, in scores: those of a sample, of a segment of which the
+    greater ones are marked, and those that are loaded at once. ROOM is for candidates: 32 more than
+    are selected fit at least.
+    """
+
+    SAMPLE: int
+    SEGMENT: int
+    AT_ONCE: int
+    ROOM: int
+
+
+class Selecting(NamedTuple):
+    """How rows are selected from: the warps of a program, and the registers of a thread."""
+
+    constants: SelectConstants
+    warps: int
+    registers: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return how the kernel is compiled; ROCm has no limit of registers."""
+        limited = torch.cuda.is_available() and not torch.version.hip
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if limited else {})
+
+
+# where rows are few and where they are many
+WIDE = Selecting(SelectConstants(4096, 65536, 16384, 4096), 16, 128)
+NARROW = Selecting(SelectConstants(2048, 32768, 8192, 4096), 8, 64)
+
+
+def selecting(queries: int) -> Selecting:
+    """Choose how to select; queries: the most that a request has."""
+    return WIDE if queries <= FEW else NARROW
 
 
 class IndexConstants(NamedTuple):
@@ -142,17 +177,21 @@ def index_topk(
     chosen = torch.empty(tokens, topk, dtype=torch.int32, device=q_index.device)
     scoring = Scoring.of(q_index, weights, cache, queries, arch)
     longest = view.max_seq_len
-    columns = max(1, longest)
+    columns = triton.cdiv(max(1, longest), 64) * 64  # whole cache lines
     rows = max(1, min(tokens, MOST_SCORES // columns))
     scores = torch.empty(
-        (rows, columns) if longest > topk else (1, 1), dtype=torch.float32, device=q_index.device
+        (rows, columns) if longest > topk else (1, VECTOR),
+        dtype=torch.float32,
+        device=q_index.device,
     )
     passes = (view, cu_seqlens_q, requests)
     for first in range(0, tokens, rows):
         count = min(rows, tokens - first)
         if longest > topk:
             score(scoring, *passes, scores, first, count, topk)
-        select(scores, first, count, *passes, chosen, page_size=cache.page_size)
+        select(
+            *(scores, first, count, *passes, chosen, selecting(queries)), page_size=cache.page_size
+        )
     return chosen
 
 
@@ -192,34 +231,41 @@ def select(
     cu_seqlens_q: Tensor,
     requests: Tensor,
     chosen: Tensor,
+    how: Selecting,
     *,
     page_size: int,
 ) -> None:
     """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
 
     scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
-    What a query does not see is not read. Longer rows than a program holds are narrowed first: each
-    piece of a row keeps its own greatest, which the greatest of all are among.
+    What a query does not see does not count. Rows longer than ROW are cut first: each piece keeps
+    its own greatest, which the greatest of all are among.
     """
     table, topk = view.page_table, chosen.shape[1]
-    block = max(ROW, 2 * power_of_two(topk))
-    passes = (table, table.stride(0), view.seq_lens, cu_seqlens_q, requests, first)
-    columns, positions = view.max_seq_len, None
+    constants = how.constants
+    constants = constants._replace(ROOM=max(constants.ROOM, power_of_two(topk + 32)))
+    columns, narrowed = view.max_seq_len, 0
+    span = max(ROW, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
+    span = triton.cdiv(span, 32) * 32
+    programs = min(max(1, count * triton.cdiv(columns, span)), SELECT_PROGRAMS)
+    shape = (programs, constants.ROOM + constants.SEGMENT // 32)
+    scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    kept, into, positions = scores, chosen, chosen
     while True:
-        last = columns <= block
-        pieces = 1 if last else triton.cdiv(columns, block)
-        kept, into = scores, chosen
-        if not last:
+        pieces = max(1, triton.cdiv(columns, span))
+        if pieces > 1:
             kept = scores.new_empty(count, pieces * topk)
             into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
-        select_topk[(count, pieces)](
-            scores, into if positions is None else positions, scores.stride(0), columns, *passes,
-            kept, into, kept.stride(0), int(positions is not None), int(last), topk, page_size,
-            block, min(WRITTEN, block), num_warps=ROW_WARPS, **_TWO_AT_ONCE,
+        aligned = scores.stride(0) % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0
+        select_topk[(max(1, min(count * pieces, SELECT_PROGRAMS)),)](
+            scores, positions, scores.stride(0), table, table.stride(0), view.seq_lens,
+            cu_seqlens_q, requests, first, count, pieces, span, narrowed, scratch, kept, into,
+            kept.stride(0), topk, page_size, constants, VECTOR if aligned else 1, **how.options,
         )  # fmt: skip
-        if last:
+        if pieces == 1:
             return
-        scores, positions, columns = kept, into, pieces * topk
+        scores, positions, narrowed, columns = kept, into, span, pieces * topk
+        into, span = chosen, triton.cdiv(max(span, columns), 32) * 32
 
 
 def attend(

@@ -9,34 +9,34 @@ import triton
 import triton.language as tl
 
 GUESSES = tl.constexpr(12)  # of a border by what scores are like, before it is halved
+GROUP = tl.constexpr(4)  # scores that lie together in a sample: what a thread loads at once
 
 
 @triton.jit
 def rank_bits(score):
-    """Return float32 scores as uint32 in the same order; -0 is 0."""
+    """Return float32 scores as uint32 in the same order; -0 is 0, NaN the greatest, none is 0."""
     bits = (score + 0.0).to(tl.uint32, bitcast=True)
     bits ^= tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
-    return tl.where(bits == 0xFFFFFFFF, 0xFFFFFFFE, bits).to(tl.uint32)  # the last is nobody's
+    return tl.where(score == score, bits, 0xFFC00000).to(tl.uint32)
 
 
 @triton.jit
 def to_score(rank):
-    """Return the float32 score of a rank."""
+    """Return the float32 score of a rank; of 0 it is NaN."""
     bits = rank ^ tl.where(rank >> 31 != 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def normal_guess(scores, valid, TOPK: tl.constexpr):
-    """Return the score that TOPK of n normal numbers reach, and their deviation there by a rank.
+def normal_guess(scores, n, wanted):
+    """Return the score that `wanted` of n normal numbers reach, and how far ranks are apart there.
 
+    scores: 0 where there is none.
     Source: formula 26.2.22 of Abramowitz and Stegun, and the normal density.
     """
-    n = tl.sum(valid.to(tl.float32))
-    x = tl.where(valid, scores, 0.0)
-    mean = tl.sum(x) / n
-    deviation = tl.sqrt(tl.maximum(tl.sum(x * x) / n - mean * mean, 0.0))
-    part = TOPK / n
+    mean = tl.sum(scores) / n
+    deviation = tl.sqrt(tl.maximum(tl.sum(scores * scores) / n - mean * mean, 0.0))
+    part = wanted / n
     t = tl.sqrt(-2.0 * tl.log(tl.minimum(part, 1.0 - part)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
     density = 0.3989 * tl.exp(-0.5 * z * z)
@@ -45,118 +45,238 @@ def normal_guess(scores, valid, TOPK: tl.constexpr):
 
 
 @triton.jit
-def find_border(ranks, guess, step, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a rank that the TOPK greatest of BLOCK ranks reach, and how many equal ones they have.
+def find_border(ranks, guess, step, least, most, BLOCK: tl.constexpr):
+    """Return a rank that `least` to `most` of BLOCK ranks reach.
 
-    guess: a score near it, and `step` how far scores are apart there; any will do. It tries scores
-    between those that too many and too few reach, at last by halves, until just so many reach one.
-    A border of 0 says that there are fewer than TOPK above 0.
+    Where there is none, it is the rank that more of them reach and fewer exceed; 0 where fewer are
+    above 0. guess: a score near it, and `step` how far scores are apart there; any will do. It
+    tries scores between those that too many and too few reach, at last by halves.
     """
     low = tl.full((), 0, tl.uint32)  # so many reach it; high too few
     high = tl.full((), 0xFFFFFFFF, tl.uint32)
     reach_low = tl.full((), BLOCK + 1, tl.int32)
     reach_high = tl.full((), 0, tl.int32)
+    middle = (least + most) * 0.5
     trial = rank_bits(guess)
     tries = tl.full((), 0, tl.int32)
-    while (reach_low != TOPK) & (high - low > 1):
+    while (reach_low > most) & (high - low > 1):
         between = (trial > low) & (trial < high) & (tries < GUESSES)
         trial = tl.where(between, trial, low + (high - low) // 2)
         count = tl.sum((ranks >= trial).to(tl.int32))
-        enough = count >= TOPK
+        enough = count >= least
         low = tl.where(enough, trial, low)
         high = tl.where(enough, high, trial)
         reach_low = tl.where(enough, count, reach_low)
         reach_high = tl.where(enough, reach_high, count)
         # first a step beyond, as the normal numbers lie; then where the line between the two says
-        beyond = to_score(trial) + step * 1.25 * (count - TOPK).to(tl.float32)
-        share = (reach_low - TOPK).to(tl.float32) + 0.5
+        beyond = to_score(trial) + step * 1.25 * (count.to(tl.float32) - middle)
+        share = reach_low.to(tl.float32) - middle + 0.5
         share = share / (reach_low - reach_high).to(tl.float32)
         line = to_score(low) + (to_score(high) - to_score(low)) * share
         both = (low > 0) & (high < 0xFFFFFFFF)
         trial = rank_bits(tl.where(both, line, beyond))
         tries += 1
-    return low, TOPK - tl.sum((ranks > low).to(tl.int32))
+    return low
 
 
 @triton.jit
-def load_ranks(scores, positions, column, columns, visible, narrowed):
-    """Return positions, scores and ranks of some columns, and which are valid; others rank 0."""
-    position = tl.load(positions + column, mask=(narrowed != 0) & (column < columns), other=-1)
-    position = tl.where(narrowed != 0, position, column)
-    valid = (position >= 0) & (position < visible)
-    score = tl.load(scores + column, mask=valid, other=0.0)
-    return position, score, tl.where(valid, rank_bits(score), 0), valid
+def guess_limit(scores, length, TOPK: tl.constexpr, SAMPLE: tl.constexpr):
+    """Return a rank that, as a sample says, more than TOPK of a row exceed, but not many more.
+
+    The margin is four deviations of what such a sample counts of independent scores.
+    """
+    group, inner = tl.arange(0, SAMPLE // GROUP), tl.arange(0, GROUP)
+    apart = tl.maximum(length // (SAMPLE // GROUP) // GROUP, 1) * GROUP
+    inside = (group * apart + GROUP <= length)[:, None] & (inner < GROUP)[None, :]
+    column = (group * apart)[:, None] + inner[None, :]
+    score = tl.load(scores + column, mask=inside, other=0.0)
+    size = tl.minimum(SAMPLE, length).to(tl.float32)
+    expected = TOPK * (size / length.to(tl.float32))
+    least = (expected + 4.0 * tl.sqrt(expected)).to(tl.int32) + 1
+    most = least + least // 4
+    guess, step = normal_guess(score, size, least * 1.1)
+    ranks = tl.where(inside, rank_bits(score), 0)
+    limit = find_border(ranks, guess, step, least, most, SAMPLE)
+    return tl.maximum(limit, 1) - 1
+
+
+@triton.jit
+def mark_above(
+    scores, start, stop, limit, marks,
+    SEGMENT: tl.constexpr, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write a bit for each score of a segment: whether it exceeds a limit; of others any bit.
+
+    Rows are read up to a multiple of VECTOR, else a thread would load their scores one by one.
+    """
+    word, inner = tl.arange(0, AT_ONCE // 32), tl.arange(0, 32)
+    bit = tl.full((32,), 1, tl.uint32) << inner.to(tl.uint32)
+    bound = (stop + VECTOR - 1) // VECTOR * VECTOR
+    for at in range(0, tl.minimum(SEGMENT, stop - start), AT_ONCE):
+        column = start // 32 * 32 + at + word[:, None] * 32 + inner[None, :]
+        score = tl.load(scores + column, mask=column < bound, other=0.0)
+        # not at most: all where the limit is NaN, and NaN always
+        marked = tl.where((score <= limit) == 0, bit[None, :], 0)
+        tl.store(marks + at // 32 + word, tl.sum(marked, 1).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def ones(x):
+    """Return how many bits of uint32 are set."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
+
+
+@triton.jit
+def counted_before(x):
+    """Return the sum of what precedes each of [n, 4] integers, row after row."""
+    of_row = tl.sum(x, 1)
+    return (tl.cumsum(of_row, 0) - of_row)[:, None] + tl.cumsum(x, 1) - x
+
+
+@triton.jit
+def append_marked(
+    marks, start, stop, candidates, kept, SEGMENT: tl.constexpr, ROOM: tl.constexpr
+):  # fmt: skip
+    """Write the marked columns of a segment behind the `kept` ones, by 32 until one lacks room.
+
+    Return how many there are then, and the first column of those 32.
+    """
+    word = tl.arange(0, SEGMENT // 128)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    there = tl.minimum(tl.maximum(stop - start - word * 32, 0), 32)
+    bits = tl.load(marks + word).to(tl.uint32, bitcast=True)
+    bits &= tl.where(there == 32, -1, (1 << there) - 1).to(tl.uint32, bitcast=True)
+    count = ones(bits)
+    before = kept + counted_before(count)
+    fits = before + count <= ROOM
+    bits = tl.where(fits, bits, 0)
+    count = tl.where(fits, count, 0)
+    to = candidates + before
+    for _ in range(tl.max(count)):
+        column = start + word * 32 + ones((bits & (0 - bits)) - 1)
+        tl.store(to, column, mask=bits != 0)
+        bits &= bits - 1
+        to += 1
+    return kept + tl.sum(count), start + 32 * tl.sum(fits.to(tl.int32))
+
+
+@triton.jit
+def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, ROOM: tl.constexpr):
+    """Let the TOPK greatest of `kept` candidates stay, in their order; return the least's rank."""
+    entry = tl.arange(0, ROOM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    here = entry < kept
+    loaded = entry < (kept + GROUP - 1) // GROUP * GROUP  # by four
+    column = tl.load(candidates + entry, mask=loaded, other=0)
+    score = tl.load(scores + column, mask=here, other=0.0)
+    ranks = tl.where(here, rank_bits(score), 0)
+    guess, step = normal_guess(score, kept.to(tl.float32), TOPK * 1.0)
+    border = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
+    above = (ranks > border).to(tl.int32)
+    equal = ((ranks == border) & here).to(tl.int32)
+    both = counted_before((above << 16) + equal)  # two counts in one scan
+    remaining = TOPK - tl.sum(above)
+    earlier = both & 0xFFFF
+    take = (above > 0) | ((equal > 0) & (earlier < remaining))
+    place = (both >> 16) + tl.minimum(earlier, remaining)
+    column = tl.load(candidates + entry, mask=loaded, other=0)  # again, it spares registers
+    tl.debug_barrier()  # what other threads read is overwritten
+    tl.store(candidates + place, column, mask=take)
+    return border
 
 
 @triton.jit(
     do_not_specialize=[
-        "first", "columns", "table_stride", "row_stride", "kept_stride", "narrowed", "last"
+        "row_stride", "table_stride", "first", "rows", "pieces", "span", "narrowed", "kept_stride"
     ]
 )  # fmt: skip
 def select_topk(
-    scores, positions, row_stride, columns, page_table, table_stride, seq_lens, cu_seqlens_q,
-    requests, first, kept, chosen, kept_stride, narrowed, last,
-    TOPK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, WRITTEN: tl.constexpr,
+    scores, positions, row_stride, page_table, table_stride, seq_lens, cu_seqlens_q, requests,
+    first, rows, pieces, span, narrowed, scratch, kept_scores, chosen, kept_stride,
+    TOPK: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Select the greatest of BLOCK scores of a query; what it writes is in the order of the keys.
+    """Select the greatest scores of queries; what it writes is in the order of the keys.
 
-    narrowed: columns are what an earlier launch kept, at `positions` or -1; else the key at t is in
-    column t. last: slots int32 [TOPK] go to chosen, -1 behind them. Else TOPK scores and positions,
-    -1 behind them, go to kept and chosen, for the next launch. WRITTEN are looked at in turn to
-    be written. All of it is a function of the scores alone.
+    A row is read once. What exceeds a limit becomes a candidate: first one that a sample of the row
+    gives. Where candidates fill their C.ROOM places, the TOPK greatest stay and the least of these
+    is the limit, since of equal scores the earlier ones win. The TOPK greatest candidates are the
+    row's; where they are fewer the row is read anew without a limit. So all that is written is a
+    function of the scores alone.
+
+    pieces: of `span` columns each that rows are cut into. Where there are more than one, TOPK
+    scores and positions of each, -1 behind them, go to kept_scores and chosen, for another launch.
+    Else slots int32 [TOPK], -1 behind them, go to chosen. narrowed: the span of such pieces, of
+    which scores and positions hold what was kept; else 0, and the key at t is in column t. scratch:
+    int32 [programs, C.ROOM + C.SEGMENT // 32]. VECTOR: what strides and addresses of rows are
+    multiples of.
     """
-    row = tl.program_id(0)
-    piece = tl.program_id(1)
-    token = (first + row).to(tl.int64)
-    request = tl.load(requests + token)
-    end = tl.load(cu_seqlens_q + request + 1)
-    length = tl.load(seq_lens + request)
-    visible = tl.minimum(length - (end - token).to(tl.int32) + 1, length)
-    visible = tl.maximum(visible, 0)  # of a padded row it may be anything
-    table = page_table + request.to(tl.int64) * table_stride
-    inner = tl.arange(0, WRITTEN)
-    taken = tl.full((), 0, tl.int32)
-    to = row.to(tl.int64) * kept_stride + piece * TOPK
-    if last != 0:
-        to = token * TOPK
-    if visible > TOPK:
-        scores += row.to(tl.int64) * row_stride
-        positions += row.to(tl.int64) * row_stride
-        all_columns = piece * BLOCK + tl.arange(0, BLOCK)
-        _, values, ranks, some = load_ranks(
-            scores, positions, all_columns, columns, visible, narrowed
-        )
-        guess, step = normal_guess(values, some, TOPK)
-        border, remaining = find_border(ranks, guess, step, TOPK, BLOCK)
-        equals = tl.full((), 0, tl.int32)
-        filled = tl.where(narrowed != 0, columns, visible)
-        for start in range(piece * BLOCK, tl.minimum(piece * BLOCK + BLOCK, filled), WRITTEN):
-            column = start + inner
-            position, score, bits, valid = load_ranks(
-                scores, positions, column, columns, visible, narrowed
-            )
-            above = (bits > border).to(tl.int32)
-            equal = (valid & (bits == border)).to(tl.int32)
-            both = tl.cumsum((above << 16) + equal, 0)  # two counts in one scan
-            earlier = equals + (both & 0xFFFF) - equal
-            take = (above > 0) | ((equal > 0) & (earlier < remaining))
-            spent = tl.minimum(equals, remaining)
-            place = taken + (both >> 16) - above + tl.minimum(earlier, remaining) - spent
-            if last != 0:
-                page = tl.load(table + position // PAGE, mask=take, other=0)
-                tl.store(chosen + to + place, page * PAGE + position % PAGE, mask=take)
+    candidates = scratch + tl.program_id(0).to(tl.int64) * (C.ROOM + C.SEGMENT // 32)
+    marks = candidates + C.ROOM
+    output = tl.arange(0, C.ROOM // 4)
+    last = pieces == 1
+    for item in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
+        row = item // pieces
+        piece = item % pieces
+        token = (first + row).to(tl.int64)
+        request = tl.load(requests + token)
+        end = tl.load(cu_seqlens_q + request + 1)
+        length = tl.load(seq_lens + request)
+        visible = tl.minimum(length - (end - token).to(tl.int32) + 1, length)
+        visible = tl.maximum(visible, 0)  # of a padded row it may be anything
+        table = page_table + request.to(tl.int64) * table_stride
+        filled = visible
+        if narrowed > 0:
+            filled = visible // narrowed * TOPK + tl.minimum(visible % narrowed, TOPK)
+        at_row = row.to(tl.int64) * (row_stride // VECTOR * VECTOR)
+        begin = piece * (span // 32 * 32)
+        stop = tl.minimum(begin + span, filled)
+        to = row.to(tl.int64) * kept_stride + piece * TOPK
+        if last:
+            to = token * TOPK
+        taken = tl.full((), 0, tl.int32)
+        if visible > TOPK:
+            own = scores + at_row
+            limit = tl.full((), 0, tl.uint32)
+            if stop - begin > C.ROOM:
+                limit = guess_limit(own + begin, stop - begin, TOPK, C.SAMPLE)
+            start, kept, going = begin, taken, begin < stop
+            while going:
+                room = kept <= C.ROOM
+                while (start < stop) & room:
+                    mark_above(
+                        own, start, stop, to_score(limit), marks, C.SEGMENT, C.AT_ONCE, VECTOR
+                    )
+                    tl.debug_barrier()  # what other threads marked is read
+                    before = start
+                    kept, start = append_marked(
+                        marks, start, stop, candidates, kept, C.SEGMENT, C.ROOM
+                    )
+                    room = start - before == C.SEGMENT
+                going = start < stop
+                if (going == 0) & (kept < TOPK) & (limit > 0):
+                    start, kept, limit = begin, kept * 0, limit * 0
+                    going = begin < stop
+                else:
+                    tl.debug_barrier()  # what other threads appended is read
+                    limit = keep_greatest(own, candidates, kept, TOPK, C.ROOM)
+                    kept = tl.minimum(kept, TOPK)
+            taken = kept
+            tl.debug_barrier()  # what other threads kept is read
+        elif last:
+            taken = visible
+        for at in range(0, TOPK, C.ROOM // 4):
+            n = at + output
+            there = n < taken
+            position = n
+            if visible > TOPK:
+                position = tl.load(candidates + n, mask=there, other=0)
+                if narrowed > 0:
+                    position = tl.load(positions + at_row + position, mask=there, other=0)
+            if last:
+                page = tl.load(table + position // PAGE, mask=there, other=0)
+                position = page * PAGE + position % PAGE
             else:
-                tl.store(kept + to + place, score, mask=take)
-                tl.store(chosen + to + place, position, mask=take)
-            taken += tl.sum(take.to(tl.int32))
-            equals += tl.sum(equal)
-    elif last != 0:
-        for start in range(0, visible, WRITTEN):
-            position = start + inner
-            page = tl.load(table + position // PAGE, mask=position < visible, other=0)
-            slot = page * PAGE + position % PAGE
-            tl.store(chosen + to + position, slot, mask=position < visible)
-        taken = visible
-    if (last != 0) | (visible > TOPK):
-        for start in range(taken, TOPK, WRITTEN):
-            tl.store(chosen + to + start + inner, -1, mask=start + inner < TOPK)
+                score = tl.load(scores + at_row + position, mask=there, other=0.0)
+                tl.store(kept_scores + to + n, score, mask=there)
+            tl.store(chosen + to + n, tl.where(there, position, -1), mask=n < TOPK)
+        tl.debug_barrier()  # the next row's candidates overwrite these
