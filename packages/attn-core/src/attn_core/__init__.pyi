@@ -99,6 +99,7 @@ from attn_core.runtime.sparse_prompts import SparsePrompts as SparsePrompts
 from attn_core.runtime.sparse_prompts import attend_sparse as attend_sparse
 from attn_core.runtime.sparse_prompts import plan_sparse as plan_sparse
 from attn_core.runtime.torch_ops import CompiledAttention as CompiledAttention
+from attn_core.runtime.trace import PassKind as PassKind
 from attn_core.runtime.vision import VisionBackend as VisionBackend
 from attn_core.runtime.workspace import workspace as workspace
 from attn_core.selection.diagnosis import WhyNot as WhyNot

@@ -101,7 +101,9 @@ def picking(selection: Selection, adaptive: bool | None = None) -> Selection:
     adaptive: None asks ATTN_ADAPTIVE, which is on by default.
     """
     on = switch(ADAPTIVE, True) if adaptive is None else adaptive
-    return pruned(selection) if on else replace(selection, alternatives={})
+    if on or not selection.alternatives:
+        return pruned(selection)
+    return replace(selection, alternatives={})
 
 
 def explained(selection: Selection) -> str:

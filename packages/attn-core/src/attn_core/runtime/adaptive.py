@@ -140,7 +140,7 @@ def pruned(selection: Selection) -> Selection:
     for role, made in tables(selection).items():
         others = enumerate(selection.alternatives[role], 1)
         kept[role] = tuple(c for i, c in others if i in winners(made))
-    return replace(selection, alternatives=kept)
+    return selection if kept == selection.alternatives else replace(selection, alternatives=kept)
 
 
 def digest(selection: Selection) -> str:
