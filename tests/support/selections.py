@@ -24,6 +24,7 @@ ROWS = {
     "ties": lambda x: (2 * x).round(),
     "subnormal": lambda x: (2 * x).round() * 1e-42,
     "both zeros": lambda x: torch.zeros_like(x).copysign(x),
+    "ascending by bits": lambda x: 1.0 + (_at(x) // 100).float() * 2.0**-23,
     "ascending": lambda x: _at(x).float(),
     "descending": lambda x: -_at(x).float(),
     "the last are the greatest": lambda x: torch.where(_at(x) < 15 * len(x) // 16, -1.0, x.abs()),

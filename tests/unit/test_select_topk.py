@@ -23,7 +23,7 @@ def test_rows_that_fill_their_candidates(name, monkeypatch):
     check([name] * 3, scores, 40, [450, 41, 333], short(64, 256, 64))
 
 
-@pytest.mark.parametrize("name", ["ties", "NaN", "tail of -inf", "bits"])
+@pytest.mark.parametrize("name", ["ties", "ascending", "tail of -inf", "bits"])
 def test_rows_in_pieces(name, monkeypatch):
     """A row is longer than a program takes: its pieces keep their own greatest."""
     monkeypatch.setattr(launch, "ROW", 128)

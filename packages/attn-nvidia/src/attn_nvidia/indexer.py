@@ -63,9 +63,12 @@ class DeepGemmIndexer:
         assert layer.index_topk is not None
         q_index, weights = q_index.contiguous(), weights.contiguous()
         view, tokens = batch.views[layer.view], q_index.shape[0]
-        request = plan.requests.long()
-        token = torch.arange(tokens, dtype=torch.int32, device=q_index.device)
-        visible = view.seq_lens[request] - (batch.cu_seqlens_q[request + 1] - token) + 1
+        if batch.max_q_len == 1 and tokens == batch.batch_size:  # a query each: fewer launches
+            visible, request = view.seq_lens, None
+        else:
+            request = plan.requests.long()
+            token = torch.arange(tokens, dtype=torch.int32, device=q_index.device)
+            visible = view.seq_lens[request] - (batch.cu_seqlens_q[request + 1] - token) + 1
         visible = visible.clamp(1, view.max_seq_len)  # of a padded row it may be anything
         chosen = torch.empty(tokens, layer.index_topk, dtype=torch.int32, device=q_index.device)
         pages = -(-view.max_seq_len // _PAGE)
@@ -83,7 +86,7 @@ class DeepGemmIndexer:
                 if keys is not None:
                     scores = self._gathered(*asked, keys)
                 else:
-                    table = view.page_table[request[part], :pages]
+                    table = view.page_table[part if request is None else request[part], :pages]
                     scores = self._paged(*asked, cache, table, pages * _PAGE)
                 self._selects.select(scores, start, chosen, layer, cache, batch, plan)
             first += count
