@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import sys
+import time
 import types
 from dataclasses import replace
 from itertools import pairwise
@@ -262,6 +263,18 @@ def test_no_shape_begins_after_the_minutes(registry):
     steps, profile = run(planned(registry), minutes=1e-9)
     assert not profile.costs
     assert {step.skipped for step in steps} == {sessions.SPENT}
+
+
+def test_what_plans_and_first_calls_take_is_told_apart(registry, monkeypatch):
+    kept = sessions.prepare
+
+    def compiling(*args):
+        time.sleep(0.2)
+        return kept(*args)
+
+    monkeypatch.setattr(sessions, "prepare", compiling)
+    steps, _ = run(planned(registry)[:1])
+    assert 0.2 * len(steps[0].job.candidates) <= steps[0].prepare_s < 60
 
 
 def test_a_shape_that_takes_too_much_memory_is_left_out(registry, monkeypatch):

@@ -74,9 +74,10 @@ def tune_command(
                 )
             known = Profile()
     work = _Measurement(inputs, registry, env, known, minutes, grid=not quick)
-    skipped = []
+    skipped, prepare_s = [], 0.0
     with work.steps() as steps:
         for step in steps:
+            prepare_s += step.prepare_s
             if step.profile.costs or step.profile.bad:
                 store.write(file, step.profile)
             if step.skipped:
@@ -88,6 +89,7 @@ def tune_command(
             "profile": str(file),
             "environment": env,
             "points": len(known.costs),
+            "prepare_s": round(prepare_s, 1),
             "bad": [{"backend": name, "reason": why} for name, why in bad],
             "skipped": [{"pass": str(s.job.size), "reason": s.skipped} for s in skipped],
         }
@@ -101,6 +103,9 @@ def tune_command(
     for reason, number in Counter(s.skipped for s in skipped).items():
         again = "; run again to go on" if reason == SPENT else ""
         lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
+    if prepare_s >= 1:
+        text = f"{prepare_s:.0f} s went into plans and first calls, which compile kernels once"
+        lines.print(text, soft_wrap=True)
     lines.print(f"{len(known.costs)} points in {file}", soft_wrap=True)
     for role, text in _selected(inputs, registry, known).items():
         lines.print(f"  {role:<11}{text}", soft_wrap=True)

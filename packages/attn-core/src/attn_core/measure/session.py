@@ -36,11 +36,16 @@ Series = tuple[str, str, Form, str, int, bool]  # backend, row, form and kind of
 
 @dataclass(frozen=True)
 class Step:
-    """What became of a job. profile: what it added; skipped: why it was not measured, or ""."""
+    """What became of a job.
+
+    profile: what it added. skipped: why it was not measured, or "". prepare_s: seconds of backends'
+    plans and first calls, in which kernels are compiled that were not before.
+    """
 
     job: Job
     profile: Profile
     skipped: str = ""
+    prepare_s: float = 0.0
 
 
 def session(
@@ -80,12 +85,13 @@ def session(
         if not able:
             yield Step(job, Profile(), "it would take longer than the time that is left")
             continue
-        costs, bad = run(job.form, job.size, able, device, clock, min(SECONDS, left), arch=arch)
+        seconds = min(SECONDS, left)
+        costs, bad, prepare_s = run(job.form, job.size, able, device, clock, seconds, arch=arch)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         part = Profile(environment=environment, costs=costs, bad=bad, date=now)
         seen = seen.merged(part)
         _count(slow, costs)
-        yield Step(job, part)
+        yield Step(job, part, prepare_s=prepare_s)
 
 
 def run(
@@ -97,9 +103,13 @@ def run(
     seconds: float,
     *,
     arch: str | None,
-) -> tuple[dict[Key, Cost], dict[Key, str]]:
-    """Check every candidate on one shape and time those that are right, in turns."""
+) -> tuple[dict[Key, Cost], dict[Key, str], float]:
+    """Check every candidate on one shape and time those that are right, in turns.
+
+    Returns the times, who failed and why, and the seconds that preparing took.
+    """
     inputs = build(form, size, device)
+    begin = time.monotonic()
     calls: dict[Key, Call] = {}
     bad: dict[Key, str] = {}
     with torch.no_grad():
@@ -115,11 +125,12 @@ def run(
             except Exception as error:  # a plugin's code: what it raises is the finding
                 bad[key] = _short(f"{type(error).__name__}: {error}")
                 _usable(device, c, error)
+        prepare_s = time.monotonic() - begin
         names = {str(i): key for i, key in enumerate(calls)}
         timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
     del inputs, calls
     release(device)
-    return {names[i]: cost for i, cost in timed.items()}, bad
+    return {names[i]: cost for i, cost in timed.items()}, bad, prepare_s
 
 
 def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[[], Tensor]:
