@@ -225,7 +225,8 @@ def test_what_is_far_slower_each_time_is_measured_no_more(registry, monkeypatch)
         us = times | ({"cherry": 2.0} if not done else {})
         done.append(names)
         keys = [Key(c.spec.name, c.digest, form, size) for c in candidates]
-        return {k: Cost(us[k.backend], us[k.backend], us[k.backend], 0.0) for k in keys}, {}
+        costs = {k: Cost(us[k.backend], us[k.backend], us[k.backend], 0.0) for k in keys}
+        return costs, {}, 0.0
 
     monkeypatch.setattr(sessions, "run", run_)
     todo = [j for j in planned(fruit, grid=True) if j.size.phase == "decode"][:9]
