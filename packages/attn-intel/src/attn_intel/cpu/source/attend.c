@@ -1,7 +1,9 @@
 /* One work item: attention of some rows to some keys, tile by tile. Compiled once per level. */
 #include "vectors.h"
 
+#include "careful.h"
 #include "few.h"
+#include "rows.h"
 #include "sight.h"
 #if LEVEL_NUMBER == 3
 #include "tiles.h"
@@ -13,8 +15,6 @@
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(what) PASTE(what, LEVEL)
 #define LOG2_E 1.44269504f
-
-static const int BYTES[] = {4, 2, 2, 1, 1};
 
 /* Where a thread keeps what it works on. words and steps: of a row of q and of k, and of p. */
 typedef struct {
@@ -110,84 +110,38 @@ static void finish(const Attention *a, int64_t token, int head, const float *x, 
         a->lse[token * a->q_heads + head] = total == 0 ? -INFINITY : most + logf(total);
 }
 
-/* Find the keys and values of n tokens, from `first`, for the first KV head. */
-static void locate(const Attention *a, int request, int first, int n, int64_t *k, int64_t *v) {
-    if (!a->table) {
-        for (int i = 0; i < n; i++) {
-            int64_t token = (int64_t)a->cu_seqlens_k[request] + first + i;
-            k[i] = token * a->k_token;
-            v[i] = token * a->v_token;
-        }
-        return;
-    }
-    const int32_t *pages = a->table + request * a->table_row;
-    int page = first / a->page_size, offset = first % a->page_size;
-    for (int i = 0; i < n; i++) {
-        k[i] = pages[page] * a->k_page + offset * a->k_token;
-        v[i] = pages[page] * a->v_page + offset * a->v_token;
-        if (++offset == a->page_size) offset = 0, page++;
-    }
+/* Where the unfinished outputs of one head of an item are summed up. */
+typedef struct {
+    float *x, *largest_so_far, *sums;
+} State;
+
+static State state_of(const Attention *a, const Item *item, const Scratch *s, float *states,
+                      int h) {
+    int rows = item->rows;
+    if (!states) return (State){s->outputs + h * rows * s->columns, s->largest + h * rows,
+                                s->sums + h * rows};
+    /* where the merge will look for it */
+    float *x = states + (h * item->splits + item->split) * state_size(a, rows);
+    return (State){x, x + rows * s->columns, x + rows * (s->columns + 1)};
 }
 
 /*
- * List the rows of the next n tokens that are asked for while those of the h-th head are worked
- * on: a share of all heads' rows, in the order of memory, which is read fastest so. Returns how
- * many.
+ * Sum up the outputs over all keys. Returns whether they are finite. careful: what a row does not
+ * see reaches it neither where it is an infinity or a NaN; this is slow.
  */
-static int list_ahead(const Attention *a, const Item *item, int h, const void *base,
-                      const int64_t *at, int64_t skip, int n, const char **ahead) {
-    for (int i = 0; i < n; i++) {
-        int row = h * n + i, head = item->head + row % item->heads;
-        int64_t from = at[row / item->heads] + head * skip;
-        ahead[i] = (const char *)base + from * BYTES[a->kv_type];
-    }
-    return n > 0 ? n : 0;
-}
-
-/* Read rows where they are not numbers of a product in whole vectors already. */
-static void read_rows(const Attention *a, const void *base, const int64_t *at, int64_t skip,
-                      int n, int dim, int64_t padded, number *copies, const char **rows) {
-    int as_stored = a->kv_type == (PAIRS ? BF16 : F32) && dim == padded;
-    for (int i = 0; i < n; i++) {
-        const char *from = (const char *)base + (at[i] + skip) * BYTES[a->kv_type];
-        rows[i] = as_stored ? from : (const char *)(copies + i * padded);
-        if (!as_stored) read_row(a->kv_type, from, dim, (int)padded, copies + i * padded);
-    }
-}
-
-void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *states) {
-    Scratch s;
-    lay_out(a, memory, &s);
+static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, float *states,
+                  int careful) {
+    const Scratch s = *scratch;
     int request = item->request, rows = item->rows, group = a->q_heads / a->kv_heads;
     int start = a->cu_seqlens_q[request], queries = a->cu_seqlens_q[request + 1] - start;
     int length = a->table ? a->seq_lens[request]
                           : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
     float cap = a->logit_cap, scale = cap != 0 ? a->scale / cap : a->scale;
-    if (a->tree)
-        for (int i = 0; i < a->drafts; i++) s.depths[i] = depth_of(a, request, i);
-    int64_t state = state_size(a, rows);
-    begin_products();
     for (int h = 0; h < item->heads; h++) {
-        for (int r = 0; r < rows; r++) {
-            int at = item->row + r;
-            int64_t head = (int64_t)(item->head + h) * group + at % group;
-            const char *q = a->q;
-            q += BYTES[a->q_type] * ((start + at / group) * a->q_token + head * a->q_head);
-            number *to = s.q + (h * rows + r) * s.words * KS;
-            read_row(a->q_type, q, a->head_dim, (int)s.words * KS, to);
-        }
-#if LEVEL_NUMBER == 3
-        if (rows > FEW && rows <= TURNED)
-            turn_queries(s.q + h * rows * s.words * KS, rows, (int)s.words,
-                         s.turned + h * TURNED * s.words * KS);
-#endif
-        /* an unfinished output is summed up where the merge will look for it */
-        float *x = states ? states + (h * item->splits + item->split) * state
-                          : s.outputs + h * rows * s.columns;
-        float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
-        memset(x, 0, rows * s.columns * sizeof *x);
-        memset(states ? largest_so_far + rows : s.sums + h * rows, 0, rows * sizeof *x);
-        for (int r = 0; r < rows; r++) largest_so_far[r] = -INFINITY;
+        State to = state_of(a, item, &s, states, h);
+        memset(to.x, 0, rows * s.columns * sizeof *to.x);
+        memset(to.sums, 0, rows * sizeof *to.sums);
+        for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
     for (int first = item->first; first < item->end; first += KEYS) {
         int n = item->end - first < KEYS ? item->end - first : KEYS;
@@ -198,10 +152,8 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
         locate(a, request, first, n, k_at, v_at);
         locate(a, request, after, next, next_k, next_v);
         for (int h = 0; h < item->heads; h++) {
-            float *x = states ? states + (h * item->splits + item->split) * state
-                              : s.outputs + h * rows * s.columns;
-            float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
-            float *sums = states ? largest_so_far + rows : s.sums + h * rows;
+            State to = state_of(a, item, &s, states, h);
+            float *x = to.x;
             int64_t head = item->head + h;
             Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
             k_ahead.n = list_ahead(a, item, h, a->k, next_k, a->k_head, next, k_ahead.rows);
@@ -229,8 +181,8 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                 if (!whole) limit(scores, columns, low, high, scale, cap);
                 if (see.drafts)
                     hide_drafts(a, see, s.depths, length - queries, first, n, scores);
-                float factor = soften(scores, columns, whole ? scale : 1, largest_so_far + r,
-                                      sums + r, p);
+                float factor = soften(scores, columns, whole ? scale : 1, to.largest_so_far + r,
+                                      to.sums + r, p);
                 for (int c = columns; c < steps * KS; c++) p[c] = 0;
                 if (factor != 1)
                     for (int c = 0; c < s.columns; c += W)
@@ -243,7 +195,9 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                           v_rows);
             }
             const char **values = a->v ? v_rows : k_rows;
-            if (rows <= FEW && s.columns % (W * KS) == 0) {
+            if (careful) {
+                careful_outputs(rows, (int)s.columns, n, s.p, values, x, s.columns);
+            } else if (rows <= FEW && s.columns % (W * KS) == 0) {
                 few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
                             &v_ahead);
             } else {
@@ -252,6 +206,36 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             }
         }
     }
+    int finite = 1;
+    for (int h = 0; h < item->heads; h++)
+        finite &= all_finite(state_of(a, item, &s, states, h).x, rows * s.columns);
+    return finite;
+}
+
+void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *states) {
+    Scratch s;
+    lay_out(a, memory, &s);
+    int request = item->request, rows = item->rows, group = a->q_heads / a->kv_heads;
+    int start = a->cu_seqlens_q[request];
+    if (a->tree)
+        for (int i = 0; i < a->drafts; i++) s.depths[i] = depth_of(a, request, i);
+    begin_products();
+    for (int h = 0; h < item->heads; h++) {
+        for (int r = 0; r < rows; r++) {
+            int at = item->row + r;
+            int64_t head = (int64_t)(item->head + h) * group + at % group;
+            const char *q = a->q;
+            q += BYTES[a->q_type] * ((start + at / group) * a->q_token + head * a->q_head);
+            number *to = s.q + (h * rows + r) * s.words * KS;
+            read_row(a->q_type, q, a->head_dim, (int)s.words * KS, to);
+        }
+#if LEVEL_NUMBER == 3
+        if (rows > FEW && rows <= TURNED)
+            turn_queries(s.q + h * rows * s.words * KS, rows, (int)s.words,
+                         s.turned + h * TURNED * s.words * KS);
+#endif
+    }
+    if (!sum_up(a, item, &s, states, 0)) sum_up(a, item, &s, states, 1);
     end_products();
     if (states) return;
     for (int h = 0; h < item->heads; h++)
