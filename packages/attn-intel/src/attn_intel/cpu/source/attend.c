@@ -143,21 +143,24 @@ static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, 
         memset(to.sums, 0, rows * sizeof *to.sums);
         for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
+    Places at, then;
+    int keys = item->end - item->first;
+    locate(a, request, item->first, keys < KEYS ? keys : KEYS, &at);
     for (int first = item->first; first < item->end; first += KEYS) {
         int n = item->end - first < KEYS ? item->end - first : KEYS;
         int columns = (int)round_up(n, W), steps = (int)round_up(n, STEP) / KS;
-        int64_t k_at[KEYS], v_at[KEYS], next_k[KEYS], next_v[KEYS];
         int after = first + n, next = item->end - after < KEYS ? item->end - after : KEYS;
         const char *k_rows[KEYS], *v_rows[KEYS];
-        locate(a, request, first, n, k_at, v_at);
-        locate(a, request, after, next, next_k, next_v);
+        locate(a, request, after, next, &then);
+        ask_for_tokens(a, a->k, then.k, item->head * a->k_head, next);
+        if (a->v) ask_for_tokens(a, a->v, then.v, item->head * a->v_head, next);
         for (int h = 0; h < item->heads; h++) {
             State to = state_of(a, item, &s, states, h);
             float *x = to.x;
             int64_t head = item->head + h;
             Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
-            k_ahead.n = list_ahead(a, item, h, a->k, next_k, a->k_head, next, k_ahead.rows);
-            read_rows(a, a->k, k_at, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
+            k_ahead.n = list_ahead(a, item, h, a->k, then.k, a->k_head, next, k_ahead.rows);
+            read_rows(a, a->k, at.k, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
             const number *q = s.q + h * rows * s.words * KS;
             if (rows <= FEW) {
                 few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
@@ -190,8 +193,8 @@ static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, 
             }
             if (a->v) {
                 v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
-                v_ahead.n = list_ahead(a, item, h, a->v, next_v, a->v_head, next, v_ahead.rows);
-                read_rows(a, a->v, v_at, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
+                v_ahead.n = list_ahead(a, item, h, a->v, then.v, a->v_head, next, v_ahead.rows);
+                read_rows(a, a->v, at.v, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
                           v_rows);
             }
             const char **values = a->v ? v_rows : k_rows;
@@ -205,6 +208,7 @@ static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, 
                 product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
             }
         }
+        at = then;
     }
     int finite = 1;
     for (int h = 0; h < item->heads; h++)

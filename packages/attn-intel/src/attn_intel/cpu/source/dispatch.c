@@ -149,8 +149,11 @@ static int64_t outside(const Attention *a) {
         if (!queries) continue;
         span(a, b, queries, length, 0, queries * (a->q_heads / a->kv_heads), &first, &end);
         const int32_t *pages = a->table + b * a->table_row;
+        /* a page below 0 is a large one without sign */
+        uint32_t count = a->pages > INT32_MAX ? 1u << 31 : (uint32_t)a->pages, beyond = 0;
         for (int page = first / a->page_size; page < divide_up(end, a->page_size); page++)
-            if (pages[page] < 0 || pages[page] >= a->pages) return b;
+            beyond |= (uint32_t)pages[page] >= count;
+        if (beyond) return b;
     }
     return -1;
 }

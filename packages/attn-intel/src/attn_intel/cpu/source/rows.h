@@ -4,21 +4,26 @@
 
 static const int BYTES[] = {4, 2, 2, 1, 1};
 
-/* Find the keys and values of n tokens, from `first`, for the first KV head. */
-static void locate(const Attention *a, int request, int first, int n, int64_t *k, int64_t *v) {
+/* Where the keys and values of some tokens lie, for the first KV head. */
+typedef struct {
+    int64_t k[KEYS], v[KEYS];
+} Places;
+
+/* Find those of n tokens, from `first`. */
+static void locate(const Attention *a, int request, int first, int n, Places *at) {
     if (!a->table) {
         for (int i = 0; i < n; i++) {
             int64_t token = (int64_t)a->cu_seqlens_k[request] + first + i;
-            k[i] = token * a->k_token;
-            v[i] = token * a->v_token;
+            at->k[i] = token * a->k_token;
+            at->v[i] = token * a->v_token;
         }
         return;
     }
     const int32_t *pages = a->table + request * a->table_row;
     int page = first / a->page_size, offset = first % a->page_size;
     for (int i = 0; i < n; i++) {
-        k[i] = pages[page] * a->k_page + offset * a->k_token;
-        v[i] = pages[page] * a->v_page + offset * a->v_token;
+        at->k[i] = pages[page] * a->k_page + offset * a->k_token;
+        at->v[i] = pages[page] * a->v_page + offset * a->v_token;
         if (++offset == a->page_size) offset = 0, page++;
     }
 }
@@ -30,12 +35,24 @@ static void locate(const Attention *a, int request, int first, int n, int64_t *k
  */
 static int list_ahead(const Attention *a, const Item *item, int h, const void *base,
                       const int64_t *at, int64_t skip, int n, const char **ahead) {
+    int token = h * n / item->heads, head = h * n % item->heads;
     for (int i = 0; i < n; i++) {
-        int row = h * n + i, head = item->head + row % item->heads;
-        int64_t from = at[row / item->heads] + head * skip;
+        int64_t from = at[token] + (item->head + head) * skip;
         ahead[i] = (const char *)base + from * BYTES[a->kv_type];
+        if (++head == item->heads) head = 0, token++;
     }
     return n > 0 ? n : 0;
+}
+
+/*
+ * Ask for the first line of each of n tokens' rows, `skip` on, in one go. Where tokens lie on
+ * different pages of memory, the core then translates several addresses at a time; later, between
+ * products, it would wait for each.
+ */
+static void ask_for_tokens(const Attention *a, const void *base, const int64_t *at, int64_t skip,
+                           int n) {
+    for (int i = 0; i < n; i++)
+        __builtin_prefetch((const char *)base + (at[i] + skip) * BYTES[a->kv_type], 0, 2);
 }
 
 /* Read rows where they are not numbers of a product in whole vectors already. */
