@@ -2,6 +2,7 @@
 
 Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--level NAME]
 [--cores 1 2 4 8]: time the same calls with each number of threads, into a record of their own.
+[--against KERNELS.so]: time these compiled kernels, of another version, instead of torch_native.
 The calls of all contestants take turns, so that a busy machine slows all of them alike.
 """
 
@@ -25,7 +26,7 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.capabilities import Capabilities
 from attn_intel.cpu.backend import IntelAMX
-from attn_intel.cpu.library import LEVELS, load
+from attn_intel.cpu.library import LEVELS, Kernels, load
 from torch import Tensor
 
 from benchmarks.torch_native_cpu import (
@@ -135,6 +136,18 @@ def mla_case(batch: int, length: int, heads: int) -> Case:
     return Case(shape=dict(shape), calls=calls, errors=errors)
 
 
+def of_library(path: pathlib.Path) -> Callable[[BackendConfig], AttentionBackend]:
+    """Return what creates intel_amx over another compiled library with the same interface."""
+    kernels = Kernels(str(path))
+
+    class Other(IntelAMX):
+        def __init__(self, config: BackendConfig) -> None:
+            super().__init__(config)
+            self._kernels = kernels
+
+    return Other
+
+
 def scaling(cores: Sequence[int], repeats: int) -> list[dict[str, object]]:
     """Time intel_amx and SDPA with each number of threads: one page size, the same tensors."""
     cases = [attention_case(shape, [PAGE]) for shape in (*SHAPES, ONE)]
@@ -189,8 +202,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--level", choices=LEVELS, help="a lower level than the CPU's")
     parser.add_argument("--cores", nargs="+", type=int, help="numbers of threads")
+    parser.add_argument("--against", type=pathlib.Path, help="kernels of another version")
     args = parser.parse_args()
     kernels = load()
+    if args.against is not None:
+        del CONTESTANTS["torch_native"]
+        CONTESTANTS[args.against.stem] = of_library(args.against.resolve())
     if args.level is not None:
         kernels.level = min(kernels.level, LEVELS.index(args.level))
     level = LEVELS[kernels.level]

@@ -116,7 +116,7 @@ MISTAKES = {
         *("avx512_bf16", ("decode-long-bf16",)),
     ),
     "the page's offset is lost": (
-        *("attend.c", "offset = first % a->page_size", "offset = 0"),
+        *("rows.h", "offset = first % a->page_size", "offset = 0"),
         *("avx512_bf16", ("window-decode-bf16",)),
     ),
     "LSE to base 2": (

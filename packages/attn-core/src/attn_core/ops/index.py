@@ -39,8 +39,8 @@ def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor], None]:
 
 def _write(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     values, scales = cache.index_keys
-    real = real_slots(slots)
-    keys, slots = keys[real], slots[real]
+    if (real := real_slots(slots)) is not None:
+        keys, slots = keys[real], slots[real]
     x = keys.detach()
     if scales is None:
         return put(values, "NHD", slots, x.to(values.dtype))

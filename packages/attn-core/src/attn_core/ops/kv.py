@@ -64,20 +64,23 @@ def has_triton(device_type: str) -> bool:
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def real_slots(slots: Tensor) -> Tensor | slice:
-    """Return which slots are not -1, of a CPU's; elsewhere all: it never syncs."""
-    return slots >= 0 if slots.is_cpu and bool((slots < 0).any()) else slice(None)
+def real_slots(slots: Tensor) -> Tensor | None:
+    """Return which slots are not -1, None for all of them; elsewhere than on a CPU it never syncs.
+
+    A decode step asks in every layer, so it is one operator.
+    """
+    return slots >= 0 if slots.is_cpu and slots.numel() and slots.min().item() < 0 else None
 
 
 def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-    real = real_slots(slots)
-    k, slots = k[real], slots[real]
+    if (real := real_slots(slots)) is not None:
+        k, slots = k[real], slots[real]
     put(cache.k, cache.layout, slots, to_latents(k.detach(), cache.latent_dim))
 
 
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-    real = real_slots(slots)
-    k, v, slots = k[real], None if v is None else v[real], slots[real]
+    if (real := real_slots(slots)) is not None:
+        k, v, slots = k[real], None if v is None else v[real], slots[real]
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:

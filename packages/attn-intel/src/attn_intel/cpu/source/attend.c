@@ -1,8 +1,11 @@
 /* One work item: attention of some rows to some keys, tile by tile. Compiled once per level. */
 #include "vectors.h"
 
+#include "careful.h"
 #include "few.h"
+#include "rows.h"
 #include "sight.h"
+#include "softmax.h"
 #if LEVEL_NUMBER == 3
 #include "tiles.h"
 #else
@@ -12,9 +15,9 @@
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(what) PASTE(what, LEVEL)
-#define LOG2_E 1.44269504f
 
-static const int BYTES[] = {4, 2, 2, 1, 1};
+/* Rows whose scores are there at a time; whole blocks of a product. */
+enum { BLOCK = LEVEL_NUMBER == 3 ? 32 : 36 };
 
 /* Where a thread keeps what it works on. words and steps: of a row of q and of k, and of p. */
 typedef struct {
@@ -39,12 +42,12 @@ static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
     int heads = ROWS / (FEW + 1) < a->kv_heads ? ROWS / (FEW + 1) : a->kv_heads;
     TAKE(turned, heads * TURNED * s->words * KS)
 #endif
-    TAKE(p, (ROWS + 16) * KEYS)
+    TAKE(p, (BLOCK + 16) * KEYS)
     TAKE(keys, KEYS * s->words * KS)
     TAKE(values, KEYS * round_up(s->columns, PANEL))
     TAKE(k_rows, KEYS * s->k_row)
     TAKE(v_rows, KEYS * s->v_row)
-    TAKE(scores, ROWS * KEYS)
+    TAKE(scores, BLOCK * KEYS)
     TAKE(outputs, ROWS * s->columns)
     TAKE(largest, ROWS)
     TAKE(sums, ROWS)
@@ -55,41 +58,6 @@ static int64_t lay_out(const Attention *a, char *memory, Scratch *s) {
 int64_t NAME(scratch_)(const Attention *a) {
     Scratch s;
     return lay_out(a, 0, &s);
-}
-
-/* Scale a row of scores, cap it, and hide what is not in the columns [low, high). */
-static void limit(float *scores, int columns, int low, int high, float scale, float cap) {
-    for (int c = 0; c < columns; c += W) {
-        vec x = load(scores + c) * scale;
-        if (cap != 0) x = hyperbolic_tangent(x) * cap;
-        if (low > c || high < c + W) x = only(x, low - c, high - c);
-        store(scores + c, x);
-    }
-}
-
-/*
- * Turn a row of scores, `scale` times, into probabilities, relative to the largest so far.
- * Returns the factor of what was summed before.
- */
-static float soften(const float *scores, int columns, float scale, float *largest_so_far,
-                    float *sum_so_far, number *p) {
-    vec most = all(*largest_so_far), total = all(0);
-    for (int c = 0; c < columns; c += W) most = larger(most, load(scores + c) * scale);
-    float before = *largest_so_far, now = largest(most), base = now == -INFINITY ? 0 : now;
-    for (int c = 0; c < columns; c += W) {
-        vec x = power_of_two((load(scores + c) * scale - base) * LOG2_E);
-        total += x;
-#if PAIRS
-        __m256bh half = _mm512_cvtneps_pbh((__m512)x);
-        memcpy(p + c, &half, sizeof half);
-#else
-        store(p + c, x);
-#endif
-    }
-    float factor = before == now ? 1 : power_of_two(all((before - base) * LOG2_E))[0];
-    *largest_so_far = now;
-    *sum_so_far = *sum_so_far * factor + sum(total);
-    return factor;
 }
 
 /* Write a finished row: outputs over their sum with the sink, and its log-sum-exp. */
@@ -105,67 +73,172 @@ static void finish(const Attention *a, int64_t token, int head, const float *x, 
     }
     float factor = total == 0 ? 0 : unit * a->v_scale / total; /* a NaN stays one */
     int64_t at = token * a->out_token + head * a->out_head;
-    for (int i = 0; i < a->v_head_dim; i++) put(a->out_type, a->out, at + i, x[i] * factor);
+    if (a->out_type == BF16) { /* in a loop of its own, which becomes vectors */
+        uint16_t *out = (uint16_t *)a->out + at;
+        for (int i = 0; i < a->v_head_dim; i++) out[i] = to_bf16(x[i] * factor);
+    } else {
+        for (int i = 0; i < a->v_head_dim; i++) put(a->out_type, a->out, at + i, x[i] * factor);
+    }
     if (a->lse)
         a->lse[token * a->q_heads + head] = total == 0 ? -INFINITY : most + logf(total);
 }
 
-/* Find the keys and values of n tokens, from `first`, for the first KV head. */
-static void locate(const Attention *a, int request, int first, int n, int64_t *k, int64_t *v) {
-    if (!a->table) {
-        for (int i = 0; i < n; i++) {
-            int64_t token = (int64_t)a->cu_seqlens_k[request] + first + i;
-            k[i] = token * a->k_token;
-            v[i] = token * a->v_token;
-        }
-        return;
-    }
-    const int32_t *pages = a->table + request * a->table_row;
-    int page = first / a->page_size, offset = first % a->page_size;
-    for (int i = 0; i < n; i++) {
-        k[i] = pages[page] * a->k_page + offset * a->k_token;
-        v[i] = pages[page] * a->v_page + offset * a->v_token;
-        if (++offset == a->page_size) offset = 0, page++;
+/* Where the unfinished outputs of one head of an item are summed up. */
+typedef struct {
+    float *x, *largest_so_far, *sums;
+} State;
+
+static State state_of(const Attention *a, const Item *item, const Scratch *s, float *states,
+                      int h) {
+    int rows = item->rows;
+    if (!states) return (State){s->outputs + h * rows * s->columns, s->largest + h * rows,
+                                s->sums + h * rows};
+    /* where the merge will look for it */
+    float *x = states + (h * item->splits + item->split) * state_size(a, rows);
+    return (State){x, x + rows * s->columns, x + rows * (s->columns + 1)};
+}
+
+static int least(int a, int b) { return a < b ? a : b; }
+
+/* Keys that are worked on together: n from `first`, and as whole vectors and steps of products. */
+typedef struct {
+    int first, n, columns, steps;
+} Tokens;
+
+/* What a request has: queries, and keys in all. */
+static int queries_of(const Attention *a, int request) {
+    return a->cu_seqlens_q[request + 1] - a->cu_seqlens_q[request];
+}
+
+static int length_of(const Attention *a, int request) {
+    return a->table ? a->seq_lens[request]
+                    : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
+}
+
+/* How many of the keys, in whole vectors, are up to the last that some rows of an item see. */
+static int columns_seen(const Attention *a, const Item *item, int row, int some,
+                        const Tokens *tokens) {
+    if (a->tree) return tokens->columns;
+    int group = a->q_heads / a->kv_heads, request = item->request;
+    int queries = queries_of(a, request), length = length_of(a, request);
+    int low = (item->row + row) / group, high = (item->row + row + some - 1) / group;
+    if (sight_of(a, request, low, queries, length, NULL).low >= tokens->first + tokens->n) return 0;
+    int last = sight_of(a, request, high, queries, length, NULL).high - tokens->first;
+    return last > 0 ? least(tokens->columns, (int)round_up(last, W)) : 0;
+}
+
+/* Turn the scores of some rows into what their values weigh, and scale what was summed before. */
+static void weigh(const Attention *a, const Item *item, const Scratch *s, const State *to, int row,
+                  int some, const Tokens *tokens, int columns) {
+    int request = item->request, group = a->q_heads / a->kv_heads, first = tokens->first;
+    int queries = queries_of(a, request), length = length_of(a, request);
+    int n = tokens->n;
+    float cap = a->logit_cap, scale = cap != 0 ? a->scale / cap : a->scale;
+    for (int r = row; r < row + some; r++) {
+        int token = (item->row + r) / group;
+        Sight see = sight_of(a, request, token, queries, length, s->depths);
+        float *scores = s->scores + (r - row) * KEYS;
+        int low = see.low - first, high = least(see.high - first, n);
+        int plain = cap == 0 && scale > 0 && !see.drafts;
+        int whole = plain && low <= 0 && high >= columns;
+        number *p = s->p + (r - row) * KEYS;
+        if (!whole) limit(scores, columns, low, high, scale, cap);
+        if (see.drafts) hide_drafts(a, see, s->depths, length - queries, first, n, scores);
+        float factor = soften(scores, columns, whole ? scale : 1, to->largest_so_far + r,
+                              to->sums + r, p);
+        for (int c = columns; c < tokens->steps * KS; c++) p[c] = 0;
+        float *x = to->x + r * s->columns;
+        if (factor != 1)
+            for (int c = 0; c < s->columns; c += W) store(x + c, load(x + c) * factor);
     }
 }
 
 /*
- * List the rows of the next n tokens that are asked for while those of the h-th head are worked
- * on: a share of all heads' rows, in the order of memory, which is read fastest so. Returns how
- * many.
+ * Sum up the outputs over all keys. Returns whether they are finite. careful: what a row does not
+ * see reaches it neither where it is an infinity or a NaN; this is slow.
  */
-static int list_ahead(const Attention *a, const Item *item, int h, const void *base,
-                      const int64_t *at, int64_t skip, int n, const char **ahead) {
-    for (int i = 0; i < n; i++) {
-        int row = h * n + i, head = item->head + row % item->heads;
-        int64_t from = at[row / item->heads] + head * skip;
-        ahead[i] = (const char *)base + from * BYTES[a->kv_type];
+static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, float *states,
+                  int careful) {
+    const Scratch s = *scratch;
+    int request = item->request, rows = item->rows;
+    for (int h = 0; h < item->heads; h++) {
+        State to = state_of(a, item, &s, states, h);
+        memset(to.x, 0, rows * s.columns * sizeof *to.x);
+        memset(to.sums, 0, rows * sizeof *to.sums);
+        for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
-    return n > 0 ? n : 0;
-}
-
-/* Read rows where they are not numbers of a product in whole vectors already. */
-static void read_rows(const Attention *a, const void *base, const int64_t *at, int64_t skip,
-                      int n, int dim, int64_t padded, number *copies, const char **rows) {
-    int as_stored = a->kv_type == (PAIRS ? BF16 : F32) && dim == padded;
-    for (int i = 0; i < n; i++) {
-        const char *from = (const char *)base + (at[i] + skip) * BYTES[a->kv_type];
-        rows[i] = as_stored ? from : (const char *)(copies + i * padded);
-        if (!as_stored) read_row(a->kv_type, from, dim, (int)padded, copies + i * padded);
+    /* few rows gain nothing from packing, and what is asked for ahead should stay in the cache */
+    const int together = rows <= 16 ? KEYS / 2 : KEYS;
+    Places at, then;
+    locate(a, request, item->first, least(together, item->end - item->first), &at);
+    for (int first = item->first; first < item->end; first += together) {
+        int n = least(together, item->end - first), after = first + n;
+        int next = least(together, item->end - after);
+        Tokens tokens = {first, n, (int)round_up(n, W), (int)round_up(n, STEP) / KS};
+        const char *k_rows[KEYS], *v_rows[KEYS], **values = a->v ? v_rows : k_rows;
+        locate(a, request, after, next, &then);
+        ask_for_tokens(a, a->k, then.k, item->head * a->k_head, next);
+        if (a->v) ask_for_tokens(a, a->v, then.v, item->head * a->v_head, next);
+        for (int h = 0; h < item->heads; h++) {
+            State to = state_of(a, item, &s, states, h);
+            int64_t head = item->head + h;
+            Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
+            k_ahead.n = list_ahead(a, item, h, a->k, then.k, a->k_head, next, k_ahead.rows);
+            read_rows(a, a->k, at.k, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
+            if (a->v) {
+                v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
+                v_ahead.n = list_ahead(a, item, h, a->v, then.v, a->v_head, next, v_ahead.rows);
+                read_rows(a, a->v, at.v, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
+                          v_rows);
+            }
+            int few = rows <= FEW, turned = LEVEL_NUMBER == 3 && !few && rows <= 16;
+            int few_values = few && s.columns % (W * KS) == 0, packed = 0;
+            if (!few && !turned) pack_keys(k_rows, n, (int)s.words, s.keys, &k_ahead);
+            for (int row = 0; row < rows; row += BLOCK) {
+                int some = least(BLOCK, rows - row);
+                const number *q = s.q + (h * rows + row) * s.words * KS;
+                float *x = to.x + row * s.columns;
+                int columns = columns_seen(a, item, row, some, &tokens);
+                if (!columns) continue;
+                if (few) {
+                    few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
+#if LEVEL_NUMBER == 3
+                } else if (turned) {
+                    scores_of_keys(rows, n, (int)s.words, s.turned + h * TURNED * s.words * KS,
+                                   k_rows, s.keys, s.scores, &k_ahead);
+#endif
+                } else {
+                    product(some, columns, (int)s.words, q, s.words, s.keys, s.scores, KEYS, 0);
+                }
+                weigh(a, item, &s, &to, row, some, &tokens, columns);
+                if (careful) {
+                    careful_outputs(some, (int)s.columns, n, s.p, values, x, s.columns);
+                } else if (few_values) {
+                    few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
+                                &v_ahead);
+                } else {
+                    if (!packed++)
+                        pack_values(values, n, tokens.steps, (int)s.columns, s.values, &v_ahead);
+                    product(some, (int)s.columns, tokens.steps, s.p, KEYS / KS, s.values, x,
+                            s.columns, 1);
+                }
+            }
+        }
+        at = then;
     }
+    int finite = 1;
+    for (int h = 0; h < item->heads; h++)
+        finite &= all_finite(state_of(a, item, &s, states, h).x, rows * s.columns);
+    return finite;
 }
 
 void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *states) {
     Scratch s;
     lay_out(a, memory, &s);
     int request = item->request, rows = item->rows, group = a->q_heads / a->kv_heads;
-    int start = a->cu_seqlens_q[request], queries = a->cu_seqlens_q[request + 1] - start;
-    int length = a->table ? a->seq_lens[request]
-                          : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
-    float cap = a->logit_cap, scale = cap != 0 ? a->scale / cap : a->scale;
+    int start = a->cu_seqlens_q[request];
     if (a->tree)
         for (int i = 0; i < a->drafts; i++) s.depths[i] = depth_of(a, request, i);
-    int64_t state = state_size(a, rows);
     begin_products();
     for (int h = 0; h < item->heads; h++) {
         for (int r = 0; r < rows; r++) {
@@ -181,77 +254,8 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
             turn_queries(s.q + h * rows * s.words * KS, rows, (int)s.words,
                          s.turned + h * TURNED * s.words * KS);
 #endif
-        /* an unfinished output is summed up where the merge will look for it */
-        float *x = states ? states + (h * item->splits + item->split) * state
-                          : s.outputs + h * rows * s.columns;
-        float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
-        memset(x, 0, rows * s.columns * sizeof *x);
-        memset(states ? largest_so_far + rows : s.sums + h * rows, 0, rows * sizeof *x);
-        for (int r = 0; r < rows; r++) largest_so_far[r] = -INFINITY;
     }
-    for (int first = item->first; first < item->end; first += KEYS) {
-        int n = item->end - first < KEYS ? item->end - first : KEYS;
-        int columns = (int)round_up(n, W), steps = (int)round_up(n, STEP) / KS;
-        int64_t k_at[KEYS], v_at[KEYS], next_k[KEYS], next_v[KEYS];
-        int after = first + n, next = item->end - after < KEYS ? item->end - after : KEYS;
-        const char *k_rows[KEYS], *v_rows[KEYS];
-        locate(a, request, first, n, k_at, v_at);
-        locate(a, request, after, next, next_k, next_v);
-        for (int h = 0; h < item->heads; h++) {
-            float *x = states ? states + (h * item->splits + item->split) * state
-                              : s.outputs + h * rows * s.columns;
-            float *largest_so_far = states ? x + rows * s.columns : s.largest + h * rows;
-            float *sums = states ? largest_so_far + rows : s.sums + h * rows;
-            int64_t head = item->head + h;
-            Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
-            k_ahead.n = list_ahead(a, item, h, a->k, next_k, a->k_head, next, k_ahead.rows);
-            read_rows(a, a->k, k_at, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
-            const number *q = s.q + h * rows * s.words * KS;
-            if (rows <= FEW) {
-                few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
-#if LEVEL_NUMBER == 3
-            } else if (rows <= TURNED) {
-                scores_of_keys(rows, n, (int)s.words, s.turned + h * TURNED * s.words * KS, k_rows,
-                               s.keys, s.scores, &k_ahead);
-#endif
-            } else {
-                pack_keys(k_rows, n, (int)s.words, s.keys, &k_ahead);
-                product(rows, columns, (int)s.words, q, s.words, s.keys, s.scores, KEYS, 0);
-            }
-            for (int r = 0; r < rows; r++) {
-                int token = (item->row + r) / group;
-                Sight see = sight_of(a, request, token, queries, length, s.depths);
-                float *scores = s.scores + r * KEYS;
-                int high = see.high - first < n ? see.high - first : n;
-                number *p = s.p + r * KEYS;
-                int low = see.low - first, plain = cap == 0 && !see.drafts;
-                int whole = plain && low <= 0 && high == n && n == columns;
-                if (!whole) limit(scores, columns, low, high, scale, cap);
-                if (see.drafts)
-                    hide_drafts(a, see, s.depths, length - queries, first, n, scores);
-                float factor = soften(scores, columns, whole ? scale : 1, largest_so_far + r,
-                                      sums + r, p);
-                for (int c = columns; c < steps * KS; c++) p[c] = 0;
-                if (factor != 1)
-                    for (int c = 0; c < s.columns; c += W)
-                        store(x + r * s.columns + c, load(x + r * s.columns + c) * factor);
-            }
-            if (a->v) {
-                v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
-                v_ahead.n = list_ahead(a, item, h, a->v, next_v, a->v_head, next, v_ahead.rows);
-                read_rows(a, a->v, v_at, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
-                          v_rows);
-            }
-            const char **values = a->v ? v_rows : k_rows;
-            if (rows <= FEW && s.columns % (W * KS) == 0) {
-                few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
-                            &v_ahead);
-            } else {
-                pack_values(values, n, steps, (int)s.columns, s.values, &v_ahead);
-                product(rows, (int)s.columns, steps, s.p, KEYS / KS, s.values, x, s.columns, 1);
-            }
-        }
-    }
+    if (!sum_up(a, item, &s, states, 0)) sum_up(a, item, &s, states, 1);
     end_products();
     if (states) return;
     for (int h = 0; h < item->heads; h++)

@@ -6,7 +6,7 @@
 enum type { F32, F16, BF16, E4M3, E5M2 };            /* of elements in memory */
 enum level { AVX2, AVX512, AVX512_BF16, AMX_BF16 };  /* what the kernels may use, rising */
 
-enum { ROWS = 128, KEYS = 64 }; /* queries of a work item; keys that are packed at once */
+enum { ROWS = 256, KEYS = 128 }; /* queries of a work item; keys that are packed at once */
 
 /*
  * One call. Strides count elements; the last dimension of q, k, v and out is dense.

@@ -103,30 +103,32 @@ static Size plan(const Attention *a, int heads_each, Item *items) {
     for (int b = 0; b < a->requests; b++) {
         int queries = a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b], all = queries * group;
         int length = a->table ? a->seq_lens[b] : a->cu_seqlens_k[b + 1] - a->cu_seqlens_k[b];
-        int tiles = divide_up(all, ROWS), most = larger(1, MOST_PARTS / larger(1, tiles));
-        for (int tile = tiles - 1; tile >= 0; tile--) { /* in causal order the longest first */
+        int tiles = divide_up(all, ROWS), halves = larger(1, divide_up(all, ROWS / 2));
+        int most = larger(1, MOST_PARTS / halves);
+        for (int i = 0; i < a->kv_heads * tiles; i++) {
+            /* a head's tiles follow each other, so its keys stay in the cache; the longest first */
+            int head = i / tiles, tile = tiles - 1 - i % tiles;
             int row = tile * ROWS, rows = smaller(ROWS, all - row), first, end;
+            int together = larger(1, smaller(heads_each, ROWS / rows));
+            if (head % together) continue;
+            int heads = smaller(together, a->kv_heads - head);
             span(a, b, queries, length, row, rows, &first, &end);
             int part = larger(LEAST_PART, divide_up(end - first, most));
             part = divide_up(part, KEYS) * KEYS;
             int parts = larger(1, divide_up(end - first, part));
-            int together = larger(1, smaller(heads_each, ROWS / rows));
-            for (int head = 0; head < a->kv_heads; head += together) {
-                int heads = smaller(together, a->kv_heads - head);
-                for (int i = 0; i < parts; i++) {
-                    int from = first + i * part;
-                    if (items)
-                        items[size.items] = (Item){
-                            b, row, rows, head, heads, from, smaller(end, from + part), i, parts,
-                            parts > 1 ? size.floats : -1, size.counters,
-                        };
-                    size.items++;
-                }
-                if (parts > 1) {
-                    size.floats += state_size(a, rows) * parts * heads;
-                    if (items) ((atomic_int *)a->workspace)[size.counters] = parts;
-                    size.counters++;
-                }
+            for (int split = 0; split < parts; split++) {
+                int from = first + split * part;
+                if (items)
+                    items[size.items] = (Item){
+                        b, row, rows, head, heads, from, smaller(end, from + part), split, parts,
+                        parts > 1 ? size.floats : -1, size.counters,
+                    };
+                size.items++;
+            }
+            if (parts > 1) {
+                size.floats += state_size(a, rows) * parts * heads;
+                if (items) ((atomic_int *)a->workspace)[size.counters] = parts;
+                size.counters++;
             }
         }
     }
@@ -149,8 +151,11 @@ static int64_t outside(const Attention *a) {
         if (!queries) continue;
         span(a, b, queries, length, 0, queries * (a->q_heads / a->kv_heads), &first, &end);
         const int32_t *pages = a->table + b * a->table_row;
+        /* a page below 0 is a large one without sign */
+        uint32_t count = a->pages > INT32_MAX ? 1u << 31 : (uint32_t)a->pages, beyond = 0;
         for (int page = first / a->page_size; page < divide_up(end, a->page_size); page++)
-            if (pages[page] < 0 || pages[page] >= a->pages) return b;
+            beyond |= (uint32_t)pages[page] >= count;
+        if (beyond) return b;
     }
     return -1;
 }

@@ -149,7 +149,8 @@ static void scores_of_keys(int rows, int n, int words, const number *turned, con
     if (t < count) { \
         LOAD_TILE(rows_of, left[t].at + word, left[t].row); \
         _tile_dpbf16ps(t, rows_of, 7); \
-        for (int i = turn * KEYS / turns; i < (turn + 1) * KEYS / turns; i++) ask_for(ahead, i); \
+        for (int i = turn * ahead->n / turns; i < (turn + 1) * ahead->n / turns; i++) \
+            ask_for(ahead, i); \
         turn++; \
     }
         KEYS_OF(0, 4)

@@ -52,6 +52,11 @@ INLINE vec where_less(vec a, vec b, vec yes, vec no) {
     __mmask16 less = _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ);
     return (vec)_mm512_mask_blend_ps(less, (__m512)no, (__m512)yes);
 }
+/* 0 where a < least, else y */
+INLINE vec unless_less(vec a, float least, vec y) {
+    __mmask16 others = _mm512_cmp_ps_mask((__m512)a, _mm512_set1_ps(least), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_mov_ps(others, (__m512)y);
+}
 /* x in the columns [low, high), -inf elsewhere */
 INLINE vec only(vec x, int low, int high) {
     low = low < 0 ? 0 : low > 16 ? 16 : low;
@@ -78,6 +83,9 @@ INLINE float sum(vec x) {
 INLINE vec where_less(vec a, vec b, vec yes, vec no) {
     return (vec)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)(a < b));
 }
+INLINE vec unless_less(vec a, float least, vec y) {
+    return (vec)_mm256_andnot_ps((__m256)(a < least), (__m256)y);
+}
 INLINE vec only(vec x, int low, int high) {
     ivec column = {0, 1, 2, 3, 4, 5, 6, 7};
     ivec seen = (column >= low) & (column < high);
@@ -98,7 +106,8 @@ INLINE vec multiply_add(vec sum, vec a, vec b) {
  * value is multiplied by the power, not added to in its exponent: so any NaN stays one.
  */
 INLINE vec power_of_two(vec x) {
-    vec shifted = x + 0x1.8p23f, f = x - (shifted - 0x1.8p23f);
+    const float magic = 0x1.8p23f + 127; /* sums have a whole number, 127 more, as last bits */
+    vec shifted = x + magic, f = x - (shifted - magic);
     vec y = f * 0.00015469732f + 0.00134004322f;
     y = y * f + 0.00961802560f;
     y = y * f + 0.0555032721f;
@@ -106,8 +115,8 @@ INLINE vec power_of_two(vec x) {
     y = y * f + 0.693147207f;
     y = y * f + 1.0f;
     /* 127 is the exponent of 1; wraps where x is too small */
-    uvec power = ((uvec)shifted - (uvec)(all(0x1.8p23f) - 127.0f)) << 23;
-    return where_less(x, all(-126.0f), all(0.0f), y * (vec)power);
+    vec power = (vec)((uvec)shifted << 23);
+    return unless_less(x, -126.0f, y * power);
 }
 
 /* A polynomial near 0, else by 2^x; errs by a few units in the last place. */
