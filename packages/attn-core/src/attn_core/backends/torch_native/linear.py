@@ -9,7 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_core.backends.torch_native.delta_rule import drafts, per_value_head, sequence
+from attn_core.backends.torch_native.delta_rule import (
+    NOTHING_LEFT,
+    drafts,
+    per_value_head,
+    sequence,
+)
 from attn_core.cache.state_pool import CHUNK_SIZE, StateCache, StatePool
 from attn_core.runtime.backend import LinearAttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch
@@ -261,8 +266,13 @@ def _store(state: Tensor, slot: int, new: Tensor) -> None:
 def _prepared(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q and k normalised, log decay and beta, all float32."""
-    return normalised(layer, q), normalised(layer, k), *gated(layer, g, beta)
+    """Return q and k normalised, log decay and beta, all float32.
+
+    A decay that float32 rounds to 0 is as good as any below: sums of smaller logs would not see the
+    others, and differences of infinities are NaN.
+    """
+    decay, beta = gated(layer, g, beta)
+    return normalised(layer, q), normalised(layer, k), decay.clamp(min=NOTHING_LEFT), beta
 
 
 def _output(
