@@ -56,7 +56,7 @@ def dual_chunk_loop(
         rotated = Queries(
             q.ptr + rotation.to(tl.int64) * rotation_stride, q.token_stride, q.head_stride
         )
-        tile = load_tile(rotated, keys.cache.k, row, query, queries, head, C)
+        tile = load_tile(rotated, row, query, queries, head, C)
         part_keys = Keys(
             keys.cache, keys.table, first, end, prefix, keys.tree, keys.window, keys.drafts, own,
             seen_by_all,
