@@ -234,12 +234,12 @@ class LinearRoutes:
 def _split(batch: ForwardBatch) -> Iterable[tuple[ForwardBatch, int]]:
     """Yield the batches that a pass is run as, and the first token of each.
 
-    The requests of one token at the start of a mixed pass are decoded. Without lengths on the host,
-    and with checkpoints, which decode does not write, the pass is run as one extend.
+    The requests of one token at the start of a mixed pass are decoded. Without requests or lengths
+    on the host, and with checkpoints, which decode does not write, the pass is run as one extend.
     """
     lens = batch.query_lens_host
     mixed = batch.forward_mode is ForwardMode.MIXED
-    if not mixed or lens is None or batch.checkpoint_slots is not None:
+    if not mixed or not lens or batch.checkpoint_slots is not None:
         return [(batch, 0)]
     decodes = next((i for i, n in enumerate(lens) if n != 1), len(lens))
     cuts = ((ForwardMode.DECODE, 0, decodes), (ForwardMode.EXTEND, decodes, len(lens)))
