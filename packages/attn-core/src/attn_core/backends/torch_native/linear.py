@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attn_core.backends.plain_precision import plain_precision
 from attn_core.backends.torch_native.delta_rule import (
     NOTHING_LEFT,
     drafts,
@@ -65,6 +66,7 @@ class TorchNativeLinear(LinearAttentionBackend):
             token, chunk = token + tokens, chunk + chunks
         return requests
 
+    @plain_precision
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
@@ -99,6 +101,7 @@ class TorchNativeLinear(LinearAttentionBackend):
             _store(state.state, x.write, work)
         return result
 
+    @plain_precision
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
@@ -148,6 +151,7 @@ class TorchNativeLinear(LinearAttentionBackend):
             if x.checkpoints and x.checkpoints[step.place] >= 0:
                 _store(pool, x.checkpoints[step.place], states[step.requests.start + i])
 
+    @plain_precision
     def verify(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
@@ -177,6 +181,7 @@ class TorchNativeLinear(LinearAttentionBackend):
         torch.unflatten(result, 0, (-1, n)).index_copy_(0, rows, o.to(result.dtype))
         return result
 
+    @plain_precision
     def commit(
         self, pool: StatePool, batch: ForwardBatch, metadata: Metadata, accepted: Tensor
     ) -> None:
