@@ -84,6 +84,25 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run intel_amx's tests with its kernels under GCC's checks of addresses and of undefined C."""
+    install_transformers(session, TRANSFORMERS[0])
+    checked = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
+    away = pathlib.Path(session.create_tmp()).resolve()  # the package has kernels without checks
+    shutil.rmtree(away / "src", ignore_errors=True)
+    without = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "packages/attn-intel/src", away / "src", ignore=without)
+    session.env.update(PYTHONPATH=str(away / "src"), XDG_CACHE_HOME=str(away))
+    session.env.update(CC=f"gcc {checked}", ASAN_OPTIONS="detect_leaks=0")  # Python leaks
+    session.run("python", "-m", "attn_intel.cpu")
+    find = "import subprocess; print(*(subprocess.getoutput(f'gcc -print-file-name=lib{x}.so')"
+    find += " for x in ('asan', 'ubsan')))"
+    session.env["LD_PRELOAD"] = ask(session, "python", "-c", find)
+    tests = sorted(map(str, ROOT.glob("tests/conformance/test_intel_amx*.py")))
+    run_tests(session, *(session.posargs or [*tests, "-m", "not long"]))
+
+
+@nox.session
 def contracts(session: nox.Session) -> None:
     """Compare our calls and the emulated libraries with the vendors' wheels: 700 MB, kept."""
     install(session, *TOOLS, "pip", extras="[triton]")

@@ -316,6 +316,7 @@ def test_a_broken_library_is_named(monkeypatch, tmp_path):
 def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path, capsys):
     from attn_intel.cpu import __main__ as command
 
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(build, "compiler", lambda: None)
     monkeypatch.setattr(command, "compiled_library", lambda: None)
     with pytest.raises(SystemExit, match=r"no C compiler: install GCC 11 .*, or set CC"):

@@ -9,6 +9,7 @@ import platform
 import stat
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -337,6 +338,32 @@ def test_a_forked_child_attends():
     assert queue.get()
 
 
+FORKS = """
+import os, sys, warnings
+import torch
+sys.path[:0] = sys.argv[1:]
+warnings.simplefilter("ignore")
+torch.set_num_threads(4)
+from test_intel_amx_edges import a_pass
+backend, arguments = a_pass()
+want = backend.forward(*arguments)
+torch.ones(1 << 22).sum()  # torch's own threads of the parent
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(backend.forward(*arguments), want) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_of_a_parent_with_threads_attends_alone():
+    """OpenMP's threads stay behind in the parent: a child that counts on them waits for ever."""
+    compiled()
+    here = pathlib.Path(__file__).parent
+    command = [sys.executable, "-c", FORKS, str(here), str(here.parent / "support")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    assert subprocess.run(command, env=environment, timeout=120, check=False).returncode == 0
+
+
 def test_queries_that_require_a_gradient_and_inference_mode():
     backend, arguments = a_pass()
     want = backend.forward(*arguments)
@@ -378,6 +405,18 @@ def test_what_others_can_write_is_not_loaded(in_cache):
             assert f"chmod go-w {path}" in build.distrusted(in_cache)
         path.chmod(mode)
     assert build.compiled_library() == in_cache
+
+
+def test_what_lies_where_no_code_is_run_is_not_loaded(in_cache, monkeypatch):
+    """Else intel_amx would be selected, and fail when the first pass loads it."""
+    flags = os.statvfs(in_cache.parent)
+    sealed = types.SimpleNamespace(f_flag=flags.f_flag | os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda path: sealed)
+    assert build.compiled_library() is None
+    assert versions.attn_register_libraries() == []
+    monkeypatch.setattr(command, "build", lambda folder: in_cache)
+    with pytest.raises(SystemExit, match=r"will not be loaded: .*noexec.*set XDG_CACHE_HOME"):
+        command.main()
 
 
 def test_what_belongs_to_others_is_not_loaded(in_cache, monkeypatch):

@@ -1,4 +1,4 @@
-"""intel_amx over values that are infinite or NaN: they reach the queries that see them, no other."""
+"""intel_amx over values that are infinite or NaN: they reach queries that see them alone."""
 
 import math
 from dataclasses import replace

@@ -36,8 +36,8 @@ class Allocator(RuleBasedStateMachine):
         row = self.model.get(key, [])
         more = max(0, -(-length // PAGE) - len(row))
         have = self.lengths.get(key, 0)
-        written = {x for x in row[have // PAGE : -(-length // PAGE)] if x is not None}
-        others = set().union(*(r for k, r in self.model.items() if k != key))
+        written = set(row[have // PAGE : -(-length // PAGE)])
+        others = set().union(*(r for k, r in self.model.items() if k != key), {None})
         if length > have and written & others:
             before = self.real.num_free, self.real.pages(key)
             with pytest.raises(UsageError, match=f"would write tokens {have} to {length - 1} "):
@@ -265,3 +265,18 @@ def test_no_key_overwrites_what_another_holds(seed):
     for name in list(texts):
         release(name)
     assert (pages.num_free, pages.num_held) == (199, 0)
+
+
+@pytest.mark.parametrize(("position", "shorter"), [(32, 10), (1000, 20)])
+def test_a_write_into_a_page_that_was_given_back_is_refused(position, shorter):
+    """Its tokens would go to the dummy page, without a word."""
+    allocator = PageAllocator(num_pages=10, page_size=16)
+    allocator.grow("a", 20 if position == 1000 else 40)
+    allocator.release_before("a", position)
+    allocator.grow("a", shorter)
+    before = allocator.pages("a")
+    with pytest.raises(
+        UsageError, match=r"'a' would write tokens \d+ to 24 into pages .*gave back"
+    ):
+        allocator.grow("a", 25)
+    assert allocator.pages("a") == before

@@ -353,3 +353,16 @@ def test_what_was_chosen_for_the_device_writes(monkeypatch):
     with pytest.raises(UsageError, match="v is required: this cache stores values"):
         write_kv(cache, tokens(5, 2, 32), None, SLOTS)
     assert seen == ["cpu"], "nothing is written"
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_padding_is_not_copied(layout, apart):
+    """Of strided pools and of HND, -1 was the last slot."""
+    shape = (3, 2, 1, 4) if layout == "NHD" else (3, 1, 2, 4)
+    stores = [torch.randn(*shape[:-1], 8)[..., :4] if apart else torch.randn(shape) for _ in "kv"]
+    cache = LayerCache(k=stores[0], v=stores[1], layout=layout)
+    before = read_kv(cache, torch.arange(6), torch.float32)
+    copy_slots(cache, torch.tensor([2, -1, 3]), torch.tensor([-1, 4, 1]))
+    for old, new in zip(before, read_kv(cache, torch.arange(6), torch.float32), strict=True):
+        assert torch.equal(new, old[[0, 3, 2, 3, 4, 5]])

@@ -302,3 +302,17 @@ def test_an_engines_tensors_that_do_not_fit_are_refused(changes, message):
     states = {"state": torch.zeros(2, 5, 4, 16, 8), **changes}
     with pytest.raises(UsageError, match=message):
         StatePool.of([3, 7], StateCache(**states))
+
+
+@pytest.mark.parametrize(("slots", "cleared"), [([1, -1, 3], [1, 3]), ([-1, -1], []), ([], [])])
+def test_padding_is_not_cleared(slots, cleared):
+    """-1 was the last slot."""
+    layer = LinearLayer(layer_id=0, num_k_heads=1, num_v_heads=1, head_k_dim=2, head_v_dim=2)
+    pool = StatePool([layer], num_slots=5, conv_channels=3)
+    pool.states.state.fill_(torch.nan)
+    pool.states.conv.fill_(7)
+    pool.zero_slots(torch.tensor(slots, dtype=torch.int64))
+    is_clear = [bool((pool.states.state[:, i] == 0).all()) for i in range(5)]
+    assert [i for i, x in enumerate(is_clear) if x] == cleared
+    is_clear = [bool((pool.states.conv[:, i] == 0).all()) for i in range(5)]
+    assert [i for i, x in enumerate(is_clear) if x] == cleared

@@ -125,6 +125,17 @@ def test_a_mixed_pass_that_is_not_split(why):
     assert modes(routes) == {"linear_prefill": [(M.MIXED, 2)]}
 
 
+@pytest.mark.parametrize("mode", [M.MIXED, M.EXTEND, M.DECODE])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_pass_without_requests(mode, given):
+    """A mixed one once failed: it has neither decode rows nor others."""
+    dispatcher, _ = serving()
+    batch, empty = make_batch(mode, [], ()), torch.empty(0, HV, V)
+    out, _ = forward(dispatcher, batch, inputs(GDN, 0), out=empty if given else None)
+    assert out.shape == (0, HV, V)
+    assert out is empty or not given
+
+
 def test_an_idle_pass():
     dispatcher, _ = serving()
     batch = make_batch(M.IDLE, [], ())

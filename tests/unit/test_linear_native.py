@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from attn_core.backends.torch_native.linear import TorchNativeLinear
+from attn_core.runtime.batch import SpecInfo
 from attn_core.testing.linear_oracle import delta_rule
 from linear_passes import (
     GDN,
@@ -55,6 +56,32 @@ def test_an_extend_is_the_recurrence(kind, changes, ratio):
             close(pool.states.state[0, slot], states[-1], ratio)
     kept = [2, 4, 6, 7]  # 7 has no tokens
     assert torch.equal(pool.states.state[0, kept], before[kept])
+
+
+@KINDS
+@pytest.mark.parametrize("forgets", [-torch.inf, -1e30, -1e6])
+def test_a_token_that_forgets_all_before_it(kind, forgets):
+    """Differences of infinities are NaN, and beside a large sum the other decays are lost."""
+    layer, pool = LAYERS[kind], make_pool(LAYERS[kind])
+    before, tensors = pool.states.state[0].clone(), inputs(LAYERS[kind], sum(RAGGED))
+    tensors[3][[0, 20, 37, 150, 200]] = forgets
+    out = extend(BACKEND, layer, pool, tensors, RAGGED, SLOTS)
+    wanted = expected(tensors, RAGGED, layer, before[list(SLOTS)])
+    close(out, torch.cat([o for o, _ in wanted]), 2e-4)
+
+
+@KINDS
+def test_drafts_that_forget_all_before_them(kind):
+    layer, pool = LAYERS[kind], make_pool(LAYERS[kind], num_drafts=4)
+    before, tensors = pool.states.state[0].clone(), inputs(LAYERS[kind], 4)
+    tensors[3][1:3] = -torch.inf
+    spec = SpecInfo(topk=1, num_draft_tokens=4)
+    batch = make_batch(M.TARGET_VERIFY, (4,), (2,), spec=spec)
+    out, plan = run(BACKEND, batch, layer, pool, tensors)
+    [(wanted, states)] = expected(tensors, (4,), layer, before[[2]])
+    close(out, wanted, 2e-4)
+    BACKEND.commit(pool, batch, plan, torch.tensor([3]))
+    close(pool.states.state[0, 2], states[-1], 2e-4)
 
 
 def test_strong_decay_within_a_block_is_not_factored():

@@ -17,7 +17,7 @@ from attn_core import (
     select,
     write_kv,
 )
-from attn_core.errors import BatchError
+from attn_core.errors import BatchError, UnsupportedError
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.operands import fillable, readable
 from recording import DV, HQ, LAYERS, TABLE, M, batch, make, qkv
@@ -226,3 +226,55 @@ def test_ragged_lengths_are_checked(change, message):
         dispatcher.forward_ragged(*qkv(4), LAYERS[0], *(lengths | change).values(), causal=True)
     assert not pre.calls
     dispatcher.forward_ragged(*qkv(4), LAYERS[0], *lengths.values(), causal=True)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_backward_pass_is_refused(which, with_lse):
+    """Keys and values end at the cache: their gradients would be missing without a word."""
+    dispatcher, x, tensors = attending()
+    tensors[which].requires_grad_()
+    metadata = dispatcher.init_forward_metadata(x)
+    with torch.no_grad():
+        want = dispatcher.forward(*tensors, ATTENDS, x, metadata)
+    got = dispatcher.forward(*tensors, ATTENDS, x, metadata, return_lse=with_lse)
+    out = got[0] if with_lse else got
+    assert torch.equal(out, want)
+    for part in got if with_lse else (got,):
+        if which < 2:
+            with pytest.raises(UnsupportedError, match=r"inference only.*torch\.no_grad"):
+                part.sum().backward(retain_graph=True)
+        else:  # K is written with V, and torch itself refuses what has no gradient
+            assert not part.requires_grad
+
+
+def test_an_out_that_autograd_would_have_to_follow_is_refused():
+    dispatcher, x, tensors = attending()
+    tensors[0].requires_grad_()
+    metadata, out = dispatcher.init_forward_metadata(x), torch.empty(3, 2, 8)
+    with pytest.raises(UnsupportedError, match=r"`out` and tensors that require gradients"):
+        dispatcher.forward(*tensors, ATTENDS, x, metadata, out=out)
+    with torch.no_grad():
+        assert dispatcher.forward(*tensors, ATTENDS, x, metadata, out=out) is out
+
+
+ATTENDS = AttentionLayer(
+    layer_id=0, num_q_heads=2, num_kv_heads=2, head_dim=8, v_head_dim=8, scale=0.4
+)
+
+
+def attending():
+    """Return a dispatcher of torch_native over a pool, a pass of 3 tokens, and its q, k and v."""
+    needs = Requirements(layers=(LayerRequirements(head_dim=8),), dtype="fp32", page_size=4)
+    registry, overrides = load_plugins(), Overrides(attention_backend="torch_native")
+    chosen = select(needs, parse_device("cpu"), registry, {}, overrides)
+    pool = KVPool([ATTENDS], num_pages=3, page_size=4, kv_cache_dtype="fp32")
+    dispatcher = HybridDispatcher.from_selection(chosen, registry, [ATTENDS], pool)
+    x = ForwardBatch.build(
+        M.EXTEND,
+        query_lens=[3],
+        seq_lens=[3],
+        page_table=torch.tensor([[1]], dtype=torch.int32),
+        page_size=4,
+    )
+    return dispatcher, x, list(torch.randn(3, 3, 2, 8).unbind(0))

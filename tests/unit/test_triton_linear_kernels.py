@@ -11,7 +11,7 @@ from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 from attn_core.backends.triton.linear.tuning import fuses
 from attn_core.errors import UsageError
 from attn_core.runtime import warmup_linear
-from linear_reference import draw, make_linear_layer
+from linear_reference import Tokens, draw, make_linear_layer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cuda":
@@ -43,6 +43,14 @@ def close(got, want, *, rms=1e-5):
     assert torch.isfinite(got).all()
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt().clamp_min(1e-9)
     assert error < rms, f"{error:.1e}"
+
+
+def heads_apart(x):
+    """Return x [T, 3, …] with its heads 2^30 numbers apart, in memory that nobody touches."""
+    wide = torch.empty(2**31 + x[:, 0].numel(), dtype=x.dtype)
+    inner = x[0, 0].numel()
+    last = (1,) * (x.dim() - 2)
+    return wide.as_strided(x.shape, (inner, 2**30, *last)).copy_(x)
 
 
 def states_of(layer, slots, dtype=torch.float32):
@@ -84,6 +92,16 @@ class TestDecode:
                 close(got[i], want[0])
                 close(state[slot], after[0])
         assert torch.equal(state[[1, 2, 5]], before[[1, 2, 5]])
+
+    @pytest.mark.parametrize("kind", ["gdn", "kda"])
+    def test_heads_that_lie_far_apart(self, kind):
+        layer = make_linear_layer(kind=kind, heads=(3, 3))
+        tokens, state = draw(layer, 2), states_of(layer, 2)
+        near, far = state.clone(), [heads_apart(x) for x in tokens.raw]
+        kept, slots = launch.LinearArguments.of(layer, "sm90"), int32(1, 0)
+        want = launch.decode(kept, *tokens.raw, near, slots)
+        assert torch.equal(launch.decode(kept, *far, state, slots), want)
+        assert torch.equal(state, near)
 
     def test_slots_to_write_and_fresh_requests(self):
         layer = make_linear_layer()
@@ -220,6 +238,28 @@ class TestPrefill:
         want, after = tokens.run(state[0])
         close(run_prefill(layer, tokens, (70,), state, (0,)), want)
         close(state[0], after[-1])
+
+    @pytest.mark.parametrize("kind", ["gdn", "kda"])
+    @pytest.mark.parametrize("forgets", [-torch.inf, -1e6])
+    def test_a_token_that_forgets_all_before_it(self, kind, forgets):
+        """Differences of infinities are NaN, and beside a large sum the other decays are lost."""
+        layer = make_linear_layer(kind=kind, heads=(1, 1))
+        tokens, state = draw(layer, 70), states_of(layer, 1)
+        tokens.g[[0, 20, 37, 66]] = forgets
+        want, after = tokens.run(state[0])
+        close(run_prefill(layer, tokens, (70,), state, (0,)), want, rms=2e-4)
+        close(state[0], after[-1], rms=2e-4)
+
+    @pytest.mark.parametrize("kind", ["gdn", "kda"])
+    def test_heads_that_lie_far_apart(self, kind):
+        """32 bits do not count from the first head to the third; nothing between is touched."""
+        layer = make_linear_layer(kind=kind, heads=(3, 3))
+        tokens, state = draw(layer, 3), states_of(layer, 2)
+        near, far = state.clone(), [heads_apart(x) for x in tokens.raw]
+        want = run_prefill(layer, tokens, (3,), near, (1,))
+        moved = Tokens(*far, layer)
+        assert torch.equal(run_prefill(layer, moved, (3,), state, (1,)), want)
+        assert torch.equal(state, near)
 
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     def test_a_pass_in_two_at_a_chunk_has_the_same_bits(self, kind):

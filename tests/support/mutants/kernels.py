@@ -75,7 +75,7 @@ class KernelLseInBaseTwo(Edited):
 
 class KernelSinkNotInTheSum(Edited):
     kernel = common.finalize
-    before = "total = total * shrink + tl.exp2(sink2 - new)"
+    before = "total = total * shrink + tl.exp2(sink2 - base)"
     after = "total = total * shrink"
 
 
@@ -87,8 +87,8 @@ class KernelLastPartDropped(Edited):
 
 class KernelRotationsReversed(Edited):
     kernel = dual_chunk.dual_chunk_loop
-    before = "q.ptr + rotation * rotation_stride"
-    after = "q.ptr + (2 - rotation) * rotation_stride"
+    before = "q.ptr + rotation.to(tl.int64) * rotation_stride"
+    after = "q.ptr + (2 - rotation).to(tl.int64) * rotation_stride"
 
 
 class KernelChunksOfOtherRows(Edited):

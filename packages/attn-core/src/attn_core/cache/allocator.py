@@ -58,8 +58,8 @@ class PageAllocator:
         """Make `key` `length` tokens long, add the pages it needs, and return its pages in order.
 
         An unknown key is added. Existing pages are kept, even for a smaller length. Its new tokens
-        are about to be written, so none of their pages may be shared. Raises OutOfPagesError and
-        UsageError, which change nothing.
+        are about to be written, so none of their pages may be shared, or given back. Raises
+        OutOfPagesError and UsageError, which change nothing.
         """
         _refuse_negative(key, length)
         pages = self._pages.get(key, [])
@@ -71,6 +71,11 @@ class PageAllocator:
                 f"{key!r} would write tokens {have} to {length - 1} into page {shared[0]}, which "
                 f"{self._owners[shared[0]]} keys share; share() its first {have} tokens with a new "
                 f"key and release {key!r}"
+            )
+        if 0 in written and length > have:
+            raise UsageError(
+                f"{key!r} would write tokens {have} to {length - 1} into pages that it gave back "
+                "in release_before(); give back only what lies before its next token's window"
             )
         num_new = max(0, num_pages_for(length, self.page_size) - len(pages))
         if num_new > len(self._free):

@@ -205,8 +205,17 @@ class StatePool:
         self.from_host(self._read(src), dst)
 
     def zero_slots(self, slots: Tensor) -> None:
-        """Clear slots, int64 [N]."""
-        self.states.map(lambda t: t.index_fill_(1, slots, 0), drafts=False)
+        """Clear slots, int64 [N]; -1 is padding. Never syncs."""
+        if not slots.numel():
+            return
+        top = slots.amax()  # in the place of padding; below 0 where all is
+        real = torch.where(slots < 0, top, slots).clamp(min=0)
+
+        def clear(t: Tensor) -> Tensor:
+            kept = t.index_select(1, real).masked_fill_(top >= 0, 0)
+            return t.index_copy_(1, real, kept)
+
+        self.states.map(clear, drafts=False)
 
     def to_host(self, slots: Tensor) -> StateCache:
         """Return a copy of slots, int64 [N], in the host's memory."""

@@ -21,7 +21,7 @@ from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
-from attn_core.runtime.operands import check_pass, check_ragged, fillable, filled, readable
+from attn_core.runtime.operands import check_pass, check_ragged, fillable, readable, returned
 from attn_core.runtime.planner import Planner
 from attn_core.runtime.routes import (
     Agree,
@@ -109,13 +109,12 @@ class HybridDispatcher(Planner):
         """Write new K/V into the cache and attend; called once per layer.
 
         q [T, Hq, D], or [T, 3 or 5, Hq, D] for dual chunk attention; k [N, Hkv, D], v [N, Hkv, Dv]
-        are written to the N slots of the layer's view.
-        k None writes nothing. If the view has no slots, the engine has already written them. Any
-        strides are accepted. Returns [T, Hq, Dv], with return_lse also the LSE, natural log,
-        float32 [T, Hq]; IDLE returns empty tensors. Raises UnsupportedError; BatchError for a
-        missing view and for shapes that do not match the pass; BackendError if the backend's first
-        output for a layer violates the contract. A layer with index_topk needs topk_indices in
-        passes of more keys.
+        are written to the N slots of the layer's view. k None writes nothing. If the view has no
+        slots, the engine has already written them. Any strides are accepted. Returns [T, Hq, Dv],
+        with return_lse also the LSE, natural log, float32 [T, Hq]; IDLE returns empty tensors.
+        Raises UnsupportedError, in a backward pass too; BatchError for a missing view and for
+        shapes that do not match the pass; BackendError if the backend's first output for a layer
+        violates the contract. A layer with index_topk needs topk_indices in passes of more keys.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
@@ -152,7 +151,8 @@ class HybridDispatcher(Planner):
         if (layer_id, return_lse) not in route.checked:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
-        return result if out is None or out is dense else filled(out, result)
+        plain = out is dense and not (q.requires_grad or (k is not None and k.requires_grad))
+        return result if plain else returned(result, out, dense, q, *(() if k is None else (k,)))
 
     def index_topk(
         self, q_index: Tensor, k_index: Tensor | None, weights: Tensor, layer: AttentionLayer,
@@ -184,7 +184,7 @@ class HybridDispatcher(Planner):
         if (role, layer.layer_id, return_lse) not in self._ragged:
             refuse_output(backend.config, result, q, layer, dense, return_lse)
             self._ragged.add((role, layer.layer_id, return_lse))
-        return result if out is None or out is dense else filled(out, result)
+        return returned(result, out, dense, q, k, v)
 
     def forward_linear(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from attn_core.runtime.linear_checks import (
     refuse_slots,
     refuse_states,
 )
-from attn_core.runtime.operands import fillable, readable
+from attn_core.runtime.operands import fillable, readable, refuse_gradients, returned
 from attn_core.runtime.routes import distinct
 from attn_core.runtime.run_errors import backend_errors, run_error
 from attn_core.spec.kinds import Role
@@ -183,6 +183,7 @@ class LinearRoutes:
         if not parts:
             self.backend(batch.forward_mode)  # says why
         check_linear(q, k, v, g, beta, layer, batch, out)
+        refuse_gradients(out, q)
         if self.check_values:
             check_values(k, g, beta, layer)
         state, dense = self.states.layer(layer.layer_id), fillable(out)
@@ -210,7 +211,7 @@ class LinearRoutes:
         if len(parts) > 1:
             result = dense
         assert result is not None
-        return result if out is None or out is dense else out.copy_(result)
+        return cast(Tensor, returned(result, out, dense, q, k, v, g, beta))
 
     def commit(self, batch: ForwardBatch, parts: tuple[LinearPart, ...], accepted: Tensor) -> None:
         """Take in accepted drafts, as HybridDispatcher.commit."""
@@ -233,12 +234,12 @@ class LinearRoutes:
 def _split(batch: ForwardBatch) -> Iterable[tuple[ForwardBatch, int]]:
     """Yield the batches that a pass is run as, and the first token of each.
 
-    The requests of one token at the start of a mixed pass are decoded. Without lengths on the host,
-    and with checkpoints, which decode does not write, the pass is run as one extend.
+    The requests of one token at the start of a mixed pass are decoded. Without requests or lengths
+    on the host, and with checkpoints, which decode does not write, the pass is run as one extend.
     """
     lens = batch.query_lens_host
     mixed = batch.forward_mode is ForwardMode.MIXED
-    if not mixed or lens is None or batch.checkpoint_slots is not None:
+    if not mixed or not lens or batch.checkpoint_slots is not None:
         return [(batch, 0)]
     decodes = next((i for i, n in enumerate(lens) if n != 1), len(lens))
     cuts = ((ForwardMode.DECODE, 0, decodes), (ForwardMode.EXTEND, decodes, len(lens)))

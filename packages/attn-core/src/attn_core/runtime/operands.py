@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_core.errors import BatchError
+from attn_core.errors import BatchError, UnsupportedError
 from attn_core.runtime.backend import Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.no_backward import no_backward
 
 # Backends read q, k and v at any strides but the last, which is 1, and fill a contiguous `out`.
 
@@ -87,8 +88,19 @@ def _check_queries(q: Tensor, layer: AttentionLayer, tokens: int, out: Tensor | 
     if q.shape != (tokens, *layer.query_shape):
         _misfit("q", q, layer, (tokens, *layer.query_shape))
     heads = layer.num_q_heads
+    if out is not None and q.requires_grad:
+        refuse_gradients(out, q)
     if out is not None and out.shape != (tokens, heads, layer.v_head_dim):
         _misfit("out", out, layer, (tokens, heads, layer.v_head_dim))
+
+
+def refuse_gradients(out: Tensor | None, *sources: Tensor) -> None:
+    """Raise UnsupportedError for an `out` that autograd would have to follow, as torch does."""
+    if out is not None and torch.is_grad_enabled() and any(x.requires_grad for x in sources):
+        raise UnsupportedError(
+            "`out` and tensors that require gradients; attn-core does inference only: run under "
+            "torch.no_grad()"
+        )
 
 
 def _check_keys(k: Tensor, v: Tensor | None, layer: AttentionLayer, tokens: int) -> None:
@@ -122,8 +134,13 @@ def fillable(out: Tensor | None) -> Tensor | None:
     return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
-def filled(out: Tensor, result: Output) -> Output:
-    """Copy a result into the strided `out` that it was computed for; the LSE is unchanged."""
-    if isinstance(result, Tensor):
-        return out.copy_(result)
-    return out.copy_(result[0]), result[1]
+def returned(result: Output, out: Tensor | None, dense: Tensor | None, *sources: Tensor) -> Output:
+    """Return a result, in the strided `out` that `dense` was filled for; the LSE is unchanged.
+
+    A backward pass to the sources raises UnsupportedError.
+    """
+    if out is not None and out is not dense:
+        if isinstance(result, Tensor):
+            return out.copy_(result)
+        return out.copy_(result[0]), result[1]
+    return no_backward(result, *sources) if any(x.requires_grad for x in sources) else result

@@ -59,7 +59,7 @@ def compiled_library() -> pathlib.Path | None:
     """Return the compiled library, or None where this source was not compiled.
 
     It may lie in the package, where the wheel has it, or in the cache, where nobody but this user
-    and root can have written it: loading it runs its code.
+    and root can have written it, loading it runs its code, and where code may be run.
     """
     file, folder = name(), cache()
     if (SOURCE.parent / file).is_file():
@@ -70,7 +70,16 @@ def compiled_library() -> pathlib.Path | None:
 
 
 def distrusted(library: pathlib.Path) -> str | None:
-    """Say who else may have written a library in the cache; None: nobody."""
+    """Say why a library in the cache is not loaded: who else may have written it; None: it is."""
+    try:
+        sealed = os.statvfs(library.parent).f_flag & getattr(os, "ST_NOEXEC", 0)
+    except OSError as error:
+        return str(error)
+    if sealed:
+        return (
+            f"{library.parent} is on a file system that runs no code (mounted noexec); set "
+            "XDG_CACHE_HOME to a folder on another"
+        )
     for path in (library.parent, library):
         try:
             status = path.stat()

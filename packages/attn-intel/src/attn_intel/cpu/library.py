@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Final
@@ -34,7 +35,11 @@ class Attention(Structure):
 
 
 class Kernels:
-    """The loaded library: the level of this CPU, and `attend`."""
+    """The loaded library: the level of this CPU, and `attend`.
+
+    parallel: GOMP_parallel, None in a forked child of the process that loaded it: OpenMP's threads
+    stay behind in the parent, and a child that counts on them waits for ever.
+    """
 
     def __init__(self, path: str) -> None:
         library = CDLL(path)
@@ -51,6 +56,10 @@ class Kernels:
         # torch has loaded its OpenMP for all: its threads are used, not a second pool of them
         run = getattr(CDLL(None), "GOMP_parallel", None)
         self.parallel = None if run is None else ctypes.cast(run, c_void_p).value
+        os.register_at_fork(after_in_child=self._go_alone)
+
+    def _go_alone(self) -> None:
+        self.parallel = None
 
 
 @cache

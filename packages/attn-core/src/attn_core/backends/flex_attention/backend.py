@@ -16,6 +16,7 @@ from attn_core.backends.flex_attention.plan import (
     cut,
     gather_tokens,
 )
+from attn_core.backends.plain_precision import plain_precision
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.cache.page_table import split_pages
 from attn_core.ops.kv import read_kv
@@ -112,6 +113,7 @@ class FlexAttention(AttentionBackend):
         rows = max(self._rows, group.group)
         return cut(group, query_lens, key_lens, table, block=self._block, max_rows=rows), gather
 
+    @plain_precision
     def forward(
         self,
         q: Tensor,

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attn_core.backends.plain_precision import plain_precision
 from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
@@ -132,6 +133,7 @@ class TorchNative(AttentionBackend):
             for i, keys in enumerate(cut.keys)
         )
 
+    @plain_precision
     def forward(
         self,
         q: Tensor,
@@ -168,6 +170,7 @@ class TorchNative(AttentionBackend):
         out = merged if out is None else out.copy_(merged)
         return (out, lse) if return_lse else out
 
+    @plain_precision
     def forward_ragged(
         self,
         q: Tensor,

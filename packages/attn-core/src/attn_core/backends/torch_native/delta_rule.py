@@ -19,6 +19,7 @@ from attn_core.cache.state_pool import CHUNK_SIZE
 # not see each other are masked before exp: e^G_i · e^-G_j overflows, and infinity times 0 is NaN.
 
 BLOCK = 16  # tokens of a block on the diagonal
+NOTHING_LEFT = -104.0  # exp of it is 0 in float32, with its smallest numbers too
 SAFE_EXPONENT = 80.0  # e^80 times any key is finite in float32, and e^-80 is no subnormal
 
 

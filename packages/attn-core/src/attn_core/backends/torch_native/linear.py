@@ -9,7 +9,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_core.backends.torch_native.delta_rule import drafts, per_value_head, sequence
+from attn_core.backends.plain_precision import plain_precision
+from attn_core.backends.torch_native.delta_rule import (
+    NOTHING_LEFT,
+    drafts,
+    per_value_head,
+    sequence,
+)
 from attn_core.cache.state_pool import CHUNK_SIZE, StateCache, StatePool
 from attn_core.runtime.backend import LinearAttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch
@@ -60,6 +66,7 @@ class TorchNativeLinear(LinearAttentionBackend):
             token, chunk = token + tokens, chunk + chunks
         return requests
 
+    @plain_precision
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
@@ -94,6 +101,7 @@ class TorchNativeLinear(LinearAttentionBackend):
             _store(state.state, x.write, work)
         return result
 
+    @plain_precision
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
@@ -143,6 +151,7 @@ class TorchNativeLinear(LinearAttentionBackend):
             if x.checkpoints and x.checkpoints[step.place] >= 0:
                 _store(pool, x.checkpoints[step.place], states[step.requests.start + i])
 
+    @plain_precision
     def verify(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
@@ -172,6 +181,7 @@ class TorchNativeLinear(LinearAttentionBackend):
         torch.unflatten(result, 0, (-1, n)).index_copy_(0, rows, o.to(result.dtype))
         return result
 
+    @plain_precision
     def commit(
         self, pool: StatePool, batch: ForwardBatch, metadata: Metadata, accepted: Tensor
     ) -> None:
@@ -261,8 +271,13 @@ def _store(state: Tensor, slot: int, new: Tensor) -> None:
 def _prepared(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q and k normalised, log decay and beta, all float32."""
-    return normalised(layer, q), normalised(layer, k), *gated(layer, g, beta)
+    """Return q and k normalised, log decay and beta, all float32.
+
+    A decay that float32 rounds to 0 is as good as any below: sums of smaller logs would not see the
+    others, and differences of infinities are NaN.
+    """
+    decay, beta = gated(layer, g, beta)
+    return normalised(layer, q), normalised(layer, k), decay.clamp(min=NOTHING_LEFT), beta
 
 
 def _output(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_core.backends.plain_precision import plain_precision
 from attn_core.backends.torch_native.backend import Plans, TorchNative
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.index import read_index
@@ -46,6 +47,7 @@ class TorchNativeSparse(AttentionBackend):
             first += new
         return SparsePlan(dense=self._dense.init_forward_metadata(batch), requests=tuple(requests))
 
+    @plain_precision
     def index_topk(
         self,
         q_index: Tensor,
@@ -80,6 +82,7 @@ class TorchNativeSparse(AttentionBackend):
                 ).int()
         return chosen
 
+    @plain_precision
     def forward(
         self,
         q: Tensor,

@@ -33,7 +33,7 @@ class Triton(AttentionBackend):
     """Requests with many queries use tiled attention; those with few use split-KV.
 
     Lengths stay on the device: a plan is one small launch per group of layers and kind of requests.
-    Over an FP8 store bf16 queries are multiplied in fp16, whose largest number is 65504.
+    Over an FP8 store bf16 queries are multiplied in fp16, each row by a power of two first.
     An instance is not safe for concurrent streams: the split-KV scratch, the tile counter and the
     LSE that nobody reads are shared.
     """

@@ -26,7 +26,7 @@ from attn_core.integrations.transformers.attention import (
 )
 from attn_core.integrations.transformers.common_prompts import marks_of
 from attn_core.integrations.transformers.compiled import between, eager
-from attn_core.integrations.transformers.inference import no_backward, refuse_arguments, without
+from attn_core.integrations.transformers.inference import refuse_arguments, without
 from attn_core.integrations.transformers.linear_modules import refuse_changes
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.select import DTYPES, select_for
@@ -34,6 +34,7 @@ from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.no_backward import no_backward
 from attn_core.selection.result import Overrides, Selection
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.architectures import ModelAttention
-from attn_core.integrations.transformers.inference import no_backward
 from attn_core.runtime.backend import Output
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.no_backward import no_backward
 
 # With "flash" in the name transformers hands all images on in one call with their cu_seqlens;
 # otherwise it calls once per image, per frame of a video.

@@ -80,7 +80,7 @@ def find_seq_idx(indptr, batch, index, SCALE: gl.constexpr):
 def row_offsets(x, q_start, head, rows, GROUP: gl.constexpr):
     """Return where rows of a KV head, (query, head of its group) pairs, lie in x [T, Hq, D]."""
     offsets = (q_start + rows // GROUP).to(gl.int64) * x.token_stride
-    offsets += (head * GROUP + rows % GROUP) * x.head_stride
+    offsets += (head * GROUP + rows % GROUP).to(gl.int64) * x.head_stride
     return offsets
 
 

@@ -106,8 +106,9 @@ def add_sink(acc, m_i, l_i, sinks, heads):
     """
     sink = gl.load(sinks + heads).to(gl.float32) * LOG2E
     m_new = gl.maximum(m_i, sink)
-    alpha = gl.exp2(m_i - m_new)
-    l_i = l_i * alpha + gl.exp2(sink - m_new)
+    m_base = gl.where(m_new == -float("inf"), 0.0, m_new)  # no key and no sink
+    alpha = gl.exp2(m_i - m_base)
+    l_i = l_i * alpha + gl.exp2(sink - m_base)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, m_new, l_i
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from attn_core.backends.triton.linear.gates import (
     channels,
     gates_of,
+    head_ptr,
     load_raw_gates,
     load_raw_head,
     normalised,
@@ -56,7 +57,7 @@ def store_state(states, slot, at, S):
 @triton.jit
 def store_output(out, token, hv, row, o, numbers):
     """Write a tile's part of the output of a token."""
-    at = out.ptr + token * out.token_stride + hv * out.head_stride + row
+    at = head_ptr(out, hv) + token * out.token_stride + row
     tl.store(at, (o * numbers.scale).to(out.ptr.dtype.element_ty))
 
 
@@ -77,7 +78,7 @@ def decode_states(
     target = tl.load(slots.write + b).to(tl.int64)
     k = load_raw_head(inputs.k, b, hv // C.GROUP, d)
     q = load_raw_head(inputs.q, b, hv // C.GROUP, d)
-    v = tl.load(inputs.v.ptr + b * inputs.v.token_stride + hv * inputs.v.head_stride + row)
+    v = tl.load(head_ptr(inputs.v, hv) + b * inputs.v.token_stride + row)
     raw = load_raw_gates(inputs, weights, b, hv, d, C)
     if slot < 0:
         return

@@ -11,9 +11,16 @@ import triton.language as tl
 NO_GATE = tl.constexpr(0)  # g is the log decay, and beta is used as it is
 SOFTPLUS = tl.constexpr(1)
 BOUNDED = tl.constexpr(2)
+NOTHING_LEFT = tl.constexpr(-104.0)  # exp of it is 0 in float32, with its smallest numbers too
 # The dimension of the rows of a tile, see channels. Triton hands the threads of a warp to the last
 # dimension and then, up to 3.6, to the first, since to the second.
 ROWS = tl.constexpr(0 if triton.__version__.startswith(("3.4.", "3.5.", "3.6.")) else 1)
+
+
+@triton.jit
+def head_ptr(x, head):
+    """Return where a head of Rows begins: heads may lie 2^31 elements and more apart."""
+    return x.ptr + head.to(tl.int64) * x.head_stride
 
 
 @triton.jit
@@ -34,7 +41,9 @@ def log1p(x):
 def log_decay(x, a_log, bias, lower_bound, C: tl.constexpr):
     """Return the natural log of the decay, at most 0, of raw gates x and what fits their shape.
 
-    softplus is written so that exp never overflows; above 20 it rounds to x.
+    softplus is written so that exp never overflows; above 20 it rounds to x. A decay that float32
+    rounds to 0 is as good as any below: sums of smaller logs would not see the others, and
+    differences of infinities are NaN.
     """
     g = x.to(tl.float32)
     if C.GATE == SOFTPLUS:
@@ -43,7 +52,7 @@ def log_decay(x, a_log, bias, lower_bound, C: tl.constexpr):
     if C.GATE == BOUNDED:
         y = tl.exp(a_log) * (g + bias)
         g = lower_bound / (1.0 + tl.exp(-y))
-    return g
+    return tl.where(g < NOTHING_LEFT, NOTHING_LEFT, g)  # and a NaN stays one
 
 
 @triton.jit
@@ -75,11 +84,9 @@ def head_weights(weights, hv, d, C: tl.constexpr):
 def load_raw_gates(inputs, weights, token, hv, d, C: tl.constexpr):
     """Return what `gates_of` takes of one token: nothing waits for it yet."""
     a_log, bias = head_weights(weights, hv, d, C)
-    at = inputs.g.ptr + token * inputs.g.token_stride + hv * inputs.g.head_stride
+    at = head_ptr(inputs.g, hv) + token * inputs.g.token_stride
     x = tl.load(at + d) if C.PER_CHANNEL else tl.load(at)
-    beta = tl.load(
-        inputs.beta.ptr + token * inputs.beta.token_stride + hv * inputs.beta.head_stride
-    )
+    beta = tl.load(head_ptr(inputs.beta, hv) + token * inputs.beta.token_stride)
     return x, beta, a_log, bias
 
 
@@ -108,7 +115,7 @@ def head_norm(x, eps, NORM: tl.constexpr):
 @triton.jit
 def load_raw_head(x, token, head, d):
     """Return one head of q or k as it is, of the shape of `d`, which names all its channels."""
-    return tl.load(x.ptr + token * x.token_stride + head * x.head_stride + d)
+    return tl.load(head_ptr(x, head) + token * x.token_stride + d)
 
 
 @triton.jit

@@ -14,7 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.gates import (
+    head_ptr,
+    head_weights,
+    log_decay,
+    update_rate,
+)
 from attn_core.backends.triton.linear.solve import inverse, multiplied
 
 CHUNK = tl.constexpr(64)
@@ -24,7 +29,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def load_rows(x, first, i, head, d, inside):
     """Return one head of a chunk's tokens [64, K]; zeros where a chunk has no token."""
-    at = x.ptr + first * x.token_stride + head * x.head_stride
+    at = head_ptr(x, head) + first * x.token_stride
     at += i[:, None] * x.token_stride + d[None, :]
     return tl.load(at, mask=inside[:, None], other=0.0)
 
@@ -79,12 +84,12 @@ def prepare_gdn(
     d = tl.arange(0, C.K)
     inside = i < tl.load(chunks.count + c)
     a_log, bias = head_weights(weights, hv, 0, C)
-    g_at = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    g_at = head_ptr(inputs.g, hv) + (first + i) * inputs.g.token_stride
     g = log_decay(tl.load(g_at, mask=inside, other=0.0), a_log, bias, numbers.lower_bound, C)
     g = tl.where(inside, g, 0.0)
     G = tl.cumsum(g, 0)
     total = tl.sum(g, 0)
-    b_at = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    b_at = head_ptr(inputs.beta, hv) + (first + i) * inputs.beta.token_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
     beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
     k = load_rows(inputs.k, first, i, hv // C.GROUP, d, inside)

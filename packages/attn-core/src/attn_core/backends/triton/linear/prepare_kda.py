@@ -19,7 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.gates import (
+    head_ptr,
+    head_weights,
+    log_decay,
+    update_rate,
+)
 from attn_core.backends.triton.linear.prepare import CHUNK, LOG2_E, load_rows, norms, store_solved
 
 REACH = tl.constexpr(80.0)  # exp(80) is far from the largest float32, and bfloat16
@@ -178,7 +183,7 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
     L = on_diagonal(near_L, L, i)
     P = on_diagonal(near_P, P, i)
     P = tl.where(i[:, None] >= i[None, :], P, 0.0)
-    b_at = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    b_at = head_ptr(inputs.beta, hv) + (first + i) * inputs.beta.token_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
     beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
     L = tl.where(i[:, None] > i[None, :], L * beta[:, None], 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.linear.gates import head_ptr
 from attn_core.backends.triton.linear.prepare import CHUNK, load_rows
 
 
@@ -94,7 +95,7 @@ def scan_chunks(
         else:
             o = tl.dot(operand, tl.trans(q), input_precision=C.PRECISION)
             o = o * tl.load(factors + CHUNK)[None, :] + own
-        o_at = out.ptr + start * out.token_stride + hv * out.head_stride
+        o_at = head_ptr(out, hv) + start * out.token_stride
         o_at += i[:, None] * out.token_stride + row[None, :]
         tl.store(o_at, tl.trans(o).to(out.ptr.dtype.element_ty), mask=inside[:, None])
         if C.CHECKPOINTS:

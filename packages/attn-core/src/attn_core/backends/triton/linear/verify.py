@@ -17,6 +17,7 @@ from attn_core.backends.triton.linear.gates import (
     ROWS,
     channels,
     head_norm,
+    head_ptr,
     head_weights,
     load_gates,
     load_head,
@@ -32,7 +33,7 @@ from attn_core.backends.triton.linear.solve import inverse_of_drafts
 @triton.jit
 def load_drafts(x, first, i, head, d, inside):
     """Return one head of a request's drafts [DRAFTS, D]; zeros beyond them."""
-    at = x.ptr + (first + i)[:, None] * x.token_stride + head * x.head_stride + d[None, :]
+    at = head_ptr(x, head) + (first + i)[:, None] * x.token_stride + d[None, :]
     return tl.load(at, mask=inside[:, None], other=0.0)
 
 
@@ -85,10 +86,10 @@ def verify_gdn(
     q = load_drafts(inputs.q, token, i, hv // C.GROUP, d, inside)
     v = load_drafts(inputs.v, token, i, hv, row, inside).to(tl.float32)
     a_log, bias = head_weights(weights, hv, 0, C)
-    g_at = inputs.g.ptr + (token + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    g_at = head_ptr(inputs.g, hv) + (token + i) * inputs.g.token_stride
     g = log_decay(tl.load(g_at, mask=inside, other=0.0), a_log, bias, numbers.lower_bound, C)
     g = tl.where(inside, g, 0.0)
-    b_at = inputs.beta.ptr + (token + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    b_at = head_ptr(inputs.beta, hv) + (token + i) * inputs.beta.token_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
     beta = tl.where(inside, beta, 0.0)
 
@@ -116,7 +117,7 @@ def verify_gdn(
     U = tl.dot(X, tl.trans(T), input_precision=C.PRECISION)
     o = tl.dot(U, tl.trans(P), input_precision=C.PRECISION)
     o += from_q * (grown * q_norm)[None, :]
-    at = out.ptr + (token + i)[None, :] * out.token_stride + hv * out.head_stride + row[:, None]
+    at = head_ptr(out, hv) + (token + i)[None, :] * out.token_stride + row[:, None]
     tl.store(at, (o * numbers.scale).to(out.ptr.dtype.element_ty), mask=inside[None, :])
     if record >= 0:
         u_at = records.u.ptr + record * records.u.slot_stride
@@ -169,7 +170,7 @@ def verify_kda(
         k = load_head(inputs.k, token, hv // C.GROUP, d, numbers.eps, False)
         q = load_head(inputs.q, token, hv // C.GROUP, d, numbers.eps, False)
         k_norm = head_norm(k, numbers.eps, C.NORM)
-        v = tl.load(inputs.v.ptr + token * inputs.v.token_stride + hv * inputs.v.head_stride + row)
+        v = tl.load(head_ptr(inputs.v, hv) + token * inputs.v.token_stride + row)
         g, beta = load_gates(inputs, weights, numbers, token, hv, d, C)
         sees = i < s
         if C.TREE:

@@ -101,7 +101,7 @@ class Constants(NamedTuple):
     LATENT: values are the first columns of the keys. FP4: two values a byte.
     SPLIT_FP8_COLUMNS: see load_split_columns. SAME_STRIDES: of K and V.
     INT64_OFFSETS: offsets into the stores need 64 bits. MASK: see masks.py. CHUNK: tokens of a
-    chunk of dual chunk attention, 0 without it.
+    chunk of dual chunk attention, 0 without it. SCALE_QUERIES: see scaled_queries.
     """
 
     HEADS: int
@@ -123,6 +123,7 @@ class Constants(NamedTuple):
     MASK: int
     WINDOW: bool
     CHUNK: int
+    SCALE_QUERIES: bool
 
 
 class MergeConstants(NamedTuple):
@@ -154,6 +155,7 @@ class Tile(NamedTuple):
 
     q1 [BM, D1], q2 [BM, D2]: the columns of the queries. qi [BM]: the queries, counted from 0.
     live [BM]: rows that the request has. token, q_head int64 [BM]: where a row lies in q and out.
+    unit float32 [BM]: by which the scores of a row are multiplied, read if SCALE_QUERIES.
     """
 
     q1: Any
@@ -162,6 +164,7 @@ class Tile(NamedTuple):
     live: Any
     token: Any
     q_head: Any
+    unit: Any
 
 
 class Keys(NamedTuple):

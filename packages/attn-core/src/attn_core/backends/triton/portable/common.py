@@ -87,16 +87,16 @@ def attention_mask(j, qi, keys, C: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, m, factor, MASK_POLICY: tl.constexpr):
+def softmax_step(s, m, factor, MASK_POLICY: tl.constexpr, PER_ROW: tl.constexpr):
     """Add scores s [M, N] to an online softmax; return p, the new m, and by what sums shrink.
 
-    factor: a positive number by which s is multiplied last, so that only a small difference is
-    rounded; it takes s to base 2.
+    factor: a positive number, or [M] if PER_ROW, by which s is multiplied last, so that only a
+    small difference is rounded; it takes s to base 2.
     """
     new = tl.maximum(m, tl.max(s, 1) * factor)
     # -inf: the row has seen no key yet
     base = tl.where(new == -float("inf"), 0.0, new) if MASK_POLICY != UNMASKED else new
-    p = tl.exp2(s * factor - base[:, None])
+    p = tl.exp2(s * (factor[:, None] if PER_ROW else factor) - base[:, None])
     shrink = tl.exp2(m - base)
     return p, new, shrink
 
@@ -159,8 +159,11 @@ def attention_loop(
             s = tl.dot(tile.q2, tl.trans(k2), s, input_precision="ieee")
         factor = scales.qk * LOG2E
         if C.USE_SOFTCAP:
-            s = soft_cap(s * scales.qk, scales.cap)
+            unit = tile.unit[:, None] if C.SCALE_QUERIES else 1.0
+            s = soft_cap(s * (scales.qk * unit), scales.cap)
             factor = LOG2E
+        elif C.SCALE_QUERIES:
+            factor = factor * tile.unit
         if MASK_POLICY == MASKED:
             seen = attention_mask(j, tile.qi, keys, C)
             s = tl.where(seen, s, -float("inf"))
@@ -175,7 +178,8 @@ def attention_loop(
             if edge:
                 seen = attention_mask(j, tile.qi, keys, C)
                 s = tl.where(seen, s, -float("inf"))
-        p, m, shrink = softmax_step(s, m, factor, MASK_POLICY)
+        per_row: tl.constexpr = C.SCALE_QUERIES and not C.USE_SOFTCAP
+        p, m, shrink = softmax_step(s, m, factor, MASK_POLICY, per_row)
         total = total * shrink + tl.sum(p, 1)
         weights = p.to(dtype)
         if C.SPLIT_FP8_COLUMNS:
@@ -221,8 +225,9 @@ def finalize(m, total, acc, sink, v_scale, USE_SINKS: tl.constexpr):
     if USE_SINKS:
         sink2 = sink * LOG2E
         new = tl.maximum(m, sink2)
-        shrink = tl.exp2(m - new)
-        total = total * shrink + tl.exp2(sink2 - new)
+        base = tl.where(new == -float("inf"), 0.0, new)  # no key and no sink: a head without one
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.exp2(sink2 - base)
         acc = acc * shrink[:, None]
         m = new
     none = total == 0.0

@@ -126,7 +126,7 @@ def decode_splits(
             hi = tl.minimum(origin + stop * (SPLIT.BLOCKS_PER_UNIT * BN), tl.cdiv(length, BN) * BN)
 
             row = row_block * BM + tl.arange(0, BM)
-            tile = load_tile(q, cache.k, row, query, queries, head, C)
+            tile = load_tile(q, row, query, queries, head, C)
             keys = Keys(
                 at_head(cache, head, 0, C.PAGE),
                 requests.page_table + b.to(tl.int64) * table_stride,

@@ -53,8 +53,10 @@ def dual_chunk_loop(
             seen_by_all = tl.minimum(end, prefix + first_query + 1)
         if chunk != last_chunk:
             seen_by_all = end * 0
-        rotated = Queries(q.ptr + rotation * rotation_stride, q.token_stride, q.head_stride)
-        tile = load_tile(rotated, keys.cache.k, row, query, queries, head, C)
+        rotated = Queries(
+            q.ptr + rotation.to(tl.int64) * rotation_stride, q.token_stride, q.head_stride
+        )
+        tile = load_tile(rotated, row, query, queries, head, C)
         part_keys = Keys(
             keys.cache, keys.table, first, end, prefix, keys.tree, keys.window, keys.drafts, own,
             seen_by_all,

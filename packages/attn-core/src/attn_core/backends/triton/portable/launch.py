@@ -50,7 +50,7 @@ class PortableDecode(SplitKernel):
 
     def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
         """Return the stores and constants of a layer. Raises UsageError for spread columns."""
-        return LayerArguments.of(layer, cache)
+        return LayerArguments.of(layer, cache, dtype)
 
     def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
         """Return what all its launches in a pass share."""
@@ -99,7 +99,7 @@ class PortablePrefill(Kernel[Tiles]):
 
     def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
         """Return the stores and constants of a layer. Raises UsageError for spread columns."""
-        return LayerArguments.of(layer, cache)
+        return LayerArguments.of(layer, cache, dtype)
 
     def pass_launch(self, call: Call, launch: Launch, part: Tiles) -> PassLaunch:
         """Return how the layers of this call's group launch it in this pass."""
@@ -150,8 +150,11 @@ class LayerArguments:
     even_fp8: bool
 
     @classmethod
-    def of(cls, layer: AttentionLayer, cache: LayerCache) -> LayerArguments:
-        """Return those of a layer. Raises UsageError where columns of a store are not adjacent."""
+    def of(cls, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
+        """Return those of a layer. Raises UsageError where columns of a store are not adjacent.
+
+        dtype: of the queries.
+        """
         stores = _stores(cache)
         k, v, k_scales, v_scales = (tuple(store[1:]) for store in stores)
         first, rest = head_parts(layer.head_dim)
@@ -179,6 +182,7 @@ class LayerArguments:
             MASK=0,
             WINDOW=layer.sliding_window is not None,
             CHUNK=0 if layer.dual_chunk is None else layer.dual_chunk.chunk_len,
+            SCALE_QUERIES=dtype == torch.bfloat16 and cache.k.dtype.itemsize == 1 and not fp4,
         )
         even = fp8 and not any(x % 2 for x in (stores.v.ptr.data_ptr(), *v))
         scales = Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, _v_scale(cache))

@@ -53,10 +53,10 @@ def at_head(cache, head, begin, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(q, k, row, query, queries, head, C: tl.constexpr):
+def load_tile(q, row, query, queries, head, C: tl.constexpr):
     """Load the rows `row` int32 [BM] of a KV head of a request as a Tile.
 
-    query, queries: its first query in the batch, and how many it has. k: the store of its keys.
+    query, queries: its first query in the batch, and how many it has.
     """
     qi = row // C.GROUP
     live = qi < queries
@@ -71,12 +71,34 @@ def load_tile(q, k, row, query, queries, head, C: tl.constexpr):
         d2 = C.D1 + tl.arange(0, C.D2)
         in_q2 = live[:, None] & (d2 < C.D)[None, :]
         q2 = tl.load(q.ptr + at[:, None] + d2[None, :], mask=in_q2, other=0.0)
-    if not C.FP4 and k.ptr.dtype.element_ty.primitive_bitwidth == 8:
-        # fp16 holds every fp8 number, and one instruction converts to it
-        if q.ptr.dtype.element_ty == tl.bfloat16:
-            q1 = q1.to(tl.float16)
-            q2 = q2.to(tl.float16)
-    return Tile(q1, q2, qi, live, token, q_head)
+    unit = tl.full(row.shape, 1.0, tl.float32)
+    if C.SCALE_QUERIES:
+        q1, q2, unit = scaled_queries(q1, q2, C)
+    return Tile(q1, q2, qi, live, token, q_head, unit)
+
+
+@triton.jit
+def scaled_queries(q1, q2, C: tl.constexpr):
+    """Return queries in bf16 as fp16, and the unit float32 [BM] of each row.
+
+    They meet keys in FP8: fp16 holds every one of these numbers, and one instruction converts to
+    it, but bf16 has larger numbers and smaller ones. Times a power of two, which is exact, the
+    largest of a row is between 2**14 and 2**15, or below where that power were above 2**24: times
+    the scale of a layer its inverse has to stay above 0.
+    """
+    top = tl.max(tl.abs(q1.to(tl.float32)), 1)
+    if C.D2 > 0:
+        top = tl.maximum(top, tl.max(tl.abs(q2.to(tl.float32)), 1))
+    exponent = top.to(tl.int32, bitcast=True) >> 23
+    up = 127 + tl.minimum(127 + 14 - exponent, 24)
+    factor = (up << 23).to(tl.float32, bitcast=True)[:, None]
+    unit = ((254 - up) << 23).to(tl.float32, bitcast=True)
+    q1 = (q1.to(tl.float32) * factor).to(tl.float16)
+    if C.D2 > 0:
+        q2 = (q2.to(tl.float32) * factor).to(tl.float16)
+    else:
+        q2 = q1
+    return q1, q2, unit
 
 
 @triton.jit

@@ -65,7 +65,7 @@ def extend_tiles(
         else:
             length = tl.load(requests.seq_lens + b)
         prefix = length - queries
-        tile = load_tile(q, cache.k, row, query, queries, head, C)
+        tile = load_tile(q, row, query, queries, head, C)
 
         # keys lo..unmasked_lo and unmasked_hi..hi need a mask, every row sees those between
         first = 0

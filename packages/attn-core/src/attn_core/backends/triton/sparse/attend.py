@@ -54,7 +54,7 @@ def attend_selected(
     rope = tl.arange(0, C.BDR)
     of_v = d < C.DV
     of_rope = rope < C.DR
-    at = token * q_token + head * q_head
+    at = token * q_token + head.to(tl.int64) * q_head
     q1 = tl.load(q + at[:, None] + d[None, :], mask=live[:, None] & of_v[None, :], other=0.0)
     if C.DR > 0:
         at_rope = at[:, None] + C.DV + rope[None, :]
@@ -91,7 +91,7 @@ def attend_selected(
         m = new
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    at = part.to(tl.int64) * out_split + token * out_token + head * out_head
+    at = part.to(tl.int64) * out_split + token * out_token + head.to(tl.int64) * out_head
     inside = live[:, None] & of_v[None, :]
     tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
     state = tl.where(empty, -float("inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * LN2)

@@ -34,7 +34,7 @@ def load_queries(q, q_token, q_head, weights, weights_token, token, C: tl.conste
     d = tl.arange(0, C.BD)
     of_heads = head < C.HEADS
     inside = of_heads[:, None] & (d < C.D)[None, :]
-    at = token * q_token + head[:, None] * q_head + d[None, :]
+    at = token * q_token + head.to(tl.int64)[:, None] * q_head + d[None, :]
     query = tl.load(q + at, mask=inside, other=0.0)
     return query, tl.load(weights + token * weights_token + head, mask=of_heads, other=0.0)
 

@@ -9,7 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from attn_core.backends.triton.linear.gates import log_decay, update_rate
+from attn_core.backends.triton.linear.gates import (
+    head_ptr,
+    log_decay,
+    update_rate,
+)
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LOG2_E,
@@ -31,8 +35,8 @@ GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all
 def raw_gates(inputs, first, hv, count):
     """Return g and beta [64] of a chunk as they are."""
     i = gl.arange(0, CHUNK, GATES)
-    g = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
-    beta = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    g = head_ptr(inputs.g, hv) + (first + i) * inputs.g.token_stride
+    beta = head_ptr(inputs.beta, hv) + (first + i) * inputs.beta.token_stride
     return gl.load(g, mask=i < count, other=0.0), gl.load(beta, mask=i < count, other=0.0)
 
 

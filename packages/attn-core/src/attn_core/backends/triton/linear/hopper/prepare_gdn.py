@@ -10,7 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.gates import (
+    head_ptr,
+    head_weights,
+    log_decay,
+    update_rate,
+)
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LINE,
@@ -32,7 +37,7 @@ def copy_rows(tile, x, first, head, inside_count, C: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
     d = gl.arange(0, C.K, gl.SliceLayout(0, L))
-    at = x.ptr + first * x.token_stride + head * x.head_stride
+    at = head_ptr(x, head) + first * x.token_stride
     rows = at + i[:, None] * x.token_stride + d[None, :]
     async_copy.async_copy_global_to_shared(
         tile, rows, mask=(i < inside_count)[:, None] & (d >= 0)[None, :]
@@ -45,9 +50,9 @@ def load_gates(inputs, weights, numbers, first, hv, count, C: gl.constexpr):
     i = gl.arange(0, CHUNK, gl.BlockedLayout([2], [32], [4], [0]))
     inside = i < count
     a_log, bias = head_weights(weights, hv, 0, C)
-    g = inputs.g.ptr + (first + i) * inputs.g.token_stride + hv * inputs.g.head_stride
+    g = head_ptr(inputs.g, hv) + (first + i) * inputs.g.token_stride
     g = gl.load(g, mask=inside, other=0.0)
-    beta = inputs.beta.ptr + (first + i) * inputs.beta.token_stride + hv * inputs.beta.head_stride
+    beta = head_ptr(inputs.beta, hv) + (first + i) * inputs.beta.token_stride
     beta = gl.load(beta, mask=inside, other=0.0)
     g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
     return g, gl.where(inside, update_rate(beta, C), 0.0)

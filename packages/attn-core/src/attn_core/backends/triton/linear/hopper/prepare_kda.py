@@ -14,7 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
+from attn_core.backends.triton.linear.gates import (
+    head_ptr,
+    head_weights,
+    log_decay,
+    update_rate,
+)
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LINE,
@@ -44,7 +49,7 @@ def copy_rows(tile, x, first, head, count, C: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
-    at = x.ptr + first * x.token_stride + head * x.head_stride
+    at = head_ptr(x, head) + first * x.token_stride
     at += i[:, None] * x.token_stride + d[None, :]
     inside = (i < count)[:, None] & (d >= 0)[None, :]
     for part in gl.static_range(C.K // WIDTH):
@@ -137,7 +142,7 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     R: gl.constexpr = gl.SliceLayout(1, T)
     s = gl.arange(0, CHUNK, S)
     beta = gl.load(
-        inputs.beta.ptr + (first + s) * inputs.beta.token_stride + hv * inputs.beta.head_stride,
+        head_ptr(inputs.beta, hv) + (first + s) * inputs.beta.token_stride,
         mask=s < count, other=0.0,
     )  # fmt: skip
     beta = gl.where(s < count, update_rate(beta, C), 0.0)
@@ -166,7 +171,7 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     exchange = gl.allocate_shared_memory(
         gl.float32, [4, 4, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    g_at = inputs.g.ptr + (first + r)[:, None] * inputs.g.token_stride + hv * inputs.g.head_stride
+    g_at = head_ptr(inputs.g, hv) + (first + r)[:, None] * inputs.g.token_stride
     g_next = gl.load(g_at + n[None, :], mask=inside, other=0.0)
     L_near = gl.zeros([4, 16, 16], gl.float32, B)
     P_near = L_near

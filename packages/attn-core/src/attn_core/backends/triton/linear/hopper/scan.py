@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
+from attn_core.backends.triton.linear.gates import head_ptr
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, barrier
 
 
@@ -57,17 +58,17 @@ def load_chunks(loaded, C: gl.constexpr):
             async_copy.async_copy_global_to_shared(f_tile.index(stage), decay + f)
         else:
             h = hv // C.GROUP
-            k = inputs.k.ptr + start * inputs.k.token_stride + h * inputs.k.head_stride
+            k = head_ptr(inputs.k, h) + start * inputs.k.token_stride
             rows = i[:, None] * inputs.k.token_stride + d[None, :]
             copy_rows(k_tile.index(stage), k, rows, inside)
-            q = inputs.q.ptr + start * inputs.q.token_stride + h * inputs.q.head_stride
+            q = head_ptr(inputs.q, h) + start * inputs.q.token_stride
             rows = i[:, None] * inputs.q.token_stride + d[None, :]
             copy_rows(q_tile.index(stage), q, rows, inside)
             factors = work.factors + chunk * (3 * CHUNK)
             async_copy.async_copy_global_to_shared(f_tile.index(2 * stage), factors + f)
             f_at = gl.where(f < 64, work.decay + chunk + f * 0, factors + 64 + f)
             async_copy.async_copy_global_to_shared(f_tile.index(2 * stage + 1), f_at)
-        v = inputs.v.ptr + start * inputs.v.token_stride + hv * inputs.v.head_stride
+        v = head_ptr(inputs.v, hv) + start * inputs.v.token_stride
         rows = i[:, None] * inputs.v.token_stride + v_row[None, :]
         copy_rows(v_tile.index(stage), v, rows, inside)
         T = work.T + chunk * (2 * CHUNK * CHUNK)
@@ -82,7 +83,7 @@ def write_outputs(y_tile, out, start, hv, tile, count):
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, N))
     v_row = tile * 64 + gl.arange(0, 64, gl.SliceLayout(0, N))
     y = y_tile.load(N).to(out.ptr.dtype.element_ty)
-    to = out.ptr + start.to(gl.int64) * out.token_stride + hv * out.head_stride
+    to = head_ptr(out, hv) + start.to(gl.int64) * out.token_stride
     offsets = token[:, None] * out.token_stride + v_row[None, :]
     gl.store(to + offsets, y, mask=(token < count)[:, None] & (offsets >= 0))
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
+from attn_core.backends.triton.linear.gates import head_ptr
 from attn_core.backends.triton.linear.hopper.ahead import forget, wait_ready
 from attn_core.backends.triton.linear.hopper.scan import copy_rows, load_state, write_outputs
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, A, barrier
@@ -57,13 +58,13 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
             copy_rows(o_tile.index(at), work.k_out + prepared, rows, inside)
             async_copy.async_copy_global_to_shared(f_tile.index(at), work.decay + chunk * C.K + f)
         else:
-            k = inputs.k.ptr + start * inputs.k.token_stride + h * inputs.k.head_stride
+            k = head_ptr(inputs.k, h) + start * inputs.k.token_stride
             copy_rows(k_tile.index(at), k, i[:, None] * inputs.k.token_stride + d[None, :], inside)
             ends = factors + gl.where(f < CHUNK, f, f + CHUNK)
             async_copy.async_copy_global_to_shared(f_tile.index(2 * at), ends)
             decay = work.decay + chunk + 0 * f
             async_copy.async_copy_global_to_shared(f_tile.index(2 * at + 1), decay)
-        v = inputs.v.ptr + start * inputs.v.token_stride + hv * inputs.v.head_stride
+        v = head_ptr(inputs.v, hv) + start * inputs.v.token_stride
         rows = token[:, None] * inputs.v.token_stride + (tile * 64 + column)[None, :]
         copy_rows(v_tile.index(at), v, rows, (j * CHUNK + token < tokens)[:, None])
         async_copy.async_copy_global_to_shared(T_tile.index(at), T + square)
@@ -74,7 +75,7 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
             rows = i[:, None] * C.K + d[None, :]
             copy_rows(q_tile.index(at), work.q_in + prepared, rows, inside)
         else:
-            q = inputs.q.ptr + start * inputs.q.token_stride + h * inputs.q.head_stride
+            q = head_ptr(inputs.q, h) + start * inputs.q.token_stride
             copy_rows(q_tile.index(at), q, i[:, None] * inputs.q.token_stride + d[None, :], inside)
             async_copy.async_copy_global_to_shared(g_tile.index(at), factors + CHUNK + f)
         P = T + CHUNK * CHUNK
