@@ -334,11 +334,11 @@ def test_variables_name_what_is_inside():
 
 def test_a_variable_asks_for_shared_prefixes(monkeypatch):
     """It is part of what is selected for, so that nothing but a backend that does it is chosen."""
-    assert not shares_prefixes({})
-    assert not shares_prefixes({"ATTN_SHARED_PREFIX": "0"})
-    assert shares_prefixes({"ATTN_SHARED_PREFIX": "1"})
-    with pytest.raises(UsageError, match=r"ATTN_SHARED_PREFIX=true .expected 1, or 0"):
-        shares_prefixes({"ATTN_SHARED_PREFIX": "true"})
+    monkeypatch.delenv("ATTN_SHARED_PREFIX", raising=False)
+    assert not shares_prefixes()
+    monkeypatch.setenv("ATTN_SHARED_PREFIX", "true")
+    with pytest.raises(UsageError, match=r"ATTN_SHARED_PREFIX=true .expected 1 or 0"):
+        shares_prefixes()
     monkeypatch.setattr(choice, "load_plugins", interpreted)
     chosen = {}
     for value in ("0", "1"):

@@ -149,15 +149,12 @@ def check_lock(
     return same
 
 
-def shares_prefixes(environ: Mapping[str, str] = os.environ) -> bool:
+def shares_prefixes() -> bool:
     """Say whether ATTN_SHARED_PREFIX asks to read keys that requests share once: 1, 0 or unset.
 
     Raises UsageError.
     """
-    value = environ.get(SHARED_PREFIX, "")
-    if value not in ("", "0", "1"):
-        raise UsageError(f"{SHARED_PREFIX}={value} (expected 1, or 0 as without it)")
-    return value == "1"
+    return switch(SHARED_PREFIX, False)
 
 
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
