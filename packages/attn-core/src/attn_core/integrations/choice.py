@@ -16,7 +16,6 @@ from attn_core.costs import given, store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
-from attn_core.errors import UsageError
 from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.adaptive import pruned
