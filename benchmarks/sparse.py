@@ -69,7 +69,7 @@ def check(record: Record, inputs: SparseInputs, contestant: SparseContestant, ca
     """Call once, and record how far its result is from the reference."""
     part, got, errors, misses = contestant.part, call(), [], []
     store = contestant.store
-    for token in checked(inputs, 64 if part == "select" else 2):
+    for token in checked(inputs, 16 if part == "select" else 2):
         seen = int(inputs.visible[token])
         chosen = inputs.chosen[token]
         if part == "score":
