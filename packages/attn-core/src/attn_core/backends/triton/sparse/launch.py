@@ -248,7 +248,7 @@ def select(
     span = max(ROW, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
     span = triton.cdiv(span, 32) * 32
     programs = min(max(1, count * triton.cdiv(columns, span)), SELECT_PROGRAMS)
-    shape = (programs, constants.ROOM + constants.SEGMENT // 32)
+    shape = (programs, constants.ROOM + constants.SEGMENT // 32 + 1)
     scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
     kept, into, positions = scores, chosen, chosen
     while True:
