@@ -1,8 +1,10 @@
 """Measure sparse MLA (DSA) on a GPU: the chain of an indexer and attention, its parts, and peers.
 
-Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--variants] [--rounds N]
-[--seconds N] [--prepare-limit SECONDS]`. The shapes are DeepSeek-V3.2's. Every result is compared
-with float64 for some queries first, and our selections with a sort, bit by bit.
+Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--peers REGEX]
+[--ways WARPSxREGISTERS ...] [--rounds N] [--seconds N] [--prepare-limit SECONDS] [--compile]`. The
+shapes are DeepSeek-V3.2's. Every result is compared with float64 for some queries first, and our
+selections with a sort, bit by bit. FlashInfer compiles its top-k at the first call, for more than a
+minute: do it ahead with --compile, or leave it out with `--peers '^(?!flashinfer)'`.
 Contestants take turns; a time is the median over the rounds of medians with a cold L2, of replayed
 CUDA graphs where there is one. No library has the whole chain: beside ours stands the sum of the
 fastest peer of each part, with our write of the index keys, for which no library has a call. The
@@ -30,8 +32,8 @@ from torch import Tensor
 from benchmarks.attention import device_name, versions
 from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
 from benchmarks.linear_record import Record, describe, kept, text
-from benchmarks.peers.selections import VARIANTS
-from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant
+from benchmarks.peers.selections import way
+from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant, compile_topk
 from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
 from benchmarks.sparse_cases import CASES, STORES, TOPK, SparseCase, SparseInputs, build
@@ -172,11 +174,11 @@ def summary(
     part, _, store = label.partition(" ")
     rates = (ceilings.copy_gbs, ceilings.matmul_tflops)
     found: Record = {"floor_us": rounded(case.floor_us(part, store or "bf16", *rates))}  # type: ignore[arg-type]
-    own = {x.name for x in (*CONTESTANTS, *VARIANTS) if x.ours}
+    peers = {x.name for x in CONTESTANTS if not x.ours}
     for side, ours in (("ours", True), ("peer", False)):
         times = {
             x["name"]: us for x in entries
-            if x["part"] == label and (x["name"] in own) is ours and (us := best_us(x))
+            if x["part"] == label and (x["name"] not in peers) is ours and (us := best_us(x))
         }  # fmt: skip
         if times:
             name = min(times, key=lambda x: times[x])
@@ -210,19 +212,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", default="", help="cases whose name matches this pattern")
     add("--parts", default="", help="parts that match this pattern; needs --out")
-    add("--variants", action="store_true", help="other ways to select; needs --out")
+    add("--peers", default="", help="peers whose name matches this pattern; needs --out")
+    add(
+        "--ways", nargs="+", type=way, default=[],
+        metavar="WARPSxREGISTERS", help="select in these ways besides, as in 4x128; needs --out",
+    )  # fmt: skip
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
+    add("--compile", action="store_true", help="compile FlashInfer's top-k ahead, and end")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/sparse.….json)")
     args = parser.parse_args(arguments)
-    if args.parts and args.out is None:
-        parser.error("--parts needs --out: a record has all parts")
-    if args.variants and args.out is None:
-        parser.error("--variants needs --out: a record has one way of each")
-    if args.prepare_limit is not None and args.out is None:
-        parser.error("--prepare-limit needs --out: a record has all peers")
+    for name, given, has in (
+        ("parts", args.parts, "all parts"),
+        ("peers", args.peers, "all peers"),
+        ("ways", args.ways, "one way of each"),
+        ("prepare-limit", args.prepare_limit is not None, "all peers"),
+    ):
+        if given and args.out is None:
+            parser.error(f"--{name} needs --out: a record has {has}")
     return args
 
 
@@ -233,8 +242,12 @@ def main(
     contestants: Sequence[SparseContestant] = CONTESTANTS,
 ) -> int:
     args = parse(arguments)
+    if args.compile:
+        prepared("select flashinfer", compile_topk, args.prepare_limit)
+        return 0
     device, deadline = torch.device(args.device), time.monotonic() + args.seconds
-    contestants = (*contestants, *VARIANTS) if args.variants else contestants
+    contestants = [x for x in contestants if x.ours or re.search(args.peers, x.name)]
+    contestants += args.ways
     names = [case.name for case in cases]
     cases = [case for case in cases if re.search(args.only, case.name)]
     taken = [x for x in contestants if re.search(args.parts, x.label) and x.available()]
