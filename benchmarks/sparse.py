@@ -27,7 +27,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.attention import device_name, versions
 from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
@@ -36,73 +35,9 @@ from benchmarks.peers.selections import way
 from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant, compile_topk
 from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
-from benchmarks.sparse_cases import CASES, STORES, TOPK, SparseCase, SparseInputs, build
+from benchmarks.sparse_cases import CASES, STORES, SparseCase, SparseInputs, build
+from benchmarks.sparse_check import check
 from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
-
-# Of the root mean square. FP8 products are summed with some 14 bits.
-TOLERANCES = {"score": 2e-3, "attend": 1e-2, "chain": 1e-2}
-MISSED = 0.01  # of a selection's keys by scores that were rounded another way
-
-
-def checked(inputs: SparseInputs, most: int = 2) -> list[int]:
-    """Return the queries whose results are compared: the first, the last and some between."""
-    last = inputs.case.tokens - 1
-    return sorted({last * i // most for i in range(most + 1)})
-
-
-def missed(inputs: SparseInputs, token: int, chosen: Tensor, scores: Tensor) -> float:
-    """Return which part of a query's slots int32 [K] is not right by scores [s] of what it sees.
-
-    1 where a slot comes twice or is not the query's. Of equal scores any key is right.
-    """
-    slots = inputs.slot_table[inputs.request[token], : len(scores)]
-    at = torch.full((int(inputs.slot_table.max()) + 1,), -1, device=slots.device)
-    at[slots.long()] = torch.arange(len(slots), device=slots.device)
-    keys = at[chosen[chosen >= 0].long()]
-    if len(set(keys.tolist())) != min(TOPK, len(scores)) or len(keys) != len(set(keys.tolist())):
-        return 1.0
-    if (keys < 0).any():
-        return 1.0
-    border = scores.topk(len(keys)).values[-1]
-    return float((scores[keys] < border).double().mean())
-
-
-def check(record: Record, inputs: SparseInputs, contestant: SparseContestant, call: Call) -> None:
-    """Call once, and record how far its result is from the reference."""
-    part, got, errors, misses = contestant.part, call(), [], []
-    store = contestant.store
-    for token in checked(inputs, 16 if part == "select" else 2):
-        seen = int(inputs.visible[token])
-        chosen = inputs.chosen[token]
-        if part == "score":
-            errors.append(rms(got[token, :seen], inputs.scores(token)))
-        if part == "select":
-            scores = inputs.drawn_scores[token, :seen]
-            misses.append(missed(inputs, token, got[token], scores))
-            if contestant.ours:  # in the order of the keys, of equal ones the earliest
-                best = scores.sort(descending=True, stable=True).indices[:TOPK].sort().values
-                slots = inputs.slot_table[inputs.request[token], best]
-                misses.append(float(not torch.equal(slots.int(), got[token])))
-        if part in ("index_topk", "chain"):
-            chosen = (got if part == "index_topk" else got[1])[token]
-            misses.append(missed(inputs, token, chosen, inputs.scores(token)))
-        if part in ("attend", "chain"):
-            out = got[0] if part == "chain" else got
-            out = out.view(inputs.case.tokens, *out.shape[-2:])[token]
-            errors.append(rms(out, inputs.attended(token, chosen, store)))
-    if errors:
-        record["out_error"] = max(errors)
-    if misses:
-        record["missed"] = max(misses)
-    allowed = 0.0 if part == "select" else MISSED
-    wrong = record.get("out_error", 0.0) > TOLERANCES.get(part, 0.0)
-    record["wrong"] = wrong or not record.get("missed", 0.0) <= allowed
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    """Return the root mean square of the difference over that of the right result; inf for NaN."""
-    error = (got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
-    return float(error.nan_to_num(nan=torch.inf))
 
 
 def entrant(
@@ -235,6 +170,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def asked(
+    args: argparse.Namespace, contestants: Sequence[SparseContestant]
+) -> list[SparseContestant]:
+    """Return the contestants that the command line asks for."""
+    found = [x for x in contestants if x.ours or re.search(args.peers, x.name)]
+    return [x for x in (*found, *args.ways) if re.search(args.parts, x.label)]
+
+
 def main(
     arguments: Sequence[str] | None = None,
     *,
@@ -246,11 +189,10 @@ def main(
         prepared("select flashinfer", compile_topk, args.prepare_limit)
         return 0
     device, deadline = torch.device(args.device), time.monotonic() + args.seconds
-    contestants = [x for x in contestants if x.ours or re.search(args.peers, x.name)]
-    contestants += args.ways
     names = [case.name for case in cases]
     cases = [case for case in cases if re.search(args.only, case.name)]
-    taken = [x for x in contestants if re.search(args.parts, x.label) and x.available()]
+    contestants = asked(args, contestants)
+    taken = [x for x in contestants if x.available()]
     torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)

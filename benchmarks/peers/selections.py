@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.sparse import LAUNCH, Call, SparseContestant
+from benchmarks.peers.sparse import Call, SparseContestant
 from benchmarks.sparse_cases import PAGE, SparseInputs, backend_of
+
+SELECTING = "attn_core.backends.triton.sparse.selecting"
 
 
 def way(text: str) -> SparseContestant:
@@ -21,17 +23,17 @@ def way(text: str) -> SparseContestant:
         raise ValueError(f"{text!r} is not WARPSxREGISTERS with 4, 8, 16 or 32 warps, as in 4x128")
     warps, registers = map(int, text.split("x"))
 
-    def prepare(x: SparseInputs, launch: Any) -> Call:
+    def prepare(x: SparseInputs, library: Any) -> Call:
         chosen, queries = torch.empty_like(x.chosen), x.batch.max_q_len
-        constants = launch.selecting(queries).constants._replace(AT_ONCE=1024 * warps)
-        how = launch.Selecting(constants, warps, registers)
+        constants = library.selecting(queries).constants._replace(AT_ONCE=1024 * warps)
+        how = library.Selecting(constants, warps, registers)
         plan = backend_of("triton", x, "bf16")[1]
         passed = (x.drawn_scores, 0, x.case.tokens, x.view, x.batch.cu_seqlens_q, plan.requests)
 
         def call() -> Tensor:
-            launch.select(*passed, chosen, how, page_size=PAGE)
+            library.select(*passed, chosen, how, page_size=PAGE)
             return chosen
 
         return call
 
-    return SparseContestant(name=f"triton {text}", part="select", module=LAUNCH, prepare=prepare)
+    return SparseContestant(name=f"triton {text}", part="select", module=SELECTING, prepare=prepare)
