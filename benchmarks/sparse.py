@@ -1,8 +1,10 @@
 """Measure sparse MLA (DSA) on a GPU: the chain of an indexer and attention, its parts, and peers.
 
-Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--variants] [--rounds N]
-[--seconds N] [--prepare-limit SECONDS]`. The shapes are DeepSeek-V3.2's. Every result is compared
-with float64 for some queries first, and our selections with a sort, bit by bit.
+Run: `python -m benchmarks.sparse [--only REGEX] [--parts REGEX] [--peers REGEX]
+[--ways WARPSxREGISTERS ...] [--rounds N] [--seconds N] [--prepare-limit SECONDS] [--compile]`. The
+shapes are DeepSeek-V3.2's. Every result is compared with float64 for some queries first, and our
+selections with a sort, bit by bit. FlashInfer compiles its top-k at the first call, for more than a
+minute: do it ahead with --compile, or leave it out with `--peers '^(?!flashinfer)'`.
 Contestants take turns; a time is the median over the rounds of medians with a cold L2, of replayed
 CUDA graphs where there is one. No library has the whole chain: beside ours stands the sum of the
 fastest peer of each part, with our write of the index keys, for which no library has a call. The
@@ -25,82 +27,17 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.attention import device_name, versions
 from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
 from benchmarks.linear_record import Record, describe, kept, text
-from benchmarks.peers.selections import VARIANTS
-from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant
+from benchmarks.peers.selections import way
+from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant, compile_topk
 from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
-from benchmarks.sparse_cases import CASES, STORES, TOPK, SparseCase, SparseInputs, build
+from benchmarks.sparse_cases import CASES, STORES, SparseCase, SparseInputs, build
+from benchmarks.sparse_check import check
 from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
-
-# Of the root mean square. FP8 products are summed with some 14 bits.
-TOLERANCES = {"score": 2e-3, "attend": 1e-2, "chain": 1e-2}
-MISSED = 0.01  # of a selection's keys by scores that were rounded another way
-
-
-def checked(inputs: SparseInputs, most: int = 2) -> list[int]:
-    """Return the queries whose results are compared: the first, the last and some between."""
-    last = inputs.case.tokens - 1
-    return sorted({last * i // most for i in range(most + 1)})
-
-
-def missed(inputs: SparseInputs, token: int, chosen: Tensor, scores: Tensor) -> float:
-    """Return which part of a query's slots int32 [K] is not right by scores [s] of what it sees.
-
-    1 where a slot comes twice or is not the query's. Of equal scores any key is right.
-    """
-    slots = inputs.slot_table[inputs.request[token], : len(scores)]
-    at = torch.full((int(inputs.slot_table.max()) + 1,), -1, device=slots.device)
-    at[slots.long()] = torch.arange(len(slots), device=slots.device)
-    keys = at[chosen[chosen >= 0].long()]
-    if len(set(keys.tolist())) != min(TOPK, len(scores)) or len(keys) != len(set(keys.tolist())):
-        return 1.0
-    if (keys < 0).any():
-        return 1.0
-    border = scores.topk(len(keys)).values[-1]
-    return float((scores[keys] < border).double().mean())
-
-
-def check(record: Record, inputs: SparseInputs, contestant: SparseContestant, call: Call) -> None:
-    """Call once, and record how far its result is from the reference."""
-    part, got, errors, misses = contestant.part, call(), [], []
-    store = contestant.store
-    for token in checked(inputs, 64 if part == "select" else 2):
-        seen = int(inputs.visible[token])
-        chosen = inputs.chosen[token]
-        if part == "score":
-            errors.append(rms(got[token, :seen], inputs.scores(token)))
-        if part == "select":
-            scores = inputs.drawn_scores[token, :seen]
-            misses.append(missed(inputs, token, got[token], scores))
-            if contestant.ours:  # in the order of the keys, of equal ones the earliest
-                best = scores.sort(descending=True, stable=True).indices[:TOPK].sort().values
-                slots = inputs.slot_table[inputs.request[token], best]
-                misses.append(float(not torch.equal(slots.int(), got[token])))
-        if part in ("index_topk", "chain"):
-            chosen = (got if part == "index_topk" else got[1])[token]
-            misses.append(missed(inputs, token, chosen, inputs.scores(token)))
-        if part in ("attend", "chain"):
-            out = got[0] if part == "chain" else got
-            out = out.view(inputs.case.tokens, *out.shape[-2:])[token]
-            errors.append(rms(out, inputs.attended(token, chosen, store)))
-    if errors:
-        record["out_error"] = max(errors)
-    if misses:
-        record["missed"] = max(misses)
-    allowed = 0.0 if part == "select" else MISSED
-    wrong = record.get("out_error", 0.0) > TOLERANCES.get(part, 0.0)
-    record["wrong"] = wrong or not record.get("missed", 0.0) <= allowed
-
-
-def rms(got: Tensor, want: Tensor) -> float:
-    """Return the root mean square of the difference over that of the right result; inf for NaN."""
-    error = (got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
-    return float(error.nan_to_num(nan=torch.inf))
 
 
 def entrant(
@@ -172,11 +109,11 @@ def summary(
     part, _, store = label.partition(" ")
     rates = (ceilings.copy_gbs, ceilings.matmul_tflops)
     found: Record = {"floor_us": rounded(case.floor_us(part, store or "bf16", *rates))}  # type: ignore[arg-type]
-    own = {x.name for x in (*CONTESTANTS, *VARIANTS) if x.ours}
+    peers = {x.name for x in CONTESTANTS if not x.ours}
     for side, ours in (("ours", True), ("peer", False)):
         times = {
             x["name"]: us for x in entries
-            if x["part"] == label and (x["name"] in own) is ours and (us := best_us(x))
+            if x["part"] == label and (x["name"] not in peers) is ours and (us := best_us(x))
         }  # fmt: skip
         if times:
             name = min(times, key=lambda x: times[x])
@@ -210,20 +147,35 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", default="", help="cases whose name matches this pattern")
     add("--parts", default="", help="parts that match this pattern; needs --out")
-    add("--variants", action="store_true", help="other ways to select; needs --out")
+    add("--peers", default="", help="peers whose name matches this pattern; needs --out")
+    add(
+        "--ways", nargs="+", type=way, default=[],
+        metavar="WARPSxREGISTERS", help="select in these ways besides, as in 4x128; needs --out",
+    )  # fmt: skip
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
+    add("--compile", action="store_true", help="compile FlashInfer's top-k ahead, and end")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/sparse.….json)")
     args = parser.parse_args(arguments)
-    if args.parts and args.out is None:
-        parser.error("--parts needs --out: a record has all parts")
-    if args.variants and args.out is None:
-        parser.error("--variants needs --out: a record has one way of each")
-    if args.prepare_limit is not None and args.out is None:
-        parser.error("--prepare-limit needs --out: a record has all peers")
+    for name, given, has in (
+        ("parts", args.parts, "all parts"),
+        ("peers", args.peers, "all peers"),
+        ("ways", args.ways, "one way of each"),
+        ("prepare-limit", args.prepare_limit is not None, "all peers"),
+    ):
+        if given and args.out is None:
+            parser.error(f"--{name} needs --out: a record has {has}")
     return args
+
+
+def asked(
+    args: argparse.Namespace, contestants: Sequence[SparseContestant]
+) -> list[SparseContestant]:
+    """Return the contestants that the command line asks for."""
+    found = [x for x in contestants if x.ours or re.search(args.peers, x.name)]
+    return [x for x in (*found, *args.ways) if re.search(args.parts, x.label)]
 
 
 def main(
@@ -233,11 +185,14 @@ def main(
     contestants: Sequence[SparseContestant] = CONTESTANTS,
 ) -> int:
     args = parse(arguments)
+    if args.compile:
+        prepared("select flashinfer", compile_topk, args.prepare_limit)
+        return 0
     device, deadline = torch.device(args.device), time.monotonic() + args.seconds
-    contestants = (*contestants, *VARIANTS) if args.variants else contestants
     names = [case.name for case in cases]
     cases = [case for case in cases if re.search(args.only, case.name)]
-    taken = [x for x in contestants if re.search(args.parts, x.label) and x.available()]
+    contestants = asked(args, contestants)
+    taken = [x for x in contestants if x.available()]
     torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)

@@ -37,7 +37,7 @@ LAUNCH = "attn_core.backends.triton.sparse.launch"
 MODULES = {"triton": "attn_core", "nsa": "attn_nvidia.nsa"}
 DISTRIBUTIONS = {
     "attn_core": "attn-core", "attn_nvidia": "attn-nvidia", "deep_gemm": "sgl-deep-gemm",
-    "sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python", "benchmarks": "attn-core",
+    "sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python",
 }  # fmt: skip
 
 
@@ -183,6 +183,11 @@ def _flashinfer_topk(**how: Any) -> Callable[[SparseInputs, Any], Call]:
         )
 
     return prepare
+
+
+def compile_topk() -> None:
+    """Compile FlashInfer's top-k into its cache on disk. Raises ImportError where it is missing."""
+    importlib.import_module("flashinfer.topk").get_topk_module()
 
 
 def _flashmla_sparse(x: SparseInputs, library: Any) -> Call:

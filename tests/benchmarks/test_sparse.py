@@ -8,8 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from attn_core.backends.triton.sparse import selecting
+
 from benchmarks import sparse
-from benchmarks.peers.sparse import SparseContestant
+from benchmarks.peers import selections
+from benchmarks.peers.sparse import CONTESTANTS, SparseContestant
 from benchmarks.timing import WallTimer
 
 
@@ -42,7 +45,51 @@ def test_what_takes_too_long_is_recorded(inputs):
 
 
 def test_a_part_of_the_contestants_is_no_record():
-    for words in (["--parts", "select"], ["--prepare-limit", "5"]):
+    for words in (
+        ["--parts", "select"],
+        ["--peers", "sgl"],
+        ["--ways", "4x128"],
+        ["--prepare-limit", "5"],
+    ):
         with pytest.raises(SystemExit):
             sparse.parse(words)
         assert sparse.parse([*words, "--out", "x.json"]).out
+
+
+def test_peers_that_are_left_out_and_ways_that_are_added():
+    words = ["--out", "x.json", "--peers", "^(?!flashinfer)", "--parts", "^select$"]
+    args = sparse.parse([*words, "--ways", "4x128", "8x80"])
+    names = [x.name for x in sparse.asked(args, CONTESTANTS)]
+    assert names == ["triton", "sgl_kernel", "triton 4x128", "triton 8x80"]
+
+
+@pytest.mark.parametrize("text", ["4", "5x128", "4x", "4x128x1"])
+def test_a_way_is_warps_and_registers(text):
+    with pytest.raises(SystemExit):
+        sparse.parse(["--out", "x.json", "--ways", text])
+
+
+def test_a_way_selects_by_as_many_warps_and_registers(monkeypatch):
+    """Its rows are loaded as triton's are: 32 scores a thread at once."""
+    [way] = sparse.parse(["--out", "x.json", "--ways", "4x96"]).ways
+    passed = []
+    monkeypatch.setattr(selecting, "select", lambda *args, **_: passed.append(args[-1]))
+    monkeypatch.setattr(
+        selections, "backend_of", lambda *_: (None, types.SimpleNamespace(requests=0))
+    )
+    batch = types.SimpleNamespace(max_q_len=4096, cu_seqlens_q=None)
+    case = types.SimpleNamespace(tokens=1)
+    x = types.SimpleNamespace(
+        chosen=torch.zeros(1, 1), batch=batch, case=case, drawn_scores=None, view=None
+    )
+    way.prepare(x, way.load())()
+    [how] = passed
+    assert (how.warps, how.registers, how.constants.AT_ONCE) == (4, 96, 4096)
+
+
+def test_compiling_ahead_measures_nothing(monkeypatch):
+    called = []
+    monkeypatch.setattr(sparse, "compile_topk", lambda: called.append("compiled"))
+    monkeypatch.setattr(sparse, "measure_ceilings", lambda *_: called.append("measured"))
+    assert sparse.main(["--compile"]) == 0
+    assert called == ["compiled"]

@@ -135,7 +135,7 @@ def test_a_selection_stays_in_its_memory(name, dtype):
 
 def test_rows_that_are_selected_from_stay_in_their_memory():
     """Their candidates fill up, and a row ends where its memory does."""
-    from attn_core.backends.triton.sparse.launch import NARROW, WIDE
+    from attn_core.backends.triton.sparse.selecting import NARROW, WIDE
 
     names = ["ties", "ascending", "bits"]
     for how in (WIDE, NARROW):

@@ -5,20 +5,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.sparse import launch
+from attn_core.backends.triton.sparse import selecting
 from selections import ROWS, check, rows
 
 
 def short(sample, segment, at_once):
     """Return constants for short rows; candidates have the least room that there may be."""
-    constants = launch.SelectConstants(SAMPLE=sample, SEGMENT=segment, AT_ONCE=at_once, ROOM=4)
-    return launch.Selecting(constants, 4, 64)
+    constants = selecting.SelectConstants(SAMPLE=sample, SEGMENT=segment, AT_ONCE=at_once, ROOM=4)
+    return selecting.Selecting(constants, 4, 64)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_fill_their_candidates(name, monkeypatch):
     """Candidates fill up and are selected from, or are too few, and programs have more rows."""
-    monkeypatch.setattr(launch, "SELECT_PROGRAMS", 2)
+    monkeypatch.setattr(selecting, "SELECT_PROGRAMS", 2)
     scores = rows([name] * 3, 450)
     check([name] * 3, scores, 40, [450, 41, 333], short(64, 256, 64))
 
@@ -26,7 +26,7 @@ def test_rows_that_fill_their_candidates(name, monkeypatch):
 @pytest.mark.parametrize("name", ["ties", "ascending", "tail of -inf", "bits"])
 def test_rows_in_pieces(name, monkeypatch):
     """A row is longer than a program takes: its pieces keep their own greatest."""
-    monkeypatch.setattr(launch, "ROW", 128)
+    monkeypatch.setattr(selecting, "ROW", 128)
     scores = rows([name] * 3, 700)
     check([name] * 3, scores, 20, [700, 130, 20], short(32, 128, 32))
 

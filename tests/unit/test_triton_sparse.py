@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.sparse import gather, launch
+from attn_core.backends.triton.sparse import gather, launch, selecting
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.plugins.registry import load_plugins
@@ -24,9 +24,9 @@ PAGE = 16
 @pytest.fixture(autouse=True)
 def short_rows(monkeypatch):
     """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
-    monkeypatch.setattr(launch, "ROW", 64)
-    short = launch.SelectConstants(SAMPLE=16, SEGMENT=128, AT_ONCE=32, ROOM=4)
-    monkeypatch.setattr(launch, "WIDE", launch.Selecting(short, 4, 64))
+    monkeypatch.setattr(selecting, "ROW", 64)
+    short = selecting.SelectConstants(SAMPLE=16, SEGMENT=128, AT_ONCE=32, ROOM=4)
+    monkeypatch.setattr(selecting, "WIDE", selecting.Selecting(short, 4, 64))
 
 
 def selection(scores, topk, visible=None):
@@ -38,8 +38,8 @@ def selection(scores, topk, visible=None):
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
     view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
     ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
-    launch.select(
-        scores.contiguous(), 0, n, view, ends, requests, chosen, launch.WIDE, page_size=PAGE
+    selecting.select(
+        scores.contiguous(), 0, n, view, ends, requests, chosen, selecting.WIDE, page_size=PAGE
     )
     return chosen, table.long()
 
@@ -154,7 +154,7 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
             return lambda *args, **how: constants.add((self.name, args[-self.count :]))
 
     monkeypatch.setattr(launch, "index_scores", Recorded("scores", 2))
-    monkeypatch.setattr(launch, "select_topk", Recorded("topk", 4))
+    monkeypatch.setattr(selecting, "select_topk", Recorded("topk", 4))
     cache = LayerCache(k=torch.zeros(1, 64, 1, 48), v=None, index=torch.zeros(1, 64, 16))
 
     def compiled(lengths, queries=1):

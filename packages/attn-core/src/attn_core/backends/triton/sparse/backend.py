@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_core.backends.triton.backend import Schedules, Triton
-from attn_core.backends.triton.sparse import launch
+from attn_core.backends.triton.sparse import launch, selecting
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
@@ -114,9 +114,9 @@ class TritonSparse(AttentionBackend):
 
         Writes token slots into chosen int32 [T, K].
         """
-        launch.select(
+        selecting.select(
             *(scores, first, scores.shape[0], batch.views[layer.view], batch.cu_seqlens_q),
-            *(metadata.requests, chosen, launch.selecting(batch.max_q_len)),
+            *(metadata.requests, chosen, selecting.selecting(batch.max_q_len)),
             page_size=cache.page_size,
         )
 

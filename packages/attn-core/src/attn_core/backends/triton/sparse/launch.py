@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
 from attn_core.backends.triton.sparse.index import index_scores
-from attn_core.backends.triton.sparse.topk import select_topk
+from attn_core.backends.triton.sparse.selecting import VECTOR, select, selecting
 from attn_core.backends.triton.tuning import power_of_two
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.merge import merge_states
@@ -22,47 +22,7 @@ FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
 TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
-ROW = 1 << 18  # scores of a row that one program selects from
-FEW = 16  # queries of a request, up to which there are few rows
-SELECT_PROGRAMS = 1056  # that select, at the most: 8 on each of 132 multiprocessors
-VECTOR = 4  # scores that a thread loads at once
 _FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
-
-
-class SelectConstants(NamedTuple):
-    """What select_topk is compiled for, in scores: those of a sample, of a segment of which the
-    greater ones are marked, and those that are loaded at once. ROOM is for candidates: 32 more than
-    are selected fit at least.
-    """
-
-    SAMPLE: int
-    SEGMENT: int
-    AT_ONCE: int
-    ROOM: int
-
-
-class Selecting(NamedTuple):
-    """How rows are selected from: the warps of a program, and the registers of a thread."""
-
-    constants: SelectConstants
-    warps: int
-    registers: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Return how the kernel is compiled; ROCm has no limit of registers."""
-        limited = torch.cuda.is_available() and not torch.version.hip
-        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if limited else {})
-
-
-# where rows are few and where they are many
-WIDE = Selecting(SelectConstants(4096, 65536, 16384, 4096), 16, 128)
-NARROW = Selecting(SelectConstants(2048, 32768, 8192, 4096), 8, 64)
-
-
-def selecting(queries: int) -> Selecting:
-    """Choose how to select; queries: the most that a request has."""
-    return WIDE if queries <= FEW else NARROW
 
 
 class IndexConstants(NamedTuple):
@@ -221,51 +181,6 @@ def score(
         view.seq_lens, cu_seqlens_q, requests, count, first, scores, scores.stride(0), span,
         topk, constants, **x.options,
     )  # fmt: skip
-
-
-def select(
-    scores: Tensor,
-    first: int,
-    count: int,
-    view: CacheView,
-    cu_seqlens_q: Tensor,
-    requests: Tensor,
-    chosen: Tensor,
-    how: Selecting,
-    *,
-    page_size: int,
-) -> None:
-    """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
-
-    scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
-    What a query does not see does not count. Rows longer than ROW are cut first: each piece keeps
-    its own greatest, which the greatest of all are among.
-    """
-    table, topk = view.page_table, chosen.shape[1]
-    constants = how.constants
-    constants = constants._replace(ROOM=max(constants.ROOM, power_of_two(topk + 32)))
-    columns, narrowed = view.max_seq_len, 0
-    span = max(ROW, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
-    span = triton.cdiv(span, 32) * 32
-    programs = min(max(1, count * triton.cdiv(columns, span)), SELECT_PROGRAMS)
-    shape = (programs, constants.ROOM + constants.SEGMENT // 32)
-    scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    kept, into, positions = scores, chosen, chosen
-    while True:
-        pieces = max(1, triton.cdiv(columns, span))
-        if pieces > 1:
-            kept = scores.new_empty(count, pieces * topk)
-            into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
-        aligned = scores.stride(0) % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0
-        select_topk[(max(1, min(count * pieces, SELECT_PROGRAMS)),)](
-            scores, positions, scores.stride(0), table, table.stride(0), view.seq_lens,
-            cu_seqlens_q, requests, first, count, pieces, span, narrowed, scratch, kept, into,
-            kept.stride(0), topk, page_size, constants, VECTOR if aligned else 1, **how.options,
-        )  # fmt: skip
-        if pieces == 1:
-            return
-        scores, positions, narrowed, columns = kept, into, span, pieces * topk
-        into, span = chosen, triton.cdiv(max(span, columns), 32) * 32
 
 
 def attend(

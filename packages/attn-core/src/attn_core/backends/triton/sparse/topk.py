@@ -143,12 +143,12 @@ def append_marked(
 
     Return how many there are then, and the first column of those 32.
     """
-    word = tl.arange(0, SEGMENT // 128)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    word = tl.arange(0, SEGMENT // 32)
     there = tl.minimum(tl.maximum(stop - start - word * 32, 0), 32)
     bits = tl.load(marks + word).to(tl.uint32, bitcast=True)
     bits &= tl.where(there == 32, -1, (1 << there) - 1).to(tl.uint32, bitcast=True)
     count = ones(bits)
-    before = kept + counted_before(count)
+    before = kept + tl.cumsum(count) - count
     fits = before + count <= ROOM
     bits = tl.where(fits, bits, 0)
     count = tl.where(fits, count, 0)
@@ -166,20 +166,19 @@ def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, ROOM: tl.constex
     """Let the TOPK greatest of `kept` candidates stay, in their order; return the least's rank."""
     entry = tl.arange(0, ROOM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     here = entry < kept
-    loaded = entry < (kept + GROUP - 1) // GROUP * GROUP  # by four
-    column = tl.load(candidates + entry, mask=loaded, other=0)
+    column = tl.load(candidates + entry, mask=here, other=0)
     score = tl.load(scores + column, mask=here, other=0.0)
     ranks = tl.where(here, rank_bits(score), 0)
     guess, step = normal_guess(score, kept.to(tl.float32), TOPK * 1.0)
     border = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
     above = (ranks > border).to(tl.int32)
-    equal = ((ranks == border) & here).to(tl.int32)
+    equal = (ranks == tl.maximum(border, 1)).to(tl.int32)  # 0 is no score
     both = counted_before((above << 16) + equal)  # two counts in one scan
     remaining = TOPK - tl.sum(above)
     earlier = both & 0xFFFF
     take = (above > 0) | ((equal > 0) & (earlier < remaining))
     place = (both >> 16) + tl.minimum(earlier, remaining)
-    column = tl.load(candidates + entry, mask=loaded, other=0)  # again, it spares registers
+    column = tl.load(candidates + entry, mask=here, other=0)  # again, it spares registers
     tl.debug_barrier()  # what other threads read is overwritten
     tl.store(candidates + place, column, mask=take)
     return border
@@ -207,10 +206,11 @@ def select_topk(
     scores and positions of each, -1 behind them, go to kept_scores and chosen, for another launch.
     Else slots int32 [TOPK], -1 behind them, go to chosen. narrowed: the span of such pieces, of
     which scores and positions hold what was kept; else 0, and the key at t is in column t. scratch:
-    int32 [programs, C.ROOM + C.SEGMENT // 32]. VECTOR: what strides and addresses of rows are
-    multiples of.
+    int32 [programs, C.ROOM + C.SEGMENT // 32 + 1]: not a multiple of 4, so that a thread loads
+    single words. Stores of single columns then have the loads' layout; else each exchanges its
+    columns through shared memory. VECTOR: what strides and addresses of rows are multiples of.
     """
-    candidates = scratch + tl.program_id(0).to(tl.int64) * (C.ROOM + C.SEGMENT // 32)
+    candidates = scratch + tl.program_id(0).to(tl.int64) * (C.ROOM + C.SEGMENT // 32 + 1)
     marks = candidates + C.ROOM
     output = tl.arange(0, C.ROOM // 4)
     last = pieces == 1
