@@ -384,6 +384,14 @@ def test_a_layer_takes(changes):
     assert AttentionLayer(**LAYER | changes).layer_id == 7
 
 
+@pytest.mark.parametrize("window", [1, 2**30, 2**31, 2**62])
+def test_windows_fit_the_32_bits_of_kernels(window):
+    """With a window of 64 bits Triton compiled no kernel, and libraries would cut it."""
+    shape = {"layer_id": 0, "num_q_heads": 1, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8}
+    layer = AttentionLayer(**shape, scale=1.0, sliding_window=window)
+    assert layer.sliding_window == layer.group.window == min(window, 2**30)
+
+
 def test_query_heads_of_softmax_layers_are_a_multiple_of_their_kv_heads():
     with pytest.raises(UsageError, match="4 query heads are no multiple of 8 KV heads"):
         LayerRequirements(num_q_heads=4, num_kv_heads=8)

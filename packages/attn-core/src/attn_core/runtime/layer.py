@@ -13,6 +13,8 @@ from attn_core.errors import UsageError
 from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import check_layer
 
+LONGEST_WINDOW = 1 << 30  # tokens: no request has as many
+
 
 class LayerGroup(NamedTuple):
     """The layer attributes that determine its plan; layers with equal attributes share one."""
@@ -54,7 +56,8 @@ class AttentionLayer:
 
     scale multiplies q·k.
     logit_cap c: c · tanh(s / c), before the mask.
-    sliding_window W: a token sees itself and the W-1 tokens before it.
+    sliding_window W: a token sees itself and the W-1 tokens before it. Kernels count in 32 bits, so
+    that more than 2**30 are taken as 2**30.
     sinks: float [num_q_heads], contiguous; one more logit per head in the softmax denominator,
     without a value.
     view: the CacheView that holds its K/V.
@@ -99,6 +102,8 @@ class AttentionLayer:
     def __post_init__(self) -> None:
         name, q, kv = f"layer {self.layer_id}", self.num_q_heads, self.num_kv_heads
         check_layer(self, name)
+        if self.sliding_window is not None:
+            object.__setattr__(self, "sliding_window", min(self.sliding_window, LONGEST_WINDOW))
         if q % kv and kv % q:  # linear layers have more value heads than query heads
             raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
         if not 0 < self.scale < math.inf:

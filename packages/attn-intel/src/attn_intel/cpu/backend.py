@@ -36,7 +36,6 @@ TYPES: Final = {  # `type` of the header
     torch.float8_e5m2: 4,
 }
 PLAIN: Final = (torch.float32, torch.float16, torch.bfloat16)  # of q and out
-LONGEST: Final = 1 << 30  # a window of more tokens is as good as none
 
 
 class IntelAMX(AttentionBackend):
@@ -160,7 +159,7 @@ class IntelAMX(AttentionBackend):
         call.pages = k.shape[0] if call.table else k.shape[1]
         call.q_heads, call.kv_heads = layer.num_q_heads, layer.num_kv_heads
         call.head_dim, call.v_head_dim = layer.head_dim, layer.v_head_dim
-        call.window = min(layer.sliding_window or 0, LONGEST)
+        call.window = layer.sliding_window or 0
         call.logit_cap = layer.logit_cap or 0.0
         call.q_type, call.kv_type = TYPES[q.dtype], TYPES[k.dtype]
         call.out_type = TYPES[filled.dtype]

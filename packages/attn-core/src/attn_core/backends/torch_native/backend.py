@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -38,7 +39,8 @@ _MOST_STATES = 8  # partial results of many queries that are kept before they ar
 class TorchNative(AttentionBackend):
     """Scaled dot product attention per bucket of equal lengths, over tiles of gathered pages.
 
-    Each tile of keys is gathered, attended and merged into the result by its log-sum-exp.
+    Each tile of keys is gathered, attended and merged into the result by its log-sum-exp. Threads
+    may share an instance, concurrent streams of one thread may not.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -46,7 +48,7 @@ class TorchNative(AttentionBackend):
         for layer in config.layers:
             refuse_window(config.name, layer)
         self._dtype = TORCH_DTYPES[config.dtype]
-        self._buffers: Buffers = {}
+        self._local = threading.local()  # each thread that calls gathers into its own buffers
         classes = {layer.group for layer in config.layers}
         self._limits = {c: self._limits_of(c, config.page_size, config.device) for c in classes}
 
@@ -213,7 +215,8 @@ class TorchNative(AttentionBackend):
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         v_scale = cache.k_scale if cache.v is None else cache.v_scale
         sinks = None if layer.sinks is None else layer.sinks.float()
-        key_values = KeyValues(cache, q.dtype, block, self._buffers)
+        buffers: Buffers = self._local.__dict__.setdefault("buffers", {})
+        key_values = KeyValues(cache, q.dtype, block, buffers)
 
         def finish(piece: Piece, part: Tensor, total: Tensor | None) -> None:
             part = _unfold(part, piece, heads)
@@ -222,7 +225,8 @@ class TorchNative(AttentionBackend):
                 part = part * v_scale
             if sinks is not None and total is not None:
                 with_sink = torch.logaddexp(total, sinks)
-                part, total = part * (total - with_sink).exp()[..., None], with_sink
+                base = with_sink.masked_fill(with_sink == -torch.inf, 0.0)  # no key and no sink
+                part, total = part * (total - base).exp()[..., None], with_sink
             out[piece.rows] = part.to(out.dtype)
             if return_lse and total is not None:
                 lse[piece.rows] = total

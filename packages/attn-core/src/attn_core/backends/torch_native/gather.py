@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,8 @@ class _Blocks:
         self._tail = self._pool.shape[2:]
         self._flat: Tensor | None = None
         if self._raw.is_contiguous():
-            self._flat = self._raw.view(pool.shape[0] * self._raw.shape[1] // block, -1)
+            width = block * math.prod(self._tail)  # a pool may have no tokens
+            self._flat = self._raw.view(pool.shape[0] * self._raw.shape[1] // block, width)
 
     def tokens(self, tile: Tile, requests: int) -> Tensor:
         """The tokens of a tile, [R or splits, keys, H, ...], in the pool's dtype."""
