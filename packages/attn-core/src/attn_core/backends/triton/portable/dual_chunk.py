@@ -54,7 +54,7 @@ def dual_chunk_loop(
         if chunk != last_chunk:
             seen_by_all = end * 0
         rotated = Queries(
-            q.ptr + rotation.to(tl.int64) * rotation_stride, q.token_stride, q.head_stride
+            q.ptr + tl.cast(rotation, tl.int64) * rotation_stride, q.token_stride, q.head_stride
         )
         tile = load_tile(rotated, row, query, queries, head, C)
         part_keys = Keys(
