@@ -87,8 +87,8 @@ class KernelLastPartDropped(Edited):
 
 class KernelRotationsReversed(Edited):
     kernel = dual_chunk.dual_chunk_loop
-    before = "q.ptr + rotation.to(tl.int64) * rotation_stride"
-    after = "q.ptr + (2 - rotation).to(tl.int64) * rotation_stride"
+    before = "q.ptr + tl.cast(rotation, tl.int64) * rotation_stride"
+    after = "q.ptr + tl.cast(2 - rotation, tl.int64) * rotation_stride"
 
 
 class KernelChunksOfOtherRows(Edited):

@@ -154,11 +154,11 @@ static void weigh(const Attention *a, const Item *item, const Scratch *s, const 
 }
 
 /*
- * Sum up the outputs over all keys. Returns whether they are finite. careful: what a row does not
- * see reaches it neither where it is an infinity or a NaN; this is slow.
+ * Sum up the outputs over all keys. careful: what a row does not see reaches it neither where it is
+ * an infinity or a NaN; this is slow.
  */
-static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, float *states,
-                  int careful) {
+INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch, float *states,
+                  const int careful) {
     const Scratch s = *scratch;
     int request = item->request, rows = item->rows;
     for (int h = 0; h < item->heads; h++) {
@@ -226,10 +226,25 @@ static int sum_up(const Attention *a, const Item *item, const Scratch *scratch, 
         }
         at = then;
     }
-    int finite = 1;
-    for (int h = 0; h < item->heads; h++)
-        finite &= all_finite(state_of(a, item, &s, states, h).x, rows * s.columns);
-    return finite;
+}
+
+/* Write the rows of all heads or, where a merge comes, leave them. Returns whether all are finite. */
+static int write_rows(const Attention *a, const Item *item, const Scratch *s, float *states) {
+    vec others = all(0);
+    int rows = item->rows, group = a->q_heads / a->kv_heads;
+    int start = a->cu_seqlens_q[item->request];
+    for (int h = 0; h < item->heads; h++) {
+        State from = state_of(a, item, s, states, h);
+        for (int r = 0; r < rows; r++) {
+            const float *x = from.x + r * s->columns;
+            int at = item->row + r;
+            others = not_finite(others, x, s->columns);
+            if (!states)
+                finish(a, start + at / group, (item->head + h) * group + at % group, x,
+                       from.largest_so_far[r], from.sums[r]);
+        }
+    }
+    return sum(others) == 0;
 }
 
 void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *states) {
@@ -255,15 +270,12 @@ void NAME(attend_)(const Attention *a, const Item *item, char *memory, float *st
                          s.turned + h * TURNED * s.words * KS);
 #endif
     }
-    if (!sum_up(a, item, &s, states, 0)) sum_up(a, item, &s, states, 1);
+    sum_up(a, item, &s, states, 0);
+    if (!write_rows(a, item, &s, states)) {
+        sum_up(a, item, &s, states, 1);
+        write_rows(a, item, &s, states);
+    }
     end_products();
-    if (states) return;
-    for (int h = 0; h < item->heads; h++)
-        for (int r = 0; r < rows; r++) {
-            int at = item->row + r, i = h * rows + r;
-            finish(a, start + at / group, (item->head + h) * group + at % group,
-                   s.outputs + i * s.columns, s.largest[i], s.sums[i]);
-        }
 }
 
 /* Merge the parts of one head's rows, in the order of the keys, into the first, and write it. */

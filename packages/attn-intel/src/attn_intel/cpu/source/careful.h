@@ -2,10 +2,10 @@
 #pragma once
 #include "vectors.h"
 
-static int all_finite(const float *x, int64_t n) {
-    int others = 0;
-    for (int64_t i = 0; i < n; i++) others |= !(x[i] - x[i] == 0);
-    return !others;
+/* Add what is not 0 where a number is not finite: an infinity less itself is NaN. n: of vectors. */
+INLINE vec not_finite(vec so_far, const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) so_far += load(x + i) - load(x + i);
+    return so_far;
 }
 
 /* c [rows, columns] += p · values of n keys, of which a row leaves out those that it weighs 0. */
