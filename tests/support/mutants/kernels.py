@@ -187,6 +187,22 @@ class KernelSharedLevelsInOnePlace(Edited):
     after = "0 * level.to(tl.int64)"
 
 
+class KernelSharedKeysSkippedForTheUnit(Edited):
+    """A program that begins within a tile takes the unit beside the keys for one of keys."""
+
+    kernel = decode.decode_splits
+    before = "unit = tl.maximum(unit - SPLIT.TILE_UNITS, 0)"
+    after = "unit = unit"
+
+
+class KernelSharedMergedFromTheUnit(Edited):
+    """The program that has a tile's unit beside the keys, and no keys, is merged too."""
+
+    kernel = merge.merge_splits
+    before = "s_low = (s_begin + SPLIT.TILE_UNITS) // quota"
+    after = "s_low = s_begin // quota"
+
+
 class KernelSharedInnerGroupNotMerged(Edited):
     kernel = merge.merge_splits
     before = "tl.static_range(1, 3)"
