@@ -195,14 +195,6 @@ class KernelSharedKeysSkippedForTheUnit(Edited):
     after = "unit = unit"
 
 
-class KernelSharedMergedFromTheUnit(Edited):
-    """The program that has a tile's unit beside the keys, and no keys, is merged too."""
-
-    kernel = merge.merge_splits
-    before = "s_low = (s_begin + SPLIT.TILE_UNITS) // quota"
-    after = "s_low = s_begin // quota"
-
-
 class KernelSharedInnerGroupNotMerged(Edited):
     kernel = merge.merge_splits
     before = "tl.static_range(1, 3)"
