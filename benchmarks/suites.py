@@ -170,6 +170,9 @@ def shared() -> tuple[Case, ...]:
         cases += [Case(phase="decode", **own, **shape) for shape in shapes]
         for drafts in (4, 8):
             cases.append(Case(phase="verify", queries=drafts, tree=True, **own, **shapes[0]))
+    cases += [
+        replace(_mla("mla", heads, 64, 8192 + 512), shared=((64, 8192),)) for heads in (16, 128)
+    ]
     return tuple(cases)
 
 

@@ -58,7 +58,7 @@ def groups_of(case: Case) -> int:
 
 
 def test_the_record_has_all_cases_of_this_rule():
-    assert CASES.keys() == {case.name for case in shared()}
+    assert CASES.keys() == {case.name for case in shared() if case.kind == "mha"}
     assert any(case.tree for case in CASES.values())
 
 

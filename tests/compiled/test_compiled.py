@@ -143,6 +143,15 @@ def test_hot_launches_of_sparse_mla(arch):
 
 
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+def test_hot_launches_of_shared_prefixes(arch):
+    sites = judged(arch, "verify-shared", "decode-shared", hot=True)
+    assert [fault for site in sites for fault in site["faults"]] == []
+    attend = "decode_hopper" if arch == "sm90" else "decode_splits"
+    kernels = [[k["name"] for k in site["kernels"]] for site in sites]
+    assert kernels == [["plan_shared", attend, "merge_splits"]] * 2
+
+
+@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_linear_attention(arch):
     names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
     names += ("gdn-prefill-alone", "gdn-prefill-ahead", "kda-prefill-alone", "gdn-prefill-fused")

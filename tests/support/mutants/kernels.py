@@ -187,6 +187,14 @@ class KernelSharedLevelsInOnePlace(Edited):
     after = "0 * level.to(tl.int64)"
 
 
+class KernelSharedKeysSkippedForTheUnit(Edited):
+    """A program that begins within a tile takes the unit beside the keys for one of keys."""
+
+    kernel = decode.decode_splits
+    before = "unit = tl.maximum(unit - SPLIT.TILE_UNITS, 0)"
+    after = "unit = unit"
+
+
 class KernelSharedInnerGroupNotMerged(Edited):
     kernel = merge.merge_splits
     before = "tl.static_range(1, 3)"

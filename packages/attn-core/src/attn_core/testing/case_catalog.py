@@ -285,7 +285,7 @@ SHARED: dict[str, dict[str, Case]] = {
     "mha": {
         "decode": replace(_LONG, logit_cap=2.0, sinks=True),
         "decode-window": replace(_LONG, window=40),
-        "tree": _verify("tree", (580, 620, 330), TREE_A, TREE_B, FOREST, heads=(2, 1)),
+        "tree": _verify("tree", (1060, 1100, 330), TREE_A, TREE_B, FOREST, heads=(3, 1)),
     },
     "mla": {"decode": replace(_LONG, query_lens=(1,) * 3, seq_lens=(340, 333, 1), **_LATENT)},  # type: ignore[arg-type]  # as above
     "dsa": {},

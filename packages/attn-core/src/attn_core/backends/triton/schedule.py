@@ -59,7 +59,8 @@ class Cuts:
     @property
     def min_units(self) -> int:
         """The fewest units of work that a program takes."""
-        return max(1, self.launch.min_blocks // self.blocks_per_unit)
+        units = max(1, self.launch.min_blocks // self.blocks_per_unit)
+        return units if self.sharing is None else units + self.sharing.tile_units
 
 
 @dataclass(kw_only=True, eq=False)

@@ -17,31 +17,35 @@ LEVELS = 2  # groups within groups: the requests of a group may be groups that s
 LEAST_SHARED_KEYS = 256
 MAX_REQUESTS = 1024  # one program plans all requests in its registers
 SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
+TILE_UNITS_FROM = 16  # query rows of a request from which on a tile counts a unit of its own
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
 
 
 class Sharing(NamedTuple):
     """How keys are shared: groups begin and end at multiples of `granule` keys, a multiple of BN.
 
-    page_size: tokens of a page. group: query heads of a KV head.
+    page_size: tokens of a page. group: query heads of a KV head. tile_units: see Split.
     """
 
     granule: int
     page_size: int
     group: int
+    tile_units: int = 0
 
 
 def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int) -> Sharing | None:
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
     A tile of two members would then read what a tile of each reads. store_bytes: of a value in the
-    store.
+    store. Beside their keys, tiles of drafts and of latents count a unit; decode is faster without.
     """
     rows = queries * group.num_queries_per_kv
     if 2 * rows > SHARED_TILE_ROWS:
         return None
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
-    return Sharing(granule, page_size, group.num_queries_per_kv)
+    many = queries > 1 or _is_latent(group.head_dim, group.v_head_dim)
+    tile_units = int(many and rows >= TILE_UNITS_FROM)
+    return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 
 def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) -> int:
@@ -52,9 +56,13 @@ def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) 
     of each.
     """
     partials = 2 * 2 * rows * (v_head_dim + 1) * 4
-    latent = v_head_dim > 256 and head_dim > v_head_dim  # values are keys
-    key = (head_dim + (0 if latent else v_head_dim)) * store_bytes
+    key = (head_dim + (0 if _is_latent(head_dim, v_head_dim) else v_head_dim)) * store_bytes
     return power_of_two(8 * partials // key, LEAST_SHARED_KEYS)
+
+
+def _is_latent(head_dim: int, v_head_dim: int) -> bool:
+    """Say whether values are the first columns of the keys."""
+    return v_head_dim > 256 and head_dim > v_head_dim
 
 
 def spans_of(buffer: Tensor) -> Spans:

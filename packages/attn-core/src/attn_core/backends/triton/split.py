@@ -50,9 +50,9 @@ class SplitKernel(Kernel[SplitKV]):
 def constants_of(cuts: Cuts) -> Split:
     """Return the constants of a split."""
     shared = cuts.sharing is not None
-    return Split(
-        cuts.row_blocks, cuts.blocks_per_unit, cuts.batch_invariant, cuts.min_units, shared
-    )
+    tile_units = 0 if cuts.sharing is None else cuts.sharing.tile_units
+    keys = (cuts.row_blocks, cuts.blocks_per_unit, cuts.batch_invariant, cuts.min_units)
+    return Split(*keys, shared, tile_units)
 
 
 def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:

@@ -39,7 +39,7 @@ def load_keys_values(
     step = 0
     seq = work.seq
     next_unit = work.start
-    while next_unit < work.end:
+    while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
@@ -61,7 +61,7 @@ def load_keys_values(
             slots = next_slots
             start -= CONFIG.BN
             step += 1
-        next_unit += item.end_unit - item.start_unit
+        next_unit = item.next_unit
 
 
 @gluon.jit
@@ -92,7 +92,7 @@ def attend(
     step = 0
     seq = work.seq
     next_unit = work.start
-    while next_unit < work.end:
+    while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         seq_len = item.seq_len
@@ -173,7 +173,7 @@ def attend(
                 gl.store(partial.lse + lse_at, lse, mask=live_rows)
             else:
                 gl.store(partial.lse + lse_at, lse)
-        next_unit += item.end_unit - item.start_unit
+        next_unit = item.next_unit
 
 
 @gluon.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])

@@ -116,7 +116,7 @@ def attend_high(
     turn = 0
     seq = work.seq
     next_unit = work.start
-    while next_unit < work.end:
+    while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         seq_len = item.seq_len
@@ -197,7 +197,7 @@ def attend_high(
         store_columns(
             acc, factor, out, partial, work, next_unit, item, requests, sizes, HIGH, CONFIG
         )
-        next_unit += item.end_unit - item.start_unit
+        next_unit = item.next_unit
         turn += 1
 
 
@@ -211,7 +211,7 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
     turn = 0
     seq = work.seq
     next_unit = work.start
-    while next_unit < work.end:
+    while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         acc = gl.full([64, 256], 0.0, gl.float32, O)
@@ -243,7 +243,7 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
         store_columns(
             middle, factor, out, partial, work, next_unit, item, requests, sizes, MIDDLE, CONFIG
         )
-        next_unit += item.end_unit - item.start_unit
+        next_unit = item.next_unit
         turn += 1
 
 

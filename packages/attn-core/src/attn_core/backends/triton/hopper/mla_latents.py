@@ -163,7 +163,7 @@ def gather_latents(
     turn = 0
     seq = work.seq
     next_unit = work.start
-    while next_unit < work.end:
+    while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         slots = requests.page_table + seq.to(gl.int64) * sizes.table_stride
@@ -179,7 +179,7 @@ def gather_latents(
             rows = following
             step += 1
             block += 1
-        next_unit += item.end_unit - item.start_unit
+        next_unit = item.next_unit
         turn += 1
 
 
@@ -194,7 +194,7 @@ def load_latents(
     turn = 0
     seq = work.seq
     next_unit = work.start
-    while next_unit < work.end:
+    while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
@@ -211,5 +211,5 @@ def load_latents(
             load_block(latents, high, k_rows, rows, step, block)
             step += 1
             block += 1
-        next_unit += item.end_unit - item.start_unit
+        next_unit = item.next_unit
         turn += 1

@@ -14,14 +14,15 @@ from triton.experimental.gluon import language as gl
 class Work(NamedTuple):
     """Units start … end of the line of work, a program's share; indptr: see plan_splits.
 
-    A sequence is a request, or a span if SHARED. seq: that of the first unit. row_block: which 64
-    rows of each head, see decode_splits.
+    No item begins from unit `last` on. A sequence is a request, or a span if SHARED. seq: that of
+    the first unit. row_block: which 64 rows of each head, see decode_splits.
     """
 
     indptr: Any
     spans: Any
     start: Any
     end: Any
+    last: Any
     seq: Any
     row_block: Any
 
@@ -32,6 +33,7 @@ class SplitItem(NamedTuple):
     request: the one whose pages have the keys. level: of its span. row_block: which 64 rows.
     context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
     first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
+    next_unit: of the line of work.
     """
 
     seq: Any
@@ -49,6 +51,7 @@ class SplitItem(NamedTuple):
     first_key: Any
     first_block: Any
     num_blocks: Any
+    next_unit: Any
 
 
 @gluon.jit
@@ -77,8 +80,11 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
         ends = gl.load(indptr + 1 + i, mask=i < seqs, other=0)
         before += ((i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
     end = gl.minimum(start + quota, num_units)
+    last = end
+    if CONFIG.TILE_UNITS > 0:
+        last = gl.maximum(end - CONFIG.TILE_UNITS, gl.minimum(start + 1, end))
     row_block = gl.program_id(0) % CONFIG.ROW_BLOCKS
-    return Work(indptr, spans, start, end, gl.sum(before, 0), row_block)
+    return Work(indptr, spans, start, end, last, gl.sum(before, 0), row_block)
 
 
 @gluon.jit
@@ -111,7 +117,8 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
             q_len = gl.load(work.spans.queries + seq)
             seq_len = gl.load(work.spans.end + seq)
             context_len = seq_len
-            num_units = (seq_len - first_key) // CONFIG.BN  # of one tile of several
+            # of one tile of several
+            num_units = (seq_len - first_key) // CONFIG.BN + CONFIG.TILE_UNITS
             row_block = start_unit // num_units
             start_unit = start_unit % num_units
     else:
@@ -125,13 +132,18 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
         end_unit = start_unit + 1
     else:
         end_unit = gl.minimum(start_unit + work.end - unit, num_units)
+    next_unit = unit + end_unit - start_unit
+    if CONFIG.TILE_UNITS > 0:  # from here on units of keys
+        start_unit = gl.maximum(start_unit - CONFIG.TILE_UNITS, 0)
+        end_unit -= CONFIG.TILE_UNITS
+        num_units -= CONFIG.TILE_UNITS
     skipped = first_key // CONFIG.BN
     first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
     return SplitItem(
         seq, request, level, row_block, head, start_unit, end_unit, num_units, q_start, q_len,
-        seq_len, context_len, first_key, first_block, end_block - first_block,
+        seq_len, context_len, first_key, first_block, end_block - first_block, next_unit,
     )  # fmt: skip
 
 

@@ -85,8 +85,9 @@ def decode_splits(
     at = tl.program_id(0) // SPLIT.ROW_BLOCKS * quota
     end = tl.minimum(at + quota, work)
     if at < end:
+        last = tl.maximum(end - SPLIT.TILE_UNITS, at + 1)  # later no keys are left
         seq = find_seq_idx(work_indptr, seqs, at, C.HEADS, 0)
-        while at < end:
+        while at < last:
             before = tl.load(work_indptr + seq)
             units = tl.load(work_indptr + seq + 1) - before
             head = (at - before * C.HEADS) // units
@@ -110,7 +111,7 @@ def decode_splits(
                     length = tl.load(spans.end + seq)
                     level = tl.load(spans.level + seq)
                     prefix = length
-                    units = (length - first) // BN  # of one tile of several
+                    units = (length - first) // BN + SPLIT.TILE_UNITS  # of one tile of several
                     row_block = unit // units
                     unit = unit % units
             else:
@@ -121,6 +122,11 @@ def decode_splits(
                 if C.WINDOW:
                     first = tl.maximum(prefix - window + 1, 0)
             stop = unit + 1 if SPLIT.BATCH_INVARIANT else tl.minimum(unit + end - at, units)
+            next_at = at + stop - unit
+            if SPLIT.TILE_UNITS:  # from here on units of keys
+                unit = tl.maximum(unit - SPLIT.TILE_UNITS, 0)
+                stop -= SPLIT.TILE_UNITS
+                units -= SPLIT.TILE_UNITS
             origin = first // BN * BN
             lo = origin + unit * (SPLIT.BLOCKS_PER_UNIT * BN)
             hi = tl.minimum(origin + stop * (SPLIT.BLOCKS_PER_UNIT * BN), tl.cdiv(length, BN) * BN)
@@ -183,6 +189,6 @@ def decode_splits(
                 else:
                     tl.store(p_out, acc / safe[:, None])
                     tl.store(partial.lse + p_at, lse)
-            at += stop - unit
-            if at < end:
+            at = next_at
+            if at < last:
                 seq = find_seq_idx(work_indptr, seqs, at, C.HEADS, 0)

@@ -81,7 +81,7 @@ def merge_splits(
         low = begin
         count = units
     else:
-        low = begin // quota
+        low = (begin + SPLIT.TILE_UNITS) // quota
         count = (begin + units - 1) // quota - low + 1
     query = tl.load(cu + b)
     queries = tl.load(cu + b + 1) - query
@@ -123,7 +123,7 @@ def merge_splits(
                         s_tiles = tl.cdiv(tl.load(spans.queries + span) * C.GROUP, BM)
                         blocks = s_units // s_tiles
                         s_begin = s_before * C.HEADS + kv_head * s_units + s_row // BM * blocks
-                        s_low = s_begin // quota
+                        s_low = (s_begin + SPLIT.TILE_UNITS) // quota
                         s_count = (s_begin + blocks - 1) // quota - s_low + 1
                         whole_at = whole_rows(programs, tokens, one + level, token, head, BM, C)
                         m, total, acc = add_partials(

@@ -40,11 +40,12 @@ def _join(own, left, right, base):
 
 @triton.jit
 def _store_requests(
-    work_indptr, spans, own, batch, queries, lengths, begin, BN: tl.constexpr
+    work_indptr, spans, own, batch, queries, lengths, begin,
+    BN: tl.constexpr, TILE_UNITS: tl.constexpr,
 ):  # fmt: skip
     """Store what each request reads alone, from key `begin` on, and return its units of work."""
     ok = own < batch
-    units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1)
+    units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1) + TILE_UNITS
     units = tl.where(ok & (queries > 0), units, 0)
     tl.store(work_indptr, 0)
     tl.store(work_indptr + 1 + own, tl.cumsum(units, 0), mask=ok)
@@ -71,6 +72,7 @@ def _store_groups(
     GRANULE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    TILE_UNITS: tl.constexpr,
 ):
     """Store the groups of a level as spans; return how many there are now, and their work.
 
@@ -82,7 +84,7 @@ def _store_groups(
     at = batch + number
     token = tl.load(cu + own, mask=ok, other=0)
     queries = tl.load(cu + last + 1, mask=is_first, other=0) - token
-    units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN))
+    units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN) + TILE_UNITS)
     units = tl.where(is_first, units, 0)
     tl.store(work_indptr + at + 1, work + tl.cumsum(units, 0), mask=is_first)
     tl.store(spans.request + at, own, mask=is_first)
@@ -148,6 +150,7 @@ def plan_shared(
     GRANULE: tl.constexpr,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE_UNITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -157,8 +160,9 @@ def plan_shared(
 
     Each program compares the pages of a request and the next one, WIDTH at a time. The last one to
     finish groups them (the intervals of an array of longest common prefixes), and writes the spans
-    and work_indptr int32 [2 · batch + 1], the units of BN keys of one tile before each span: first
-    those of the requests, then those of the groups, then none. Queries come after all shared keys.
+    and work_indptr int32 [2 · batch + 1], the units before each span: first those of the requests,
+    then those of the groups, then none. A tile has a unit for BN keys, and TILE_UNITS more. Queries
+    come after all shared keys.
     Where no first pages are equal, the first program does so at once, for requests alone.
     """
     b = tl.program_id(0)
@@ -193,7 +197,7 @@ def plan_shared(
         none = own * 0
         groups = 0
         if alone:
-            work = _store_requests(buffer, spans, own, batch, queries, length, none, BN)
+            work = _store_requests(buffer, spans, own, batch, queries, length, none, BN, TILE_UNITS)
             tl.store(spans.group + own, none - 1, mask=ok)
         else:
             right = tl.load(common + own, mask=has_next, other=0, cache_modifier=".cg")
@@ -202,13 +206,15 @@ def plan_shared(
             base = tl.where(in_outer, outer_end, NONE)
             in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
             begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
-            work = _store_requests(buffer, spans, own, batch, queries, length, begin, BN)
+            work = _store_requests(
+                buffer, spans, own, batch, queries, length, begin, BN, TILE_UNITS
+            )
             groups, work = _store_groups(
                 cu, buffer, spans, batch, own, 1, groups, work, in_outer, outer_first, outer_last,
-                none, outer_end, GROUP, GRANULE, BM, BN,
+                none, outer_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
             )  # fmt: skip
             groups, work = _store_groups(
                 cu, buffer, spans, batch, own, 2, groups, work, in_inner, inner_first, inner_last,
-                outer_end, inner_end, GROUP, GRANULE, BM, BN,
+                outer_end, inner_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
             )  # fmt: skip
         tl.store(buffer + batch + 1 + own, work + none, mask=ok & (own >= groups))
