@@ -2,7 +2,7 @@
 
 Run: `pytest tests/device/test_linear_fused.py`. States have the bits of a pass of two kernels,
 which test_linear_kernels.py compares with the recurrence. Outputs have them where the kernel has
-four parts; with three they are close, since P is rounded instead of P · T.
+three parts; with four they are close, since P · T is rounded instead of P.
 """
 
 from dataclasses import replace
@@ -66,8 +66,8 @@ class Prompts:
 
 
 def equal(x, y):
-    """Say whether outputs are the same, or close where the kernel has three parts."""
-    if not launch.in_turn():
+    """Say whether outputs are the same, or close where the kernel has four parts."""
+    if launch.in_turn():
         return torch.equal(x, y)
     x, y = x.double(), y.double()
     return bool((x - y).square().mean().sqrt() <= 6e-3 * y.square().mean().sqrt())

@@ -58,6 +58,13 @@ def gl_store(ptr, x, mask=None):
     ptr.flat[offset.long()] = x.to(ptr.flat.dtype)
 
 
+def where(condition, a, b):
+    if not isinstance(a, Pointer):
+        return torch.where(torch.as_tensor(condition), a, b)
+    both = Pointer(torch.cat((a.flat, b.flat)))  # to be read alone
+    return both + torch.where(condition, a.offset, b.offset + len(a.flat))
+
+
 class Shared:
     """A buffer in shared memory, or a view of one."""
 
@@ -147,6 +154,10 @@ def copy_rows(rows, at, bar, tile):
         _settle(bar)
 
 
+def copy_elements(tile, ptr, mask=None):
+    tile.x.copy_(gl_load(ptr, mask).expand(tile.x.shape))
+
+
 def allocate(dtype, shape, layout):
     if layout == "barriers":
         return Barriers(shape[0])
@@ -168,13 +179,22 @@ def wait_products(count, deps):
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
+def own(x):
+    """Return arguments with numbers of their own: `+=` changes a tensor in its place."""
+    if isinstance(x, torch.Tensor):
+        return x.clone()
+    if isinstance(x, tuple):
+        return type(x)(*map(own, x)) if hasattr(x, "_fields") else tuple(map(own, x))
+    return x
+
+
 def specialize(functions, *_):
     failures, here = [], program.id
 
     def run(function, args):
         program.id = here
         try:
-            function(*args)
+            function(*own(args))
         except Exception as raised:
             failures.append(raised)
 
@@ -207,7 +227,7 @@ def _language():
         arange=lambda a, b, _=None: torch.arange(a, b),
         full=lambda shape, x, dtype, _=None: torch.full(shape, x).to(dtype),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape).to(dtype),
-        where=lambda c, a, b: torch.where(torch.as_tensor(c), a, b),
+        where=where,
         exp2=torch.exp2, exp=torch.exp, abs=torch.abs, rsqrt=torch.rsqrt,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -238,7 +258,15 @@ def _modules():
         warpgroup_mma=product, warpgroup_mma_wait=wait_products, mbarrier=mbarrier, tma=tma,
         fence_async_shared=lambda: None,
     )  # fmt: skip
-    ampere = SimpleNamespace(mma_v2=lambda a, b, acc: a.float() @ b.float() + acc, async_copy=None)
+    async_copy = SimpleNamespace(
+        async_copy_global_to_shared=copy_elements,
+        commit_group=lambda: None,
+        wait_group=lambda _: None,
+        mbarrier_arrive=lambda bar, increment_count: arrive(bar, 128),
+    )
+    ampere = SimpleNamespace(
+        mma_v2=lambda a, b, acc: a.float() @ b.float() + acc, async_copy=async_copy
+    )
     gluon = SimpleNamespace(jit=jit, constexpr_function=jit, aggregate=lambda x: x, language=gl)
     core = SimpleNamespace(base_value=object, _aggregate=lambda x: x)
     gl.core, gl.math = core, None

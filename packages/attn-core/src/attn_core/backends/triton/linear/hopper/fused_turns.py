@@ -18,6 +18,7 @@ from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
 from attn_core.backends.triton.linear.gates import head_weights, log_decay, update_rate
 from attn_core.backends.triton.linear.hopper.fused_gdn import W, copy, keep_rows, new_lines
 from attn_core.backends.triton.linear.hopper.fused_solve import N, R, begin_chunk, zero_rows
+from attn_core.backends.triton.linear.hopper.prepare_gdn import norms_of_rows
 from attn_core.backends.triton.linear.hopper.scan import load_state, write_outputs
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
@@ -197,17 +198,6 @@ def gates_ahead(gated, layer, own, j, C: gl.constexpr):
         head = head_weights(weights, hv, 0, C)
         raw = raw_gates(inputs, begin + later, begin + tokens - 1, hv)
         keep_gates(gated, raw, head, numbers, tokens - later, turn, C)
-
-
-@gluon.jit
-def norms_of_rows(tile, numbers, C: gl.constexpr):
-    """Return what normalises and scales each row of queries in shared memory."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    found = gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
-    if C.NORM:
-        x = tile.load(L).to(gl.float32)
-        found = gl.rsqrt(gl.sum(x * x, 1) + numbers.eps)
-    return found * numbers.scale
 
 
 @gluon.jit
