@@ -6,7 +6,6 @@ Launch parameters, and prefill by one kernel or by two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -17,19 +16,9 @@ from benchmarks.peers.linear import OURS, Call, LinearContestant, States
 
 _PREFILL = "attn_core.backends.triton.linear.prefill"
 _LAUNCH = "attn_core.backends.triton.linear.launch"
-_HOPPER = "attn_core.backends.triton.linear.hopper.launch"
-# the name of a way to prefill → what functions return for it
-WAYS: dict[str, dict[str, Any]] = {
-    "two kernels": {f"{_PREFILL}.fuses": False},
-    "four parts": {f"{_PREFILL}.fuses": True, f"{_HOPPER}.in_turn": 0},
-    "three parts": {f"{_PREFILL}.fuses": True, f"{_HOPPER}.in_turn": 3},
-    "solves alone": {f"{_PREFILL}.fuses": True, f"{_HOPPER}.in_turn": 1},
-    "carries alone": {f"{_PREFILL}.fuses": True, f"{_HOPPER}.in_turn": 2},
-}
-# name → the function that is replaced, the cases, and (rows, warps, stages) or one of WAYS
-SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int] | str, ...]]] = {
-    "fused": (_PREFILL, "prefill", ("two kernels", "four parts", "three parts")),
-    "parts": (_PREFILL, "prefill", ("three parts", "solves alone", "carries alone")),
+# name → the function that is replaced, the cases, and (rows, warps, stages) or what it returns
+SWEEPS: dict[str, tuple[str, str, tuple[tuple[int, int, int] | bool, ...]]] = {
+    "fused": (f"{_PREFILL}.fuses", "prefill", (True, False)),
     "decode": (
         f"{_LAUNCH}.decode_launch",
         "decode",
@@ -64,17 +53,17 @@ def candidates(name: str) -> tuple[LinearContestant, ...]:
     return tuple(_candidate(target, op, x) for x in launches)
 
 
-def _candidate(target: str, op: str, chosen: tuple[int, int, int] | str) -> LinearContestant:
-    name = chosen if isinstance(chosen, str) else "rows {} warps {} stages {}".format(*chosen)
+def _candidate(target: str, op: str, chosen: tuple[int, int, int] | bool) -> LinearContestant:
+    if isinstance(chosen, bool):
+        name = "one kernel" if chosen else "two kernels"
+    else:
+        name = "rows {} warps {} stages {}".format(*chosen)
 
     def patched() -> Any:
         from attn_core.backends.triton.linear.tuning import Launch
 
-        stack = ExitStack()
-        if isinstance(chosen, str):
-            for function, found in WAYS[chosen].items():
-                stack.enter_context(mock.patch(function, return_value=found))
-            return stack
+        if isinstance(chosen, bool):
+            return mock.patch(target, return_value=chosen)
         rows, warps, stages = chosen
         return mock.patch(target, return_value=Launch(rows=rows, warps=warps, stages=stages))
 

@@ -83,8 +83,8 @@ def emulate(x, form):
     stored = (rows(out), States(Pointer(state), 0, HV * DIM * DIM), places, places.read, chunks)
     if form == "fused":
         maps = [y.flatten(1) for y in (x.k, x.q, x.v)]
-        kernel = load("hopper.fused_turns").fused_gdn_in_turn
-        launch(kernel, len(x.lens) * HV, *maps, inputs, weights, NUMBERS, *stored, 3, constants)
+        kernel = load("hopper.fused_gdn").fused_gdn_hopper
+        launch(kernel, len(x.lens) * HV, *maps, inputs, weights, NUMBERS, *stored, constants)
         return out, state
     T = torch.full((len(pieces), HV, 2, 64, 64), math.nan).bfloat16()
     factors, decay = torch.full((len(pieces), HV, 3, 64), math.nan), torch.empty(len(pieces), HV)

@@ -101,11 +101,3 @@ def fuses(arch: str, chunks: int, longest: int, processors: int) -> bool:
     device busy, a chunk after the other.
     """
     return arch == "sm90" and 0 < 3 * processors * longest <= 4 * chunks
-
-
-def in_turn() -> int:
-    """Say whether that kernel has one group of warps that solves and two that do the rest.
-
-    3, or 0 for the one of four parts; 1 and 2 time a part of it: see fused_gdn_in_turn.
-    """
-    return 3

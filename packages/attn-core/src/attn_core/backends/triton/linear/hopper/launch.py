@@ -11,13 +11,11 @@ from attn_core.backends.triton.hopper.stores import SWIZZLED
 from attn_core.backends.triton.linear.arguments import Constants, Inputs, Rows
 from attn_core.backends.triton.linear.hopper.ahead import prepare_gdn_ahead
 from attn_core.backends.triton.linear.hopper.fused_gdn import fused_gdn_hopper
-from attn_core.backends.triton.linear.hopper.fused_turns import fused_gdn_in_turn
 from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_kda import prepare_kda_hopper
 from attn_core.backends.triton.linear.hopper.scan import scan_hopper
 from attn_core.backends.triton.linear.hopper.scan_alone import scan_alone
 from attn_core.backends.triton.linear.launch import PrefillKernels
-from attn_core.backends.triton.linear.tuning import in_turn
 from attn_core.ops.triton.launcher import Launcher, MapOf
 
 
@@ -94,9 +92,7 @@ def fused(constants: Constants, inputs: Inputs) -> PrefillKernels | None:
         return None
     if any(x.head_stride != 128 or x.token_stride < x.ptr.shape[1] * 128 for x in tokens):
         return None
-    parts = in_turn()
-    last = (fused_gdn_in_turn, parts) if parts else (fused_gdn_hopper,)
-    return PrefillKernels(None, Launcher(*last, constants, num_warps=4), 128, False)
+    return PrefillKernels(None, Launcher(fused_gdn_hopper, constants, num_warps=4), 128, False)
 
 
 def maps_of(*tokens: Rows) -> tuple[MapOf, ...]:
