@@ -98,7 +98,7 @@ def begin_chunk(keys, j, left):
 def solve_chunks(given, C: gl.constexpr):
     """Leave T and P of each chunk, and what its keys, queries and updates are multiplied by.
 
-    A line [64] is a buffer of its own: Triton waits between two stores to parts of one.
+    A line [64] or a tile is a buffer of its own: Triton waits between two stores to parts of one.
     """
     keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request = given
     gates, beta_lines, total_lines = gated
@@ -106,7 +106,7 @@ def solve_chunks(given, C: gl.constexpr):
     k_line, q_line = lines
     dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
-    below, work, half = works.index(0), works.index(1), works.index(2)
+    below, first, second = works
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     kk = begin_chunk(keys, 0, gl.minimum(tokens, num_chunks * CHUNK))
     for j in range(num_chunks):
@@ -140,7 +140,7 @@ def solve_chunks(given, C: gl.constexpr):
         total = total_lines.index(known).load(R)
         out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
         D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
-        T = solve(D, beta_line, below, work, half)
+        T = solve(D, beta_line, below, first, second)
         kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # it runs while T is stored
         solved.tile.index(place).store(T.to(dtype))
         hopper.fence_async_shared()
