@@ -106,7 +106,7 @@ def error(got, want):
 
 @pytest.mark.parametrize(
     ("lens", "slots"),
-    [((1,), (0,)), ((130, 64), (1, 0)), ((0, 65, 200, 7), (2, -1, 0, 3)), ((577,), (0,))],
+    [((1,), (0,)), ((130, 64), (1, 0)), ((0, 65, 200, 7), (2, -1, 0, 3)), ((577, 0), (0, 1))],
 )
 def test_all_forms_follow_the_recurrence_and_have_the_same_bits(lens, slots):
     x = make_prompts(lens, slots)

@@ -134,7 +134,7 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         values.wait_full(j)
         left = tokens - j * CHUNK
         if left < CHUNK:
-            zero_rows(values.tile, values.stage(j), left)
+            zero_rows(values.tile, values.stage(j), left, TILE, TILE + 1)
         v = values.tile.index(values.stage(j)).slice(TILE * 64, 64, dim=1)
         solved.wait_full(j)
         sk, y, _ = hopper.warpgroup_mma_wait(0, deps=[sk, y, state])

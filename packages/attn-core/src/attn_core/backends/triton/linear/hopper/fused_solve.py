@@ -43,7 +43,7 @@ def keep_gates(gated, layer, own, turn, C: gl.constexpr):
     c = gl.arange(0, AHEAD, gl.SliceLayout(1, GATES))[:, None]
     t = turn * (AHEAD * CHUNK) + c * CHUNK
     t = t + gl.arange(0, CHUNK, gl.SliceLayout(0, GATES))[None, :]
-    i = (begin + gl.maximum(gl.minimum(t, tokens - 1), 0)).to(gl.int64)
+    i = gl.maximum(begin + gl.minimum(t, tokens - 1), 0).to(gl.int64)
     g = gl.load(inputs.g.ptr + i * inputs.g.token_stride + hv * inputs.g.head_stride)
     beta = gl.load(inputs.beta.ptr + i * inputs.beta.token_stride + hv * inputs.beta.head_stride)
     a_log, bias = head_weights(weights, hv, 0, C)
@@ -64,15 +64,18 @@ def store_lines(lines, place, x):
 
 
 @gluon.jit
-def zero_rows(tiles, stage, count):
-    """Zero the rows from `count` on: they are another request's tokens, and may be NaN."""
+def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
+    """Zero the rows from `count` on: they are another request's tokens, and may be NaN.
+
+    FIRST, END: of panels of 64 columns. Rows before `count` are stored too, as they are.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], tiles.dtype)
     parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * 16, 8, CHUNK], PART)
     row = gl.arange(0, 8, gl.SliceLayout(1, L))
     for i in range(count // 8, 8):
         inside = (i * 8 + row < count)[:, None]
-        for panel in gl.static_range(2):  # of 64 columns
+        for panel in gl.static_range(FIRST, END):
             part = parts.index(stage * 16 + panel * 8 + i)
             part.store(gl.where(inside, part.load(L), 0.0).to(tiles.dtype))
 
@@ -86,7 +89,7 @@ def begin_chunk(keys, j, left):
     if left > 0:
         keys.wait_full(j)
         if left < CHUNK:
-            zero_rows(keys.tile, keys.stage(j), left)
+            zero_rows(keys.tile, keys.stage(j), left, 0, 2)
             hopper.fence_async_shared()
             barrier()
     k = keys.tile.index(keys.stage(j))
