@@ -1,7 +1,7 @@
 """GDN prompts in one kernel that prepares chunks and carries states, on a Hopper.
 
-Run: `pytest tests/device/test_linear_fused.py`. Each result has the bits of a pass of two kernels,
-which test_linear_kernels.py compares with the recurrence.
+Run: `pytest tests/device/test_linear_fused.py`. Outputs and states have the bits of a pass of two
+kernels, which test_linear_kernels.py compares with the recurrence.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ class Prompts:
 
 
 def same(got, want):
-    return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    return torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,7 +71,7 @@ def same(got, want):
 def test_ragged_requests(dtype, more):
     x = Prompts(dtype=dtype, **more)
     want = x.by_two()
-    for _ in range(3):
+    for _ in range(4):
         assert same(x.by_one(), want)
 
 
@@ -125,14 +125,15 @@ def test_equal_prompts_that_fill_the_device():
     want, after = x.by_two(tokens=first, state=state.clone())
     for _ in range(5):
         out, last = x.by_one(tokens=first, state=state.clone())
-        assert torch.equal(out.unflatten(0, (16, 500)), want[:500].expand(16, -1, -1, -1))
+        assert torch.equal(out[:500], want[:500])
+        assert torch.equal(out.unflatten(0, (16, 500)), out[:500].expand(16, -1, -1, -1))
         assert torch.equal(last, after[:1].expand_as(last))
 
 
 def test_replays_of_a_captured_graph():
     x = Prompts((300,) * 5, (4, 3, 2, 1, 0), (16, 32))
-    want, state = x.by_two(), x.state.clone()
-    x.by_one()
+    want, state = x.by_one(), x.state.clone()
+    assert same(want, x.by_two())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, _ = x.run(state=state)
@@ -140,4 +141,5 @@ def test_replays_of_a_captured_graph():
         out.zero_()
         state.copy_(x.state)
         graph.replay()
-        assert same((out, state), want)
+        assert torch.equal(out, want[0])
+        assert torch.equal(state, want[1])

@@ -323,6 +323,8 @@ def test_head_dims_that_no_kernel_takes():
     ("lens", "heads", "fused"),
     [
         ((8192,), 32, False),
+        ((8192,), 8, False),
+        ((32768,), 32, False),
         ((1024,) * 16, 32, True),
         ((4096,) * 4, 32, True),
         ((1024,) * 16, 8, True),

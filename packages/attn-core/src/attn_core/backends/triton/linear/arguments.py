@@ -97,7 +97,8 @@ class Chunks(NamedTuple):
 class Workspace(NamedTuple):
     """What `prepare` computes of each chunk and value head, for `scan`.
 
-    T [chunks, Hv, 2, 64, 64]: T = (I + L)^-1 diag(beta), and P · T with P = scale · q·k with decay.
+    T [chunks, Hv, 2, 64, 64]: T = (I + L)^-1 diag(beta), and P = scale · q·k with decay; P · T from
+    kernels that are not Gluon's, and with a decay per channel.
     factors float32 [chunks, Hv, 3, 64]: what each token's k·S, q·S and update are multiplied by.
     decay float32 [chunks, Hv] or [chunks, Hv, K]: by which the chunk multiplies the state.
     k_in, q_in, k_out [chunks, Hv, 64, K]: keys and queries with a decay per channel; these replace

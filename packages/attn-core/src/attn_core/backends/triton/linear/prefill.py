@@ -189,6 +189,8 @@ def _kernels(
         return chosen
     prepare = None if own is None else own.prepare(layer.common, inputs)
     scan = None if own is None else own.scan(constants, inputs, alone=plan.alone)
+    if scan is None and not constants.PER_CHANNEL:
+        prepare = None  # it leaves P, where Triton's scan takes P · T
     scan, rows = scan or _scan(layer, constants, inputs, alone=plan.alone)
     return PrefillKernels(prepare or _prepare(layer, inputs), scan, rows, ahead=False)
 

@@ -1,10 +1,7 @@
-"""GDN's prompts in one kernel for Hopper: what prepare_gdn and scan do, with T and P · T on chip.
+"""GDN's prompts in one kernel for Hopper: one group of warps solves chunks, two carry the state.
 
-Four groups of four warps have a part each. One inverts the matrix of a chunk; it has nothing else
-to do, since its chain is the longest. One computes P · T and the outputs, from what the others
-leave in shared memory. Two carry 64 rows of a state each; they wait for the other groups, so that
-one of them copies tokens too, and the other one sums up the decays. The products are those of the
-two kernels, and so are the bits.
+What a chunk's state does not change is the first group's: T, P and what tokens are multiplied by.
+The others keep 64 rows of the state each in registers, from where products read them.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -18,26 +15,19 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.linear.gates import head_weights
 from attn_core.backends.triton.linear.hopper.fused_solve import (
+    AHEAD,
     N,
-    R,
     keep_gates,
-    raw_gates,
     solve_chunks,
+    zero_rows,
 )
 from attn_core.backends.triton.linear.hopper.scan import load_state, write_outputs
-from attn_core.backends.triton.linear.hopper.solve import (
-    CHUNK,
-    LINE,
-    A,
-    barrier,
-    norms_of,
-    product,
-    share,
-)
+from attn_core.backends.triton.linear.hopper.solve import CHUNK, LINE, A, barrier
 
 W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+AX = gl.constexpr(gl.DotOperandLayout(0, A, 2))
+WX = gl.constexpr(gl.DotOperandLayout(0, W, 2))
 
 
 @gluon.jit
@@ -50,98 +40,131 @@ def copy(channel, x_map, j, begin, head):
 
 
 @gluon.jit
-def keep_rows(states, slot, S, hv, HALF: gl.constexpr, C: gl.constexpr):
+def keep_rows(states, slot, S, hv, TILE: gl.constexpr, C: gl.constexpr):
     """Write 64 rows of a state to a slot, if there is one.
 
     Columns are constants from a row's first, so that no addresses wait in registers from the first
     chunk to the last.
     """
     if slot >= 0:
-        row = hv * C.V + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
+        row = hv * C.V + TILE * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
         rows = states.ptr + slot.to(gl.int64) * states.slot_stride + (row * C.K)[:, None]
         columns = gl.arange(0, C.K, gl.SliceLayout(0, W))[None, :]
         gl.store(rows + columns, S.to(states.ptr.dtype.element_ty))
 
 
 @gluon.jit
-def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
-    """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
-    (
-        keys, queries, values, solved, gated, factors, hands, maps, layer, states, slots,
-        checkpoints, own,
-    ) = carried  # fmt: skip
-    k_map, q_map, v_map = maps
-    inputs, weights, numbers = layer
+def begin_copies(tokens_of, maps, own, C: gl.constexpr):
+    """Begin to copy the first chunks."""
     request, b, hv = own
-    into_lines, out_lines, kept_lines = factors[0], factors[1], factors[2]
-    before, updates = hands[HALF]
+    begin, num_chunks = request[0], request[3]
+    keys, queries, values = tokens_of
+    k_map, q_map, v_map = maps
+    for i in gl.static_range(3):
+        if i < num_chunks:
+            copy(keys, k_map, i, begin, hv // C.GROUP)
+            if i < 2:
+                copy(queries, q_map, i, begin, hv // C.GROUP)
+                copy(values, v_map, i, begin, hv)
+
+
+@gluon.jit
+def copy_ahead(tokens_of, solved, maps, own, j, C: gl.constexpr):
+    """Begin to copy tokens in the place of those of chunk j - 1, as soon as all are done with."""
+    request, b, hv = own
+    keys, queries, values = tokens_of
+    k_map, q_map, v_map = maps
+    begin, num_chunks = request[0], request[3]
+    if j + 2 < num_chunks:
+        solved.wait_free(j + 1)
+        copy(queries, q_map, j + 2, begin, hv // C.GROUP)
+        copy(values, v_map, j + 2, begin, hv)
+        if j + 3 < num_chunks:
+            copy(keys, k_map, j + 3, begin, hv // C.GROUP)
+
+
+@gluon.jit
+def finish(solved, v, out, first, count, hv, j, TILE: gl.constexpr):
+    """Write the outputs of chunk j from the place of its values, and release all of it."""
+    barrier()
+    write_outputs(v, out, first, hv, TILE, count)
+    hopper.fence_async_shared()
+    solved.release(j)
+
+
+@gluon.jit
+def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
+    """Carry 64 rows of a state through a request's chunks, and write their outputs.
+
+    The outputs of a chunk are written while the first product of the next one runs.
+    """
+    (
+        tokens_of, solved, P_tiles, gated, factors, maps, layer, out, states, slots, checkpoints,
+        own,
+    ) = carried  # fmt: skip
+    keys, queries, values = tokens_of
+    gates, beta_lines, total_lines = gated
+    into_lines, query_lines, out_lines = factors
+    request, b, hv = own
     begin, tokens, first, num_chunks = request
-    h = hv // C.GROUP
-    if HALF == 0:  # this group copies the tokens too, and the other one has the gates: both wait
-        if num_chunks > 0:
-            copy(keys, k_map, 0, begin, h)
-            copy(queries, q_map, 0, begin, h)
-            copy(values, v_map, 0, begin, hv)
-        if num_chunks > 1:
-            copy(keys, k_map, 1, begin, h)
-    if HALF:
-        head = head_weights(weights, hv, 0, C)
-        token = begin.to(gl.int64)
-        raw = raw_gates(inputs, token, hv, tokens)
-        after = raw_gates(inputs, token + CHUNK, hv, tokens - CHUNK)
-        keep_gates(gated, raw, head, numbers, tokens, 0, C)
-        keep_gates(gated, after, head, numbers, tokens - CHUNK, 1, C)
+    if TILE == 0:
+        begin_copies(tokens_of, maps, own, C)
+    else:
+        keep_gates(gated, layer, own, 0, C)
     dtype: gl.constexpr = keys.tile.dtype
-    zero = gl.full([64, CHUNK], 0.0, gl.float32, A)
-    row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
+    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, A)
+    row = TILE * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
     column = gl.arange(0, C.K, gl.SliceLayout(0, W))
     at = (hv * C.V + row)[:, None] * C.K + column[None, :]
     S = load_state(states, slots, b, at, C)
+    if (num_chunks > 0) & (tokens < CHUNK):
+        solved.wait_full(0)  # the rows of keys that are no tokens are zeros
     for j in range(num_chunks):
-        state, x_tile = before.tile, updates.tile
-        before.wait_free(j)
-        state.store(S.to(dtype))
-        hopper.fence_async_shared()
-        before.fill(j)
-        values.wait_full(j)
+        place = solved.stage(j)
+        state = gl.convert_layout(S.to(dtype), AX)
         keys.wait_full(j)
-        solved.wait_full(j)
         k = keys.tile.index(keys.stage(j))
         sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        place = solved.stage(j)
-        v = values.tile.index(values.stage(j)).slice(HALF * 64, 64, dim=1)
+        queries.wait_full(j)
+        q = queries.tile.index(queries.stage(j)).permute((1, 0))
+        y = hopper.warpgroup_mma(state, q, zero, use_acc=False, is_async=True)
+        if j > 0:
+            before = values.tile.index(values.stage(j - 1)).slice(TILE * 64, 64, dim=1)
+            finish(solved, before, out, begin + (j - 1) * CHUNK, CHUNK, hv, j - 1, TILE)
+        values.wait_full(j)
+        left = tokens - j * CHUNK
+        if left < CHUNK:
+            zero_rows(values.tile, values.stage(j), left, TILE, TILE + 1)
+        v = values.tile.index(values.stage(j)).slice(TILE * 64, 64, dim=1)
+        solved.wait_full(j)
+        sk, y, _ = hopper.warpgroup_mma_wait(0, deps=[sk, y, state])
         x = v.permute((1, 0)).load(A)
         f_in = into_lines.index(place).load(N)
-        sk = hopper.warpgroup_mma_wait(0, deps=[sk])
-        x = (x.to(gl.float32) - sk * f_in[None, :]).to(dtype)
-        update = gl.convert_layout(x, gl.DotOperandLayout(0, A, 2))
+        x = gl.convert_layout((x.to(gl.float32) - sk * f_in[None, :]).to(dtype), AX)
         T = solved.tile.index(place).permute((1, 0))
-        u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
-        updates.wait_free(j)
-        x_tile.store(x)
-        hopper.fence_async_shared()
-        updates.fill(j)
-        if HALF == 0:
-            solved.wait_free(j + 1)  # all groups are done with the tokens of chunk j - 1
-            if j + 1 < num_chunks:
-                copy(queries, q_map, j + 1, begin, h)
-                copy(values, v_map, j + 1, begin, hv)
-            if j + 2 < num_chunks:
-                copy(keys, k_map, j + 2, begin, h)
-        S = S * kept_lines.index(place).load(gl.SliceLayout(1, W))[:, None]
+        u = hopper.warpgroup_mma(x, T, zero, use_acc=False, is_async=True)
+        if TILE == 0:
+            copy_ahead(tokens_of, solved, maps, own, j, C)
+        S = S * gl.exp(total_lines.index(j % (2 * AHEAD)).load(gl.SliceLayout(1, W)))[:, None]
         f_out = out_lines.index(place).load(N)
-        u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
-        u = gl.convert_layout((u * f_out[None, :]).to(dtype), gl.DotOperandLayout(0, W, 2))
-        S = hopper.warpgroup_mma(u, k, S, is_async=True)
-        if HALF:
-            left = tokens - (j + 2) * CHUNK
-            raw = raw_gates(inputs, token + (j + 2) * CHUNK, hv, left)
-        S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
-        solved.release(j)
-        if HALF:  # all groups are done with the gates of chunk j
-            keep_gates(gated, raw, head, numbers, left, j + 2, C)
+        y = y * query_lines.index(place).load(N)[None, :]
+        u, _ = hopper.warpgroup_mma_wait(0, deps=[u, x])
+        update = gl.convert_layout((u * f_out[None, :]).to(dtype), WX)
+        S = hopper.warpgroup_mma(update, k, S, is_async=True)
+        u = gl.convert_layout(u.to(dtype), AX)
+        P = P_tiles.index(place).permute((1, 0))
+        y = hopper.warpgroup_mma(u, P, y, is_async=True)
+        S, y, _, _ = hopper.warpgroup_mma_wait(0, deps=[S, y, update, u])
+        barrier()  # the outputs take the place of the values that all warps have read
+        v.permute((1, 0)).store(y.to(dtype))
+        if j % (2 * AHEAD) == 1 + AHEAD * TILE:
+            keep_gates(gated, layer, own, j // AHEAD + 1, C)
         if C.CHECKPOINTS:
-            keep_rows(states, gl.load(checkpoints + first + j), S, hv, HALF, C)
+            keep_rows(states, gl.load(checkpoints + first + j), S, hv, TILE, C)
+    if num_chunks > 0:
+        j = num_chunks - 1
+        before = values.tile.index(values.stage(j)).slice(TILE * 64, 64, dim=1)
+        finish(solved, before, out, begin + j * CHUNK, tokens - j * CHUNK, hv, j, TILE)
     write = gl.load(slots.write + b).to(gl.int64)
     if (write >= 0) & (gl.load(slots.read + b) >= 0):
         target = states.ptr + write * states.slot_stride + at
@@ -149,77 +172,9 @@ def carry(carried, HALF: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_chunks(written, C: gl.constexpr):
-    """Compute the outputs of each chunk, from states and updates that the other groups leave."""
-    (
-        keys, queries, solved, half_tile, P_tile, line, factors, hands, out, numbers, request, hv,
-    ) = written  # fmt: skip
-    log_lines, norm_lines = factors[3], factors[4]
-    begin, tokens, _, num_chunks = request
-    dtype: gl.constexpr = keys.tile.dtype
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    upper, lower = hands
-    for j in range(num_chunks):
-        q = queries.tile.index(queries.stage(j))
-        q_columns = q.permute((1, 0))
-        queries.wait_full(j)
-        qq = zero
-        if C.NORM:
-            qq = hopper.warpgroup_mma(q, q_columns, zero, use_acc=False, is_async=True)
-        keys.wait_full(j)
-        k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
-        qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
-        if C.NORM:
-            qq = hopper.warpgroup_mma_wait(1, deps=[qq])
-        norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
-        solved.wait_full(j)
-        place = solved.stage(j)
-        G_row, G_column = log_lines.index(place).load(R), log_lines.index(place).load(N)
-        line.store(gl.exp2(G_row) * norm)
-        qk = hopper.warpgroup_mma_wait(0, deps=[qk])
-        below = gl.arange(0, CHUNK, R)[:, None] >= gl.arange(0, CHUNK, N)[None, :]
-        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        decay = decay * norm_lines.index(place).load(N)[None, :]
-        P = gl.where(below, qk, 0.0) * decay
-        P = (P * norm[:, None]).to(gl.float16)
-        share(P_tile, product(P, half_tile.index(place), zero))
-        solved.release(j)
-        upper[0].wait_full(j)
-        y = hopper.warpgroup_mma(upper[0].tile, q_columns, zero, use_acc=False, is_async=True)
-        lower[0].wait_full(j)
-        z = hopper.warpgroup_mma(lower[0].tile, q_columns, zero, use_acc=False, is_async=True)
-        y, z = hopper.warpgroup_mma_wait(0, deps=[y, z])
-        upper[0].release(j)
-        lower[0].release(j)
-        f_q = line.load(N)
-        y, z = y * f_q[None, :], z * f_q[None, :]
-        P_columns = P_tile.permute((1, 0))
-        upper[1].wait_full(j)
-        y = hopper.warpgroup_mma(upper[1].tile, P_columns, y, is_async=True)
-        lower[1].wait_full(j)
-        z = hopper.warpgroup_mma(lower[1].tile, P_columns, z, is_async=True)
-        y, z = hopper.warpgroup_mma_wait(0, deps=[y, z])
-        barrier()  # the outputs take the place of the updates that all warps have read
-        upper[1].tile.permute((1, 0)).store(y.to(dtype))
-        lower[1].tile.permute((1, 0)).store(z.to(dtype))
-        barrier()
-        start, left = begin + j * CHUNK, tokens - j * CHUNK
-        write_outputs(upper[1].tile, out, start, hv, 0, left)
-        write_outputs(lower[1].tile, out, start, hv, 1, left)
-        upper[1].release(j)
-        lower[1].release(j)
-
-
-@gluon.jit
-def new_line():
-    """Return room for a number of each token of a chunk."""
-    return gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-
-
-@gluon.jit
-def new_lines():
-    """Return the same, for two chunks that are solved."""
-    return gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
+def new_lines(COUNT: gl.constexpr):
+    """Return room for numbers of each token of COUNT chunks."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT, CHUNK], LINE)
 
 
 @gluon.jit
@@ -241,45 +196,31 @@ def fused_gdn_hopper(
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 128], T)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
-    keys = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
-    queries = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, 128], ROWS), 2)
-    values = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, 128], ROWS), 2)
+    keys = new_channel(gl.allocate_shared_memory(T, [4, CHUNK, 128], ROWS), 4)
+    queries = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
+    values = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
     solved = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE), 2)
-    upper = (
-        new_channel(gl.allocate_shared_memory(T, [64, 128], ROWS), 1),
-        new_channel(gl.allocate_shared_memory(T, [64, CHUNK], SQUARE), 1),
-    )
-    lower = (
-        new_channel(gl.allocate_shared_memory(T, [64, 128], ROWS), 1),
-        new_channel(gl.allocate_shared_memory(T, [64, CHUNK], SQUARE), 1),
-    )
-    half_tile = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
-    works = gl.allocate_shared_memory(gl.float16, [2, CHUNK, CHUNK], HALF)
-    P_tile = gl.allocate_shared_memory(T, [CHUNK, CHUNK], SQUARE)
-    norm_line, line = new_line(), new_line()
-    gated = (new_channel(new_lines(), 2), new_lines(), new_lines())
-    factors = (new_lines(), new_lines(), new_lines(), new_lines(), new_lines())
+    P_tiles = gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE)
+    below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
+    first = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
+    second = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
+    gate_lines, beta_lines = new_lines(2 * AHEAD), new_lines(2 * AHEAD)
+    gated = (new_channel(gate_lines, 2), beta_lines, new_lines(2 * AHEAD))
+    factors = (new_lines(2), new_lines(2), new_lines(2))
+    works = (below, first, second)
+    lines = (new_lines(1).index(0), new_lines(1).index(0))
     init_barriers((keys,), 1, 1)
-    init_barriers((queries, values, gated[0]), 1, 1)
-    init_barriers((solved,), 1, 3)
-    init_barriers((upper[0], upper[1], lower[0], lower[1]), 1, 1)
+    init_barriers((queries, values), 1, 1)
+    init_barriers((solved, gated[0]), 1, 2)
     hopper.fence_async_shared()
-    maps, hands = (k_map, q_map, v_map), (upper, lower)
+    tokens_of, maps = (keys, queries, values), (k_map, q_map, v_map)
     carried = (
-        keys, queries, values, solved, gated, factors, hands, maps, (inputs, weights, numbers),
-        states, slots, checkpoints, (request, b, hv),
+        tokens_of, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers), out, states,
+        slots, checkpoints, (request, b, hv),
     )  # fmt: skip
-    given = (keys, values, solved, gated, half_tile, norm_line, factors, works, numbers, request)
-    written = (
-        keys, queries, solved, half_tile, P_tile, line, factors, hands, out, numbers, request, hv,
-    )  # fmt: skip
+    given = (keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request)
     gl.warp_specialize(
-        [
-            (carry, (carried, 0, C)),
-            (carry, (carried, 1, C)),
-            (solve_chunks, (given, C)),
-            (write_chunks, (written, C)),
-        ],
-        [4, 4, 4],
-        [152, 104, 112],
+        [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (solve_chunks, (given, C))],
+        [4, 4],
+        [192, 120],
     )

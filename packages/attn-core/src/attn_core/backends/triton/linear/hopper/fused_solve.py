@@ -1,4 +1,4 @@
-"""The part of the fused kernel that solves chunks, and the gates that it waits for."""
+"""The part of GDN's kernel for Hopper that solves chunks, and the gates that all parts wait for."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -11,9 +11,11 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.linear.gates import (
     head_ptr,
+    head_weights,
     log_decay,
     update_rate,
 )
+from attn_core.backends.triton.linear.hopper.prepare_gdn import norms_of_rows
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LOG2_E,
@@ -28,44 +30,57 @@ from attn_core.backends.triton.linear.hopper.solve import (
 
 R = gl.constexpr(gl.SliceLayout(1, A))
 N = gl.constexpr(gl.SliceLayout(0, A))
-GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all 64 tokens
+AHEAD = gl.constexpr(4)  # chunks whose gates are computed at once, one a warp
+GATES = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def raw_gates(inputs, first, hv, count):
-    """Return g and beta [64] of a chunk as they are."""
-    i = gl.arange(0, CHUNK, GATES)
-    g = head_ptr(inputs.g, hv) + (first + i) * inputs.g.token_stride
-    beta = head_ptr(inputs.beta, hv) + (first + i) * inputs.beta.token_stride
-    return gl.load(g, mask=i < count, other=0.0), gl.load(beta, mask=i < count, other=0.0)
+def keep_gates(gated, layer, own, turn, C: gl.constexpr):
+    """Leave four chunks' summed log decays, to base 2, their rates, and their whole log decays.
 
-
-@gluon.jit
-def keep_gates(gated, raw, head, numbers, left, j, C: gl.constexpr):
-    """Leave the summed log decays of a chunk, to base 2, its rates, and its whole log decay."""
+    Behind a request its last token's gates are read, and none counts.
+    """
     channel, beta_lines, total_lines = gated
-    g, beta = raw
-    a_log, bias = head
-    inside = gl.arange(0, CHUNK, GATES) < left
-    g = gl.where(inside, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
-    beta = gl.where(inside, update_rate(beta, C), 0.0)
-    place = channel.stage(j)
-    channel.tile.index(place).store(gl.associative_scan(g, 0, sums) * LOG2_E)
-    beta_lines.index(place).store(beta)
-    total_lines.index(place).store(gl.full([CHUNK], 1.0, gl.float32, GATES) * gl.sum(g, 0))
-    channel.fill(j)
+    inputs, weights, numbers = layer
+    request, b, hv = own
+    begin, tokens = request[0], request[1]
+    c = gl.arange(0, AHEAD, gl.SliceLayout(1, GATES))[:, None]
+    t = turn * (AHEAD * CHUNK) + c * CHUNK
+    t = t + gl.arange(0, CHUNK, gl.SliceLayout(0, GATES))[None, :]
+    i = gl.maximum(begin + gl.minimum(t, tokens - 1), 0).to(gl.int64)
+    g = gl.load(head_ptr(inputs.g, hv) + i * inputs.g.token_stride)
+    beta = gl.load(head_ptr(inputs.beta, hv) + i * inputs.beta.token_stride)
+    a_log, bias = head_weights(weights, hv, 0, C)
+    g = gl.where(t < tokens, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
+    beta = gl.where(t < tokens, update_rate(beta, C), 0.0)
+    place = turn % 2
+    store_lines(channel.tile, place, gl.associative_scan(g, 1, sums) * LOG2_E)
+    store_lines(beta_lines, place, beta)
+    one = gl.full([AHEAD, CHUNK], 1.0, gl.float32, GATES)
+    store_lines(total_lines, place, one * gl.sum(g, 1)[:, None])
+    channel.fill(turn)
 
 
 @gluon.jit
-def zero_rows(tiles, stage, count):
-    """Zero the rows from `count` on: they are another request's tokens, and may be NaN."""
+def store_lines(lines, place, x):
+    """Store [4, 64] in four lines."""
+    lines._reinterpret(gl.float32, [2, AHEAD, CHUNK], TABLE).index(place).store(x)
+
+
+@gluon.jit
+def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
+    """Zero the rows from `count` on: they are another request's tokens, and may be NaN.
+
+    FIRST, END: of panels of 64 columns. Rows before `count` are stored too, as they are.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], tiles.dtype)
     parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * 16, 8, CHUNK], PART)
     row = gl.arange(0, 8, gl.SliceLayout(1, L))
     for i in range(count // 8, 8):
         inside = (i * 8 + row < count)[:, None]
-        for panel in gl.static_range(2):  # of 64 columns
+        for panel in gl.static_range(FIRST, END):
             part = parts.index(stage * 16 + panel * 8 + i)
             part.store(gl.where(inside, part.load(L), 0.0).to(tiles.dtype))
 
@@ -79,7 +94,7 @@ def begin_chunk(keys, j, left):
     if left > 0:
         keys.wait_full(j)
         if left < CHUNK:
-            zero_rows(keys.tile, keys.stage(j), left)
+            zero_rows(keys.tile, keys.stage(j), left, 0, 2)
             hopper.fence_async_shared()
             barrier()
     k = keys.tile.index(keys.stage(j))
@@ -89,48 +104,53 @@ def begin_chunk(keys, j, left):
 
 @gluon.jit
 def solve_chunks(given, C: gl.constexpr):
-    """Leave T of each chunk, and what its keys, updates and queries are multiplied by.
+    """Leave T and P of each chunk, and what its keys, queries and updates are multiplied by.
 
-    A line [64] is a buffer of its own: Triton waits between two stores to parts of one.
+    A line [64] or a tile is a buffer of its own: Triton waits between two stores to parts of one.
     """
-    keys, values, solved, gated, half_tile, norm_line, factors, works, numbers, request = given
-    into_lines, out_lines, kept_lines, log_lines, norm_lines = factors
+    keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request = given
     gates, beta_lines, total_lines = gated
+    into_lines, query_lines, out_lines = factors
+    k_line, q_line = lines
+    dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
-    below, work = works.index(0), works.index(1)
+    below, first, second = works
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     kk = begin_chunk(keys, 0, gl.minimum(tokens, num_chunks * CHUNK))
     for j in range(num_chunks):
-        left = tokens - j * CHUNK
-        gates.wait_full(j)
-        known = gates.stage(j)
+        queries.wait_full(j)
+        q = queries.tile.index(queries.stage(j))
+        k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
+        qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
+        q_line.store(norms_of_rows(q, numbers, C))
+        gates.wait_full(j // AHEAD)
+        known = j % (2 * AHEAD)
         G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
         beta_line = beta_lines.index(known)
-        kk = hopper.warpgroup_mma_wait(0, deps=[kk])
+        kk, qk = hopper.warpgroup_mma_wait(0, deps=[kk, qk])
         norm = norms_of(kk, numbers.eps, C.NORM)
-        norm_line.store(norm)
-        barrier()
-        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        Z = kk * (decay * norm_line.load(N)[None, :])
-        blocks = diagonal_blocks(Z)
-        below.store((Z * (norm * beta_line.load(R))[:, None]).to(gl.float16))
-        D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
+        k_line.store(norm)
         solved.wait_free(j)
         place = solved.stage(j)
+        barrier()
+        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
+        decay = decay * k_line.load(N)[None, :]
+        Z = kk * decay
+        blocks = diagonal_blocks(Z)
+        below.store((Z * (norm * beta_line.load(R))[:, None]).to(gl.float16))
+        r, n = gl.arange(0, CHUNK, R)[:, None], gl.arange(0, CHUNK, N)[None, :]
+        q_norm = q_line.load(R)
+        P = gl.where(r >= n, qk, 0.0) * decay
+        P_tiles.index(place).store((P * q_norm[:, None]).to(dtype))
+        into = gl.exp2(G_row)
+        into_lines.index(place).store(into * norm)
+        query_lines.index(place).store(into * q_norm)
         total = total_lines.index(known).load(R)
-        into_lines.index(place).store(gl.exp2(G_row) * norm)
         out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
-        log_lines.index(place).store(G_row)
-        norm_lines.index(place).store(norm)
-        kept_lines.index(place).store(gl.exp(total))
-        half = half_tile.index(place)
-        T = solve(D, beta_line, below, work, half)
-        kk = begin_chunk(keys, j + 1, left - CHUNK)  # it runs while T is stored
-        values.wait_full(j)  # of each chunk: who skips one takes an earlier one for it
-        if left < CHUNK:
-            zero_rows(values.tile, values.stage(j), left)
-        barrier()  # all warps' products have read `half`
-        half.store(T.to(gl.float16))
-        solved.tile.index(place).store(T.to(solved.tile.dtype))
+        D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
+        T = solve(D, beta_line, below, first, second)
+        kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # it runs while T is stored
+        solved.tile.index(place).store(T.to(dtype))
         hopper.fence_async_shared()
         solved.fill(j)
     hopper.warpgroup_mma_wait(0, deps=[kk])

@@ -26,7 +26,7 @@ from attn_core.backends.triton.linear.hopper.solve import (
     inverse_of_blocks,
     norms_of,
     solve,
-    store_solved,
+    store_square,
     sums,
 )  # fmt: skip
 
@@ -59,10 +59,24 @@ def load_gates(inputs, weights, numbers, first, hv, count, C: gl.constexpr):
 
 
 @gluon.jit
-def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexpr):
-    """Return what `solve` takes, P as float16, the factors of Workspace and the chunk's decay.
+def norms_of_rows(tile, numbers, C: gl.constexpr):
+    """Return what normalises and scales each row of queries in shared memory.
 
-    k_tile, q_tile [64, K]: in shared memory. below: where L goes. lines: float32 [3, 64], to work
+    Two threads sum up a row, and eight rows side by side are read without a bank conflict.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [0, 1])
+    found = gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
+    if C.NORM:
+        x = tile.load(L).to(gl.float32)
+        found = gl.rsqrt(gl.sum(x * x, 1) + numbers.eps)
+    return found * numbers.scale
+
+
+@gluon.jit
+def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexpr):
+    """Return what `solve` takes, P, the factors of Workspace and the chunk's decay.
+
+    k_tile, q_tile [64, K]: in shared memory. below: where L goes. lines: float32 [4, 64], to work
     with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
     A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
     no number is used, but none overflows.
@@ -76,6 +90,7 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
     lines.index(0).store(G)
     lines.index(1).store(beta)
+    lines.index(3).store(norms_of_rows(q_tile, numbers, C))
     barrier()
     G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
     kk = hopper.warpgroup_mma_wait(0, deps=[kk])
@@ -90,13 +105,11 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
     r = gl.arange(0, CHUNK, R)
     n = gl.arange(0, CHUNK, N)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
-    qq = hopper.warpgroup_mma(q_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     P = gl.where(r[:, None] >= n[None, :], qk, 0.0) * decay
-    qq = hopper.warpgroup_mma_wait(0, deps=[qq])
-    q_norm = norms_of(qq, numbers.eps, C.NORM) * numbers.scale
+    q_norm = lines.index(3).load(R)
     into = gl.exp2(G_row)
     factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
-    P = (P * q_norm[:, None]).to(gl.float16)
+    P = (P * q_norm[:, None]).to(k_tile.dtype)
     D = inverse_of_blocks(blocks, k_norm, lines.index(1), gl.float16)
     return D, P, factors, gl.exp(total)
 
@@ -114,7 +127,7 @@ def prepare_item(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr)
     k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], H)
-    lines = gl.allocate_shared_memory(gl.float32, [3, CHUNK], LINE)
+    lines = gl.allocate_shared_memory(gl.float32, [4, CHUNK], LINE)
     copy_rows(k_tile, inputs.k, first, h, count, C)
     copy_rows(q_tile, inputs.q, first, h, count, C)
     async_copy.commit_group()
@@ -130,9 +143,10 @@ def prepare_item(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr)
     barrier()  # from here on, no warp's products read q and k: what follows may take their place
     k_tile._keep_alive()
     q_tile._keep_alive()
-    tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
-    T = solve(D, lines.index(1), below, tiles.index(1), tiles.index(2))
-    store_solved(work, at, T, P, tiles.index(3))
+    ptr = work.T + at * (2 * CHUNK * CHUNK)
+    store_square(ptr + CHUNK * CHUNK, P)
+    tiles = gl.allocate_shared_memory(gl.float16, [3, CHUNK, CHUNK], H)
+    store_square(ptr, solve(D, lines.index(1), below, tiles.index(1), tiles.index(2)))
 
 
 @gluon.jit

@@ -155,6 +155,7 @@ def carry(carried, GROUP: gl.constexpr, C: gl.constexpr):
             S = S * after.slice(0, 64).load(gl.SliceLayout(1, W))[:, None]
             f_out = after.slice(64, 64).load(gl.SliceLayout(0, A))
             u = hopper.warpgroup_mma_wait(1, deps=[u])
+            x = gl.convert_layout(u.to(dtype), AX)  # what P is multiplied by; the other P is P · T
             u = u * f_out[None, :]
             k_out = k
         u = gl.convert_layout(u.to(dtype), WX)

@@ -84,6 +84,14 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def hand_over(hand, x_tile, j, x):
+    """Leave what P is multiplied by: updates, or with a decay per channel what they are made of."""
+    x_tile.index(hand.stage(j)).store(x)
+    hopper.fence_async_shared()
+    mbarrier.arrive(hand.full.index(hand.stage(j)), count=1)
+
+
+@gluon.jit
 def carry(carried, C: gl.constexpr):
     """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
     keys, handed, states, slots, checkpoints, request, b, hv, tile = carried
@@ -126,14 +134,16 @@ def carry(carried, C: gl.constexpr):
         update = gl.convert_layout(x, AX)
         T = T_tile.index(stage).permute((1, 0))
         u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
-        x_tile.index(hand.stage(j)).store(x)
-        hopper.fence_async_shared()
-        mbarrier.arrive(hand.full.index(hand.stage(j)), count=1)
+        if C.PER_CHANNEL:
+            hand_over(hand, x_tile, j, x)
         u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
+        x = u.to(dtype)
         if not C.PER_CHANNEL:
             u = u * f_out[None, :]
         u = gl.convert_layout(u.to(dtype), WX)
         S = hopper.warpgroup_mma(u, k, S, is_async=True)
+        if not C.PER_CHANNEL:
+            hand_over(hand, x_tile, j, x)
         if j + 1 < num_chunks:  # while the product runs
             ring.wait_full(j + 1)
             hopper.fence_async_shared()

@@ -1,0 +1,319 @@
+"""Run Gluon kernels of linear attention on a CPU: each group of warps is a thread.
+
+`load(names)` executes the sources of kernels over torch tensors instead of Triton's. Layouts mean
+nothing here, a product is done where it begins, and a thread does what 128 do, so that no race
+within a group is found. Barriers in shared memory count as on a device: what waits for ever raises
+TimeoutError. Memory that nothing has written is NaN.
+"""
+
+import math
+import pathlib
+import random
+import re
+import sys
+import threading
+import time
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+PATIENCE_S = 20.0
+ROOT = pathlib.Path(__file__).parents[2] / "packages/attn-core/src"
+LINEAR = "attn_core.backends.triton.linear"
+program = threading.local()
+turn = threading.Condition()
+
+
+class Pointer:
+    """The address of an element of a tensor, or a tensor of them."""
+
+    def __init__(self, tensor, offset=0):
+        self.flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+        self.offset = offset
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, other):
+        found = Pointer.__new__(Pointer)
+        found.flat, found.offset, found.dtype = self.flat, self.offset + other, self.dtype
+        return found
+
+
+def gl_load(ptr, mask=None, other=0.0, volatile=False):
+    offset = torch.as_tensor(ptr.offset)
+    if mask is None:
+        return ptr.flat[offset.long()]
+    mask = torch.as_tensor(mask)
+    offset, mask = torch.broadcast_tensors(offset, mask)
+    found = torch.full(offset.shape, float(other)).to(ptr.flat.dtype)
+    found[mask] = ptr.flat[offset[mask].long()]
+    return found
+
+
+def gl_store(ptr, x, mask=None):
+    offset, x = torch.as_tensor(ptr.offset), torch.as_tensor(x)
+    offset, x = torch.broadcast_tensors(offset, x)
+    if mask is not None:
+        mask = torch.as_tensor(mask).expand(offset.shape)
+        offset, x = offset[mask], x[mask]
+    ptr.flat[offset.long()] = x.to(ptr.flat.dtype)
+
+
+def where(condition, a, b):
+    if not isinstance(a, Pointer):
+        return torch.where(torch.as_tensor(condition), a, b)
+    both = Pointer(torch.cat((a.flat, b.flat)))  # to be read alone
+    return both + torch.where(condition, a.offset, b.offset + len(a.flat))
+
+
+class Shared:
+    """A buffer in shared memory, or a view of one."""
+
+    def __init__(self, x):
+        self.x, self.dtype, self.shape, self.layout = x, x.dtype, list(x.shape), None
+
+    def index(self, i):
+        assert 0 <= i < len(self.x)
+        return Shared(self.x[int(i)])
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.x.narrow(dim, start, length))
+
+    def permute(self, order):
+        return Shared(self.x.permute(order))
+
+    def _reinterpret(self, dtype, shape, _):
+        return Shared(self.x.view(dtype).view(shape))
+
+    def load(self, _):
+        return self.x.clone()
+
+    def store(self, x):
+        assert x.dtype == self.dtype, (x.dtype, self.dtype)
+        self.x.copy_(x)
+
+    def _keep_alive(self):
+        pass
+
+
+class Barriers:
+    """Barriers in shared memory."""
+
+    def __init__(self, count):
+        self.all = [SimpleNamespace(count=None) for _ in range(count)]
+
+    def index(self, i):
+        return self.all[int(i)]
+
+
+def init(bar, count):
+    bar.count = bar.pending = count
+    bar.phase = bar.bytes = 0
+
+
+def _settle(bar):
+    assert bar.pending >= 0
+    if bar.pending == 0 and bar.bytes == 0:
+        bar.phase, bar.pending = bar.phase + 1, bar.count
+        turn.notify_all()
+
+
+def _pause():
+    if random.random() < 0.1:
+        time.sleep(random.random() * 2e-3)
+
+
+def arrive(bar, count=1):
+    _pause()
+    with turn:
+        bar.pending -= count
+        _settle(bar)
+
+
+def expect(bar, count):
+    with turn:
+        bar.bytes += count
+        bar.pending -= 1
+        _settle(bar)
+
+
+def wait(bar, phase):
+    _pause()
+    with turn:
+        if not turn.wait_for(lambda: bar.phase % 2 != int(phase), PATIENCE_S):
+            raise TimeoutError("a barrier is never complete")
+
+
+def copy_rows(rows, at, bar, tile):
+    first, column = (int(x) for x in at)
+    count, width = tile.shape
+    tile.x.zero_()
+    inside = rows[first : first + count, column : column + width]
+    tile.x[: len(inside)] = inside
+    with turn:
+        bar.bytes -= tile.x.nbytes
+        _settle(bar)
+
+
+def copy_elements(tile, ptr, mask=None):
+    tile.x.copy_(gl_load(ptr, mask).expand(tile.x.shape))
+
+
+def allocate(dtype, shape, layout):
+    if layout == "barriers":
+        return Barriers(shape[0])
+    return Shared(torch.full(shape, math.nan).to(dtype))
+
+
+def values_of(x):
+    return x.x if isinstance(x, Shared) else x
+
+
+def product(a, b, acc, use_acc=True, is_async=False):
+    a, b = values_of(a), values_of(b)
+    assert a.dtype == b.dtype
+    found = a.float() @ b.float()
+    return found + acc if use_acc else found
+
+
+def wait_products(count, deps):
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def own(x):
+    """Return arguments with numbers of their own: `+=` changes a tensor in its place."""
+    if isinstance(x, torch.Tensor):
+        return x.clone()
+    if isinstance(x, tuple):
+        return type(x)(*map(own, x)) if hasattr(x, "_fields") else tuple(map(own, x))
+    return x
+
+
+def specialize(functions, *_):
+    failures, here = [], program.id
+
+    def run(function, args):
+        program.id = here
+        try:
+            function(*own(args))
+        except Exception as raised:
+            failures.append(raised)
+
+    threads = [threading.Thread(target=run, args=x) for x in functions]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    if failures:
+        raise failures[0]
+
+
+def jit(function=None, **_):
+    return jit if function is None else function
+
+
+def layouts(**more):
+    return type("Layout", (), {"__init__": lambda self, *a, **k: None, **more})
+
+
+def _language():
+    gl = ModuleType("language")
+    plain = layouts()
+    shared = layouts(get_default_for=staticmethod(lambda shape, dtype: None))
+    gl.__dict__.update(
+        constexpr=lambda x: x, float32=torch.float32, float16=torch.float16, int32=torch.int32,
+        bfloat16=torch.bfloat16, int64=torch.int64, shared_memory_descriptor=object,
+        NVMMADistributedLayout=plain, NVMMASharedLayout=shared, BlockedLayout=plain,
+        SliceLayout=plain, DotOperandLayout=plain, SwizzledSharedLayout=plain,
+        arange=lambda a, b, _=None: torch.arange(a, b),
+        full=lambda shape, x, dtype, _=None: torch.full(shape, x).to(dtype),
+        zeros=lambda shape, dtype, _=None: torch.zeros(shape).to(dtype),
+        where=where,
+        exp2=torch.exp2, exp=torch.exp, abs=torch.abs, rsqrt=torch.rsqrt,
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        load=gl_load, store=gl_store, sum=lambda x, axis: x.sum(axis),
+        reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+        split=lambda x: (x[..., 0], x[..., 1]), join=lambda a, b: torch.stack((a, b), -1),
+        expand_dims=lambda x, axis: x.unsqueeze(axis),
+        convert_layout=lambda x, _=None, assert_trivial=False: x,
+        associative_scan=lambda x, axis, f: x.cumsum(axis),
+        static_range=range, program_id=lambda axis: torch.tensor(program.id),
+        allocate_shared_memory=allocate, barrier=lambda: None, warp_specialize=specialize,
+    )  # fmt: skip
+    return gl
+
+
+def _zero_rows(tiles, stage, count, first, end):
+    """What zero_rows does: its own way depends on a layout."""
+    whole = tiles.x[int(stage)][:, 64 * first : 64 * end]
+    read = whole.clone()  # all rows are stored, also those that stay as they are
+    _pause()
+    whole.copy_(torch.where(torch.arange(len(read))[:, None] < int(count), read, 0.0))
+
+
+def _modules():
+    gl = _language()
+    mbarrier = SimpleNamespace(
+        init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
+    )
+    tma = SimpleNamespace(async_copy_global_to_shared=copy_rows)
+    hopper = SimpleNamespace(
+        warpgroup_mma=product, warpgroup_mma_wait=wait_products, mbarrier=mbarrier, tma=tma,
+        fence_async_shared=lambda: None,
+    )  # fmt: skip
+    async_copy = SimpleNamespace(
+        async_copy_global_to_shared=copy_elements,
+        commit_group=lambda: None,
+        wait_group=lambda _: None,
+        mbarrier_arrive=lambda bar, increment_count: arrive(bar, 128),
+    )
+    ampere = SimpleNamespace(
+        mma_v2=lambda a, b, acc: a.float() @ b.float() + acc, async_copy=async_copy
+    )
+    gluon = SimpleNamespace(jit=jit, constexpr_function=jit, aggregate=lambda x: x, language=gl)
+    core = SimpleNamespace(base_value=object, _aggregate=lambda x: x)
+    gl.core, gl.math = core, None
+    triton = SimpleNamespace(jit=jit, __version__="3.7.1", language=gl)
+    base = "triton.experimental"
+    return {
+        "triton": triton, "triton.language": gl, base: SimpleNamespace(gluon=gluon),
+        f"{base}.gluon": gluon, f"{base}.gluon.language": gl,
+        f"{base}.gluon.language.nvidia": SimpleNamespace(hopper=hopper, ampere=ampere),
+        f"{base}.gluon.language.nvidia.hopper": hopper,
+        f"{base}.gluon.language.nvidia.ampere": ampere,
+    }  # fmt: skip
+
+
+def _loaded(name, modules):
+    """Return the module of a source, and of what it imports before it."""
+    if name in modules:
+        return modules[name]
+    path = ROOT / (name.replace(".", "/") + ".py")
+    source = re.sub(r"\b\w+\.type\.layout", "None", path.read_text())
+    for other in re.findall(r"^from (attn_core\.\S+) import", source, re.MULTILINE):
+        _loaded(other, modules)
+    module = modules[name] = ModuleType(name)
+    kept = {key: sys.modules.get(key) for key in modules}
+    sys.modules.update(modules)
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    finally:
+        for key, value in kept.items():
+            if value is None:
+                del sys.modules[key]
+            else:
+                sys.modules[key] = value
+    if hasattr(module, "zero_rows"):
+        module.zero_rows = _zero_rows
+    return module
+
+
+def load(name):
+    """Return a kernels' module, such as "hopper.fused_gdn", over torch tensors."""
+    return _loaded(f"{LINEAR}.{name}", _modules())
+
+
+def launch(kernel, programs, *args):
+    """Run a kernel's programs one after another."""
+    for program.id in range(programs):
+        kernel(*args)

@@ -1,0 +1,144 @@
+"""Gluon kernels of GDN's prompts, emulated on a CPU: against the recurrence, and form beside form.
+
+tests/device runs them on a GPU. Here products and sums are PyTorch's, and so are roundings.
+"""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import emulated_gluon
+import pytest
+import torch
+from attn_core.backends.triton.linear.arguments import (
+    Chunks,
+    Constants,
+    Inputs,
+    Numbers,
+    Rows,
+    Slots,
+    States,
+    Weights,
+    Workspace,
+)
+from emulated_gluon import Pointer, launch, load
+
+HK, HV, DIM = 1, 2, 128
+NUMBERS = Numbers(DIM**-0.5, 1e-6, 0.0)
+
+
+def make_prompts(lens, slots):
+    """Draw tokens, raw gates and states; a slot of -1 is a request that is left out."""
+    torch.manual_seed(sum(lens))
+    total = sum(lens)
+    q, k = torch.randn(2, total, HK, DIM).bfloat16()
+    v, gates = torch.randn(total, HV, DIM).bfloat16(), torch.randn(2, total, HV).bfloat16()
+    weights = torch.stack((torch.rand(HV) * 2.7, torch.randn(HV) - 3))
+    state = torch.randn(len(lens) + 1, HV, DIM, DIM) * 0.1
+    return SimpleNamespace(
+        lens=lens, slots=slots, q=q, k=k, v=v, gates=gates, weights=weights, state=state
+    )
+
+
+def by_recurrence(x):
+    """Return outputs and states in float64, token by token."""
+    q, k = (y.double() * y.double().square().sum(-1, keepdim=True).add(1e-6).rsqrt()
+            for y in (x.q, x.k))  # fmt: skip
+    a_log, bias = x.weights.double()
+    g = -a_log.exp() * torch.nn.functional.softplus(x.gates[0].double() + bias)
+    beta, v, state = x.gates[1].double().sigmoid(), x.v.double(), x.state.double()
+    out, end = torch.zeros_like(v), 0
+    for count, slot in zip(x.lens, x.slots, strict=True):
+        begin, end = end, end + count
+        for t in range(begin, end) if slot >= 0 else ():
+            S = state[slot] * g[t].exp()[:, None, None]
+            u = beta[t][:, None] * (v[t] - (S @ k[t].mT)[..., 0])
+            state[slot] = S = S + u[..., None] * k[t]
+            out[t] = NUMBERS.scale * (S @ q[t].mT)[..., 0]
+    return out, state
+
+
+def emulate(x, form):
+    """Return outputs, NaN where none was written, and states."""
+
+    def rows(y):
+        return Rows(Pointer(y), y.stride(0), y.stride(1))
+
+    def table(numbers):
+        return Pointer(torch.tensor(list(numbers)))
+
+    out, state = torch.full_like(x.v, math.nan), x.state.clone()
+    counts = [-(-n // 64) for n in x.lens]
+    begins = [0, *itertools.accumulate(x.lens)]
+    pieces = [(b + at, min(64, n - at)) for b, n in zip(begins, x.lens, strict=False)
+              for at in range(0, n, 64)]  # fmt: skip
+    chunks = Chunks(
+        table(start for start, _ in pieces), table(count for _, count in pieces), table(begins),
+        table([0, *itertools.accumulate(counts)][:-1]),
+        table(sorted(range(len(counts)), key=lambda b: -counts[b])), None,
+    )  # fmt: skip
+    constants = Constants(HV, HV // HK, DIM, DIM, False, 1, False, True)
+    inputs = Inputs(*map(rows, (x.q, x.k, x.v, *x.gates)))
+    weights, places = Weights(*map(Pointer, x.weights)), Slots(*[table(x.slots)] * 3)
+    stored = (rows(out), States(Pointer(state), 0, HV * DIM * DIM), places, places.read, chunks)
+    if form == "fused":
+        maps = [y.flatten(1) for y in (x.k, x.q, x.v)]
+        kernel = load("hopper.fused_gdn").fused_gdn_hopper
+        launch(kernel, len(x.lens) * HV, *maps, inputs, weights, NUMBERS, *stored, constants)
+        return out, state
+    T = torch.full((len(pieces), HV, 2, 64, 64), math.nan).bfloat16()
+    factors, decay = torch.full((len(pieces), HV, 3, 64), math.nan), torch.empty(len(pieces), HV)
+    work = Workspace(*map(Pointer, (T, factors, decay)), *[None] * 3, *[places.read] * 2)
+    prepare = load("hopper.prepare_gdn").prepare_gdn_hopper
+    launch(prepare, len(pieces) * HV, inputs, weights, NUMBERS, chunks, work, constants)
+    args = (inputs, *stored, work)
+    if form == "shared":
+        launch(load("hopper.scan").scan_hopper, len(x.lens) * HV, *args, 3, constants)
+    else:
+        kernel = load("hopper.scan_alone").scan_alone
+        launch(kernel, len(x.lens) * HV * 2, *args, 3, 3, 1, False, constants)
+    return out, state
+
+
+def error(got, want):
+    return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("lens", "slots"),
+    [((1,), (0,)), ((130, 64), (1, 0)), ((0, 65, 200, 7), (2, -1, 0, 3)), ((577, 0), (0, 1))],
+)
+def test_all_forms_follow_the_recurrence_and_have_the_same_bits(lens, slots):
+    x = make_prompts(lens, slots)
+    want, after = by_recurrence(x)
+    read = torch.tensor(slots).repeat_interleave(torch.tensor(lens)) >= 0
+    first, state = emulate(x, "fused")
+    assert error(first[read], want[read]) < 5e-3
+    assert error(state, after) < 5e-3
+    assert first[~read].isnan().all()
+    for form in ("shared", "alone"):
+        out, other = emulate(x, form)
+        assert torch.equal(out[read], first[read])
+        assert torch.equal(other, state)
+
+
+@pytest.mark.parametrize("count", [1, 63, 65, 130])
+def test_the_tokens_of_another_request_are_never_read(count):
+    x = make_prompts((count, 64), (1, -1))
+    want, after = emulate(x, "fused")
+    for y in (x.q, x.k, x.v, x.gates[0], x.gates[1]):
+        y[count:] = math.nan
+    out, state = emulate(x, "fused")
+    assert torch.equal(out[:count], want[:count])
+    assert torch.equal(state, after)
+
+
+def test_a_wait_for_ever_is_seen(monkeypatch):
+    monkeypatch.setattr(emulated_gluon, "PATIENCE_S", 0.05)
+    bar = SimpleNamespace()
+    emulated_gluon.init(bar, 2)
+    emulated_gluon.arrive(bar)
+    with pytest.raises(TimeoutError):
+        emulated_gluon.wait(bar, 0)
+    emulated_gluon.arrive(bar)
+    emulated_gluon.wait(bar, 0)
