@@ -12,6 +12,8 @@ from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import Requirements
 
+LEAST = 0.5  # of a workload's requests: where fewer have measured passes, priorities decide
+
 
 @dataclass(frozen=True)
 class Part:
@@ -26,8 +28,9 @@ class Part:
 class Expected:
     """What attention costs in a phase, in µs per request, in one layer of each distinct kind.
 
-    parts: the passes that were measured. covered: their share of the workload's passes, from 0
-    to 1; the others have no estimate for any backend that fits, and are left out for all.
+    parts: the passes that were measured. covered: the share of the workload's requests that they
+    serve, from 0 to 1; the others have no estimate for any backend that fits, and are left out for
+    all.
     """
 
     parts: tuple[Part, ...]
@@ -118,21 +121,24 @@ class Costs:
     ) -> list[Expected | None]:
         """Return what each row costs, over the passes of the one that was measured in most.
 
-        None for a row that was not measured in all of these: it cannot be compared.
+        None for a row that was not measured in all of these: it cannot be compared. None for all
+        where these passes serve few of the workload's requests: one small batch that was measured
+        says nothing about a large one.
         """
         found = [self.parts(spec, row, phase, page_size) for spec, row in rows]
-        total = sum(w for _, w in self.workload.passes(phase, self.needs.speculation)) or 1.0
+        passes = self.workload.passes(phase, self.needs.speculation)
+        whole = sum(weight * size.requests for size, weight in passes) or 1.0
 
-        def weight(parts: list[Part]) -> float:
-            return sum(p.weight for p in parts)
+        def served(parts: list[Part]) -> float:
+            return sum(p.weight * p.size.requests for p in parts) / whole
 
-        most = max(found, key=weight, default=[])
-        wanted = {p.size for p in most}
-        shares = []
+        most = max(found, key=served, default=[])
+        wanted, covered = {p.size for p in most}, served(most)
+        shares: list[Expected | None] = []
         for parts in found:
             both = tuple(p for p in parts if p.size in wanted)
-            whole = wanted and len(both) == len(wanted)
-            shares.append(Expected(both, weight(most) / total) if whole else None)
+            compares = covered >= LEAST and len(both) == len(wanted)
+            shares.append(Expected(both, covered) if compares else None)
         return shares
 
     def on_pages(

@@ -16,7 +16,7 @@ def explain_costs(selection: Selection) -> str:
         shape = "" if cost.measured else ", some of a layer or page like this one"
         lines.append(
             f"  {verdict.phase.value:<8} {verdict.spec.name:<15} {cost}; "
-            f"{100 * cost.covered:.0f} % of the phase's passes are measured{shape}"
+            f"{100 * cost.covered:.0f} % of the phase's requests are in measured passes{shape}"
         )
         for part in cost.parts:
             one = part.estimate
