@@ -76,6 +76,19 @@ def chosen(needs=NEEDS, overrides=None, rows=None, times=None, form=FORM):
     )
 
 
+@pytest.mark.parametrize(("large", "backend"), [(1, "long"), (3, "short")])
+def test_costs_of_few_of_the_requests_leave_the_choice_to_priorities(large, backend):
+    """As after a tuning that was cut off: one request was measured, and no batch."""
+    rows = {"short": replace(ROW, priority=2), "long": ROW}
+    size = Pass.even("decode", 1, 1024)
+    costs = {Key(n, "", FORM, size): Cost(us, us, us, 0.0) for n, us in (("short", 9), ("long", 7))}
+    workload = Workload(prompts={1000: 1}, requests={1: 1, 64: large}, output=16)
+    found = select(
+        NEEDS, HERE, registry(rows), {}, None, Profile(costs=costs), workload=workload, advise=False
+    )
+    assert found.roles["decode"].backend == backend
+
+
 def test_a_table_has_the_fastest_of_every_measured_bucket():
     rows = [("short", "", False), ("long", "", False)]
     made = table(CostModel(profile(short=short, long=long)), rows, [FORM], "decode", {208: 1.0})
