@@ -9,6 +9,7 @@ import pytest
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 STUBS = str(SUPPORT / "sglang_cpu")
+ROOT = str(SUPPORT.parents[1])  # of benchmarks
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm*.py"]
 if importlib.util.find_spec("sglang"):
@@ -20,5 +21,5 @@ else:
 @pytest.fixture(scope="session")
 def engine_environment():
     """The environment of a process that runs SGLang."""
-    path = filter(None, [STUBS, str(SUPPORT), os.environ.get("PYTHONPATH")])
+    path = filter(None, [STUBS, str(SUPPORT), ROOT, os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "1"}

@@ -132,11 +132,19 @@ def test_the_tables_are_those_of_sglangs_own_backends(topk, page):
 
 
 class Captured:
-    """A dispatcher that captures on a CPU: a replay plans from the memory of the capture."""
+    """A dispatcher that captures on a CPU: a replay plans from the memory of the capture.
+
+    A backend's metadata is its own and may be the batch's views, so it is replaced, not changed.
+    """
 
     def __init__(self, dispatcher):
-        self.init_forward_metadata = dispatcher.init_forward_metadata
-        self.forward = dispatcher.forward
+        self.dispatcher = dispatcher
+
+    def init_forward_metadata(self, batch):
+        return [self.dispatcher.init_forward_metadata(batch)]
+
+    def forward(self, q, k, v, layer, batch, metadata, **options):
+        return self.dispatcher.forward(q, k, v, layer, batch, *metadata, **options)
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         self.limits = max_bs, max_num_tokens
@@ -144,12 +152,10 @@ class Captured:
     def get_cuda_graph_seq_len_fill_value(self):
         return 1
 
-    def init_forward_metadata_capture_cuda_graph(self, batch):
-        return self.init_forward_metadata(batch)
+    init_forward_metadata_capture_cuda_graph = init_forward_metadata
 
     def init_forward_metadata_replay_cuda_graph(self, batch, metadata):
-        metadata.clear()
-        metadata.update(self.init_forward_metadata(batch))
+        metadata[:] = self.init_forward_metadata(batch)
 
 
 @pytest.mark.parametrize(

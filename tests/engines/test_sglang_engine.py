@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from amx_kernels import compiled
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 
@@ -32,13 +33,19 @@ def expected(tmp_path_factory, engine_environment):
     return logits("llama", "torch_native", 1, folder, engine_environment)[0]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_logits_are_those_of_sglang(page_size, tmp_path, engine_environment, expected):
-    found, printed = logits("llama", "attn_core", page_size, tmp_path, engine_environment)
+@pytest.mark.parametrize(
+    ("page_size", "inside"), [(1, "torch_native"), (16, "torch_native"), (16, "intel_amx")]
+)
+def test_logits_are_those_of_sglang(page_size, inside, tmp_path, engine_environment, expected):
+    """`inside` is named: by default it is intel_amx where its kernels are compiled."""
+    if inside == "intel_amx":
+        compiled()  # here, else the test is skipped
+    environment = engine_environment | {"ATTN_ATTENTION_BACKEND": inside}
+    found, printed = logits("llama", "attn_core", page_size, tmp_path, environment)
     assert expected.abs().max() > 5  # attention shows
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert found.argmax(-1).equal(expected.argmax(-1))
-    assert "{'prefill': 'torch_native', 'decode': 'torch_native'" in printed
+    assert f"{{'prefill': '{inside}', 'decode': '{inside}'" in printed
 
 
 @pytest.mark.parametrize("model", ["gpt_oss", "deepseek"])

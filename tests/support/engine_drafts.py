@@ -107,7 +107,10 @@ def main(topk: str) -> None:
     worker = create_worker(int(topk))
     from engine_passes import dense
 
-    batch = create_batch(worker, int(topk), draw_weights(worker.draft_runner.model))
+    model = worker.draft_runner.model
+    generator = draw_weights(model)
+    model.model.fc.weight.data.mul_(0.02)  # no norm follows: scores would grow to millions
+    batch = create_batch(worker, int(topk), generator)
     visible, pool = visible_slots(worker, batch, int(topk)), worker.draft_runner.token_to_kv_pool
     differences = []
 
