@@ -46,7 +46,7 @@ class Selecting(NamedTuple):
 
 # where rows are few and where they are many
 WIDE = Selecting(SelectConstants(4096, 65536, 16384, 4096), 16, 128)
-NARROW = Selecting(SelectConstants(2048, 32768, 8192, 4096), 8, 64)
+NARROW = Selecting(SelectConstants(2048, 32768, 8192, 4096), 8, 80)
 
 
 def selecting(queries: int) -> Selecting:
