@@ -147,7 +147,7 @@ def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:
     It copies the partial last page of a draft branch, and compacts the accepted tokens of a tree.
     On a CPU nothing is copied from or to a slot of -1.
     """
-    real = real_slots(torch.minimum(src, dst))
-    src, dst = src[real], dst[real]
+    if (real := real_slots(torch.minimum(src, dst))) is not None:
+        src, dst = src[real], dst[real]
     for t, layout in cache.parts():
         put(t, layout, dst, take(t, layout, src))
