@@ -99,7 +99,13 @@ def test_a_model_on_the_cpu_gets_its_rows(monkeypatch):
     """Of transformers, of SGLang and of vLLM."""
     assert integration._device(torch.device("cpu")) == AMX
     seen = []
-    monkeypatch.setattr(choice, "select", lambda needs, here, *rest: seen.append(here))
+    kept = choice.select
+
+    def selecting(needs, here, *rest, **more):
+        seen.append(here)
+        return kept(needs, here, *rest, **more)
+
+    monkeypatch.setattr(choice, "select", selecting)
     choice.choose(Requirements(), torch.device("cpu"))
     assert seen == [AMX]
 
