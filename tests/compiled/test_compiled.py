@@ -32,6 +32,7 @@ SPILLS |= {("sm120", "prepare_gdn"): 2, ("sm120", "prepare_kda"): 13, ("sm100", 
 SPILLS |= {("sm100", "scan_chunks"): 2}  # of keys of 64 channels
 # Addresses of checkpoints, and of the three tiles of keys and queries that KDA prepares.
 SPILLS |= {("sm90", "scan_chunks"): 26}
+SPILLS |= {("sm120", "select_topk"): 8}  # 16 warps of a row have at most 128 registers a thread
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 
