@@ -1,11 +1,12 @@
-"""Run Gluon kernels of linear attention on a CPU: each group of warps is a thread.
+"""Run Gluon kernels on a CPU: each group of warps is a thread.
 
-`load(names)` executes the sources of kernels over torch tensors instead of Triton's. Layouts mean
+`load(name)` executes the sources of kernels over torch tensors instead of Triton's. Layouts mean
 nothing here, a product is done where it begins, and a thread does what 128 do, so that no race
 within a group is found. Barriers in shared memory count as on a device: what waits for ever raises
 TimeoutError. Memory that nothing has written is NaN.
 """
 
+import itertools
 import math
 import pathlib
 import random
@@ -20,6 +21,7 @@ import torch
 PATIENCE_S = 20.0
 ROOT = pathlib.Path(__file__).parents[2] / "packages/attn-core/src"
 LINEAR = "attn_core.backends.triton.linear"
+SPARSE = "attn_core.backends.triton.sparse"
 program = threading.local()
 turn = threading.Condition()
 
@@ -237,7 +239,7 @@ def _language():
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         convert_layout=lambda x, _=None, assert_trivial=False: x,
         associative_scan=lambda x, axis, f: x.cumsum(axis),
-        static_range=range, program_id=lambda axis: torch.tensor(program.id),
+        static_range=range, program_id=lambda axis: torch.tensor(program.id[axis]),
         allocate_shared_memory=allocate, barrier=lambda: None, warp_specialize=specialize,
     )  # fmt: skip
     return gl
@@ -308,12 +310,13 @@ def _loaded(name, modules):
     return module
 
 
-def load(name):
+def load(name, of=LINEAR):
     """Return a kernels' module, such as "hopper.fused_gdn", over torch tensors."""
-    return _loaded(f"{LINEAR}.{name}", _modules())
+    return _loaded(f"{of}.{name}", _modules())
 
 
 def launch(kernel, programs, *args):
-    """Run a kernel's programs one after another."""
-    for program.id in range(programs):
+    """Run a kernel's programs one after another. programs: how many there are, on each axis."""
+    axes = programs if isinstance(programs, tuple) else (programs,)
+    for program.id in itertools.product(*map(range, axes)):
         kernel(*args)

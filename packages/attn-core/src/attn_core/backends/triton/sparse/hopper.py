@@ -1,12 +1,17 @@
-"""Launch Hopper's latent decode over selections: each query is a request, each slot a page."""
+"""Launch Hopper's kernels of sparse MLA: scores of prompts, and latent decode over selections.
+
+In the latter each query is a request, and each slot a page.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.hopper.common import AttentionConfig
@@ -20,12 +25,21 @@ from attn_core.backends.triton.portable.arguments import (
     Store,
 )
 from attn_core.backends.triton.sparse.gather import counted, decoded
+from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.merge import merge_states
+from attn_core.runtime.batch import CacheView
 from attn_core.runtime.layer import AttentionLayer
 
-__all__ = ["attend", "decoded", "takes"]
+if TYPE_CHECKING:
+    from attn_core.backends.triton.sparse.launch import Scoring
+
+__all__ = ["attend", "decoded", "score", "takes"]
 TILE = 64  # query heads, and keys of a block
+SCORED_KEYS = 256  # of a program
+ROWS, MANY_ROWS = 64, 256  # queries that pass by them, where there are few programs and many
+MANY_PROGRAMS = 1024
+BYTES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 def takes(q: Tensor, layer: AttentionLayer, cache: LayerCache) -> bool:
@@ -85,3 +99,29 @@ def attend(
         states = partial_lse.mul_(math.log(2.0))  # they are in base 2
         order = (x.transpose(0, 1)[:, :, :heads] for x in (partial_out, states))
         merge_states(*order, into=(out, lse))
+
+
+def score(
+    x: Scoring,
+    view: CacheView,
+    cu_seqlens_q: Tensor,
+    requests: Tensor,
+    scores: Tensor,
+    first: int,
+    count: int,
+    topk: int,
+) -> None:
+    """Do what launch.score does, where `on_hopper` says so."""
+    tokens, heads, dim = x.q_index.shape
+    rows = TensorDescriptor(
+        x.q_index.view(tokens * heads, dim), [tokens * heads, dim], [dim, 1], [heads, dim], BYTES
+    )
+    columns = triton.cdiv(view.max_seq_len, SCORED_KEYS)
+    many = triton.cdiv(count, MANY_ROWS) * columns >= MANY_PROGRAMS
+    at_once = MANY_ROWS if many else ROWS
+    table = view.page_table
+    score_prompts_hopper[(triton.cdiv(count, at_once), columns)](
+        rows, x.weights, x.weights.stride(0), x.keys, x.scales, *x.strides, table, table.stride(0),
+        view.seq_lens, cu_seqlens_q, requests, first, count, scores, scores.stride(0), at_once,
+        heads, x.constants.PAGE, topk, num_warps=4,
+    )  # fmt: skip

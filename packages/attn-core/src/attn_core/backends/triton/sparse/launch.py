@@ -86,6 +86,7 @@ class Scoring(NamedTuple):
     strides: IndexStrides
     constants: IndexConstants
     options: dict[str, int]
+    on_hopper: bool  # whether Hopper's own kernel scores a prompt's queries
 
     @classmethod
     def of(
@@ -109,11 +110,13 @@ class Scoring(NamedTuple):
             *(heads, dim, cache.page_size, fp8, native, rows, block_n),
             *(power_of_two(heads), power_of_two(dim)),
         )
+        fits = (heads in (32, 64), dim == 128, q_index.is_contiguous(), keys.stride(1) % 16 == 0)
+        on_hopper = native and arch == "sm90" and rows == TOKENS[-1] and all(fits)
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
             options |= {"num_stages": 4, "maxnreg": 128}
-        return cls(q_index, weights, keys, scales, strides, constants, options)
+        return cls(q_index, weights, keys, scales, strides, constants, options, on_hopper)
 
 
 def index_topk(
@@ -170,6 +173,11 @@ def score(
     Of queries that see at most topk keys there are none.
     """
     x, constants = scoring, scoring.constants
+    if x.on_hopper:
+        from attn_core.backends.triton.sparse import hopper
+
+        hopper.score(x, view, cu_seqlens_q, requests, scores, first, count, topk)
+        return
     span = constants.BN
     if constants.BT == 1:  # as few as give every multiprocessor some programs
         span = max(span, min(SPAN, view.max_seq_len * count // PROGRAMS // span * span))
