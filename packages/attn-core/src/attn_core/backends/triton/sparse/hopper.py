@@ -40,6 +40,7 @@ SCORED_KEYS = 256  # of a program
 ROWS, MANY_ROWS = 64, 256  # queries that pass by them, where there are few programs and many
 MANY_PROGRAMS = 1024
 BYTES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+PLAIN = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def takes(q: Tensor, layer: AttentionLayer, cache: LayerCache) -> bool:
@@ -116,12 +117,13 @@ def score(
     rows = TensorDescriptor(
         x.q_index.view(tokens * heads, dim), [tokens * heads, dim], [dim, 1], [heads, dim], BYTES
     )
+    w_rows = TensorDescriptor(x.weights, [tokens, heads], [heads, 1], [1, heads], PLAIN)
     columns = triton.cdiv(view.max_seq_len, SCORED_KEYS)
     many = triton.cdiv(count, MANY_ROWS) * columns >= MANY_PROGRAMS
     at_once = MANY_ROWS if many else ROWS
     table = view.page_table
     score_prompts_hopper[(triton.cdiv(count, at_once), columns)](
-        rows, x.weights, x.weights.stride(0), x.keys, x.scales, *x.strides, table, table.stride(0),
+        rows, w_rows, x.keys, x.scales, *x.strides, table, table.stride(0),
         view.seq_lens, cu_seqlens_q, requests, first, count, scores, scores.stride(0), at_once,
         heads, x.constants.PAGE, topk, num_warps=4,
     )  # fmt: skip

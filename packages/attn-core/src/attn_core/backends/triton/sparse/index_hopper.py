@@ -61,33 +61,38 @@ def next_rows(tokens, row, last, begin, TOPK: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(queries, rows, tokens, row, last, begin, HEADS: gl.constexpr, TOPK: gl.constexpr):
-    """Fill the channel with the heads of each row that sees a key of this program."""
+def load_queries(
+    queries, w_tiles, rows, w_rows, tokens, row, last, begin,
+    HEADS: gl.constexpr, TOPK: gl.constexpr,
+):  # fmt: skip
+    """Fill the channel with the heads of each row that sees a key of this program, and weights."""
     step = 0
     while row < last:
         _request, start, stop, _end, _length = next_rows(tokens, row, last, begin, TOPK)
         for r in range(start, stop):
             queries.wait_free(step)
-            full = queries.full.index(queries.stage(step))
-            mbarrier.expect(full, HEADS * DIM)
-            tma.async_copy_global_to_shared(
-                rows, [(tokens.first + r) * HEADS, 0], full, queries.tile.index(queries.stage(step))
-            )
+            stage = queries.stage(step)
+            full = queries.full.index(stage)
+            mbarrier.expect(full, HEADS * (DIM + 4))
+            first = tokens.first + r
+            q_tile = queries.tile.index(stage)
+            tma.async_copy_global_to_shared(rows, [first * HEADS, 0], full, q_tile)
+            tma.async_copy_global_to_shared(w_rows, [first, 0], full, w_tiles.index(stage))
             step += 1
         row = stop
 
 
 @gluon.jit
 def store_scores(products, w, scale, out, position, row, end, length):
-    """Weigh the products [KEYS, HEADS] of a row, and store its scores of the keys that it sees."""
-    score = gl.sum(gl.maximum(products, 0.0) * w[None, :], 1) * scale
+    """Weigh the positive products [KEYS, HEADS] of a row, and store its scores of what it sees."""
+    score = gl.sum(products * w[None, :], 1) * scale
     visible = gl.minimum(length - (end - row) + 1, length)
     gl.store(out + position, score, mask=position < visible)
 
 
 @gluon.jit
 def score_rows(
-    queries, k_tiles, weights, weights_stride, keys, tokens, scores, row_stride, row, last, begin,
+    queries, w_tiles, k_tiles, keys, tokens, scores, row_stride, row, last, begin,
     HALF: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """Score keys begin + KEYS · HALF … for all rows that see key `begin`."""
@@ -96,7 +101,10 @@ def score_rows(
     B: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     k_tile = k_tiles.index(HALF)
     zeros = gl.full([KEYS, HEADS], 0.0, gl.float32, S)
-    head = gl.arange(0, HEADS, gl.SliceLayout(0, S))
+    W: gl.constexpr = gl.SliceLayout(0, S)
+    w_lines = w_tiles._reinterpret(
+        gl.float32, [STAGES, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     position = begin + HALF * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, S))
     step = 0
     while row < last:
@@ -114,22 +122,21 @@ def score_rows(
             k_tile.store(tile)
             barrier()
             own = k_tile.load(K)
-            of_row = weights + (tokens.first + start).to(gl.int64) * weights_stride + head
             out = scores + start.to(gl.int64) * row_stride
-            w = gl.load(of_row)
             queries.wait_full(step)
+            w = w_lines.index(queries.stage(step)).load(W)
             heads = queries.tile.index(queries.stage(step)).permute((1, 0))
-            products = hopper.warpgroup_mma(own, heads, zeros, use_acc=False)
+            products = gl.maximum(hopper.warpgroup_mma(own, heads, zeros, use_acc=False), 0.0)
             queries.release(step)
             for r in range(start + 1, stop):
                 step += 1
-                of_row += weights_stride
-                next_w = gl.load(of_row)
                 queries.wait_full(step)
                 heads = queries.tile.index(queries.stage(step)).permute((1, 0))
                 coming = hopper.warpgroup_mma(own, heads, zeros, use_acc=False, is_async=True)
+                next_w = w_lines.index(queries.stage(step)).load(W)
                 store_scores(products, w, scale, out, position, r - 1, end, length)
-                products = hopper.warpgroup_mma_wait(0, deps=[coming])
+                # into registers of their own: the next products come while these are added up
+                products = gl.maximum(hopper.warpgroup_mma_wait(0, deps=[coming]), 0.0)
                 queries.release(step)
                 w = next_w
                 out += row_stride
@@ -140,11 +147,11 @@ def score_rows(
 
 @gluon.jit(do_not_specialize=["count", "first", "row_stride", "table_stride"])
 def score_prompts_hopper(
-    rows, weights, weights_stride, ptr, scales, page_stride, token_stride, scales_stride,
+    rows, w_rows, ptr, scales, page_stride, token_stride, scales_stride,
     page_table, table_stride, seq_lens, cu_seqlens_q, requests, first, count, scores, row_stride,
     BT: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
-    """Do what index_scores does, 2 · KEYS keys for BT tokens. rows: q for TMA, HEADS a time."""
+    """Do what index_scores does, 2 · KEYS keys for BT tokens, with q and weights by TMA."""
     keys = Keys(ptr, scales, page_stride, token_stride, scales_stride)
     tokens = Tokens(page_table, table_stride, seq_lens, cu_seqlens_q, requests, first)
     row = gl.program_id(0) * BT
@@ -154,6 +161,8 @@ def score_prompts_hopper(
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], F8)
     KL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], F8)
     q_tiles = gl.allocate_shared_memory(F8, [STAGES, HEADS, DIM], L)
+    WL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    w_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HEADS], WL)
     k_tiles = gl.allocate_shared_memory(F8, [2, KEYS, DIM], KL)
     queries = new_channel(q_tiles, STAGES)
     init_barriers((queries,), 1, 2)
@@ -161,15 +170,15 @@ def score_prompts_hopper(
         [
             (
                 score_rows,
-                (queries, k_tiles, weights, weights_stride, keys, tokens, scores, row_stride, row,
-                 last, begin, 0, HEADS, PAGE, TOPK),
+                (queries, w_tiles, k_tiles, keys, tokens, scores, row_stride, row, last, begin,
+                 0, HEADS, PAGE, TOPK),
             ),
             (
                 score_rows,
-                (queries, k_tiles, weights, weights_stride, keys, tokens, scores, row_stride, row,
-                 last, begin, 1, HEADS, PAGE, TOPK),
+                (queries, w_tiles, k_tiles, keys, tokens, scores, row_stride, row, last, begin,
+                 1, HEADS, PAGE, TOPK),
             ),
-            (load_queries, (queries, rows, tokens, row, last, begin, HEADS, TOPK)),
+            (load_queries, (queries, w_tiles, rows, w_rows, tokens, row, last, begin, HEADS, TOPK)),
         ],
         [4, 1],
         [232, 40],

@@ -110,7 +110,8 @@ class Scoring(NamedTuple):
             *(heads, dim, cache.page_size, fp8, native, rows, block_n),
             *(power_of_two(heads), power_of_two(dim)),
         )
-        fits = (heads in (32, 64), dim == 128, q_index.is_contiguous(), keys.stride(1) % 16 == 0)
+        by_tma = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q_index, weights))
+        fits = (heads in (32, 64), dim == 128, by_tma, weights.dtype == torch.float32)
         on_hopper = native and arch == "sm90" and rows == TOKENS[-1] and all(fits)
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
