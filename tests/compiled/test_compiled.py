@@ -130,7 +130,7 @@ def test_matrix_instructions_are_those_that_the_docs_name(arch, of_prompts, of_s
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_sparse_mla(arch):
     """Over FP8 latents; test_every_launch has those over 16 bits too."""
-    names = ("dsa-decode-fp8", "write-latents", "write-index-fp8")
+    names = ("dsa-decode-fp8", "write-latents", "write-index-fp8", "score-prompts")
     sites = judged(arch, *names, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     attends = ["attend_selected"]
@@ -140,6 +140,7 @@ def test_hot_launches_of_sparse_mla(arch):
         ["index_scores", "select_topk", *attends, "_merge"],
         ["_write"],
         ["_write_index"],
+        ["score_prompts_hopper" if arch == "sm90" else "index_scores"],
     ]
 
 

@@ -106,7 +106,7 @@ def facts(kernel):
         text = disassembled(kernel)
         [registers] = re.findall(r"REG:(\d+)", text)
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
-        products, waits = (len(re.findall(x, text)) for x in ("HGMMA", "WARPGROUP.DEPBAR"))
+        products, waits = (len(re.findall(x, text)) for x in ("[HQ]GMMA", "WARPGROUP.DEPBAR"))
         serialized = 2 * waits > products
     assembly = kernel.asm.get("amdgcn") or kernel.asm["ptx"]
     shared = kernel.metadata.shared

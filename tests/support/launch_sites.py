@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
+from attn_core.backends.triton.sparse.launch import Scoring
+from attn_core.backends.triton.sparse.launch import score as score_queries
 from attn_core.cache.pool import KVPool
 from attn_core.ops.triton.index import write_index
 from attn_core.ops.triton.kv import write_kv
@@ -19,7 +21,7 @@ from attn_core.ops.triton.read import read_pages
 from attn_core.ops.triton.vertical_slash import attend_lists, to_lists
 from attn_core.ops.vertical_slash import Lines, Part
 from attn_core.plugins.registry import load_plugins
-from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.batch import CacheView, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import Family, Phase
@@ -117,6 +119,23 @@ def write_keys(index_dtype, chip):
         index_dim=128, index_dtype=index_dtype,
     )  # fmt: skip
     write_index(pool.layer(0), meta(70, 128), meta(70, dtype=torch.int64))
+
+
+def score(chip):
+    """Launch for e4m3 queries of a long prompt over FP8 index keys, in DeepSeek-V3.2's shape."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype="bf16", device=META, kind="dsa",
+        index_dim=128, index_dtype="fp8_e4m3",
+    )  # fmt: skip
+    table, lengths, ends = (meta(*shape, dtype=torch.int32) for shape in ((1, 64), (1,), (2,)))
+    view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=4096)
+    q, weights = meta(300, 64, 128, dtype=torch.float8_e4m3fn), meta(300, 64, dtype=torch.float32)
+    scoring = Scoring.of(q, weights, pool.layer(0), 300, chip.arch)
+    scores, requests = meta(300, 4096, dtype=torch.float32), meta(300, dtype=torch.int32)
+    score_queries(scoring, view, ends, requests, scores, 0, 300, 2048)
 
 
 def read(store, kind, chip):
@@ -257,6 +276,7 @@ WRITES: dict[str, Launch] = {
 SITES: dict[str, Launch] = {
     "merge": merge,
     "vertical-slash": vertical_slash,
+    "score-prompts": score,
     **WRITES,
     "greedy": greedy,
     **HOT,
@@ -267,6 +287,6 @@ SITES: dict[str, Launch] = {
 GROUPS = {
     "quick": ("merge", "write-fp8", "decode", "extend", "mla-decode"),
     "hot": ("merge", *WRITES, *HOT),
-    "more": ("vertical-slash", *MORE, *OTHERS),
+    "more": ("vertical-slash", "score-prompts", *MORE, *OTHERS),
     "linear": (*LINEAR,),
 }

@@ -145,17 +145,17 @@ def score_rows(
         row = stop
 
 
-@gluon.jit(do_not_specialize=["count", "first", "row_stride", "table_stride"])
+@gluon.jit(do_not_specialize=["at_once", "count", "first", "row_stride", "table_stride"])
 def score_prompts_hopper(
     rows, w_rows, ptr, scales, page_stride, token_stride, scales_stride,
     page_table, table_stride, seq_lens, cu_seqlens_q, requests, first, count, scores, row_stride,
-    BT: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, TOPK: gl.constexpr,
+    at_once, HEADS: gl.constexpr, PAGE: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
-    """Do what index_scores does, 2 · KEYS keys for BT tokens, with q and weights by TMA."""
+    """Do what index_scores does, 2 · KEYS keys for some tokens at once, whose q TMA brings."""
     keys = Keys(ptr, scales, page_stride, token_stride, scales_stride)
     tokens = Tokens(page_table, table_stride, seq_lens, cu_seqlens_q, requests, first)
-    row = gl.program_id(0) * BT
-    last = gl.minimum(row + BT, count)
+    row = gl.program_id(0) * at_once
+    last = gl.minimum(row + at_once, count)
     begin = gl.program_id(1) * (2 * KEYS)
     F8: gl.constexpr = rows.dtype
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], F8)

@@ -116,7 +116,9 @@ class Scoring(NamedTuple):
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
-            options |= {"num_stages": 4, "maxnreg": 128}
+            options |= {"num_stages": 4}
+            if arch == "sm90":  # elsewhere some registers would spill
+                options |= {"maxnreg": 128}
         return cls(q_index, weights, keys, scales, strides, constants, options, on_hopper)
 
 
