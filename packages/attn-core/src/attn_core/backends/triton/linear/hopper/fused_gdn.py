@@ -208,7 +208,7 @@ def fused_gdn_hopper(
     gated = (new_channel(gate_lines, 2), beta_lines, new_lines(2 * AHEAD))
     factors = (new_lines(2), new_lines(2), new_lines(2))
     works = (below, first, second)
-    lines = (new_lines(1).index(0), new_lines(1).index(0))
+    line = new_lines(1).index(0)
     init_barriers((keys,), 1, 1)
     init_barriers((queries, values), 1, 1)
     init_barriers((solved, gated[0]), 1, 2)
@@ -218,7 +218,7 @@ def fused_gdn_hopper(
         tokens_of, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers), out, states,
         slots, checkpoints, (request, b, hv),
     )  # fmt: skip
-    given = (keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request)
+    given = (keys, queries, solved, P_tiles, gated, factors, line, works, numbers, request)
     gl.warp_specialize(
         [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (solve_chunks, (given, C))],
         [4, 4],

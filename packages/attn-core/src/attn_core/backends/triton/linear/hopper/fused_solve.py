@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from attn_core.backends.triton.linear.gates import (
     head_ptr,
@@ -15,21 +16,21 @@ from attn_core.backends.triton.linear.gates import (
     log_decay,
     update_rate,
 )
-from attn_core.backends.triton.linear.hopper.prepare_gdn import norms_of_rows
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LOG2_E,
     A,
+    B,
     barrier,
     diagonal_blocks,
     inverse_of_blocks,
-    norms_of,
     solve,
     sums,
 )  # fmt: skip
 
 R = gl.constexpr(gl.SliceLayout(1, A))
 N = gl.constexpr(gl.SliceLayout(0, A))
+ROWS_OF_WARP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 AHEAD = gl.constexpr(4)  # chunks whose gates are computed at once, one a warp
 GATES = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -86,6 +87,31 @@ def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
 
 
 @gluon.jit
+def squares_of(tile):
+    """Return the sum of squares of each row of a tile in shared memory, as [4, 16].
+
+    A warp multiplies its 16 rows by themselves: a product takes its second factor transposed, which
+    has the registers of the first.
+    """
+    x = tile.load(gl.DotOperandLayout(0, ROWS_OF_WARP, 2))
+    x = gl.reshape(x, (4, 16, 128))
+    y = gl.convert_layout(
+        gl.permute(x, (0, 2, 1)), gl.DotOperandLayout(1, B, 2), assert_trivial=True
+    )
+    x = gl.convert_layout(x, gl.DotOperandLayout(0, B, 2), assert_trivial=True)
+    found = mma_v2(x, y, gl.zeros([4, 16, 16], gl.float32, B))
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
+    return gl.sum(gl.where(r == c, found, 0.0), 2)
+
+
+@gluon.jit
+def by_rows(x):
+    """Return numbers of rows, as squares_of leaves them, beside the rows of a product."""
+    return gl.convert_layout(gl.reshape(x, (CHUNK,)), R, assert_trivial=True)
+
+
+@gluon.jit
 def begin_chunk(keys, j, left):
     """Begin a chunk's product of its keys by themselves, as soon as they are there.
 
@@ -111,7 +137,7 @@ def solve_chunks(given, C: gl.constexpr):
     keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request = given
     gates, beta_lines, total_lines = gated
     into_lines, query_lines, out_lines = factors
-    k_line, q_line = lines
+    k_line = lines
     dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
     below, first, second = works
@@ -122,24 +148,28 @@ def solve_chunks(given, C: gl.constexpr):
         q = queries.tile.index(queries.stage(j))
         k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
         qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
-        q_line.store(norms_of_rows(q, numbers, C))
+        norm, q_norm = gl.full([CHUNK], 1.0, gl.float32, R), gl.full([CHUNK], 1.0, gl.float32, R)
+        k_squares = norm
+        if C.NORM:
+            k_squares = by_rows(squares_of(keys.tile.index(keys.stage(j)))) + numbers.eps
+            norm = gl.rsqrt(k_squares)
+            q_norm = gl.rsqrt(by_rows(squares_of(q)) + numbers.eps)
+        k_line.store(-0.5 * gl.log2(k_squares))
+        q_norm = q_norm * numbers.scale
         gates.wait_full(j // AHEAD)
         known = j % (2 * AHEAD)
         G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
         beta_line = beta_lines.index(known)
         kk, qk = hopper.warpgroup_mma_wait(0, deps=[kk, qk])
-        norm = norms_of(kk, numbers.eps, C.NORM)
-        k_line.store(norm)
         solved.wait_free(j)
         place = solved.stage(j)
         barrier()
-        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        decay = decay * k_line.load(N)[None, :]
+        apart = gl.abs(G_row[:, None] - G_column[None, :])
+        decay = gl.exp2(k_line.load(N)[None, :] - apart)
         Z = kk * decay
         blocks = diagonal_blocks(Z)
         below.store((Z * (norm * beta_line.load(R))[:, None]).to(gl.float16))
         r, n = gl.arange(0, CHUNK, R)[:, None], gl.arange(0, CHUNK, N)[None, :]
-        q_norm = q_line.load(R)
         P = gl.where(r >= n, qk, 0.0) * decay
         P_tiles.index(place).store((P * q_norm[:, None]).to(dtype))
         into = gl.exp2(G_row)
