@@ -8,7 +8,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from attn_core.backends.triton.linear.gates import (
     head_ptr,
@@ -20,17 +19,17 @@ from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LOG2_E,
     A,
-    B,
     barrier,
     diagonal_blocks,
     inverse_of_blocks,
+    norms_of,
+    norms_of_rows,
     solve,
     sums,
 )  # fmt: skip
 
 R = gl.constexpr(gl.SliceLayout(1, A))
 N = gl.constexpr(gl.SliceLayout(0, A))
-ROWS_OF_WARP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 AHEAD = gl.constexpr(4)  # chunks whose gates are computed at once, one a warp
 GATES = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -70,6 +69,19 @@ def store_lines(lines, place, x):
 
 
 @gluon.jit
+def keep_norms(q_norms, queries, j, numbers, TILE: gl.constexpr, C: gl.constexpr):
+    """Leave what normalises and scales half the queries of chunk j.
+
+    What stood in its place is done with: chunk j - 2 has been solved.
+    """
+    rows = queries.tile.index(queries.stage(j)).slice(TILE * 32, 32)
+    line = q_norms.tile.index(q_norms.stage(j)).slice(TILE * 32, 32)
+    queries.wait_full(j)
+    line.store(norms_of_rows(rows, numbers.eps, C.NORM) * numbers.scale)
+    q_norms.fill(j)
+
+
+@gluon.jit
 def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
     """Zero the rows from `count` on: they are another request's tokens, and may be NaN.
 
@@ -87,35 +99,10 @@ def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
 
 
 @gluon.jit
-def squares_of(tile):
-    """Return the sum of squares of each row of a tile in shared memory, as [4, 16].
+def begin_chunk(keys, queries, j, left):
+    """Begin the products of a chunk's keys and queries with its keys, once they are there.
 
-    A warp multiplies its 16 rows by themselves: a product takes its second factor transposed, which
-    has the registers of the first.
-    """
-    x = tile.load(gl.DotOperandLayout(0, ROWS_OF_WARP, 2))
-    x = gl.reshape(x, (4, 16, 128))
-    y = gl.convert_layout(
-        gl.permute(x, (0, 2, 1)), gl.DotOperandLayout(1, B, 2), assert_trivial=True
-    )
-    x = gl.convert_layout(x, gl.DotOperandLayout(0, B, 2), assert_trivial=True)
-    found = mma_v2(x, y, gl.zeros([4, 16, 16], gl.float32, B))
-    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
-    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-    return gl.sum(gl.where(r == c, found, 0.0), 2)
-
-
-@gluon.jit
-def by_rows(x):
-    """Return numbers of rows, as squares_of leaves them, beside the rows of a product."""
-    return gl.convert_layout(gl.reshape(x, (CHUNK,)), R, assert_trivial=True)
-
-
-@gluon.jit
-def begin_chunk(keys, j, left):
-    """Begin a chunk's product of its keys by themselves, as soon as they are there.
-
-    left: tokens from the chunk on. Without one the product is of what was there, and of no use.
+    left: tokens from the chunk on. Without one the products are of what was there, and of no use.
     """
     if left > 0:
         keys.wait_full(j)
@@ -123,9 +110,12 @@ def begin_chunk(keys, j, left):
             zero_rows(keys.tile, keys.stage(j), left, 0, 2)
             hopper.fence_async_shared()
             barrier()
+        queries.wait_full(j)
     k = keys.tile.index(keys.stage(j))
+    q = queries.tile.index(queries.stage(j))
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    return hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    kk = hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return kk, hopper.warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -134,42 +124,32 @@ def solve_chunks(given, C: gl.constexpr):
 
     A line [64] or a tile is a buffer of its own: Triton waits between two stores to parts of one.
     """
-    keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request = given
+    keys, queries, q_norms, solved, P_tiles, gated, factors, k_line, works, numbers, request = given
     gates, beta_lines, total_lines = gated
     into_lines, query_lines, out_lines = factors
-    k_line = lines
     dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
     below, first, second = works
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    kk = begin_chunk(keys, 0, gl.minimum(tokens, num_chunks * CHUNK))
+    kk, qk = begin_chunk(keys, queries, 0, gl.minimum(tokens, num_chunks * CHUNK))
     for j in range(num_chunks):
-        queries.wait_full(j)
-        q = queries.tile.index(queries.stage(j))
-        k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
-        qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
-        norm, q_norm = gl.full([CHUNK], 1.0, gl.float32, R), gl.full([CHUNK], 1.0, gl.float32, R)
-        k_squares = norm
-        if C.NORM:
-            k_squares = by_rows(squares_of(keys.tile.index(keys.stage(j)))) + numbers.eps
-            norm = gl.rsqrt(k_squares)
-            q_norm = gl.rsqrt(by_rows(squares_of(q)) + numbers.eps)
-        k_line.store(-0.5 * gl.log2(k_squares))
-        q_norm = q_norm * numbers.scale
+        q_norms.wait_full(j)
         gates.wait_full(j // AHEAD)
         known = j % (2 * AHEAD)
         G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
         beta_line = beta_lines.index(known)
         kk, qk = hopper.warpgroup_mma_wait(0, deps=[kk, qk])
+        norm = norms_of(kk, numbers.eps, C.NORM)
+        k_line.store(norm)
         solved.wait_free(j)
         place = solved.stage(j)
         barrier()
-        apart = gl.abs(G_row[:, None] - G_column[None, :])
-        decay = gl.exp2(k_line.load(N)[None, :] - apart)
+        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
+        decay = decay * k_line.load(N)[None, :]
         Z = kk * decay
         blocks = diagonal_blocks(Z)
-        below.store((Z * (norm * beta_line.load(R))[:, None]).to(gl.float16))
+        below.store((Z * (norm * -beta_line.load(R))[:, None]).to(gl.float16))
         r, n = gl.arange(0, CHUNK, R)[:, None], gl.arange(0, CHUNK, N)[None, :]
+        q_norm = q_norms.tile.index(q_norms.stage(j)).load(R)
         P = gl.where(r >= n, qk, 0.0) * decay
         P_tiles.index(place).store((P * q_norm[:, None]).to(dtype))
         into = gl.exp2(G_row)
@@ -179,8 +159,8 @@ def solve_chunks(given, C: gl.constexpr):
         out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
         D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
         T = solve(D, beta_line, below, first, second)
-        kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # it runs while T is stored
         solved.tile.index(place).store(T.to(dtype))
+        kk, qk = begin_chunk(keys, queries, j + 1, tokens - (j + 1) * CHUNK)  # T is stored meanwhile
         hopper.fence_async_shared()
         solved.fill(j)
-    hopper.warpgroup_mma_wait(0, deps=[kk])
+    hopper.warpgroup_mma_wait(0, deps=[kk, qk])
