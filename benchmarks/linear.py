@@ -7,8 +7,8 @@ median over the rounds of medians with a cold L2, of plain calls and of replayed
 contestant raises is recorded, and the rest goes on. The file is written after each case. With
 --only the other cases of an earlier file stay, if device and libraries are the same. The exit code
 is 1 where a result of ours is wrong.
-`--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names, and
-writes nothing.
+`--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names; it
+writes a file only with --out.
 """
 
 from __future__ import annotations
@@ -189,13 +189,15 @@ def measure(
     return result
 
 
-def ratios(result: Record) -> list[str]:
-    """Say the times of candidates over that of the best peer, where a sweep has peers."""
+def ratios(result: Record) -> dict[str, float]:
+    """Return the times of candidates over that of the best peer, where a sweep has peers."""
     known = {x.name for x in LINEAR_PEERS}
     times = {x["name"]: spent for x in result["entries"] if (spent := best_us(x)) is not None}
     best = min(known & {*times}, key=lambda name: times[name], default=None)
     others = [name for name in times if name not in known]
-    return [] if best is None else [f"{x} / {best}: {times[x] / times[best]:.3f}" for x in others]
+    if best is None:
+        return {}
+    return {f"{x} / {best}": rounded(times[x] / times[best]) for x in others}
 
 
 def rounded(value: Any) -> Any:
@@ -222,7 +224,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
-    add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
+    default = "benchmarks/results/linear.….json; of a sweep none"
+    add("--out", type=pathlib.Path, help=f"the JSON (default: {default})")
     add("--sweep", choices=SWEEPS, help="candidates of a kernel of ours")
     args = parser.parse_args(arguments)
     if args.peers != "all" and args.out is None and args.sweep is None:
@@ -267,6 +270,8 @@ def main(
         "rounds": args.rounds,
         "cases": [],
     }
+    if args.sweep:
+        report["sweep"] = args.sweep
     others = kept(out, report, cases) if args.only and not args.sweep else []
     for number, case in enumerate(cases, 1):
         if time.monotonic() > deadline:
@@ -281,12 +286,15 @@ def main(
         except RuntimeError as raised:  # out of memory, before any contestant
             got = {"name": case.name, "entries": [{"name": "inputs", "error": text(raised)}]}
         got["commit"] = report["versions"].get("commit")
+        if args.sweep:
+            got.pop("best_peer", None)  # it may be a candidate
+            got["ratios"] = ratios(got)
         report["cases"].append(got)
         for record in got["entries"]:
             print(describe(record), flush=True)
-        for line in ratios(got):
-            print(f"  {line}", flush=True)
-        if not args.sweep:
+        for pair, ratio in ratios(got).items():
+            print(f"  {pair}: {ratio:.3f}", flush=True)
+        if args.out is not None or not args.sweep:
             found = report | {"cases": in_order(others + report["cases"])}
             out.write_text(json.dumps(found, indent=1) + "\n")
         if not usable(device):

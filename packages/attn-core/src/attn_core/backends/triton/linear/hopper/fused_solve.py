@@ -160,7 +160,8 @@ def solve_chunks(given, C: gl.constexpr):
         D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
         T = solve(D, beta_line, below, first, second)
         solved.tile.index(place).store(T.to(dtype))
-        kk, qk = begin_chunk(keys, queries, j + 1, tokens - (j + 1) * CHUNK)  # T is stored meanwhile
+        # T is stored meanwhile
+        kk, qk = begin_chunk(keys, queries, j + 1, tokens - (j + 1) * CHUNK)
         hopper.fence_async_shared()
         solved.fill(j)
     hopper.warpgroup_mma_wait(0, deps=[kk, qk])
