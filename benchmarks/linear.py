@@ -24,14 +24,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.attention import device_name, versions
 from benchmarks.linear_cases import CASES, LinearCase, LinearInputs, build
-from benchmarks.linear_record import Record, describe, in_order, kept, text
+from benchmarks.linear_record import Record, best_us, describe, in_order, kept, rounded, text
 from benchmarks.peers.linear import LINEAR_PEERS, OURS, Call, LinearContestant, States
 from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
@@ -139,14 +138,6 @@ def time_rounds(ready: Sequence[Entrant], timer: Timer, rounds: int) -> None:
                 x.record[name] = statistics.median(times)
 
 
-def best_us(record: Record) -> float | None:
-    """Return the time of a right result: of a graph, where there is one."""
-    if record.get("wrong") or "error" in record:
-        return None
-    time_us: float | None = record.get("graph_us", record.get("us"))
-    return time_us
-
-
 def measure(
     case: LinearCase,
     contestants: Iterable[LinearContestant],
@@ -198,11 +189,6 @@ def ratios(result: Record) -> dict[str, float]:
     if best is None:
         return {}
     return {f"{x} / {best}": rounded(times[x] / times[best]) for x in others}
-
-
-def rounded(value: Any) -> Any:
-    """Keep four digits of a float."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def usable(device: torch.device) -> bool:
