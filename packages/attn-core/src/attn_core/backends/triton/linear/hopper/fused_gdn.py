@@ -144,7 +144,7 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         sk, y, _ = hopper.warpgroup_mma_wait(0, deps=[sk, y, state])
         x = v.permute((1, 0)).load(A)
         f_in = into_lines.index(place).load(N)
-        x = gl.convert_layout((x.to(gl.float32) - sk * f_in[None, :]).to(dtype), AX)
+        x = gl.convert_layout((x.to(gl.float32) + sk * f_in[None, :]).to(dtype), AX)
         T = solved.tile.index(place).permute((1, 0))
         u = hopper.warpgroup_mma(x, T, zero, use_acc=False, is_async=True)
         if TILE == 0:

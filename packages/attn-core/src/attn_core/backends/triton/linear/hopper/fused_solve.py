@@ -20,6 +20,7 @@ from attn_core.backends.triton.linear.hopper.solve import (
     LOG2_E,
     A,
     barrier,
+    decays,
     diagonal_blocks,
     inverse_of_blocks,
     norms_of,
@@ -99,10 +100,10 @@ def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
 
 
 @gluon.jit
-def begin_chunk(keys, queries, j, left):
-    """Begin the products of a chunk's keys and queries with its keys, once they are there.
+def begin_chunk(keys, j, left):
+    """Begin a chunk's product of its keys by themselves, as soon as they are there.
 
-    left: tokens from the chunk on. Without one the products are of what was there, and of no use.
+    left: tokens from the chunk on. Without one the product is of what was there, and of no use.
     """
     if left > 0:
         keys.wait_full(j)
@@ -110,12 +111,9 @@ def begin_chunk(keys, queries, j, left):
             zero_rows(keys.tile, keys.stage(j), left, 0, 2)
             hopper.fence_async_shared()
             barrier()
-        queries.wait_full(j)
     k = keys.tile.index(keys.stage(j))
-    q = queries.tile.index(queries.stage(j))
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
-    kk = hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return kk, hopper.warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -130,8 +128,13 @@ def solve_chunks(given, C: gl.constexpr):
     dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
     below, first, second = works
-    kk, qk = begin_chunk(keys, queries, 0, gl.minimum(tokens, num_chunks * CHUNK))
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
+    kk = begin_chunk(keys, 0, gl.minimum(tokens, num_chunks * CHUNK))
     for j in range(num_chunks):
+        queries.wait_full(j)
+        q = queries.tile.index(queries.stage(j))
+        k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
+        qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
         q_norms.wait_full(j)
         gates.wait_full(j // AHEAD)
         known = j % (2 * AHEAD)
@@ -143,8 +146,7 @@ def solve_chunks(given, C: gl.constexpr):
         solved.wait_free(j)
         place = solved.stage(j)
         barrier()
-        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        decay = decay * k_line.load(N)[None, :]
+        decay = decays(G_row, G_column) * k_line.load(N)[None, :]
         Z = kk * decay
         blocks = diagonal_blocks(Z)
         below.store((Z * (norm * -beta_line.load(R))[:, None]).to(gl.float16))
@@ -153,15 +155,14 @@ def solve_chunks(given, C: gl.constexpr):
         P = gl.where(r >= n, qk, 0.0) * decay
         P_tiles.index(place).store((P * q_norm[:, None]).to(dtype))
         into = gl.exp2(G_row)
-        into_lines.index(place).store(into * norm)
+        into_lines.index(place).store(into * -norm)
         query_lines.index(place).store(into * q_norm)
         total = total_lines.index(known).load(R)
         out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
         D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
         T = solve(D, beta_line, below, first, second)
         solved.tile.index(place).store(T.to(dtype))
-        # T is stored meanwhile
-        kk, qk = begin_chunk(keys, queries, j + 1, tokens - (j + 1) * CHUNK)
+        kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # T is stored meanwhile
         hopper.fence_async_shared()
         solved.fill(j)
-    hopper.warpgroup_mma_wait(0, deps=[kk, qk])
+    hopper.warpgroup_mma_wait(0, deps=[kk])

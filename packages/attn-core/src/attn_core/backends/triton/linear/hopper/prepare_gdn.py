@@ -22,6 +22,7 @@ from attn_core.backends.triton.linear.hopper.solve import (
     LOG2_E,
     A,
     barrier,
+    decays,
     diagonal_blocks,
     inverse_of_blocks,
     norms_of,
@@ -65,8 +66,6 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
 
     k_tile, q_tile [64, K]: in shared memory. below: where -L goes. lines: float32 [4, 64], to work
     with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
-    A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
-    no number is used, but none overflows.
     """
     R: gl.constexpr = gl.SliceLayout(1, A)
     N: gl.constexpr = gl.SliceLayout(0, A)
@@ -85,7 +84,7 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
     k_norm = norms_of(kk, numbers.eps, C.NORM)
     lines.index(2).store(k_norm)
     barrier()
-    decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(2).load(N)[None, :]
+    decay = decays(G_row, G_column) * lines.index(2).load(N)[None, :]
     Z = kk * decay
     blocks = diagonal_blocks(Z)
     below.store((Z * (k_norm * -lines.index(1).load(R))[:, None]).to(gl.float16))

@@ -90,6 +90,16 @@ def between(row, column, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def decays(G_row, G_column):
+    """Return the decay between a chunk's rows and columns, [64, 64], of log decays to base 2.
+
+    A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
+    no number is used, but none overflows. To multiply by -1 costs nothing, to negate an addition.
+    """
+    return gl.exp2(gl.abs(G_row[:, None] - G_column[None, :]) * -1.0)
+
+
+@gluon.jit
 def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
     """Return the inverses of four blocks of I + beta · norm · N below the diagonal, as [64, 64].
 
@@ -105,9 +115,9 @@ def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
         * gl.expand_dims(norm, 2)
         * gl.where(r > c, gl.expand_dims(row, 2), gl.expand_dims(column, 1))
     )
-    one = gl.where(r == c, 1.0, 0.0)
-    X = one - gl.where(between(r, c, 1), N, 0.0)
-    Y = one - gl.where(between(c, r, 1), N, 0.0)
+    # ones and zeros to subtract from would wait in registers from chunk to chunk
+    X = gl.where(r == c, 1.0, gl.where(between(r, c, 1), -N, 0.0))
+    Y = gl.where(r == c, 1.0, gl.where(between(c, r, 1), -N, 0.0))
     for level in gl.static_range(1, 4):
         U = times(X, gl.where(between(c, r, 2**level), N, 0.0), DTYPE)
         X_next = X - times(U, Y, DTYPE)
