@@ -1,7 +1,8 @@
 """GDN's prompts in one kernel for Hopper: one group of warps solves chunks, two carry the state.
 
 What a chunk's state does not change is the first group's: T, P and what tokens are multiplied by.
-The others keep 64 rows of the state each in registers, from where products read them.
+It takes the longest, so what can be done elsewhere is. The others keep 64 rows of the state each in
+registers, from where products read them, and normalise the queries of chunks that come.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
