@@ -7,8 +7,8 @@ median over the rounds of medians with a cold L2, of plain calls and of replayed
 contestant raises is recorded, and the rest goes on. The file is written after each case. With
 --only the other cases of an earlier file stay, if device and libraries are the same. The exit code
 is 1 where a result of ours is wrong.
-`--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names, and
-writes nothing.
+`--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names; it
+writes a file only with --out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.attention import device_name, versions
 from benchmarks.linear_cases import CASES, LinearCase, LinearInputs, build
-from benchmarks.linear_record import Record, describe, in_order, kept, text
+from benchmarks.linear_record import Record, best_us, describe, in_order, kept, rounded, text
 from benchmarks.peers.linear import LINEAR_PEERS, OURS, Call, LinearContestant, States
 from benchmarks.preparing import prepared
 from benchmarks.results import FOLDER, slug
@@ -139,14 +138,6 @@ def time_rounds(ready: Sequence[Entrant], timer: Timer, rounds: int) -> None:
                 x.record[name] = statistics.median(times)
 
 
-def best_us(record: Record) -> float | None:
-    """Return the time of a right result: of a graph, where there is one."""
-    if record.get("wrong") or "error" in record:
-        return None
-    time_us: float | None = record.get("graph_us", record.get("us"))
-    return time_us
-
-
 def measure(
     case: LinearCase,
     contestants: Iterable[LinearContestant],
@@ -189,18 +180,15 @@ def measure(
     return result
 
 
-def ratios(result: Record) -> list[str]:
-    """Say the times of candidates over that of the best peer, where a sweep has peers."""
+def ratios(result: Record) -> dict[str, float]:
+    """Return the times of candidates over that of the best peer, where a sweep has peers."""
     known = {x.name for x in LINEAR_PEERS}
     times = {x["name"]: spent for x in result["entries"] if (spent := best_us(x)) is not None}
     best = min(known & {*times}, key=lambda name: times[name], default=None)
     others = [name for name in times if name not in known]
-    return [] if best is None else [f"{x} / {best}: {times[x] / times[best]:.3f}" for x in others]
-
-
-def rounded(value: Any) -> Any:
-    """Keep four digits of a float."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    if best is None:
+        return {}
+    return {f"{x} / {best}": rounded(times[x] / times[best]) for x in others}
 
 
 def usable(device: torch.device) -> bool:
@@ -222,7 +210,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     add("--device", default="cuda")
-    add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/linear.….json)")
+    default = "benchmarks/results/linear.….json; of a sweep none"
+    add("--out", type=pathlib.Path, help=f"the JSON (default: {default})")
     add("--sweep", choices=SWEEPS, help="candidates of a kernel of ours")
     args = parser.parse_args(arguments)
     if args.peers != "all" and args.out is None and args.sweep is None:
@@ -267,6 +256,8 @@ def main(
         "rounds": args.rounds,
         "cases": [],
     }
+    if args.sweep:
+        report["sweep"] = args.sweep
     others = kept(out, report, cases) if args.only and not args.sweep else []
     for number, case in enumerate(cases, 1):
         if time.monotonic() > deadline:
@@ -281,12 +272,15 @@ def main(
         except RuntimeError as raised:  # out of memory, before any contestant
             got = {"name": case.name, "entries": [{"name": "inputs", "error": text(raised)}]}
         got["commit"] = report["versions"].get("commit")
+        if args.sweep:
+            got.pop("best_peer", None)  # it may be a candidate
+            got["ratios"] = ratios(got)
         report["cases"].append(got)
         for record in got["entries"]:
             print(describe(record), flush=True)
-        for line in ratios(got):
-            print(f"  {line}", flush=True)
-        if not args.sweep:
+        for pair, ratio in ratios(got).items():
+            print(f"  {pair}: {ratio:.3f}", flush=True)
+        if args.out is not None or not args.sweep:
             found = report | {"cases": in_order(others + report["cases"])}
             out.write_text(json.dumps(found, indent=1) + "\n")
         if not usable(device):

@@ -70,3 +70,16 @@ def describe(record: Record) -> str:
     wrong = " WRONG" if record.get("wrong") else ""
     graph = f" graph: {record['graph_error']}" if "graph_error" in record else ""
     return f"  {record['name']:<20} " + "  ".join(parts) + wrong + graph
+
+
+def best_us(record: Record) -> float | None:
+    """Return the time of a right result: of a graph, where there is one."""
+    if record.get("wrong") or "error" in record:
+        return None
+    time_us: float | None = record.get("graph_us", record.get("us"))
+    return time_us
+
+
+def rounded(value: Any) -> Any:
+    """Keep four digits of a float."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value

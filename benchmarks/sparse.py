@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.attention import device_name, versions
-from benchmarks.linear import Entrant, best_us, captured, rounded, time_rounds, usable
-from benchmarks.linear_record import Record, describe, kept, text
+from benchmarks.linear import Entrant, captured, time_rounds, usable
+from benchmarks.linear_record import Record, best_us, describe, kept, rounded, text
 from benchmarks.peers.selections import way
 from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant, compile_topk
 from benchmarks.preparing import prepared

@@ -80,10 +80,26 @@ def test_ratios_to_the_best_peer():
 
     entries = [timed("one kernel", 8.0), timed("two kernels", 12.0), timed("broken", -1.0)]
     peers = [timed("fla", 16.0), timed("flashinfer-prefill", 10.0), timed("sglang-chunk", -2.0)]
-    assert linear.ratios({"entries": entries + peers}) == [
-        "one kernel / flashinfer-prefill: 0.800", "two kernels / flashinfer-prefill: 1.200",
-    ]  # fmt: skip
-    assert linear.ratios({"entries": entries}) == []
+    assert linear.ratios({"entries": entries + peers}) == {
+        "one kernel / flashinfer-prefill": 0.8, "two kernels / flashinfer-prefill": 1.2,
+    }  # fmt: skip
+    assert linear.ratios({"entries": entries}) == {}
+
+
+def test_a_sweep_is_recorded_where_it_is_told_to(tmp_path, monkeypatch):
+    case = LinearCase(op="prefill", batch=1, tokens=5, kind="gdn", **SMALL)
+    contestants = [contestant("one kernel", right), contestant("fla", right)]
+    _, record = run(tmp_path, [case], "--sweep", "fused", contestants=contestants)
+    assert record["sweep"] == "fused"
+    [found] = record["cases"]
+    assert [x["name"] for x in found["entries"]] == ["one kernel", "fla"]
+    assert found["ratios"] == {"one kernel / fla": 1.0}
+    assert "best_peer" not in found
+
+    monkeypatch.setattr(linear, "FOLDER", tmp_path / "results")
+    words = ["--device", "cpu", "--rounds", "1", "--sweep", "fused"]
+    linear.main(words, cases=[case], contestants=contestants)
+    assert not (tmp_path / "results").exists()
 
 
 def test_what_a_contestant_does_ends_no_run(tmp_path):

@@ -230,7 +230,7 @@ def _language():
         full=lambda shape, x, dtype, _=None: torch.full(shape, x).to(dtype),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape).to(dtype),
         where=where,
-        exp2=torch.exp2, exp=torch.exp, abs=torch.abs, rsqrt=torch.rsqrt,
+        exp2=torch.exp2, exp=torch.exp, log2=torch.log2, abs=torch.abs, rsqrt=torch.rsqrt,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         load=gl_load, store=gl_store, sum=lambda x, axis: x.sum(axis),

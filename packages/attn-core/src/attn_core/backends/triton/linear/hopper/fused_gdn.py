@@ -1,7 +1,8 @@
 """GDN's prompts in one kernel for Hopper: one group of warps solves chunks, two carry the state.
 
 What a chunk's state does not change is the first group's: T, P and what tokens are multiplied by.
-The others keep 64 rows of the state each in registers, from where products read them.
+It takes the longest, so what can be done elsewhere is. The others keep 64 rows of the state each in
+registers, from where products read them, and normalise the queries of chunks that come.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -19,6 +20,7 @@ from attn_core.backends.triton.linear.hopper.fused_solve import (
     AHEAD,
     N,
     keep_gates,
+    keep_norms,
     solve_chunks,
     zero_rows,
 )
@@ -99,8 +101,8 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
     The outputs of a chunk are written while the first product of the next one runs.
     """
     (
-        tokens_of, solved, P_tiles, gated, factors, maps, layer, out, states, slots, checkpoints,
-        own,
+        tokens_of, q_norms, solved, P_tiles, gated, factors, maps, layer, out, states, slots,
+        checkpoints, own,
     ) = carried  # fmt: skip
     keys, queries, values = tokens_of
     gates, beta_lines, total_lines = gated
@@ -111,6 +113,9 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         begin_copies(tokens_of, maps, own, C)
     else:
         keep_gates(gated, layer, own, 0, C)
+    for i in gl.static_range(2):
+        if i < num_chunks:
+            keep_norms(q_norms, queries, i, layer[2], TILE, C)
     dtype: gl.constexpr = keys.tile.dtype
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, A)
     row = TILE * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
@@ -140,7 +145,7 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         sk, y, _ = hopper.warpgroup_mma_wait(0, deps=[sk, y, state])
         x = v.permute((1, 0)).load(A)
         f_in = into_lines.index(place).load(N)
-        x = gl.convert_layout((x.to(gl.float32) - sk * f_in[None, :]).to(dtype), AX)
+        x = gl.convert_layout((x.to(gl.float32) + sk * f_in[None, :]).to(dtype), AX)
         T = solved.tile.index(place).permute((1, 0))
         u = hopper.warpgroup_mma(x, T, zero, use_acc=False, is_async=True)
         if TILE == 0:
@@ -159,6 +164,8 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         v.permute((1, 0)).store(y.to(dtype))
         if j % (2 * AHEAD) == 1 + AHEAD * TILE:
             keep_gates(gated, layer, own, j // AHEAD + 1, C)
+        if j + 2 < num_chunks:
+            keep_norms(q_norms, queries, j + 2, layer[2], TILE, C)
         if C.CHECKPOINTS:
             keep_rows(states, gl.load(checkpoints + first + j), S, hv, TILE, C)
     if num_chunks > 0:
@@ -208,17 +215,21 @@ def fused_gdn_hopper(
     gated = (new_channel(gate_lines, 2), beta_lines, new_lines(2 * AHEAD))
     factors = (new_lines(2), new_lines(2), new_lines(2))
     works = (below, first, second)
-    lines = (new_lines(1).index(0), new_lines(1).index(0))
+    q_norms = new_channel(new_lines(2), 2)
     init_barriers((keys,), 1, 1)
     init_barriers((queries, values), 1, 1)
     init_barriers((solved, gated[0]), 1, 2)
+    init_barriers((q_norms,), 2, 1)
     hopper.fence_async_shared()
     tokens_of, maps = (keys, queries, values), (k_map, q_map, v_map)
     carried = (
-        tokens_of, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers), out, states,
-        slots, checkpoints, (request, b, hv),
+        tokens_of, q_norms, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers), out,
+        states, slots, checkpoints, (request, b, hv),
     )  # fmt: skip
-    given = (keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request)
+    given = (
+        keys, queries, q_norms, solved, P_tiles, gated, factors, new_lines(1).index(0), works,
+        numbers, request,
+    )  # fmt: skip
     gl.warp_specialize(
         [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (solve_chunks, (given, C))],
         [4, 4],

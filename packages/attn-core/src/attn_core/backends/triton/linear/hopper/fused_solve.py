@@ -15,15 +15,16 @@ from attn_core.backends.triton.linear.gates import (
     log_decay,
     update_rate,
 )
-from attn_core.backends.triton.linear.hopper.prepare_gdn import norms_of_rows
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
     LOG2_E,
     A,
     barrier,
+    decays,
     diagonal_blocks,
     inverse_of_blocks,
     norms_of,
+    norms_of_rows,
     solve,
     sums,
 )  # fmt: skip
@@ -69,6 +70,19 @@ def store_lines(lines, place, x):
 
 
 @gluon.jit
+def keep_norms(q_norms, queries, j, numbers, TILE: gl.constexpr, C: gl.constexpr):
+    """Leave what normalises and scales half the queries of chunk j.
+
+    What stood in its place is done with: chunk j - 2 has been solved.
+    """
+    rows = queries.tile.index(queries.stage(j)).slice(TILE * 32, 32)
+    line = q_norms.tile.index(q_norms.stage(j)).slice(TILE * 32, 32)
+    queries.wait_full(j)
+    line.store(norms_of_rows(rows, numbers.eps, C.NORM) * numbers.scale)
+    q_norms.fill(j)
+
+
+@gluon.jit
 def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
     """Zero the rows from `count` on: they are another request's tokens, and may be NaN.
 
@@ -108,10 +122,9 @@ def solve_chunks(given, C: gl.constexpr):
 
     A line [64] or a tile is a buffer of its own: Triton waits between two stores to parts of one.
     """
-    keys, queries, solved, P_tiles, gated, factors, lines, works, numbers, request = given
+    keys, queries, q_norms, solved, P_tiles, gated, factors, k_line, works, numbers, request = given
     gates, beta_lines, total_lines = gated
     into_lines, query_lines, out_lines = factors
-    k_line, q_line = lines
     dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
     below, first, second = works
@@ -122,7 +135,7 @@ def solve_chunks(given, C: gl.constexpr):
         q = queries.tile.index(queries.stage(j))
         k_columns = keys.tile.index(keys.stage(j)).permute((1, 0))
         qk = hopper.warpgroup_mma(q, k_columns, zero, use_acc=False, is_async=True)
-        q_line.store(norms_of_rows(q, numbers, C))
+        q_norms.wait_full(j)
         gates.wait_full(j // AHEAD)
         known = j % (2 * AHEAD)
         G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
@@ -133,24 +146,23 @@ def solve_chunks(given, C: gl.constexpr):
         solved.wait_free(j)
         place = solved.stage(j)
         barrier()
-        decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :]))
-        decay = decay * k_line.load(N)[None, :]
+        decay = decays(G_row, G_column) * k_line.load(N)[None, :]
         Z = kk * decay
         blocks = diagonal_blocks(Z)
-        below.store((Z * (norm * beta_line.load(R))[:, None]).to(gl.float16))
+        below.store((Z * (norm * -beta_line.load(R))[:, None]).to(gl.float16))
         r, n = gl.arange(0, CHUNK, R)[:, None], gl.arange(0, CHUNK, N)[None, :]
-        q_norm = q_line.load(R)
+        q_norm = q_norms.tile.index(q_norms.stage(j)).load(R)
         P = gl.where(r >= n, qk, 0.0) * decay
         P_tiles.index(place).store((P * q_norm[:, None]).to(dtype))
         into = gl.exp2(G_row)
-        into_lines.index(place).store(into * norm)
+        into_lines.index(place).store(into * -norm)
         query_lines.index(place).store(into * q_norm)
         total = total_lines.index(known).load(R)
         out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
         D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
         T = solve(D, beta_line, below, first, second)
-        kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # it runs while T is stored
         solved.tile.index(place).store(T.to(dtype))
+        kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # T is stored meanwhile
         hopper.fence_async_shared()
         solved.fill(j)
     hopper.warpgroup_mma_wait(0, deps=[kk])

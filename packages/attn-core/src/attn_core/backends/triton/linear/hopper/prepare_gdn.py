@@ -22,9 +22,11 @@ from attn_core.backends.triton.linear.hopper.solve import (
     LOG2_E,
     A,
     barrier,
+    decays,
     diagonal_blocks,
     inverse_of_blocks,
     norms_of,
+    norms_of_rows,
     solve,
     store_square,
     sums,
@@ -59,27 +61,11 @@ def load_gates(inputs, weights, numbers, first, hv, count, C: gl.constexpr):
 
 
 @gluon.jit
-def norms_of_rows(tile, numbers, C: gl.constexpr):
-    """Return what normalises and scales each row of queries in shared memory.
-
-    Two threads sum up a row, and eight rows side by side are read without a bank conflict.
-    """
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [0, 1])
-    found = gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
-    if C.NORM:
-        x = tile.load(L).to(gl.float32)
-        found = gl.rsqrt(gl.sum(x * x, 1) + numbers.eps)
-    return found * numbers.scale
-
-
-@gluon.jit
 def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexpr):
     """Return what `solve` takes, P, the factors of Workspace and the chunk's decay.
 
-    k_tile, q_tile [64, K]: in shared memory. below: where L goes. lines: float32 [4, 64], to work
+    k_tile, q_tile [64, K]: in shared memory. below: where -L goes. lines: float32 [4, 64], to work
     with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
-    A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
-    no number is used, but none overflows.
     """
     R: gl.constexpr = gl.SliceLayout(1, A)
     N: gl.constexpr = gl.SliceLayout(0, A)
@@ -90,7 +76,7 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
     lines.index(0).store(G)
     lines.index(1).store(beta)
-    lines.index(3).store(norms_of_rows(q_tile, numbers, C))
+    lines.index(3).store(norms_of_rows(q_tile, numbers.eps, C.NORM) * numbers.scale)
     barrier()
     G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
     kk = hopper.warpgroup_mma_wait(0, deps=[kk])
@@ -98,10 +84,10 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
     k_norm = norms_of(kk, numbers.eps, C.NORM)
     lines.index(2).store(k_norm)
     barrier()
-    decay = gl.exp2(-gl.abs(G_row[:, None] - G_column[None, :])) * lines.index(2).load(N)[None, :]
+    decay = decays(G_row, G_column) * lines.index(2).load(N)[None, :]
     Z = kk * decay
     blocks = diagonal_blocks(Z)
-    below.store((Z * (k_norm * lines.index(1).load(R))[:, None]).to(gl.float16))
+    below.store((Z * (k_norm * -lines.index(1).load(R))[:, None]).to(gl.float16))
     r = gl.arange(0, CHUNK, R)
     n = gl.arange(0, CHUNK, N)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])

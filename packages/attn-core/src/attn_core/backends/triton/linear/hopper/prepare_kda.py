@@ -253,7 +253,7 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     P = P.to(gl.float16)
     L_off = merged(L_adjacent, L_far)
     tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, CHUNK], H)
-    row = gl.convert_layout(beta, gl.SliceLayout(1, A))
+    row = -gl.convert_layout(beta, gl.SliceLayout(1, A))
     tiles.index(0).store((L_off * row[:, None]).to(gl.float16))
     one = gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A))
     line = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)

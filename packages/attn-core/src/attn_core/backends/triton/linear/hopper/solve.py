@@ -32,7 +32,22 @@ def sums(a, b):
 @gluon.jit
 def halves(x):
     """Return the left and the right half of the columns."""
-    return gl.split(gl.permute(gl.reshape(x, (CHUNK, 2, x.shape[1] // 2)), (0, 2, 1)))
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def columns_of(x):
+    """Return four times 16 columns."""
+    left, right = halves(x)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def one_if(inside):
+    """Return 1 where it is so, and 0 elsewhere."""
+    return gl.where(inside, 1.0, 0.0)
 
 
 @gluon.jit
@@ -54,7 +69,7 @@ def on_diagonal(x):
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, A))[None, :]
     same = gl.reshape((i // 16) == (j // 16), (4, 16, 4, 16))
     x = gl.convert_layout(x, gl.SliceLayout(2, same.type.layout), assert_trivial=True)
-    x = gl.where(same, gl.expand_dims(x, 2), 0.0)
+    x = gl.expand_dims(x, 2) * one_if(same)  # a warp's own factors: predicates are few
     return gl.convert_layout(gl.reshape(x, (CHUNK, CHUNK)), A, assert_trivial=True)
 
 
@@ -75,6 +90,16 @@ def between(row, column, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def decays(G_row, G_column):
+    """Return the decay between a chunk's rows and columns, [64, 64], of log decays to base 2.
+
+    A log decay is at most 0, so exp of a negative magnitude is right below the diagonal; above it
+    no number is used, but none overflows. To multiply by -1 costs nothing, to negate an addition.
+    """
+    return gl.exp2(gl.abs(G_row[:, None] - G_column[None, :]) * -1.0)
+
+
+@gluon.jit
 def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
     """Return the inverses of four blocks of I + beta · norm · N below the diagonal, as [64, 64].
 
@@ -90,9 +115,9 @@ def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
         * gl.expand_dims(norm, 2)
         * gl.where(r > c, gl.expand_dims(row, 2), gl.expand_dims(column, 1))
     )
-    one = gl.where(r == c, 1.0, 0.0)
-    X = one - gl.where(between(r, c, 1), N, 0.0)
-    Y = one - gl.where(between(c, r, 1), N, 0.0)
+    # ones and zeros to subtract from would wait in registers from chunk to chunk
+    X = gl.where(r == c, 1.0, gl.where(between(r, c, 1), -N, 0.0))
+    Y = gl.where(r == c, 1.0, gl.where(between(c, r, 1), -N, 0.0))
     for level in gl.static_range(1, 4):
         U = times(X, gl.where(between(c, r, 2**level), N, 0.0), DTYPE)
         X_next = X - times(U, Y, DTYPE)
@@ -109,15 +134,6 @@ def product(a, tile, acc):
     acc = hopper.warpgroup_mma(a, tile, acc, is_async=True)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, a])
     return acc
-
-
-@gluon.jit
-def columns_of(x):
-    """Return four times 16 columns."""
-    left, right = halves(x)
-    first, second = halves(left)
-    third, fourth = halves(right)
-    return first, second, third, fourth
 
 
 @gluon.jit
@@ -154,8 +170,8 @@ def store_square(ptr, x):
 def solve(D, beta, below, first, second):
     """Return T [64, 64] of a chunk and head, in float32.
 
-    D: of inverse_of_blocks. In shared memory: beta [64], of the rows; below, L, and in its diagonal
-    blocks and above them anything finite; first and second, tiles to work with.
+    D: of inverse_of_blocks. In shared memory: beta [64], of the rows; below, -L, and in its
+    diagonal blocks and above them anything finite; first and second, tiles to work with.
     Blocks of 16 are joined to 32, and these to 64: of D, the inverses of two neighbours, and L
     between them it is D - D · L · D. Of each product two blocks of columns are not zero.
     """
@@ -164,13 +180,11 @@ def solve(D, beta, below, first, second):
     _, d1, _, d3 = columns_of(D)
     u0, _, u2, _ = columns_of(sum_of_two(d1, 1, d3, 3, below, zero))
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, u0.type.layout))[:, None] // 16
-    u0 = u0 * gl.where(i == 1, -1.0, 0.0)
-    u2 = u2 * gl.where(i == 3, -1.0, 0.0)
-    D = sum_of_two(u0, 0, u2, 2, first, D)
+    D = sum_of_two(u0 * one_if(i == 1), 0, u2 * one_if(i == 3), 2, first, D)
     share(second, D)
     _, _, d2, d3 = columns_of(D)
     u0, u1, _, _ = columns_of(sum_of_two(d2, 2, d3, 3, below, zero))
-    T = sum_of_two(-u0, 0, -u1, 1, second, D)
+    T = sum_of_two(u0, 0, u1, 1, second, D)
     return T * beta.load(gl.SliceLayout(0, A))[None, :]
 
 
@@ -182,6 +196,22 @@ def store_solved(work, at, T, P, tile):
     store_square(ptr, T)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     store_square(ptr + CHUNK * CHUNK, product(P, tile, zero))
+
+
+@gluon.jit
+def norms_of_rows(tile, eps, NORM: gl.constexpr):
+    """Return what normalises each row of 128 in shared memory.
+
+    Four threads sum up a row, and eight rows side by side are read without a bank conflict. A
+    thread adds to eight sums in turn: to a single one, each square would wait for the one before.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [0, 1])
+    found = gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
+    if NORM:
+        a, b, c, d = columns_of(tile.load(L).to(gl.float32))
+        found = gl.sum(a * a + b * b + c * c + d * d, 1)
+        found = gl.convert_layout(gl.rsqrt(found + eps), gl.SliceLayout(1, L))
+    return found
 
 
 @gluon.jit
