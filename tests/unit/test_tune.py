@@ -23,6 +23,7 @@ from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
+from attn_core.measure import compiling
 from attn_core.measure import session as sessions
 from attn_core.measure.candidates import jobs
 from attn_core.measure.inputs import build
@@ -278,6 +279,73 @@ def test_what_plans_and_first_calls_take_is_told_apart(registry, monkeypatch):
     assert 0.2 * len(steps[0].job.candidates) <= steps[0].prepare_s < 60
 
 
+def test_each_kernel_is_called_at_several_sizes_before_the_clock_starts(registry):
+    """The first calls are of different libraries and phases; what is known is not called."""
+    todo = planned(registry, grid=True)
+    listed = compiling.calls(todo, Profile(), 1e9)
+    assert all(len(job.candidates) == 1 for job in listed)
+    kinds = {(job.candidates[0].spec.name, job.form, job.size.phase) for job in listed}
+    assert kinds == {(c.spec.name, j.form, j.size.phase) for j in todo for c in j.candidates}
+    names = [(job.candidates[0].spec.name, job.size.phase) for job in listed]
+    libraries = len(set(names))
+    assert len(set(names[:libraries])) == libraries
+    for kind in kinds:
+        alike = [j for j in listed if (j.candidates[0].spec.name, j.form, j.size.phase) == kind]
+        amounts = [work(j.form, j.size) for j in alike]
+        every = [work(j.form, j.size) for j in todo if (j.form, j.size.phase) == kind[1:]]
+        assert len(alike) == compiling.SIZES
+        assert (min(amounts), max(amounts)) == (min(every), max(every))
+    costs = {
+        Key(c.spec.name, c.digest, job.form, job.size): Cost(1.0, 1.0, 1.0, 0.0)
+        for job in todo
+        for c in job.candidates
+    }
+    assert compiling.calls(todo, Profile(costs=costs), 1e9) == []
+    assert compiling.calls(todo, Profile(), 1.0) == []
+
+
+def test_what_fails_ends_no_compiling_and_is_found_by_the_session(registry):
+    done = []
+    said = compiling.compile_kernels(
+        planned(registry), Profile(), CPU, arch=None, step=lambda *x: done.append(x)
+    )
+    assert said == ""
+    assert done == [(i, len(done)) for i in range(1, len(done) + 1)]
+    assert len(done) > 3
+
+
+def test_kernels_are_compiled_in_processes(monkeypatch):
+    todo = compiling.calls(planned(load_plugins()), Profile(), 1e9)[:2]
+    assert len(list(compiling._called(todo, CPU, None, 2))) == 2
+
+
+def test_a_process_that_ends_is_said(registry, monkeypatch):
+    def breaks(*args):
+        yield
+        raise compiling.BrokenProcessPool("abruptly")
+
+    monkeypatch.setattr(compiling, "_called", breaks)
+    said = compiling.compile_kernels(planned(registry), Profile(), CPU, arch=None)
+    assert "abruptly" in said
+    assert "compiled when it is measured" in said
+
+
+def test_the_fastest_is_certain_where_quartiles_are_apart_or_medians_equal():
+    form, sizes = Form(), [Pass.even("decode", n, 10) for n in (1, 2, 3, 4)]
+    times = [
+        {"a": (10, 9, 11), "b": (13, 12, 14)},
+        {"a": (10, 9, 12), "b": (11.5, 11, 14)},
+        {"a": (10, 9, 12), "b": (10.05, 9, 12), "c": (30, 20, 40)},
+        {"a": (10, 9, 12)},
+    ]
+    costs = {
+        Key(name, "", form, size): Cost(*map(float, us), 0.0)
+        for size, row in zip(sizes, times, strict=True)
+        for name, us in row.items()
+    }
+    assert Profile(costs=costs).certain() == (2, 3)
+
+
 def test_a_shape_that_takes_too_much_memory_is_left_out(registry, monkeypatch):
     monkeypatch.setattr(sessions, "HOST_BYTES", 40_000)
     steps, profile = run(planned(registry))
@@ -369,8 +437,18 @@ def test_the_commands_measure_keep_and_select(tmp_path, monkeypatch):
     assert chosen["why"]["prefill"].endswith("no other that fits was measured")
     without = json.loads(attn("select", "--json", "--profile", "none").output)
     assert "priority" in without["why"]["decode"]
+    assert data["passes"] == {"listed": 2, "measured": 2}
+    assert data["compile_s"] >= 0
+    assert data["measure_s"] > 0
+    assert data["fastest"] == {"certain": 0, "passes": 0}  # one backend alone
     text = attn("tune", "--quick", "--minutes", "1").output
     assert "2 points in" in text
+    assert "s of compiling" in text
+    only = ("tune", "--quick", "--json", "--compile-only", "--out", str(tmp_path / "none.json"))
+    compiled = json.loads(attn(*only).output)
+    assert (compiled["points"], compiled["passes"]["measured"]) == (0, 0)
+    assert compiled["compile_s"] > 0
+    assert not (tmp_path / "none.json").exists()
     bench = attn("bench", "--json", "--minutes", "1")
     assert {x["backend"] for x in json.loads(bench.output)["measured"]} == {"torch_native"}
     assert "torch_native" in attn("bench", "--minutes", "1").output

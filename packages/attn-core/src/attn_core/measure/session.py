@@ -67,8 +67,8 @@ def session(
     slow: dict[Series, float] = {}
     _count(slow, known.costs)
     for job in todo:
-        rest = [c for c in job.candidates if slow.get(_series(job, c), 0) < HOPELESS]
-        candidates = [c for c in rest if not _known(seen, job, c)]
+        rest = [c for c in job.candidates if slow.get(series(job, c), 0) < HOPELESS]
+        candidates = [c for c in rest if not known_in(seen, job, c)]
         if not candidates:
             continue
         if len(candidates) < len(rest):  # all of a shape again, so that they compare
@@ -78,7 +78,7 @@ def session(
         if left <= 0:
             yield Step(job, Profile(), SPENT)
             continue
-        if (need := bytes_of(job.form, job.size)) > _memory(device):
+        if (need := bytes_of(job.form, job.size)) > memory(device):
             yield Step(job, Profile(), f"it takes {need / 1e9:.1f} GB")
             continue
         able = [c for c in candidates if _predicted(seen, job, c) * 4 < left]
@@ -164,7 +164,8 @@ def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[
     return call
 
 
-def _series(job: Job, candidate: Candidate) -> Series:
+def series(job: Job, candidate: Candidate) -> Series:
+    """Return which passes of a candidate are of one kind."""
     size = job.size
     kind = (job.form, size.phase, size.drafts, size.tree)
     return (candidate.spec.name, candidate.digest, *kind)
@@ -177,12 +178,13 @@ def _count(slow: dict[Series, float], costs: Mapping[Key, Cost]) -> None:
         best[key.form, key.size] = min(cost.us, best.get((key.form, key.size), cost.us))
     for key, cost in costs.items():
         size = key.size
-        series = (key.backend, key.row, key.form, size.phase, size.drafts, size.tree)
+        kind = (key.backend, key.row, key.form, size.phase, size.drafts, size.tree)
         far = cost.us > SLOWER * best[key.form, size]
-        slow[series] = slow.get(series, 0) + 1 if far else -math.inf
+        slow[kind] = slow.get(kind, 0) + 1 if far else -math.inf
 
 
-def _known(profile: Profile, job: Job, candidate: Candidate) -> bool:
+def known_in(profile: Profile, job: Job, candidate: Candidate) -> bool:
+    """Say whether a profile has a candidate's time of a job, or why it has none."""
     key = Key(candidate.spec.name, candidate.digest, job.form, job.size)
     return key in profile.costs or key in profile.bad
 
@@ -204,7 +206,8 @@ def _predicted(profile: Profile, job: Job, candidate: Candidate) -> float:
     return us / 1e6 * max(1.0, work(job.form, job.size) / most)
 
 
-def _memory(device: torch.device) -> float:
+def memory(device: torch.device) -> float:
+    """Return the bytes that one shape may take."""
     if device.type == "cuda":
         return PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
     return HOST_BYTES
