@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from attn_core.costs.store import locked
+
 from benchmarks.engines.configurations import ALONE, CONFIGURATIONS, FIXED, OURS, Case
 from benchmarks.results import slug
 
@@ -41,19 +43,24 @@ def save(path: pathlib.Path, record: Mapping[str, Any]) -> None:
 def merge(path: pathlib.Path, row: Row, **head: Any) -> None:
     """Put a row in the place of the one of the same backend, case and round.
 
-    head: what the record says of itself: configuration, device.
+    head: what the record says of itself: configuration, device. Runs on several GPUs may write to
+    one record: each takes in what is there, under a lock.
     """
-    record = load(path)
-    rows = [old for old in record.get("rows", []) if key(old) != key(row)]
-    save(path, {**record, **head, "rows": sorted([*rows, row], key=key)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        record = load(path)
+        rows = [old for old in record.get("rows", []) if key(old) != key(row)]
+        save(path, {**record, **head, "rows": sorted([*rows, row], key=key)})
 
 
-def drop(path: pathlib.Path, backend: str, number: int) -> None:
-    """Forget a round of a backend."""
-    record = load(path)
-    rows = [r for r in record.get("rows", []) if (r["backend"], r["round"]) != (backend, number)]
-    if record:
-        save(path, {**record, "rows": rows})
+def drop(path: pathlib.Path, backend: str, number: int, cases: Iterable[Case]) -> None:
+    """Forget a round of a backend in these cases."""
+    gone = {(case.name, backend, number) for case in cases}
+    if not path.exists():
+        return
+    with locked(path):
+        record = load(path)
+        save(path, {**record, "rows": [r for r in record.get("rows", []) if key(r) not in gone]})
 
 
 def key(row: Row) -> tuple[str, str, int]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -72,8 +73,30 @@ def test_rows_are_merged_by_backend_case_and_round(tmp_path):
         ("b", 1, 7.0),
     ]
     assert record.medians(found, "a") == {"fa3": 4.5}
-    record.drop(path, "fa3", 1)
-    assert [(r["case"], r["round"]) for r in record.load(path)["rows"]] == [("a", 2)]
+    a, b = (dataclasses.replace(DECODE, length=n) for n in (1, 2))
+    for case in (a, b):
+        record.merge(path, row("fa3", case.name, 1.0))
+    record.drop(path, "fa3", 1, [a])  # a run of one case times no other again
+    assert [(r["case"], r["round"]) for r in record.load(path)["rows"]] == [
+        ("a", 1), ("a", 2), ("b", 1), (b.name, 1),
+    ]  # fmt: skip
+    record.drop(tmp_path / "none.json", "fa3", 1, [a])
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_runs_on_several_gpus_write_to_one_record(tmp_path):
+    path = tmp_path / "r.json"
+
+    def rows(backend):
+        for number in range(30):
+            record.merge(path, row(backend, "a", 1.0, number))
+
+    threads = [threading.Thread(target=rows, args=(name,)) for name in ("fa3", OURS)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(record.load(path)["rows"]) == 60
 
 
 def test_a_recorded_case_is_skipped_with_the_same_versions_only():
