@@ -84,6 +84,26 @@ def test_rows_are_merged_by_backend_case_and_round(tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
+def test_rows_of_another_run_are_joined_by_a_command(tmp_path, capsys):
+    into, other, foreign = (tmp_path / f"{name}.json" for name in ("into", "other", "foreign"))
+    head = {"configuration": "eagle", "device": "Some GPU"}
+    record.merge(into, row("fa3", "a", 3.0), **head)
+    record.merge(into, row(OURS, "a", 3.0), **head)
+    killed = row("flashinfer", "a", error="killed after 240 s: it compiled")
+    for each in (row("fa3", "a", 2.0), row("fa3", "b", 5.0), killed):
+        record.merge(other, each, **head)
+    record.main([str(into), str(other)])
+    assert "2 rows" in capsys.readouterr().out
+    assert record.medians(record.load(into), "a") == {"fa3": 2.0, OURS: 3.0}
+    assert record.medians(record.load(into), "b") == {"fa3": 5.0}
+    assert len(record.load(into)["rows"]) == 3
+    record.merge(foreign, row("fa3", "a", 1.0), **head | {"device": "Another GPU"})
+    with pytest.raises(ValueError, match="Another GPU"):
+        record.join(into, foreign)
+    record.main([str(tmp_path / "new.json"), str(other)])
+    assert record.load(tmp_path / "new.json")["configuration"] == "eagle"
+
+
 def test_runs_on_several_gpus_write_to_one_record(tmp_path):
     path = tmp_path / "r.json"
 

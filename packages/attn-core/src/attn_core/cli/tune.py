@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT = LayerRequirements(num_q_heads=32, num_kv_heads=8, head_dim=128)  # many of 7 to 9 B
 MOST_MINUTES = 24 * 60.0
+KEEP_S = 2.0  # between writes of what was measured: each reads the whole file
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
@@ -80,14 +81,21 @@ def tune_command(
             known = Profile()
     work = _Measurement(inputs, registry, env, known, minutes, grid=not quick)
     skipped, prepare_s, passes = [], 0.0, 0
-    with work.steps(compile_only=compile_only) as steps:
-        for step in steps:
-            prepare_s += step.prepare_s
-            passes += bool(step.profile.costs)
-            if step.profile.costs or step.profile.bad:
-                store.write(file, step.profile)
-            if step.skipped:
-                skipped.append(step)
+    new, written = Profile(), time.monotonic()
+    try:
+        with work.steps(compile_only=compile_only) as steps:
+            for step in steps:
+                prepare_s += step.prepare_s
+                passes += bool(step.profile.costs)
+                new = new.merged(step.profile)
+                if step.skipped:
+                    skipped.append(step)
+                if (new.costs or new.bad) and time.monotonic() > written + KEEP_S:
+                    store.write(file, new)
+                    new, written = Profile(), time.monotonic()
+    finally:  # what was measured is kept, whatever ended the run
+        if new.costs or new.bad:
+            store.write(file, new)
     known = store.read_profile(file) if os.path.exists(file) else known
     bad = sorted({(key.backend, why) for key, why in known.bad.items()})
     certain, every = known.certain()

@@ -89,8 +89,9 @@ def _called(
 
 
 def _begin() -> None:
-    """Leave cores to the other processes' compilers; MAX_JOBS is what ninja's callers read."""
+    """Leave cores to the other processes' compilers: ninja's callers', and torch's own."""
     os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // OF_CORES)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)
 
 
