@@ -244,6 +244,8 @@ def main(
         known = tuned(todo[part - 1 :: parts], known, env, device, here.arch, args.tune, file)
         if parts > 1:  # judging takes what all parts measured
             return 0
+    if parts > 1 and args.profile is None and not known.costs:
+        raise SystemExit(f"{file} has no times: tune all parts first, or name a --profile")
     if args.tune or (parts > 1 and args.profile is None):
         field = replace(field, profile=known)
     clock, report = clock or clock_of(device), begun(args, field, env, drawn, path)

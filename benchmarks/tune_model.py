@@ -1,10 +1,10 @@
 """Record what `attn tune` takes for a model: `python -m benchmarks.tune_model`.
 
-Run: `python -m benchmarks.tune_model CONFIGURATION … --profile FILE [--minutes 5]`, as in
-benchmarks.engines. `attn tune` is
-called twice for each: the first call compiles and measures nothing, the second is bounded. It knows
-the requests that the configuration times, as a workload, and SGLang's pages of one token. The
-profile is what `benchmarks.engines.run --profile FILE --workload cases` then takes.
+Run: `python -m benchmarks.tune_model NAME … --profile FILE --compile`, then the same without
+--compile and with --minutes 5; names are configurations of benchmarks.engines. The first call
+compiles and measures nothing, the second is bounded, and its own compile_s is what is left to
+compile. It knows the requests that the configuration times, as a workload, and SGLang's pages of
+one token. The profile is what `benchmarks.engines.run --profile FILE --workload cases` then takes.
 """
 
 from __future__ import annotations
@@ -57,17 +57,16 @@ def tune(arguments: Sequence[str]) -> dict[str, Any]:
     return {**json.loads(done.stdout), "seconds": round(time.monotonic() - begin, 1)}
 
 
-def entry(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return what is recorded of both calls."""
+def entry(said: dict[str, Any]) -> dict[str, Any]:
+    """Return what is recorded of what the command printed."""
     skipped: dict[str, int] = {}
-    for one in second["skipped"]:
+    for one in said["skipped"]:
         skipped[one["reason"]] = skipped.get(one["reason"], 0) + 1
     return {
-        "compile": {"seconds": first["seconds"], "compile_s": first["compile_s"]},
-        "seconds": second["seconds"],
-        **{name: second[name] for name in KEPT},
+        "seconds": said["seconds"],
+        **{name: said[name] for name in KEPT},
         "skipped": skipped,
-        "selection": second["selection"],
+        "selection": said["selection"],
     }
 
 
@@ -75,25 +74,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configurations", nargs="+", choices=CONFIGURATIONS, metavar="NAME")
     parser.add_argument("--profile", type=pathlib.Path, required=True, help="file to add to")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of the second call")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of measuring")
     parser.add_argument("--page-size", default="1", help='"all": those that attn tune picks')
-    parser.add_argument("--compile", action="store_true", help="only the first call; no record")
+    parser.add_argument("--compile", action="store_true", help="measure nothing")
     parser.add_argument("--out", type=pathlib.Path, help="default: results/tune.<device>.json")
     args = parser.parse_args(arguments)
     for name in args.configurations:
         with tempfile.TemporaryDirectory() as folder:
             told = flags(CONFIGURATIONS[name], pathlib.Path(folder), args.page_size)
-            told += ["--out", str(args.profile)]
-            first = tune([*told, "--compile-only"])
-            print(f"{name}: compiled in {first['seconds']} s", flush=True)
-            if args.compile:
-                continue
-            found = entry(first, tune([*told, "--minutes", str(args.minutes)]))
+            bound = ["--compile-only"] if args.compile else ["--minutes", str(args.minutes)]
+            said = tune([*told, "--out", str(args.profile), *bound])
+        found = entry(said) | {"minutes": args.minutes}
+        if args.compile:
+            found = {
+                "compiled_before": {"seconds": said["seconds"], "compile_s": said["compile_s"]}
+            }
         label = name if args.page_size == "1" else f"{name}, pages {args.page_size}"
-        out = args.out or FOLDER / f"tune.{slug(found['environment']['device'])}.json"
-        save(out, label, found | {"minutes": args.minutes})
-        passes = found["passes"]
-        print(f"{label}: {passes['measured']} of {passes['listed']} passes, {found['seconds']} s")
+        out = args.out or FOLDER / f"tune.{slug(said['environment']['device'])}.json"
+        save(out, label, found)
+        passes = said["passes"]
+        took = f"compiled {said['compile_s']:.0f} s, measured {said['measure_s']:.0f} s"
+        print(f"{label}: {passes['measured']} of {passes['listed']} passes, {took}", flush=True)
     return 0
 
 
@@ -103,7 +104,8 @@ def save(path: pathlib.Path, name: str, found: dict[str, Any]) -> None:
     with locked(path):
         record = json.loads(path.read_text()) if path.exists() else {}
         today = datetime.date.today().isoformat()
-        record = dict(sorted({**record, name: {"date": today, **found}}.items()))
+        record[name] = {**record.get(name, {}), "date": today, **found}
+        record = dict(sorted(record.items()))
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(record, indent=1) + "\n")
         part.replace(path)

@@ -231,6 +231,8 @@ def test_parts_share_one_profile_and_one_record(registry, tmp_path, capsys):
     assert part("--compile") == 0
     assert "compiled" in capsys.readouterr().out
     assert not file.exists()
+    with pytest.raises(SystemExit, match="tune all parts first"):  # a draw is spent once
+        part("--part", "1/2")
     tuned = []
     for one in ("1/2", "2/2"):
         assert part("--tune", "0.3", "--part", one) == 0
