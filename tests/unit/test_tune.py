@@ -296,6 +296,7 @@ def test_each_kernel_is_called_at_several_sizes_before_the_clock_starts(registry
         amounts = [work(j.form, j.size) for j in alike]
         every = [work(j.form, j.size) for j in todo if (j.form, j.size.phase) == kind[1:]]
         assert len(alike) == compiling.SIZES
+        assert len({j.size for j in alike}) == len(alike)
         assert (min(amounts), max(amounts)) == (min(every), max(every))
     costs = {
         Key(c.spec.name, c.digest, job.form, job.size): Cost(1.0, 1.0, 1.0, 0.0)

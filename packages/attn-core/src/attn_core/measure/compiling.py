@@ -18,12 +18,13 @@ from attn_core.measure.inputs import build, bytes_of
 from attn_core.measure.session import known_in, memory, prepare, release, series
 from attn_core.measure.spread import work
 
-SIZES = 5  # of each series, from the least work to the most: kernels are chosen by size
+# Passes of each series, from the least work to the most: a GPU's kernels are chosen by size
+SIZES, SIZES_OF_CPU = 12, 2
 MOST_PROCESSES = 24
 OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several run at a time
 
 
-def calls(todo: Sequence[Job], known: Profile, most_bytes: float) -> list[Job]:
+def calls(todo: Sequence[Job], known: Profile, most_bytes: float, sizes: int = SIZES) -> list[Job]:
     """Return what has to be called once, a candidate each, so that all kernels are compiled.
 
     These are passes of at most `most_bytes` of each form and kind of pass that `known` lacks. First
@@ -38,7 +39,7 @@ def calls(todo: Sequence[Job], known: Profile, most_bytes: float) -> list[Job]:
     for alike in kinds.values():
         alike.sort(key=lambda job: work(job.form, job.size))
         last = len(alike) - 1
-        found += [alike[i] for i in sorted({k * last // (SIZES - 1) for k in range(SIZES)})]
+        found += [alike[i] for i in sorted({k * last // (sizes - 1) for k in range(sizes)})]
     seen: Counter[object] = Counter()
     turns = []
     for job in found:
@@ -62,8 +63,10 @@ def compile_kernels(
     step(calls done, all calls). Returns "" or why some are not compiled; what a backend raises is
     not said here, as the session finds it again. On a CPU all calls are made in this process.
     """
-    processes = 1 if device.type == "cpu" else max(1, min(MOST_PROCESSES, os.cpu_count() or 1))
-    listed = calls(todo, known, memory(device) / processes)
+    cpu = device.type == "cpu"
+    processes = 1 if cpu else max(1, min(MOST_PROCESSES, os.cpu_count() or 1))
+    share = 2 * memory(device) / processes  # half of a GPU's free memory: one shape takes a fourth
+    listed = calls(todo, known, share, SIZES_OF_CPU if cpu else SIZES)
     try:
         for done, _ in enumerate(_called(listed, device, arch, processes), 1):
             step(done, len(listed))
