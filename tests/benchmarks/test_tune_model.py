@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import tune_model
 from benchmarks.engines.configurations import CONFIGURATIONS
+from benchmarks.tune_table import section
 
 
 def test_attn_tune_is_told_pages_stores_drafts_and_requests(tmp_path):
@@ -47,6 +48,10 @@ def test_a_tiny_model_is_compiled_measured_and_recorded(tmp_path, monkeypatch, c
     assert found["points"] >= found["passes"]["measured"]
     assert found["minutes"] == 0.03
     assert "of" in capsys.readouterr().out
+    text = section(out.name, {"vllm-cpu": found, "only compiled": {"compiled_before": before}})
+    assert f"| vllm-cpu | {found['passes']['measured']} of" in text
+    assert "only compiled" not in text
+    assert section(out.name, {"a": {"compiled_before": before}}) == ""
     tune_model.save(out, "another", found)
     assert sorted(json.loads(out.read_text())) == ["another", "vllm-cpu"]
 
