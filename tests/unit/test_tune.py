@@ -298,6 +298,9 @@ def test_each_kernel_is_called_at_several_sizes_before_the_clock_starts(registry
         assert len(alike) == compiling.SIZES
         assert len({j.size for j in alike}) == len(alike)
         assert (min(amounts), max(amounts)) == (min(every), max(every))
+    least = compiling.calls(todo, Profile(), 1e9, 1)  # as on a CPU
+    assert least == [job for job in listed if job in least]
+    assert len(least) == len(kinds)
     costs = {
         Key(c.spec.name, c.digest, job.form, job.size): Cost(1.0, 1.0, 1.0, 0.0)
         for job in todo

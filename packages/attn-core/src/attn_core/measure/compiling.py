@@ -19,7 +19,7 @@ from attn_core.measure.session import known_in, memory, prepare, release, series
 from attn_core.measure.spread import work
 
 # Passes of each series, from the least work to the most: a GPU's kernels are chosen by size
-SIZES, SIZES_OF_CPU = 12, 2
+SIZES, SIZES_OF_CPU = 12, 1
 MOST_PROCESSES = 24
 OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several run at a time
 
@@ -39,7 +39,7 @@ def calls(todo: Sequence[Job], known: Profile, most_bytes: float, sizes: int = S
     for alike in kinds.values():
         alike.sort(key=lambda job: work(job.form, job.size))
         last = len(alike) - 1
-        found += [alike[i] for i in sorted({k * last // (sizes - 1) for k in range(sizes)})]
+        found += [alike[i] for i in sorted({k * last // max(1, sizes - 1) for k in range(sizes)})]
     seen: Counter[object] = Counter()
     turns = []
     for job in found:
