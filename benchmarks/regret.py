@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import pathlib
 import sys
@@ -27,11 +26,11 @@ from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
 from attn_core.costs.workload import Mix, Workload
 from attn_core.errors import AttnError, UsageError
+from attn_core.measure.compiling import compile_kernels
 from attn_core.measure.session import release
 from attn_core.measure.timing import Clock, clock_of, measure
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.selection.ranking import shipped_profile
 from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, parse_device
@@ -42,13 +41,13 @@ from benchmarks.attention import device_name
 from benchmarks.cases import Case, build
 from benchmarks.contestant import Call, Contestant
 from benchmarks.ours import device_kind, needs_of, our_backend
+from benchmarks.regret_report import added, begun, said, write
 from benchmarks.regret_shapes import COUNT, default_seed, draw, pass_of
 from benchmarks.regret_table import AUTOMATIC, RULE, Record, cost, page, summary
-from benchmarks.regret_tune import tuned, tuning_jobs
+from benchmarks.regret_tune import part_of, tuned, tuning_jobs
 from benchmarks.results import FOLDER, slug
 from benchmarks.runner import poison, tolerance, usable
 
-SCHEMA = 1
 ROUND_SECONDS = 0.5  # of one round of a shape
 TRIES, SLOWER = 3, 4.0  # what takes so many times the fastest, each at its best, is not timed on
 AGREE, MOST_ROUNDS = 0.05, 6  # rounds are repeated until two in a row differ by no more
@@ -180,6 +179,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device")
     add("--profile", help="a file of `attn tune --out`, or none (default: as `attn select`)")
     add("--tune", type=float, metavar="SECONDS", help="first tune for so long, beside --out")
+    add("--compile", action="store_true", help="compile what tuning and judging call, and end")
+    add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that run side by side")
     add("--seconds", type=float, default=600.0, help="no shape begins later (default: 600)")
     add("--count", type=int, default=COUNT, help=f"shapes to draw (default: {COUNT})")
     add("--seed", default=default_seed(), help="what draws them (default: attn-core's version)")
@@ -231,26 +232,32 @@ def main(
         field = Field(registry, here, backends, profile_of(args, registry, env, here), libraries)
     except AttnError as error:
         raise SystemExit(str(error)) from None
-    if args.tune:
-        file = path.with_suffix(".profile.json")
-        known = store.read_profile(file) if file.exists() else field.profile or Profile()
-        if not path.exists():  # else the run goes on, with the profile that it began with
-            todo = tuning_jobs(drawn, registry, here, libraries, [*backends])
-            known = tuned(todo, known, env, device, here.arch, args.tune, file)
+    file, (part, parts) = path.with_suffix(".profile.json"), args.part
+    known = store.read_profile(file) if file.exists() else field.profile or Profile()
+    if args.compile or args.tune:
+        todo = tuning_jobs(drawn, registry, here, libraries, [*backends])
+    if args.compile:
+        print(compile_kernels(todo, known, device, arch=here.arch) or "compiled", flush=True)
+        print(f"{time.monotonic() - begin:.0f} s", flush=True)
+        return 0
+    if args.tune and not path.exists():  # else the run goes on, with the profile that it began with
+        known = tuned(todo[part - 1 :: parts], known, env, device, here.arch, args.tune, file)
+        if parts > 1:  # judging takes what all parts measured
+            return 0
+    if parts > 1 and args.profile is None and not known.costs:
+        raise SystemExit(f"{file} has no times: tune all parts first, or name a --profile")
+    if args.tune or (parts > 1 and args.profile is None):
         field = replace(field, profile=known)
     clock, report = clock or clock_of(device), begun(args, field, env, drawn, path)
     done = {shape["name"] for shape in report["shapes"]}
-    for number, case in enumerate(drawn, 1):
+    for number, case in list(enumerate(drawn, 1))[part - 1 :: parts]:
         left = args.seconds - (time.monotonic() - begin)
         if case.name in done:
             continue
         if left <= 0:
             break
         shape = judged(case, field, device, clock, min(2 * ROUND_SECONDS, left))
-        report["shapes"].append(shape)
-        report["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        report["summary"] = summary(report["shapes"])
-        write(path, report)  # what was measured survives whatever comes next
+        report = added(path, report, shape, drawn)  # it survives whatever comes next
         took = time.monotonic() - begin
         print(f"[{number}/{len(drawn)}] {took:5.1f} s {case.name}: {said(shape)}", flush=True)
     print(page(path.name, report))
@@ -285,55 +292,6 @@ def chosen_again(args: argparse.Namespace, registry: Registry) -> int:
     write(path, report)
     print(page(path.name, report))
     return 0 if report["summary"]["met"] else 1
-
-
-def said(shape: Record) -> str:
-    """Say in a line what became of a shape."""
-    if "error" in shape:
-        return str(shape["error"])
-    times = (f"{name} {cost[0]:g}" for name, cost in shape["rounds"][0].items())
-    names = (f"{key} {shape[key]['backend']}" for key in (AUTOMATIC, RULE))
-    bad = (f"{name} is bad: {why}" for name, why in shape["bad"].items())
-    return "; ".join((", ".join(names), " ".join(times) + " µs", *bad))
-
-
-def begun(
-    args: argparse.Namespace, field: Field, env: dict[str, str], drawn: Sequence[Case],
-    path: pathlib.Path,
-) -> Record:  # fmt: skip
-    """Return the report so far: the file's, if it is of the same run, else a new one."""
-    profile, note = field.profile, ""
-    if profile is None:
-        profile, note = shipped_profile(field.device, field.registry, field.libraries)
-    points = json.dumps(profile.to_json()).encode()
-    asked = {
-        "schema": SCHEMA,
-        "seed": args.seed,
-        "drawn": len(drawn),
-        "environment": env,
-        "backends": list(field.backends),
-        "profile": {
-            "source": "shipped" if field.profile is None else "measured",
-            "points": len(profile.costs),
-            "note": note,
-            "digest": hashlib.sha256(points).hexdigest()[:12],
-        },
-    }
-    if path.exists():
-        found: Record = json.loads(path.read_text())
-        differs = [name for name, value in asked.items() if found.get(name) != value]
-        if not differs:
-            return found
-        raise SystemExit(f"{path} is of another run ({', '.join(differs)}); name another file")
-    return {**asked, "date": "", "shapes": []}
-
-
-def write(path: pathlib.Path, report: Record) -> None:
-    """Replace the file at once, so that an interruption leaves a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def page(file: str, report: Record) -> str:
     source = f"a {kind} ({profile['points']} points)"
     if profile["note"]:
         source += f" ({profile['note']})"
+    if report.get("gpus"):
+        source += f", over {report['gpus']} GPUs of one host, each with a part of the shapes,"
     if report.get("chosen"):
         source += f", chosen again on {report['chosen'][:10]} over the times of that run,"
     text = _HEAD.format(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import pathlib
 import time
@@ -47,11 +48,22 @@ def tuning_jobs(
     return [job for key, job in found.items() if key not in own]
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """Return which part of how many: "2/3" is every third of a list, from the second on."""
+    one, _, parts = text.partition("/")
+    if not (one.isdigit() and parts.isdigit() and 1 <= int(one) <= int(parts)):
+        raise argparse.ArgumentTypeError(f'{text}: expected a part and their number, as in "1/2"')
+    return int(one), int(parts)
+
+
 def tuned(
     todo: Sequence[Job], known: Profile, env: Mapping[str, str], device: torch.device,
     arch: str | None, seconds: float, path: pathlib.Path,
 ) -> Profile:  # fmt: skip
-    """Measure a profile and keep it in `path`, what is measured so far every ten seconds."""
+    """Measure a profile and keep it in `path`, what is measured so far every ten seconds.
+
+    Other processes may measure other jobs into the same file: it then holds what they found too.
+    """
     new, written, begin = Profile(), time.monotonic(), time.monotonic()
     try:
         for step in session(todo, known, env, device, arch=arch, minutes=seconds / 60):

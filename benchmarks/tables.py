@@ -15,6 +15,7 @@ from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.regret_table import regret_sections
 from benchmarks.results import Entry, Measured, Report, load_all, names
 from benchmarks.sparse_table import sparse_sections
+from benchmarks.tune_table import tune_sections
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "reference" / "performance.md"
@@ -41,7 +42,8 @@ _NOTHING = "\nNo GPU result is recorded yet.\n"
 def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
-    sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), regret_sections())
+    tuned = (regret_sections(), tune_sections())
+    sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), *tuned)
     written = {PAGE: page(reports) + "".join(sections), SUMMARY: summary(reports)}
     if (scaling := scaling_plot.newest()) is not None:
         written[DOCS.parent / scaling_plot.PLOT] = scaling_plot.plot(scaling)

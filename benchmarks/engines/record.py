@@ -1,13 +1,21 @@
-"""A record of one configuration on one device: rows by backend, case and round, in JSON."""
+"""A record of one configuration on one device: rows by backend, case and round, in JSON.
+
+Run: `python -m benchmarks.engines.record INTO.json FROM.json …` puts rows of other runs into a
+record; they take the place of the same backend's, case's and round's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import pathlib
 import statistics
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from attn_core.costs.store import locked
 
 from benchmarks.engines.configurations import ALONE, CONFIGURATIONS, FIXED, OURS, Case
 from benchmarks.results import slug
@@ -41,19 +49,40 @@ def save(path: pathlib.Path, record: Mapping[str, Any]) -> None:
 def merge(path: pathlib.Path, row: Row, **head: Any) -> None:
     """Put a row in the place of the one of the same backend, case and round.
 
-    head: what the record says of itself: configuration, device.
+    head: what the record says of itself: configuration, device. Runs on several GPUs may write to
+    one record: each takes in what is there, under a lock.
     """
-    record = load(path)
-    rows = [old for old in record.get("rows", []) if key(old) != key(row)]
-    save(path, {**record, **head, "rows": sorted([*rows, row], key=key)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        record = load(path)
+        rows = [old for old in record.get("rows", []) if key(old) != key(row)]
+        save(path, {**record, **head, "rows": sorted([*rows, row], key=key)})
 
 
-def drop(path: pathlib.Path, backend: str, number: int) -> None:
-    """Forget a round of a backend."""
-    record = load(path)
-    rows = [r for r in record.get("rows", []) if (r["backend"], r["round"]) != (backend, number)]
-    if record:
-        save(path, {**record, "rows": rows})
+def join(path: pathlib.Path, other: pathlib.Path, without: Collection[str] = ()) -> int:
+    """Put the rows of another run into a record, and return how many.
+
+    without: parts of errors that say nothing of the backend, such as "no seconds left": rows that
+    have them stay out. Raises ValueError where the other is of another configuration or device.
+    """
+    record, found = load(path), load(other)
+    for name in ("configuration", "device"):
+        if record.get(name, found[name]) != found[name]:
+            raise ValueError(f"{other}: {name} {found[name]}; {path} has {record[name]}")
+    rows = [r for r in found["rows"] if not any(part in r.get("error", "") for part in without)]
+    for row in rows:
+        merge(path, row, configuration=found["configuration"], device=found["device"])
+    return len(rows)
+
+
+def drop(path: pathlib.Path, backend: str, number: int, cases: Iterable[Case]) -> None:
+    """Forget a round of a backend in these cases."""
+    gone = {(case.name, backend, number) for case in cases}
+    if not path.exists():
+        return
+    with locked(path):
+        record = load(path)
+        save(path, {**record, "rows": [r for r in record.get("rows", []) if key(r) not in gone]})
 
 
 def key(row: Row) -> tuple[str, str, int]:
@@ -123,3 +152,18 @@ def speedup(times: Mapping[str, float]) -> float | None:
     """Return the best built-in time / our time, None where one of them is missing."""
     best = best_peer(times)
     return times[best] / times[OURS] if best and OURS in times else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("into", type=pathlib.Path)
+    parser.add_argument("others", nargs="+", type=pathlib.Path)
+    parser.add_argument("--without", nargs="*", default=["killed after"], help="errors left out")
+    args = parser.parse_args(arguments)
+    for other in args.others:
+        print(f"{join(args.into, other, args.without)} rows of {other} are in {args.into}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

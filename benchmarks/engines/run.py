@@ -145,7 +145,7 @@ def time_one(
     if left_s <= 0:
         return "not started, no seconds left"
     if settings.again:
-        record.drop(path, backend, number)
+        record.drop(path, backend, number, cases)
     log = settings.logs / f"{name}.{backend.replace('/', '+')}.{number}.log"
     arguments = [
         name,

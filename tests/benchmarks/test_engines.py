@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -72,8 +73,50 @@ def test_rows_are_merged_by_backend_case_and_round(tmp_path):
         ("b", 1, 7.0),
     ]
     assert record.medians(found, "a") == {"fa3": 4.5}
-    record.drop(path, "fa3", 1)
-    assert [(r["case"], r["round"]) for r in record.load(path)["rows"]] == [("a", 2)]
+    a, b = (dataclasses.replace(DECODE, length=n) for n in (1, 2))
+    for case in (a, b):
+        record.merge(path, row("fa3", case.name, 1.0))
+    record.drop(path, "fa3", 1, [a])  # a run of one case times no other again
+    assert [(r["case"], r["round"]) for r in record.load(path)["rows"]] == [
+        ("a", 1), ("a", 2), ("b", 1), (b.name, 1),
+    ]  # fmt: skip
+    record.drop(tmp_path / "none.json", "fa3", 1, [a])
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_rows_of_another_run_are_joined_by_a_command(tmp_path, capsys):
+    into, other, foreign = (tmp_path / f"{name}.json" for name in ("into", "other", "foreign"))
+    head = {"configuration": "eagle", "device": "Some GPU"}
+    record.merge(into, row("fa3", "a", 3.0), **head)
+    record.merge(into, row(OURS, "a", 3.0), **head)
+    killed = row("flashinfer", "a", error="killed after 240 s: it compiled")
+    for each in (row("fa3", "a", 2.0), row("fa3", "b", 5.0), killed):
+        record.merge(other, each, **head)
+    record.main([str(into), str(other)])
+    assert "2 rows" in capsys.readouterr().out
+    assert record.medians(record.load(into), "a") == {"fa3": 2.0, OURS: 3.0}
+    assert record.medians(record.load(into), "b") == {"fa3": 5.0}
+    assert len(record.load(into)["rows"]) == 3
+    record.merge(foreign, row("fa3", "a", 1.0), **head | {"device": "Another GPU"})
+    with pytest.raises(ValueError, match="Another GPU"):
+        record.join(into, foreign)
+    record.main([str(tmp_path / "new.json"), str(other)])
+    assert record.load(tmp_path / "new.json")["configuration"] == "eagle"
+
+
+def test_runs_on_several_gpus_write_to_one_record(tmp_path):
+    path = tmp_path / "r.json"
+
+    def rows(backend):
+        for number in range(30):
+            record.merge(path, row(backend, "a", 1.0, number))
+
+    threads = [threading.Thread(target=rows, args=(name,)) for name in ("fa3", OURS)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(record.load(path)["rows"]) == 60
 
 
 def test_a_recorded_case_is_skipped_with_the_same_versions_only():

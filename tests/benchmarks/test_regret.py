@@ -219,6 +219,41 @@ def test_tuning_first_measures_other_points_than_those_that_are_judged(registry,
     assert file.read_text() == before
 
 
+def test_parts_share_one_profile_and_one_record(registry, tmp_path, capsys):
+    """Each tunes and judges its own part; together they are what one process does."""
+    out, file = tmp_path / "r.json", tmp_path / "r.profile.json"
+    clock = FakeClock()
+
+    def part(*words):
+        arguments = ["--device", "cpu", "--out", str(out), *words]
+        return regret.main(arguments, cases=SMALL, clock=clock)
+
+    assert part("--compile") == 0
+    assert "compiled" in capsys.readouterr().out
+    assert not file.exists()
+    with pytest.raises(SystemExit, match="tune all parts first"):  # a draw is spent once
+        part("--part", "1/2")
+    tuned = []
+    for one in ("1/2", "2/2"):
+        assert part("--tune", "0.3", "--part", one) == 0
+        tuned.append(set(store.read_profile(file).costs))
+    assert tuned[0] < tuned[1]
+    assert not out.exists()  # nothing is judged before all have tuned
+    part("--part", "2/2")
+    half = json.loads(out.read_text())
+    assert [s["name"] for s in half["shapes"]] == [c.name for c in SMALL[1::2]]
+    part("--part", "1/2")
+    record = json.loads(out.read_text())
+    assert [s["name"] for s in record["shapes"]] == [c.name for c in SMALL]
+    assert record["summary"] == summary(record["shapes"])
+    assert record["profile"]["points"] == len(tuned[1])
+    assert "over 2 GPUs of one host" in page(out.name, record)
+    with pytest.raises(SystemExit, match="another run"):
+        run(out)
+    with pytest.raises(SystemExit):
+        part("--part", "3/2")
+
+
 class Hiccups(FakeClock):
     """A clock for which berry's first call, and then all of its first round, take ten times."""
 

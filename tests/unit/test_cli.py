@@ -155,6 +155,7 @@ def test_no_backend_exits_3_with_the_same_object_and_an_error(here):
         (["select", "--page-size", "0"], "--page-size 0: at least 1"),
         (["select", "--speculative-eagle-topk", "0"], "at least 1"),
         (["select", "--speculative-attention-mode", "decode"], "--speculative-eagle-topk"),
+        (["select", "--speculative-num-draft-tokens", "8"], "--speculative-eagle-topk"),
         (["select", "--linear-attn-backend", "triton"], "no linear attention layers"),
         (["select", "--assume-installed", "triton>3"], "not NAME or NAME==VERSION"),
         (["select", "--prefer", "fa9"], "unknown backend 'fa9'"),

@@ -23,6 +23,7 @@ from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
+from attn_core.measure import compiling
 from attn_core.measure import session as sessions
 from attn_core.measure.candidates import jobs
 from attn_core.measure.inputs import build
@@ -41,6 +42,7 @@ from attn_core.measure.timing import FEWEST, MOST, TRIES, certain, cost_of, meas
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import Overrides
 from attn_core.spec.device import probe_device
+from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from attn_core.testing.tolerance import CheckFailed
 from hypothesis import given
@@ -212,8 +214,8 @@ def test_passes_are_spread_over_what_serving_runs(phase):
     assert max(work(FORM, x) for x in spread(FORM, phase, "cpu", drafts=drafts)) <= MOST_WORK["cpu"]
 
 
-def test_what_is_far_slower_each_time_is_measured_no_more(registry, monkeypatch):
-    """Not before it had its chances, and not what was fast once."""
+def test_what_is_far_slower_six_times_in_a_row_is_measured_no_more(registry, monkeypatch):
+    """Whatever the heads and pages; what was fast once has its chances again."""
     native = registry.get("torch_native")
     specs = [replace(native, name=n, aliases=()) for n in ("apple", "berry", "cherry")]
     fruit = Registry(backends={("softmax", s.name): s for s in specs})
@@ -222,18 +224,19 @@ def test_what_is_far_slower_each_time_is_measured_no_more(registry, monkeypatch)
 
     def run_(form, size, candidates, *args, **kwargs):
         names = [c.spec.name for c in candidates]
-        us = times | ({"cherry": 2.0} if not done else {})
+        us = times | ({"cherry": 2.0} if len(done) == 2 else {})
         done.append(names)
         keys = [Key(c.spec.name, c.digest, form, size) for c in candidates]
         costs = {k: Cost(us[k.backend], us[k.backend], us[k.backend], 0.0) for k in keys}
         return costs, {}, 0.0
 
     monkeypatch.setattr(sessions, "run", run_)
-    todo = [j for j in planned(fruit, grid=True) if j.size.phase == "decode"][:9]
-    todo = [replace(j, form=todo[0].form) for j in todo]
+    todo = [j for j in planned(fruit, grid=True) if j.size.phase == "decode"][:12]
+    todo = [replace(j, form=replace(j.form, q_heads=4 << i % 2)) for i, j in enumerate(todo)]
     _, profile = run(todo)
     assert done[:6] == [["apple", "berry", "cherry"]] * 6
-    assert done[6:] == [["apple", "cherry"]] * (len(todo) - 6)
+    assert done[6:9] == [["apple", "cherry"]] * 3
+    assert done[9:] == [["apple"]] * (len(todo) - 9)
     assert run(todo, profile)[0] == []  # a run that goes on leaves it out as well
 
 
@@ -278,6 +281,77 @@ def test_what_plans_and_first_calls_take_is_told_apart(registry, monkeypatch):
     assert 0.2 * len(steps[0].job.candidates) <= steps[0].prepare_s < 60
 
 
+def test_each_kernel_is_called_at_several_sizes_before_the_clock_starts(registry):
+    """The first calls are of different libraries and phases; what is known is not called."""
+    todo = planned(registry, grid=True)
+    listed = compiling.calls(todo, Profile(), 1e9)
+    assert all(len(job.candidates) == 1 for job in listed)
+    kinds = {(job.candidates[0].spec.name, job.form, job.size.phase) for job in listed}
+    assert kinds == {(c.spec.name, j.form, j.size.phase) for j in todo for c in j.candidates}
+    names = [(job.candidates[0].spec.name, job.size.phase) for job in listed]
+    libraries = len(set(names))
+    assert len(set(names[:libraries])) == libraries
+    for kind in kinds:
+        alike = [j for j in listed if (j.candidates[0].spec.name, j.form, j.size.phase) == kind]
+        amounts = [work(j.form, j.size) for j in alike]
+        every = [work(j.form, j.size) for j in todo if (j.form, j.size.phase) == kind[1:]]
+        assert len(alike) == compiling.SIZES
+        assert len({j.size for j in alike}) == len(alike)
+        assert (min(amounts), max(amounts)) == (min(every), max(every))
+    least = compiling.calls(todo, Profile(), 1e9, 1)  # as on a CPU
+    assert least == [job for job in listed if job in least]
+    assert len(least) == len(kinds)
+    costs = {
+        Key(c.spec.name, c.digest, job.form, job.size): Cost(1.0, 1.0, 1.0, 0.0)
+        for job in todo
+        for c in job.candidates
+    }
+    assert compiling.calls(todo, Profile(costs=costs), 1e9) == []
+    assert compiling.calls(todo, Profile(), 1.0) == []
+
+
+def test_what_fails_ends_no_compiling_and_is_found_by_the_session(registry):
+    done = []
+    said = compiling.compile_kernels(
+        planned(registry), Profile(), CPU, arch=None, step=lambda *x: done.append(x)
+    )
+    assert said == ""
+    assert done == [(i, len(done)) for i in range(1, len(done) + 1)]
+    assert len(done) > 3
+
+
+def test_kernels_are_compiled_in_processes(monkeypatch):
+    todo = compiling.calls(planned(load_plugins()), Profile(), 1e9)[:2]
+    assert len(list(compiling._called(todo, CPU, None, 2))) == 2
+
+
+def test_a_process_that_ends_is_said(registry, monkeypatch):
+    def breaks(*args):
+        yield
+        raise compiling.BrokenProcessPool("abruptly")
+
+    monkeypatch.setattr(compiling, "_called", breaks)
+    said = compiling.compile_kernels(planned(registry), Profile(), CPU, arch=None)
+    assert "abruptly" in said
+    assert "compiled when it is measured" in said
+
+
+def test_the_fastest_is_certain_where_quartiles_are_apart_or_medians_equal():
+    form, sizes = Form(), [Pass.even("decode", n, 10) for n in (1, 2, 3, 4)]
+    times = [
+        {"a": (10, 9, 11), "b": (13, 12, 14)},
+        {"a": (10, 9, 12), "b": (11.5, 11, 14)},
+        {"a": (10, 9, 12), "b": (10.05, 9, 12), "c": (30, 20, 40)},
+        {"a": (10, 9, 12)},
+    ]
+    costs = {
+        Key(name, "", form, size): Cost(*map(float, us), 0.0)
+        for size, row in zip(sizes, times, strict=True)
+        for name, us in row.items()
+    }
+    assert Profile(costs=costs).certain() == (2, 3)
+
+
 def test_a_shape_that_takes_too_much_memory_is_left_out(registry, monkeypatch):
     monkeypatch.setattr(sessions, "HOST_BYTES", 40_000)
     steps, profile = run(planned(registry))
@@ -287,7 +361,8 @@ def test_a_shape_that_takes_too_much_memory_is_left_out(registry, monkeypatch):
 
 def test_the_workloads_own_passes_come_first_with_the_least_work(registry):
     todo = planned(registry, grid=True)
-    usual = [j for j in todo if j.size.longest in (20, 70, 24, 74)]
+    own = {size for phase in Phase for size, _ in SMALL.passes(phase, None)}
+    usual = [j for j in todo if j.size in own]
     assert todo[: len(usual)] == usual
     assert [work(j.form, j.size) for j in usual] == sorted(work(j.form, j.size) for j in usual)
 
@@ -369,8 +444,18 @@ def test_the_commands_measure_keep_and_select(tmp_path, monkeypatch):
     assert chosen["why"]["prefill"].endswith("no other that fits was measured")
     without = json.loads(attn("select", "--json", "--profile", "none").output)
     assert "priority" in without["why"]["decode"]
+    assert data["passes"] == {"listed": 2, "measured": 2}
+    assert data["compile_s"] >= 0
+    assert data["measure_s"] > 0
+    assert data["fastest"] == {"certain": 0, "passes": 0}  # one backend alone
     text = attn("tune", "--quick", "--minutes", "1").output
     assert "2 points in" in text
+    assert "s of compiling" in text
+    only = ("tune", "--quick", "--json", "--compile-only", "--out", str(tmp_path / "none.json"))
+    compiled = json.loads(attn(*only).output)
+    assert (compiled["points"], compiled["passes"]["measured"]) == (0, 0)
+    assert compiled["compile_s"] > 0
+    assert not (tmp_path / "none.json").exists()
     bench = attn("bench", "--json", "--minutes", "1")
     assert {x["backend"] for x in json.loads(bench.output)["measured"]} == {"torch_native"}
     assert "torch_native" in attn("bench", "--minutes", "1").output

@@ -50,7 +50,8 @@ def _values(flags: InputFlags, fix: Fix) -> dict[str, Any] | None:
         return {short[name]: value for name, value in values.items()}
     if fix.target == "requirements":
         if "speculation" in values:
-            return {"speculative_eagle_topk": None, "speculative_attention_mode": None}
+            names = ("eagle_topk", "attention_mode", "num_draft_tokens")
+            return {f"speculative_{name}": None for name in names}
         known = {"dtype", "kv_cache_dtype", "page_size", "deterministic", "shared_prefix"}
         return values if set(values) <= known else None
     if fix.target == "device":

@@ -211,16 +211,19 @@ def _heads(flags: InputFlags, assumed: list[str]) -> tuple[int | None, int | Non
 def _speculation(flags: InputFlags, assumed: list[str]) -> Speculation | None:
     topk, mode = flags.speculative_eagle_topk, flags.speculative_attention_mode
     check("--speculative-attention-mode", mode, ("prefill", "decode"))
+    drafts = flags.speculative_num_draft_tokens
     if topk is None:
-        if mode is not None:
+        given = {"attention-mode": mode, "num-draft-tokens": drafts}
+        for name in (name for name, value in given.items() if value is not None):
             raise UsageError(
-                "--speculative-attention-mode without --speculative-eagle-topk: "
+                f"--speculative-{name} without --speculative-eagle-topk: "
                 "there is nothing to verify; add --speculative-eagle-topk 1"
             )
         return None
     assumed.append(f"--speculative-eagle-topk {topk} turns speculation on")
     chosen: Literal["prefill", "decode"] = "decode" if mode == "decode" else "prefill"
-    return Speculation(topk=topk, mode=chosen)
+    some = Speculation(topk=topk, mode=chosen)
+    return some if drafts is None else replace(some, num_draft_tokens=drafts)
 
 
 def check(option: str, value: str | None, known: tuple[str, ...]) -> str | None:

@@ -157,6 +157,10 @@ class InputFlags(BackendFlags):
             most=1024,
         ),
     ] = None
+    speculative_num_draft_tokens: Annotated[
+        Number,
+        flag("--speculative-num-draft-tokens", "Tokens of a verification; default: 4.", most=1024),
+    ] = None
     deterministic: Annotated[
         bool, flag("--deterministic", "Select deterministic backends only.")
     ] = False

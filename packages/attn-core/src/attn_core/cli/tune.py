@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT = LayerRequirements(num_q_heads=32, num_kv_heads=8, head_dim=128)  # many of 7 to 9 B
 MOST_MINUTES = 24 * 60.0
+KEEP_S = 2.0  # between writes of what was measured: each reads the whole file
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
     Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
@@ -48,6 +50,9 @@ def tune_command(
     quick: Annotated[
         bool, flag("--quick", "Only the workload's own passes, no grid around them.", env=False)
     ] = False,
+    compile_only: Annotated[
+        bool, flag("--compile-only", "Compile what would be called, measure nothing.", env=False)
+    ] = False,
     out: Annotated[
         Path | None,
         flag("--out", "Profile to write or to continue; default: this machine's own.", env=False),
@@ -56,9 +61,10 @@ def tune_command(
 ) -> None:
     """Measure every backend that is installed here, and keep it as this machine's profile.
 
-    Measures a model's layers, or 32 query and 8 KV heads of 128. Every backend is first compared
-    with the reference; one that is wrong is listed and has no times. An interrupted run goes on
-    where it ended. `attn select` then weighs by what was measured.
+    Measures a model's layers, or 32 query and 8 KV heads of 128. First all kernels are compiled,
+    in parallel and outside of --minutes. Every backend is compared with the reference; one that is
+    wrong is listed and has no times. An interrupted run goes on where it ended. `attn select` then
+    weighs by what was measured.
     """
     registry = probed(load_plugins())
     inputs = _inputs(flags, path, registry)
@@ -74,22 +80,35 @@ def tune_command(
                 )
             known = Profile()
     work = _Measurement(inputs, registry, env, known, minutes, grid=not quick)
-    skipped, prepare_s = [], 0.0
-    with work.steps() as steps:
-        for step in steps:
-            prepare_s += step.prepare_s
-            if step.profile.costs or step.profile.bad:
-                store.write(file, step.profile)
-            if step.skipped:
-                skipped.append(step)
+    skipped, prepare_s, passes = [], 0.0, 0
+    new, written = Profile(), time.monotonic()
+    try:
+        with work.steps(compile_only=compile_only) as steps:
+            for step in steps:
+                prepare_s += step.prepare_s
+                passes += bool(step.profile.costs)
+                new = new.merged(step.profile)
+                if step.skipped:
+                    skipped.append(step)
+                if (new.costs or new.bad) and time.monotonic() > written + KEEP_S:
+                    store.write(file, new)
+                    new, written = Profile(), time.monotonic()
+    finally:  # what was measured is kept, whatever ended the run
+        if new.costs or new.bad:
+            store.write(file, new)
     known = store.read_profile(file) if os.path.exists(file) else known
     bad = sorted({(key.backend, why) for key, why in known.bad.items()})
+    certain, every = known.certain()
     if json:
         data = {
             "profile": str(file),
             "environment": env,
             "points": len(known.costs),
+            "compile_s": round(work.compile_s, 3),
+            "measure_s": round(work.measure_s, 3),
             "prepare_s": round(prepare_s, 1),
+            "passes": {"listed": work.listed, "measured": passes},
+            "fastest": {"certain": certain, "passes": every},
             "bad": [{"backend": name, "reason": why} for name, why in bad],
             "skipped": [{"pass": str(s.job.size), "reason": s.skipped} for s in skipped],
         }
@@ -98,15 +117,23 @@ def tune_command(
     from attn_core.measure.session import SPENT
 
     lines = console()
+    if work.not_compiled:
+        lines.print(work.not_compiled, soft_wrap=True)
     for name, why in bad:
         lines.print(f"known bad: {name}: {why}", soft_wrap=True)
     for reason, number in Counter(s.skipped for s in skipped).items():
         again = "; run again to go on" if reason == SPENT else ""
         lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
-    if prepare_s >= 1:
-        text = f"{prepare_s:.0f} s went into plans and first calls, which compile kernels once"
-        lines.print(text, soft_wrap=True)
-    lines.print(f"{len(known.costs)} points in {file}", soft_wrap=True)
+    lines.print(
+        f"{work.compile_s:.0f} s of compiling, {work.measure_s:.0f} s of measuring, "
+        f"{prepare_s:.0f} s of them in plans and checks",
+        soft_wrap=True,
+    )
+    lines.print(
+        f"{len(known.costs)} points in {file}; the fastest of {every} passes is certain in "
+        f"{certain}",
+        soft_wrap=True,
+    )
     for role, text in _selected(inputs, registry, known).items():
         lines.print(f"  {role:<11}{text}", soft_wrap=True)
 
@@ -174,9 +201,9 @@ def _selected(inputs: SelectionInputs, registry: Registry, profile: Profile) -> 
     return {role: f"{c.backend}: {c.reason}" for role, c in chosen.roles.items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Measurement:
-    """The jobs of one command, with a progress bar."""
+    """The jobs of one command, with a progress bar, and what they took."""
 
     inputs: SelectionInputs
     registry: Registry
@@ -184,14 +211,20 @@ class _Measurement:
     known: Profile
     minutes: float
     grid: bool
+    listed: int = field(default=0, init=False)  # passes
+    compile_s: float = field(default=0.0, init=False)
+    measure_s: float = field(default=0.0, init=False)
+    not_compiled: str = field(default="", init=False)
 
     @contextmanager
-    def steps(self) -> Iterator[Iterator[Step]]:
+    def steps(self, *, compile_only: bool = False) -> Iterator[Iterator[Step]]:
+        """Compile all kernels, then yield what is measured."""
         if not 0 < self.minutes <= MOST_MINUTES:
             raise UsageError(f"--minutes {self.minutes}: above 0, at most {MOST_MINUTES:.0f}")
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
         from attn_core.measure.candidates import Job, jobs
+        from attn_core.measure.compiling import compile_kernels
         from attn_core.measure.session import session
         from attn_core.testing.runner import torch_device  # torch, which others do without
 
@@ -202,19 +235,34 @@ class _Measurement:
         )  # fmt: skip
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with stdout_to_stderr(), progress(*columns, TextColumn("{task.description}")) as bar:
-            task = bar.add_task("", total=len(todo))
+            self.listed, on = len(todo), torch_device(x.device)
+
+            def compiled(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            task, start = bar.add_task("compiling", total=len(todo)), time.monotonic()
+            self.not_compiled = compile_kernels(
+                todo, self.known, on, arch=x.device.arch, step=compiled
+            )
+            self.compile_s = time.monotonic() - start
+            if compile_only:
+                yield iter(())
+                return
+            bar.update(task, completed=0, total=len(todo))
 
             def begin(job: Job) -> None:
                 names = ", ".join(c.spec.name for c in job.candidates)
                 at = todo.index(job)
                 bar.update(task, completed=at, description=f"{job.size}: {names}")
 
+            start = time.monotonic()
             yield session(
                 todo,
                 self.known,
                 self.environment,
-                torch_device(x.device),
+                on,
                 arch=x.device.arch,
                 minutes=self.minutes,
                 begin=begin,
             )
+            self.measure_s = time.monotonic() - start

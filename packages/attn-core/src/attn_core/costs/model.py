@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attn_core.costs.profile import Cost, Key, Profile
-from attn_core.costs.shapes import NEAR, Form, Pass
+from attn_core.costs.shapes import Form, Pass, plain
 from attn_core.costs.surface import Surface
 
 SAME = 1 / 16  # lengths this close, relative, count as one
@@ -54,7 +54,7 @@ class CostModel:
     def _kinds(self) -> dict[_Kind, dict[tuple[Form, int], _Points]]:
         kinds: dict[_Kind, dict[tuple[Form, int], _Points]] = {}
         for (name, row, form, size), cost in self.profile.costs.items():
-            kind = kinds.setdefault(_Kind(name, row, _plain(form), size.phase, size.tree), {})
+            kind = kinds.setdefault(_Kind(name, row, plain(form), size.phase, size.tree), {})
             kind.setdefault((form, size.drafts), {})[size] = cost
         return kinds
 
@@ -122,12 +122,6 @@ class CostModel:
         us, low, high, host = self._surface(kind).at(_filled(asked, measured), size)
         floor = 0.0 if graphs else host
         return Estimate(max(us, floor), max(low, floor), max(high, floor), measured=far == 0)
-
-
-def _plain(form: Form) -> Form:
-    """Return the form without what is an axis: heads, dims, pages, the window's size."""
-    axes: dict[str, Any] = dict.fromkeys(NEAR)
-    return replace(form, **axes | {"window": None if form.window is None else 1})
 
 
 def _filled(asked: Form, measured: Form) -> Form:

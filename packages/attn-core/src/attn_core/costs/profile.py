@@ -18,6 +18,7 @@ from attn_core.spec.kinds import Kind
 SCHEMA = 1
 MOST_POINTS, MOST_TEXT, MOST_COUNT = 100_000, 300, 1 << 40
 MOST_US = 1e12
+TIE = 0.01  # medians that differ by less are equally fast
 
 
 class Cost(NamedTuple):
@@ -84,6 +85,19 @@ class Profile:
             bad=bad,
             date=max(self.date, other.date),
         )
+
+    def certain(self) -> tuple[int, int]:
+        """Count the passes whose fastest backend is certain, and all that have two or more.
+
+        It is certain where the quartiles of the two fastest do not overlap, or where their medians
+        differ by less than TIE, as either may then be taken.
+        """
+        passes: dict[tuple[Form, Pass], list[Cost]] = {}
+        for key, cost in self.costs.items():
+            passes.setdefault((key.form, key.size), []).append(cost)
+        pairs = [sorted(costs)[:2] for costs in passes.values() if len(costs) > 1]
+        sure = sum(a.high < b.low or b.us <= (1 + TIE) * a.us for a, b in pairs)
+        return sure, len(pairs)
 
     def age(self, now: datetime.datetime) -> str:
         """Say how old the newest measurement is: "3 days old"; now: with a time zone."""

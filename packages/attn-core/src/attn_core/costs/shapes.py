@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from attn_core.spec.capabilities import Capabilities
 from attn_core.spec.requirements import LayerRequirements, Requirements
@@ -119,6 +120,13 @@ class Pass:
         if self.phase == "verify":
             return f"{text}, {'tree' if self.tree else 'chain'} of {self.drafts}"
         return text if self.phase == "decode" or queries == mean else f"{text}, {queries:.0f} new"
+
+
+@functools.cache
+def plain(form: Form) -> Form:
+    """Return the form without what is an axis: heads, dims, pages, the window's size."""
+    axes: dict[str, Any] = dict.fromkeys(NEAR)
+    return replace(form, **axes | {"window": None if form.window is None else 1})
 
 
 def row_key(row: Capabilities) -> str:

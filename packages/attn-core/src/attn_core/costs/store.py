@@ -63,7 +63,7 @@ def write(path: pathlib.Path, profile: Profile) -> Profile:
     a lock, and replaces the file at once. A file of another environment is replaced, not added to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
+    with locked(path):
         whole = profile
         if path.exists():
             with contextlib.suppress(UsageError):  # what cannot be read is replaced
@@ -85,7 +85,7 @@ def put(path: pathlib.Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
+def locked(path: pathlib.Path) -> Iterator[None]:
     """Hold the lock of a file, where the system has locks; it ends with its process."""
     try:
         import fcntl

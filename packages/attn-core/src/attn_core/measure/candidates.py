@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from attn_core.costs.model import CostModel
 from attn_core.costs.profile import Profile
@@ -33,7 +34,7 @@ class Candidate:
     spec: BackendSpec
     row: Capabilities
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return row_key(self.row)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,24 +13,27 @@ import torch
 from torch import Tensor
 
 from attn_core.costs.profile import MOST_TEXT, Cost, Key, Profile
-from attn_core.costs.shapes import Form, Pass
+from attn_core.costs.shapes import Form, Pass, plain
 from attn_core.errors import BackendRunError
 from attn_core.measure.candidates import Candidate, Job
 from attn_core.measure.inputs import Inputs, build, bytes_of
 from attn_core.measure.spread import work
-from attn_core.measure.timing import SLOWER, Call, clock_of, measure
+from attn_core.measure.timing import Call, clock_of, measure
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
 from attn_core.testing.tolerance import CheckFailed
 
-SECONDS = 0.2  # of the rounds of one shape: more shapes tell more than more rounds
+SECONDS = 0.1  # of the rounds of one shape: more shapes tell more than more rounds
 PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
 SCARCE = 0.7  # of a GPU's memory: with less than this free, what shapes left is given back
 HOST_BYTES = 4 << 30
-HOPELESS = 6  # passes of a form in which a backend was far slower each time: it is out there
+# So many passes of a kind in a row in which a backend took FAR times the fastest: it is out there
+HOPELESS, FAR = 6, 3.0
 SPENT = "the time is spent"
 
 Series = tuple[str, str, Form, str, int, bool]  # backend, row, form and kind of pass
+Kinds = dict[tuple[str, str, Form, str, bool], int]  # with forms of any heads, dims, pages: passes
+Most = dict[tuple[str, str], tuple[float, float]]  # backend and row: the most work, and its µs
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,12 @@ def session(
     """
     end = time.monotonic() + 60 * minutes
     clock, seen = clock_of(device), known
-    slow: dict[Series, float] = {}
-    _count(slow, known.costs)
+    slow: Kinds = {}
+    most: Most = {}
+    _count(slow, most, known.costs)
     for job in todo:
-        rest = [c for c in job.candidates if slow.get(_series(job, c), 0) < HOPELESS]
-        candidates = [c for c in rest if not _known(seen, job, c)]
+        rest = [c for c in job.candidates if slow.get(_kind(job, c), 0) < HOPELESS]
+        candidates = [c for c in rest if not known_in(seen, job, c)]
         if not candidates:
             continue
         if len(candidates) < len(rest):  # all of a shape again, so that they compare
@@ -78,10 +81,10 @@ def session(
         if left <= 0:
             yield Step(job, Profile(), SPENT)
             continue
-        if (need := bytes_of(job.form, job.size)) > _memory(device):
+        if (need := bytes_of(job.form, job.size)) > memory(device):
             yield Step(job, Profile(), f"it takes {need / 1e9:.1f} GB")
             continue
-        able = [c for c in candidates if _predicted(seen, job, c) * 4 < left]
+        able = [c for c in candidates if _predicted(most, job, c) * 4 < left]
         if not able:
             yield Step(job, Profile(), "it would take longer than the time that is left")
             continue
@@ -90,7 +93,7 @@ def session(
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         part = Profile(environment=environment, costs=costs, bad=bad, date=now)
         seen = seen.merged(part)
-        _count(slow, costs)
+        _count(slow, most, costs)
         yield Step(job, part, prepare_s=prepare_s)
 
 
@@ -164,25 +167,33 @@ def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[
     return call
 
 
-def _series(job: Job, candidate: Candidate) -> Series:
+def series(job: Job, candidate: Candidate) -> Series:
+    """Return which passes of a candidate are of one kind."""
     size = job.size
     kind = (job.form, size.phase, size.drafts, size.tree)
     return (candidate.spec.name, candidate.digest, *kind)
 
 
-def _count(slow: dict[Series, float], costs: Mapping[Key, Cost]) -> None:
-    """Count for each backend the passes of a form in which it was far slower; once not: never."""
+def _kind(job: Job, candidate: Candidate) -> tuple[str, str, Form, str, bool]:
+    size = job.size
+    return candidate.spec.name, candidate.digest, plain(job.form), size.phase, size.tree
+
+
+def _count(slow: Kinds, most: Most, costs: Mapping[Key, Cost]) -> None:
+    """Count for each backend the last passes of a kind in which it was far slower, and its work."""
     best: dict[tuple[Form, Pass], float] = {}
     for key, cost in costs.items():
         best[key.form, key.size] = min(cost.us, best.get((key.form, key.size), cost.us))
     for key, cost in costs.items():
-        size = key.size
-        series = (key.backend, key.row, key.form, size.phase, size.drafts, size.tree)
-        far = cost.us > SLOWER * best[key.form, size]
-        slow[series] = slow.get(series, 0) + 1 if far else -math.inf
+        kind = (key.backend, key.row, plain(key.form), key.size.phase, key.size.tree)
+        far = cost.us > FAR * best[key.form, key.size]
+        slow[kind] = slow.get(kind, 0) + 1 if far else 0
+        done = work(key.form, key.size), cost.us
+        most[key[:2]] = max(done, most.get(key[:2], done))
 
 
-def _known(profile: Profile, job: Job, candidate: Candidate) -> bool:
+def known_in(profile: Profile, job: Job, candidate: Candidate) -> bool:
+    """Say whether a profile has a candidate's time of a job, or why it has none."""
     key = Key(candidate.spec.name, candidate.digest, job.form, job.size)
     return key in profile.costs or key in profile.bad
 
@@ -191,20 +202,16 @@ def _bad(profile: Profile, job: Job, candidate: Candidate) -> bool:
     return Key(candidate.spec.name, candidate.digest, job.form, job.size) in profile.bad
 
 
-def _predicted(profile: Profile, job: Job, candidate: Candidate) -> float:
+def _predicted(most: Most, job: Job, candidate: Candidate) -> float:
     """Return the seconds of a call, by the most work of this row that was measured; 0: unknown."""
-    done = [
-        (work(key.form, key.size), cost.us)
-        for key, cost in profile.costs.items()
-        if (key.backend, key.row) == (candidate.spec.name, candidate.digest)
-    ]
-    if not done:
+    if (name := (candidate.spec.name, candidate.digest)) not in most:
         return 0.0
-    most, us = max(done)
-    return us / 1e6 * max(1.0, work(job.form, job.size) / most)
+    done, us = most[name]
+    return us / 1e6 * max(1.0, work(job.form, job.size) / done)
 
 
-def _memory(device: torch.device) -> float:
+def memory(device: torch.device) -> float:
+    """Return the bytes that one shape may take."""
     if device.type == "cuda":
         return PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
     return HOST_BYTES

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from attn_core.costs.shapes import Form, Pass, PassPhase
 
-POINTS, MOST_TRIES = 48, 960  # of one form and phase
+POINTS, MOST_TRIES = 96, 1920  # of one form and phase
 SHORTEST, LONGEST = 64, 32768  # KV tokens of a request
 FEWEST_NEW = 16  # tokens of a chunk of a prompt
 REQUESTS: dict[PassPhase, int] = {"prefill": 16, "decode": 256, "verify": 256}
@@ -31,7 +31,7 @@ def spread(
     Any first part of the list is even too. Other forms have other passes, so that forms fill each
     other's gaps. The same arguments give the same passes.
     """
-    start = zlib.crc32(f"{form} {phase} {drafts} {tree}".encode()) % 1000 + 1
+    start = zlib.crc32(f"{form} {phase} {drafts} {tree}".encode()) % 100_000 + 1
     found: dict[Pass, None] = {}
     for k in range(start, start + MOST_TRIES):
         size = _pass(form, phase, [_halton(k, base) for base in BASES], drafts, tree)

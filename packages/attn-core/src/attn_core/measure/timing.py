@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from attn_core.costs.profile import Cost
+from attn_core.costs.profile import TIE, Cost
 
 Call = Callable[[], object]
-FEWEST, MOST, CHANCE, TIE = 7, 40, 0.01, 0.01
+FEWEST, MOST, CHANCE = 7, 40, 0.01
 TRIES, SLOWER = 3, 4.0  # after so many rounds, what takes so many times the fastest is out
 FLUSH_BYTES, MOST_FLUSHES = 1 << 28, 8
 

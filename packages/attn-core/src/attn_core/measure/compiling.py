@@ -1,0 +1,111 @@
+"""Compile what a tuning will call before its clock starts, in many processes at once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import torch
+
+from attn_core.costs.profile import Profile
+from attn_core.measure.candidates import Job
+from attn_core.measure.inputs import build, bytes_of
+from attn_core.measure.session import known_in, memory, prepare, release, series
+from attn_core.measure.spread import work
+
+# Passes of each series, from the least work to the most: a GPU's kernels are chosen by size
+SIZES, SIZES_OF_CPU = 12, 1
+MOST_PROCESSES = 24
+OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several run at a time
+
+
+def calls(todo: Sequence[Job], known: Profile, most_bytes: float, sizes: int = SIZES) -> list[Job]:
+    """Return what has to be called once, a candidate each, so that all kernels are compiled.
+
+    These are passes of at most `most_bytes` of each form and kind of pass that `known` lacks. First
+    is one for each library, head dim and phase: later ones would wait for the same kernels.
+    """
+    kinds: dict[object, list[Job]] = {}
+    for job in todo:
+        for one in job.candidates:
+            if not known_in(known, job, one) and bytes_of(job.form, job.size) <= most_bytes:
+                kinds.setdefault(series(job, one), []).append(replace(job, candidates=(one,)))
+    found: list[Job] = []
+    for alike in kinds.values():
+        alike.sort(key=lambda job: work(job.form, job.size))
+        last = len(alike) - 1
+        found += [alike[i] for i in sorted({k * last // max(1, sizes - 1) for k in range(sizes)})]
+    seen: Counter[object] = Counter()
+    turns = []
+    for job in found:
+        form, size = job.form, job.size
+        library = (job.candidates[0].spec.name, form.kind, form.head_dim, size.phase, size.tree)
+        turns.append(seen[library])
+        seen[library] += 1
+    return [found[i] for i in sorted(range(len(found)), key=turns.__getitem__)]
+
+
+def compile_kernels(
+    todo: Sequence[Job],
+    known: Profile,
+    device: torch.device,
+    *,
+    arch: str | None,
+    step: Callable[[int, int], None] = lambda done, total: None,
+) -> str:
+    """Call what a session would call, so that its kernels are in the caches of their libraries.
+
+    step(calls done, all calls). Returns "" or why some are not compiled; what a backend raises is
+    not said here, as the session finds it again. On a CPU all calls are made in this process.
+    """
+    cpu = device.type == "cpu"
+    processes = 1 if cpu else max(1, min(MOST_PROCESSES, os.cpu_count() or 1))
+    share = 2 * memory(device) / processes  # half of a GPU's free memory: one shape takes a fourth
+    listed = calls(todo, known, share, SIZES_OF_CPU if cpu else SIZES)
+    try:
+        for done, _ in enumerate(_called(listed, device, arch, processes), 1):
+            step(done, len(listed))
+    except BrokenProcessPool as broken:
+        return f"a process that compiles ended: {broken}; the rest is compiled when it is measured"
+    return ""
+
+
+def _called(
+    listed: Sequence[Job], device: torch.device, arch: str | None, processes: int
+) -> Iterator[None]:
+    if processes == 1 or len(listed) < 2:
+        for job in listed:
+            call_once(job, device, arch)
+            yield
+        return
+    context = multiprocessing.get_context("spawn")
+    count = min(processes, len(listed))
+    with concurrent.futures.ProcessPoolExecutor(count, context, _begin) as pool:
+        waiting = [pool.submit(call_once, job, device, arch) for job in listed]
+        for one in concurrent.futures.as_completed(waiting):
+            yield one.result()
+
+
+def _begin() -> None:
+    """Leave cores to the other processes' compilers: ninja's callers', and torch's own."""
+    os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // OF_CORES)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def call_once(job: Job, device: torch.device, arch: str | None) -> None:
+    """Prepare a pass and call it once; a failure is the session's to find."""
+    try:
+        with torch.no_grad():
+            prepare(job.candidates[0], build(job.form, job.size, device), arch)()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+    except Exception:  # a plugin's code: the session says what it raises
+        return
+    finally:
+        release(device)
