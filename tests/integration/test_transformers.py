@@ -538,3 +538,26 @@ def test_unsupported_architectures_say_what_is_possible() -> None:
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
     with pytest.raises(UnsupportedError, match=r"'gpt2'.*supports .*llama, mistral"):
         enable(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt_neox_japanese", "xglm"])
+def test_a_model_that_attends_by_itself_is_refused_by_name(name: str) -> None:
+    """Such a model asks for a mask by name; with none at all, its tokens saw later ones."""
+    keys = {**TINY, "d_model": 64, "attention_heads": 4, "ffn_dim": 64, "num_layers": 1}
+    config = transformers.AutoConfig.for_model(name, **keys)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="attn_core").eval()
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=f"{name!r} does not run"):
+        model(torch.tensor([[1, 5, 9, 4]]))
+
+
+def test_another_implementation_that_is_set_under_enable_is_refused(
+    llama: Any, prompts: dict[str, torch.Tensor]
+) -> None:
+    """It would attend to the new tokens alone: a paged cache hands on no others."""
+    expected = generate(llama, prompts, max_new_tokens=4)
+    with enable(llama):
+        llama.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedError, match="attn_implementation is 'eager' by now"):
+            generate(llama, prompts, max_new_tokens=4)
+        llama.set_attn_implementation("attn_core")
+        assert torch.equal(generate(llama, prompts, max_new_tokens=4), expected)

@@ -280,6 +280,8 @@ def test_build_of_nothing_is_idle():
         ([1], [2], "one length per table row"),
         ([1, 1], [2, 13], "seq_len 13 > 12"),
         ([1, 5], [2, 4], "5 new tokens in a length of 4"),
+        ([1, -1], [2, 4], "-1 new tokens in a length of 4"),
+        ([1, -3], [2, -2], "-3 new tokens in a length of -2"),
     ],
 )
 def test_build_refuses(query_lens, seq_lens, message):

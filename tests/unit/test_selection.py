@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.capabilities import BackendSpec, Capabilities
-from attn_core.spec.device import Device
+from attn_core.spec.device import Device, parse_device
 from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from hypothesis import example, given, settings
@@ -543,3 +545,17 @@ def test_a_float32_model_on_an_accelerator_is_advised_to_take_bf16():
     assert "--dtype bf16 halves the cache and runs prefill on fast and decode on fast" in said
     assert select(Requirements(), HERE, registry, {}).advice == ()
     assert select(Requirements(dtype="fp32"), Device("cpu", "amx"), registry, {}).advice == ()
+
+
+def test_a_refusal_reaches_another_process_whole():
+    """Workers of an engine raise it, and pickle carries it to the parent."""
+    registry = load_plugins()
+    named = Overrides(attention_backend="flex_attention")
+    needs = Requirements(layers=(LayerRequirements(sinks=True),))
+    with pytest.raises(NoBackendError) as refused:
+        select(needs, parse_device("cpu"), registry, {}, named)
+    error = refused.value
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(copied) is NoBackendError
+        assert str(copied) == str(error)
+        assert copied.selection == error.selection

@@ -88,7 +88,7 @@ class AscendMLA(AttentionBackend):
             for n, end in zip(query_lens, key_lens, strict=True)
             for before in range(n - 1, -1, -1)
         ]
-        return Plan(table.contiguous(), torch.tensor(lengths, dtype=torch.int32))
+        return Plan(table.contiguous(), torch.tensor(lengths, dtype=torch.int32, device="cpu"))
 
     def forward(
         self,

@@ -103,12 +103,13 @@ class CacheView:
         check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
         longest = max(seq_lens, default=0)
         check(longest <= capacity, f"seq_len {longest} > {capacity}")
-        bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if n > s]
+        bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if not 0 <= n <= s]
         check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
         slots = None
         if writes:
             rows = torch.repeat_interleave(
-                torch.arange(len(seq_lens)), torch.tensor(list(new_lens), dtype=torch.int64)
+                torch.arange(len(seq_lens), device="cpu"),
+                torch.tensor(list(new_lens), dtype=torch.int64, device="cpu"),
             )
             pos = _positions(seq_lens, new_lens)
             rows, pos = rows.to(device), pos.to(device)
@@ -123,8 +124,8 @@ class CacheView:
 
 
 def _positions(seq_lens: Sequence[int], new_lens: Sequence[int]) -> Tensor:
-    parts = [torch.arange(s - n, s) for s, n in zip(seq_lens, new_lens, strict=True)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    parts = [torch.arange(s - n, s, device="cpu") for s, n in zip(seq_lens, new_lens, strict=True)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -272,7 +273,9 @@ class ForwardBatch:
             positions = _positions(seq_lens, query_lens).to(device)
         return cls(
             forward_mode=forward_mode,
-            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32).to(device),
+            cu_seqlens_q=torch.tensor([0, *query_lens], device="cpu")
+            .cumsum(0, dtype=torch.int32)
+            .to(device),
             positions=positions,
             max_q_len=max(query_lens, default=0),
             views={"full": full, **(views or {})},

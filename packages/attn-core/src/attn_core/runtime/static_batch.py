@@ -63,8 +63,8 @@ class StaticBatch:
         self._tables, self._rest, views = dict[str, Static](), list[Static](), {}
         for name, new in cached_views(config, query_len).items():
             table = create_table(requests, columns[name])
-            lengths = static(torch.tensor([self.padded_len], dtype=torch.int32))
-            slots = static(torch.zeros(new, dtype=torch.int64))
+            lengths = static(torch.tensor([self.padded_len], dtype=torch.int32, device="cpu"))
+            slots = static(torch.zeros(new, dtype=torch.int64, device="cpu"))
             self._tables[name] = Static(table, table.new_zeros(1, table.shape[1]))
             self._rest += [lengths, slots] if new else [lengths]
             views[name] = CacheView(
@@ -73,18 +73,23 @@ class StaticBatch:
                 out_cache_loc=slots.tensor,
                 max_seq_len=table.shape[1] * config.page_size,
             )
-        positions = static(torch.arange(self.padded_len - query_len, self.padded_len))
+        positions = static(torch.arange(self.padded_len - query_len, self.padded_len, device="cpu"))
         self._rest.append(positions)
         spec = None
         if mode is ForwardMode.TARGET_VERIFY:
             spec = SpecInfo(topk=max(config.topk, 1), num_draft_tokens=query_len)
         if spec is not None and spec.topk > 1:
-            chain = static(torch.ones(1, query_len, query_len, dtype=torch.bool).tril())
+            chain = static(
+                torch.ones(1, query_len, query_len, dtype=torch.bool, device="cpu").tril()
+            )
             self._rest.append(chain)
             spec = replace(spec, tree_mask=chain.tensor)
         of_states: dict[str, Static] = {}
         for name in state_slots:
-            none, no = torch.tensor([-1], dtype=torch.int32), torch.tensor([False])
+            none, no = (
+                torch.tensor([-1], dtype=torch.int32, device="cpu"),
+                torch.tensor([False], device="cpu"),
+            )
             of_states[name] = static(no if name == "state_fresh" else none)
         self._rest += of_states.values()
         found = {name: x.tensor for name, x in of_states.items()}

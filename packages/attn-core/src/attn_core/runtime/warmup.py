@@ -203,7 +203,7 @@ def _over_the_cache(
         config = dispatcher.routes["verify"].config
         n, topk = config.num_draft_tokens or 4, max(config.topk, 1)
         # a tree of topk branches, one level deep
-        mask = torch.eye(n, dtype=torch.bool) | (torch.arange(n) == 0)
+        mask = torch.eye(n, dtype=torch.bool, device="cpu") | (torch.arange(n, device="cpu") == 0)
         device = dispatcher.caches.device
         tree = mask.expand(1, n, n).contiguous().to(device) if topk > 1 else None
         spec = SpecInfo(topk=topk, num_draft_tokens=n, tree_mask=tree)

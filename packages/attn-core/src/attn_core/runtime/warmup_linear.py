@@ -112,7 +112,7 @@ def _pass(
     requests = len(query_lens)
     continued = ForwardBatch(
         forward_mode=mode,
-        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+        cu_seqlens_q=torch.tensor([0, *query_lens], device="cpu").cumsum(0).int().to(device),
         positions=torch.arange(sum(query_lens), device=device),
         max_q_len=max(query_lens),
         spec=spec,

@@ -142,6 +142,9 @@ class NoBackendError(AttnError):
         super().__init__(message)
         self.selection = selection
 
+    def __reduce__(self) -> tuple[Any, ...]:  # `args` alone, which pickle takes, lack the selection
+        return type(self), (str(self), self.selection)
+
 
 SOFTMAX_ROLES: tuple[Role, ...] = ("prefill", "decode", "verify", "draft", "encode")
 LINEAR_ROLES: tuple[Role, ...] = ("linear_prefill", "linear_decode", "linear_verify")
@@ -226,14 +229,10 @@ def explain(selection: Selection) -> str:
     """Return the decision as text: backends with reasons, the pool, assumptions, all verdicts."""
     name = f" ({selection.device.name})" if selection.device.name else ""
     lines = [f"on {selection.device}{name}"]
-    for role in SOFTMAX_ROLES:
-        if role in selection.roles:
-            name = selection.roles[role].backend
-            lines.append(f"  {label(role):<11}{name:<15} {_why(selection, role)}")
-    for role in LINEAR_ROLES:
-        if role in selection.roles:
-            name = selection.roles[role].backend
-            lines.append(f"  {label(role):<15}{name:<11} {_why(selection, role)}")
+    for roles, wide in ((SOFTMAX_ROLES, 11), (LINEAR_ROLES, 15)):
+        for role in (x for x in roles if x in selection.roles):
+            name, why = selection.roles[role].backend, _why(selection, role)
+            lines.append(f"  {label(role):<{wide}}{name:<{26 - wide}} {why}")
     lines += [f"  {'state':<11}{_state_text(selection, *x)}" for x in _states(selection)]
     if selection.page_size is not None:
         lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.page_size_reason}")
@@ -249,8 +248,7 @@ def explain(selection: Selection) -> str:
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]
     others = [v for v in selection.verdicts if not _serves(selection, v)]
-    if others:
-        lines.append("others:")
+    lines += ["others:"] * bool(others)
     for v in others:
         text = "; ".join(map(str, v.reasons)) or _place(v)
         family = "linear " if v.spec.family == "linear" else ""

@@ -124,7 +124,7 @@ def _fewer_queries(r: Reproducer) -> Iterator[Step]:
         for cut in _halves(n - 1):
             for last in (True, False):
                 first = rows.stop - cut if last else rows.start
-                tokens = torch.arange(len(r.q))
+                tokens = torch.arange(len(r.q), device="cpu")
                 kept = tokens[(tokens < first) | (tokens >= first + cut)]
                 lens = _changed(r.query_lens, b, n - cut)
                 keys = _changed(r.seq_lens, b, r.seq_lens[b] - cut * last)
@@ -156,10 +156,10 @@ def _fewer_heads(r: Reproducer) -> Iterator[Step]:
     for cut in _halves(kv - 1):
         for first in (0, cut):
             own = slice(first, first + kv - cut)
-            heads = torch.arange(own.start * group, own.stop * group)
+            heads = torch.arange(own.start * group, own.stop * group, device="cpu")
             yield f"{cut} of {kv} KV heads", _with_heads(r, own, heads)
     for cut in _halves(group - 1):
-        heads = torch.arange(kv * group).view(kv, group)[:, cut:].flatten()
+        heads = torch.arange(kv * group, device="cpu").view(kv, group)[:, cut:].flatten()
         yield f"{cut} of {group} query heads per KV head", _with_heads(r, slice(0, kv), heads)
 
 
@@ -220,7 +220,7 @@ def _fewer_features(r: Reproducer) -> Iterator[Step]:
 
 def _plain(r: Reproducer) -> Reproducer:
     """Store the numbers of a quantised cache in the dtype of the queries."""
-    pages = torch.arange(r.cache.num_pages)
+    pages = torch.arange(r.cache.num_pages, device="cpu")
     k, v = read_pages(r.cache, pages, TORCH_DTYPES[r.setting.dtype])
 
     def laid(x: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ def captured(
         recorded={name: (a.out, a.lse) for name, a in answers.items()},
         about=about,
     )
-    starts = torch.tensor([0, *queries]).cumsum(0).tolist()
-    tokens = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in rows])
+    starts = torch.tensor([0, *queries], device="cpu").cumsum(0).tolist()
+    tokens = torch.cat([torch.arange(starts[b], starts[b + 1], device="cpu") for b in rows])
     parts = some_tokens(whole, tokens.to(call.q.device))
     recorded = {name: _host(x) for name, x in parts.pop("recorded").items()}
     q, k, v = _host((parts["q"], parts["k"], parts["v"]))

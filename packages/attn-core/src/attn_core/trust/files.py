@@ -265,7 +265,7 @@ def _scale(data: Fields) -> Scale:
     value = float(data.get("value", (int, float)))
     if not 0 < value < math.inf:
         raise UsageError(f"scale {value}")
-    return torch.tensor([value]) if data.get("tensor", bool) else value
+    return torch.tensor([value], device="cpu") if data.get("tensor", bool) else value
 
 
 def _table(

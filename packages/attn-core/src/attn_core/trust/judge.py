@@ -65,7 +65,7 @@ def judge(r: Reproducer, answers: Mapping[str, Answer]) -> dict[str, Verdict]:
         truth = solve(torch.float64, 0)
         nears = {a.rounds: yardstick(partial(solve, rounds=a.rounds), dtype, truth)
                  for a in answers.values()}  # fmt: skip
-        at = torch.tensor(queries) + rows.start
+        at = torch.tensor(queries, device="cpu") + rows.start
         for name, answer in answers.items():
             near = nears[answer.rounds]
             verdicts = [Verdict(request, judged(answer.out[at], truth[0], near[0], dtype), "out")]
@@ -100,7 +100,7 @@ def _solve(
 ) -> tuple[Tensor, Tensor]:
     """Attend with some queries of a request, computed in `dtype`, as the suite's oracle does."""
     layer, size = r.layer, r.cache.page_size
-    token = torch.arange(r.seq_lens[request])
+    token = torch.arange(r.seq_lens[request], device="cpu")
     slots = r.page_table[request, token // size].long() * size + token % size
     k, v = read_kv(r.cache, slots, torch.float32)
     return attend_request(

@@ -119,10 +119,10 @@ class Reproducer:
         if mask is None or self.mode is not ForwardMode.TARGET_VERIFY:
             return None
         seen, prefix = mask[request], self.seq_lens[request] - self.query_lens[request]
-        place = torch.cat([torch.arange(prefix), prefix + seen.sum(-1) - 1])
+        place = torch.cat([torch.arange(prefix, device="cpu"), prefix + seen.sum(-1) - 1])
         window, found = self.layer.sliding_window, []
         for i, row in enumerate(seen):
-            keys = torch.cat([torch.ones(prefix, dtype=torch.bool), row])
+            keys = torch.cat([torch.ones(prefix, dtype=torch.bool, device="cpu"), row])
             if window is not None:
                 keys &= place > place[prefix + i] - window
             found.append(keys.nonzero().flatten())
@@ -144,8 +144,10 @@ def compacted(
     size, table = cache.page_size, page_table.cpu().long()
     ends = [-(-s // size) for s in seq_lens]
     starts = [first // size for first in seen_from or [0] * len(ends)]
-    column = torch.arange(max(ends, default=0))
-    own = (column >= torch.tensor(starts)[:, None]) & (column < torch.tensor(ends)[:, None])
+    column = torch.arange(max(ends, default=0), device="cpu")
+    own = (column >= torch.tensor(starts, device="cpu")[:, None]) & (
+        column < torch.tensor(ends, device="cpu")[:, None]
+    )
     table = table[:, : len(column)] * own
     read = torch.cat([table.new_zeros(1), table.flatten()])
     kept, numbers = torch.unique(read, return_inverse=True)
@@ -191,7 +193,9 @@ def seen_from(
 
 def some_requests(r: Reproducer, requests: Sequence[int]) -> Reproducer:
     """Return the call with these requests alone, in this order, and the pages that they read."""
-    tokens = torch.cat([torch.arange(s.start, s.stop) for s in (r.rows[b] for b in requests)])
+    tokens = torch.cat(
+        [torch.arange(s.start, s.stop, device="cpu") for s in (r.rows[b] for b in requests)]
+    )
     return repaged(
         replace(
             r,

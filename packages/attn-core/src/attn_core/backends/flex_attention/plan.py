@@ -133,17 +133,17 @@ def gather_tokens(
     table: int32 [B, M], pages of page_size tokens. Returns what to copy, and the table of the
     blocks, int32 [B, blocks], by the numbers that they have in the copy.
     """
-    n, s = torch.tensor(query_lens), torch.tensor(key_lens)
+    n, s = torch.tensor(query_lens, device="cpu"), torch.tensor(key_lens, device="cpu")
     seen = torch.zeros_like(s) if window is None else (s - n - window + 1).clamp(min=0)
     first = seen // block
     end = torch.where(n > 0, -(-s // block), first)
     counts = end - first
     starts = counts.cumsum(0) - counts
-    request = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    number = torch.arange(len(request)) - starts[request] + first[request]
+    request = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    number = torch.arange(len(request), device="cpu") - starts[request] + first[request]
     if len(request) < 2:  # one block alone would be compiled anew
         request, number = (torch.cat((x, x)) for x in (request, number))
-    position = number[:, None] * block + torch.arange(block)
+    position = number[:, None] * block + torch.arange(block, device="cpu")
     request = request[:, None]
     dead = (position < seen[request]) | (position >= s[request])
     num_slots = table.shape[1] * page_size  # a slot that no query sees may be any
@@ -151,7 +151,7 @@ def gather_tokens(
         x.to(table.device) for x in (position.clamp(max=num_slots - 1), request, dead)
     )
     slots = table[request, position // page_size].long() * page_size + position % page_size
-    blocks = ((starts - first)[:, None] + torch.arange(int(end.max()))).clamp(min=0)
+    blocks = ((starts - first)[:, None] + torch.arange(int(end.max()), device="cpu")).clamp(min=0)
     return Gather(slots=slots, dead=dead), blocks.to(table.device, torch.int32)
 
 
@@ -172,17 +172,19 @@ def cut(
     device, group = table.device, layer.group
     # A tile has two rows at least, and a pass two tiles: ones would be compiled anew.
     queries = max(min(max_rows // group, max(query_lens)), 2 if group == 1 else 1)
-    n, s = torch.tensor(query_lens), torch.tensor(key_lens)
+    n, s = torch.tensor(query_lens, device="cpu"), torch.tensor(key_lens, device="cpu")
     counts = -(-n // queries)
-    request = torch.repeat_interleave(torch.arange(len(n)), counts)
-    first = (torch.arange(len(request)) - (counts.cumsum(0) - counts)[request]) * queries
+    request = torch.repeat_interleave(torch.arange(len(n), device="cpu"), counts)
+    first = (
+        torch.arange(len(request), device="cpu") - (counts.cumsum(0) - counts)[request]
+    ) * queries
     size = (n[request] - first).clamp(max=queries)
-    local = torch.minimum(torch.arange(queries), size[:, None] - 1)
+    local = torch.minimum(torch.arange(queries, device="cpu"), size[:, None] - 1)
     tokens = (n.cumsum(0) - n)[request][:, None] + first[:, None] + local
     high = (s - n)[request][:, None] + first[:, None] + local
     window = layer.window
     low = torch.zeros_like(high) if window is None else (high - window + 1).clamp(min=0)
-    picks = (torch.arange(queries) < size[:, None]).flatten().nonzero()[:, 0]
+    picks = (torch.arange(queries, device="cpu") < size[:, None]).flatten().nonzero()[:, 0]
 
     begin, end = low[:, 0] // block, high[:, -1] // block + 1
     whole = -(-low[:, -1] // block)  # blocks from here on start where every query sees them
@@ -193,9 +195,9 @@ def cut(
     before = whole - begin
     full_count, partial_count = stop - whole, before + end - stop
 
-    i = torch.arange(int(full_count.max()))
+    i = torch.arange(int(full_count.max()), device="cpu")
     full = (whole[:, None] + i).clamp(max=table.shape[1] - 1).to(device)
-    i = torch.arange(int(partial_count.max()))
+    i = torch.arange(int(partial_count.max()), device="cpu")
     partial = torch.where(i < before[:, None], begin[:, None] + i, (stop - before)[:, None] + i)
     real = (i < partial_count[:, None]).flatten().nonzero()[:, 0]
     logical = partial.flatten()[real]
@@ -218,7 +220,7 @@ def cut(
         full=table[request[:, None], full],
         low=rows(low),
         high=rows(high),
-        first_row=(torch.arange(len(tokens)) * queries * group).to(device),
+        first_row=(torch.arange(len(tokens), device="cpu") * queries * group).to(device),
         request=request,
         real=real.to(device),
         logical=logical.to(device),

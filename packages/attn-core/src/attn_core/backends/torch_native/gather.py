@@ -89,7 +89,8 @@ class _Blocks:
         count, width = blocks.shape[0], self._flat.shape[1]
         buffer = self._buffers.get(self._name)
         if buffer is None or buffer.numel() < count * width or buffer.dtype != self._flat.dtype:
-            buffer = self._buffers[self._name] = self._flat.new_empty(count * width)
+            with torch.inference_mode(False):  # passes of either mode fill it
+                buffer = self._buffers[self._name] = self._flat.new_empty(count * width)
         out = buffer.as_strided((count, width), (width, 1))
         return torch.index_select(self._flat, 0, blocks, out=out)
 

@@ -202,8 +202,10 @@ class Planner:
         start = self._starts[members[0]]
         if len(members) == 1 or (whole and adjacent):
             return slice(start + first, start + n * (len(members) - 1) + end)
-        starts = torch.tensor([self._starts[b] for b in members])
-        return (starts[:, None] + torch.arange(first, end)).reshape(-1).to(self._device)
+        starts = torch.tensor([self._starts[b] for b in members], device="cpu")
+        return (
+            (starts[:, None] + torch.arange(first, end, device="cpu")).reshape(-1).to(self._device)
+        )
 
     def _band(self, key: tuple[int, int, int, int], group: int) -> tuple[Tensor, Tensor | None]:
         """The mask of a causal band: queries 0.., keys offset.., window (0 = none)."""

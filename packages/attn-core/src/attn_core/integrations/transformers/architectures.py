@@ -30,6 +30,7 @@ SUPPORTED: frozenset[str] = frozenset(
         "kimi_linear",
     }
 )
+_DECODERS = SUPPORTED | {"qwen2_vl_text"}  # what the config of a decoder, a part of a model, says
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,8 +62,16 @@ class ModelAttention:
 
 def check_supported(config: Mapping[str, object]) -> None:
     """Raise UnsupportedError where the architecture of a config is not supported."""
-    name = config.get("model_type")
-    if name not in SUPPORTED:
+    _check_type(config.get("model_type"), SUPPORTED)
+
+
+def check_decoder(config: Any) -> None:
+    """Raise UnsupportedError where a decoder is of no supported architecture."""
+    _check_type(getattr(config, "model_type", None), _DECODERS)
+
+
+def _check_type(name: object, known: frozenset[str]) -> None:
+    if name not in known:
         raise UnsupportedError(
             f"model type {name!r} does not run through the transformers integration "
             f"(supports {', '.join(sorted(SUPPORTED))}); `attn select` chooses backends for it"

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers import compiled, linear, mla, vision
-from attn_core.integrations.transformers.architectures import none_if_off
+from attn_core.integrations.transformers.architectures import check_decoder, none_if_off
 from attn_core.integrations.transformers.paged_cache import PagedCache
 from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.layer import AttentionLayer
@@ -226,8 +226,12 @@ def _mask(
 ) -> Tensor | None:
     """Build no mask: causality, window and padding are the batch's; refuse any other pattern.
 
+    Some models ask for a mask by this name and then attend by themselves: without a mask, to all
+    tokens. So architectures that are not supported get none.
+
     Models of sparse MLA ask for one in every pass and index it for their indexer: it is empty.
     """
+    check_decoder(config)
     if getattr(config, "index_topk", None) is not None:
         return torch.empty(1, 1, 0, 0, device=kwargs.get("device"))
     if not allow_is_causal_skip:  # how transformers marks a mask that is more than causal

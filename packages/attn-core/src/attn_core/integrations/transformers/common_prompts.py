@@ -38,7 +38,7 @@ def marks_of(ids: Tensor, position_ids: Tensor | None) -> Tensor:
     """
     b, t = ids.shape
     if position_ids is None:
-        position_ids = torch.arange(t)[None]
+        position_ids = torch.arange(t, device="cpu")[None]
     positions = position_ids.expand(*position_ids.shape[:-2], b, t).reshape(-1, b, t)
     return torch.cat([ids[None].cpu(), positions.cpu()]).long().permute(1, 2, 0).contiguous()
 
@@ -50,7 +50,9 @@ def written_once(
 
     An earlier row writes them. They go to slot 0, of the dummy page. lens: tokens of each row.
     """
-    own = torch.cat([torch.arange(n) >= first for n, first in zip(lens, shared, strict=True)])
+    own = torch.cat(
+        [torch.arange(n, device="cpu") >= first for n, first in zip(lens, shared, strict=True)]
+    )
     found = {}
     for name, view in views.items():
         assert view.out_cache_loc is not None

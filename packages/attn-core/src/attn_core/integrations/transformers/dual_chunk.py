@@ -35,8 +35,8 @@ class ChunkRotary:
         _, queries = rotary_positions(chunks, batch.positions)
         turns = queries.T - queries[0][:, None]  # [T, 3 or 5]: from where the model rotated them to
         angles = turns[..., None].float() * self.inv_freq.to(turns.device)
-        scales = torch.tensor([chunks.query_scale(n) for n in seq_lens])
-        per_token = scales.repeat_interleave(torch.tensor(lens)).to(turns.device)
+        scales = torch.tensor([chunks.query_scale(n) for n in seq_lens], device="cpu")
+        per_token = scales.repeat_interleave(torch.tensor(lens, device="cpu")).to(turns.device)
         factor = per_token[:, None, None, None]
         cos, sin = (
             torch.cat([x, x], -1)[:, :, None] * factor for x in (angles.cos(), angles.sin())

@@ -245,11 +245,20 @@ class Engine:
             self._abandon(call)
             raise
 
+    def _check_model(self) -> None:
+        """Raise UnsupportedError for a model that was changed since it was enabled."""
+        self._memory.check_model(self._decoder)
+        if (name := self._decoder.config._attn_implementation) != NAME:
+            raise UnsupportedError(
+                f"attn_implementation is {name!r} by now, which does not read the pages of "
+                f"attn-core's caches; call disable() of its handle, or set {NAME!r} again"
+            )
+
     @eager
     def _begin(self, arguments: dict[str, Any]) -> _Call | None:
         """Plan the pass that a call of the decoder is; None where it has no tokens."""
         refuse_arguments(self._decoder, arguments)
-        self._memory.check_model(self._decoder)
+        self._check_model()
         ids = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if ids is None else ids
         if tokens is None:

@@ -165,7 +165,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
         raise UsageError(f"the tokenizer fails: {type(error).__name__}: {error}") from error
     if not ids:
         raise UsageError(f"the prompt {prompt[:100]!r} has no tokens in this model's vocabulary")
-    return torch.tensor([ids])
+    return torch.tensor([ids], device="cpu")
 
 
 def generate(

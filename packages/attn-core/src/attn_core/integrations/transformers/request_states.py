@@ -103,7 +103,7 @@ class RequestStates:
             return (Part(batch, metadata, ConvPlan(batch, self._states.pool), real),)
         n = min(NUM_DRAFTS, *counts)
         ends = list(itertools.accumulate(counts))
-        tokens = torch.arange(ends[-1]) if real is None else real.cpu()
+        tokens = torch.arange(ends[-1], device="cpu") if real is None else real.cpu()
         longer = [j for j, count in enumerate(counts) if count > n]
         parts = []
         if longer:
@@ -122,7 +122,9 @@ class RequestStates:
 
     def _part(self, step: _Step, mode: ForwardMode, index: Tensor) -> Part:
         counts, device = step.counts, self._states.device
-        positions = [torch.arange(b, b + n) for b, n in zip(step.before, counts, strict=True)]
+        positions = [
+            torch.arange(b, b + n, device="cpu") for b, n in zip(step.before, counts, strict=True)
+        ]
         self._new.append(step)
         verifies = mode is ForwardMode.TARGET_VERIFY
         batch = ForwardBatch(

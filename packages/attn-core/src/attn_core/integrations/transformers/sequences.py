@@ -31,7 +31,9 @@ class Sequences:
         self.first_layer_id = memory.layers[0].layer_id
         self._keys: list[str] = []  # the allocator's name of each row; changed in place only
         self._lens: list[int] = []
-        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns] on the host, True = real
+        self._seen = torch.zeros(
+            0, 0, dtype=torch.bool, device="cpu"
+        )  # [B, columns] on the host, True = real
         self._pass: Pass | None = None
         self._keeps_past = False  # pages behind the window stay until the next crop
         self._states = (
@@ -83,7 +85,7 @@ class Sequences:
             self._memory.release(self._keys)
             if self._states is not None:
                 self._states.release()
-        self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool)
+        self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool, device="cpu")
 
     @property
     def can_crop(self) -> bool:
@@ -121,7 +123,7 @@ class Sequences:
         if not self._keys:
             self._keys += [self._new_key() for _ in range(batch_size)]
             self._lens = [0] * batch_size
-            self._seen = torch.zeros(batch_size, 0, dtype=torch.bool)
+            self._seen = torch.zeros(batch_size, 0, dtype=torch.bool, device="cpu")
         counts: list[int] = new.sum(1).tolist()
         lens = [have + n for have, n in zip(self._lens, counts, strict=True)]
         rows = [i for i, n in enumerate(counts) if n]
@@ -149,7 +151,9 @@ class Sequences:
         if any(shared for _, shared in prompts):
             views = written_once(views, [lens[i] for i in rows], [prompts[i][1] for i in rows])
         decodes = num_tokens == 1 and all(self._lens[i] for i in rows)
-        positions = [torch.arange(s - n, s) for s, n in zip(keys, queries, strict=True)]
+        positions = [
+            torch.arange(s - n, s, device="cpu") for s, n in zip(keys, queries, strict=True)
+        ]
         starts = [0, *itertools.accumulate(queries)]
         states = {} if self._states is None else self._states.begin(rows, queries, self._lens)
         batch = ForwardBatch(
@@ -188,7 +192,7 @@ class Sequences:
         if self._keys and batch_size != self.batch_size:
             raise BatchError(f"{batch_size} rows for a cache of {self.batch_size}")
         if mask is None:
-            return torch.ones(batch_size, num_tokens, dtype=torch.bool)
+            return torch.ones(batch_size, num_tokens, dtype=torch.bool, device="cpu")
         expected = (batch_size, self.columns + num_tokens)
         if tuple(mask.shape) != expected:
             raise BatchError(f"attention_mask of shape {tuple(mask.shape)} (expected {expected})")
