@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.choice import explained
 from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
-from attn_core.integrations.sglang.layers import layers_of
+from attn_core.integrations.sglang.layers import layers_of, with_sinks
 from attn_core.integrations.sglang.linear_layers import served_layers
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
@@ -37,7 +37,6 @@ from attn_core.integrations.sglang.split_keys import split_keys
 from attn_core.integrations.sglang.unfolded import attend, padded, unfold_long_prefixes
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 logger = logging.getLogger(__name__)
@@ -276,11 +275,12 @@ class AttnCoreBackend(AttentionBackend):
             )
             return out if lse is None else (filled, padded(lse, tokens))
         if sinks is not None and own.sinks is not sinks:
-            own = self._with_sinks(own, sinks)
+            own = self.layers[layer.layer_id] = with_sinks(own, sinks)
         if self._split is not None:
-            new = (k, v) if save_kv_cache else (None, None)
-            plan, attention = (forward_batch, batch, metadata), self.dispatcher
-            self._split.forward(attention, heads, *new, own.layer_id, *plan, filled[:real])
+            keys, plan = (k, v) if save_kv_cache else (None, None), (batch, metadata)
+            self._split.forward(
+                self.dispatcher, heads, *keys, own.layer_id, forward_batch, *plan, filled[:real]
+            )
             return out
         if k is None or not save_kv_cache:
             k = v = None
@@ -294,14 +294,3 @@ class AttnCoreBackend(AttentionBackend):
         return out
 
     forward_decode = forward_extend
-
-    def _with_sinks(self, layer: AttentionLayer, sinks: Tensor) -> AttentionLayer:
-        """Return a layer with the sinks of this call; those of the model are known before."""
-        if layer.sinks is None:
-            raise UnsupportedError(
-                f"layer {layer.layer_id} passes sinks that are no parameter of its module; use "
-                "another --attention-backend for this model"
-            )
-        if layer.sinks.data_ptr() != sinks.data_ptr():
-            layer = self.layers[layer.layer_id] = replace(layer, sinks=sinks)
-        return layer

@@ -84,6 +84,8 @@ class SplitPasses(PassBuilder):
         self, engine_batch: Any, mode: ForwardMode, tables: Mapping[str, Tables], cu: Tensor,
         max_q_len: int, num_tokens: int, longest: int, *more: Any,
     ) -> ForwardBatch:  # fmt: skip
+        # SGLang's models leave the writing of keys to a backend where a batch has this
+        engine_batch.dcp_kv_mask = engine_batch.positions % self.size == self.rank
         most = -(-longest // self.size)  # of any rank, so that all ranks plan alike
         return super()._batch(engine_batch, mode, tables, cu, max_q_len, num_tokens, most, *more)
 
