@@ -15,7 +15,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,43 @@ def run(
     return seconds, [x.generated_tokens for x in outputs.values()]
 
 
+def entries_of(
+    names: Sequence[str],
+    seconds: Mapping[str, Sequence[float]],
+    first: Mapping[str, Sequence[int]],
+    failed: Mapping[str, str],
+    total: int,
+) -> dict[str, dict[str, Any]]:
+    """Return what is known of each implementation; total: tokens of a round."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name in failed:
+            entries[name] = {"error": failed[name]}
+        elif seconds[name]:
+            median = statistics.median(seconds[name])
+            entries[name] = {
+                "seconds": median,
+                "tokens_per_s": total / median,
+                "rounds": list(seconds[name]),
+                "first_tokens": first[name],
+            }
+    return entries
+
+
+def save(argv: Sequence[str], args: argparse.Namespace, entries: Mapping[str, Any]) -> None:
+    """Write the record of what is known."""
+    device = device_name(torch.device(args.device))
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "versions": versions(("transformers", "flash-attn-3", "flashinfer-python")),
+        "arguments": argv,
+        "entries": entries,
+    }
+    path = args.out or FOLDER / f"generate_batch.{slug(device)}.{args.model}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     args = parse(argv)
@@ -159,28 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             first[name] = [row[0] for row in tokens]
             if turn:
                 seconds[name].append(taken)
-    total = args.requests * args.new
-    entries: dict[str, dict[str, Any]] = {
-        name: {"error": failed[name]}
-        if name in failed
-        else {
-            "seconds": statistics.median(seconds[name]),
-            "tokens_per_s": total / statistics.median(seconds[name]),
-            "rounds": seconds[name],
-            "first_tokens": first[name],
-        }
-        for name in names
-    }
-    device = device_name(torch.device(args.device))
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "device": device,
-        "versions": versions(("transformers", "flash-attn-3", "flashinfer-python")),
-        "arguments": argv,
-        "entries": entries,
-    }
-    path = args.out or FOLDER / f"generate_batch.{slug(device)}.{args.model}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+        entries = entries_of(names, seconds, first, failed, args.requests * args.new)
+        save(argv, args, entries)  # a time limit leaves the rounds before it
     for name, entry in entries.items():
         rate = entry.get("tokens_per_s")
         print(f"{name:<20}", entry["error"] if rate is None else f"{rate:.1f} tokens/s")

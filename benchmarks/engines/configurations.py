@@ -10,6 +10,7 @@ from benchmarks.engines.models import (
     EAGLE_DRAFT,
     GPT_OSS_20B,
     LLAMA_8B,
+    LLAMA_8B_MQA,
     LLAMA_TINY,
     QWEN3_NEXT,
 )
@@ -217,6 +218,13 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         model=LLAMA_8B,
         peers=("fa3", "flashinfer", "triton"),
         arguments={**_TP2, "dp_size": 2, "enable_dp_attention": True},
+        cases=(Case(kind="decode", batch=16, length=32768, must=0.98, aim=1.05),),
+    ),
+    "dcp2": Configuration(  # SGLang's ranks share the keys of a KV head that all of them have
+        title="Llama-3.1-8B shape with one KV head, bf16, decode context parallel on 2 GPUs",
+        model=LLAMA_8B_MQA,
+        peers=("triton",),  # the one backend of SGLang 0.5.16 that splits K and V
+        arguments={**_TP2, "dcp_size": 2},
         cases=(Case(kind="decode", batch=16, length=32768, must=0.98, aim=1.05),),
     ),
     "pp2": Configuration(

@@ -35,6 +35,7 @@ LLAMA_8B: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LLAMA_8B_MQA: Mapping[str, Any] = {**LLAMA_8B, "num_key_value_heads": 1}
 LLAMA_TINY: Mapping[str, Any] = {
     **LLAMA_8B,
     "hidden_size": 64,

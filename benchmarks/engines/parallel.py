@@ -1,10 +1,11 @@
 """Compare what SGLang computes on two GPUs with what it computes on one, for attn_core and a peer.
 
-Run: `python -m benchmarks.engines.parallel [--kinds tp dp pp] [--together 4] [--out FILE.json]`.
+Run: `python -m benchmarks.engines.parallel [--kinds tp dp pp dcp] [--together 4] [--seconds 300]`.
 Prompts are replayed in an engine of one GPU and in engines of two GPUs, with attn_core and with one
 of SGLang's own backends. The logprobs of prompts and of greedy tokens must not differ more between
 one GPU and two than the peer's do. Weights are random, of a size that attention shows; all engines
-read the same. Engines run beside one another, so nothing is timed. Exit code 0: all passed.
+read the same. Engines run beside one another, so nothing is timed. A kind is recorded as soon as
+its engines are done, and other kinds of the record are kept. Exit code 0: all passed.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ from benchmarks.engines.sglang_engine import QUIET, ranks_arguments
 from benchmarks.results import FOLDER, slug
 
 ONE = "one"  # GPU
+ONE_HEAD = "one-kv-head"  # one GPU, and one KV head of the model
 KINDS: Mapping[str, Mapping[str, Any]] = {
     ONE: {},
     "tp": {"tp_size": 2},
     "dp": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "pp": {"pp_size": 2, "disable_overlap_schedule": True},
+    ONE_HEAD: {},
+    "dcp": {"tp_size": 2, "dcp_size": 2},
 }
 PEER = "fa3"
+# SGLang's fa3 does not split keys, and its ranks only share keys of KV heads that all of them have
+PEERS = {ONE_HEAD: "triton", "dcp": "triton"}
+ONES = {"dcp": ONE_HEAD}
+SPLIT = ("tp", "dp", "pp", "dcp")
 LENGTHS = (1, 700, 3, 64, 257, 1500, 5, 128)
 NEW = 24  # greedy tokens of each prompt
 MORE = 40  # tokens behind a prompt that the prefix cache has by then
@@ -71,7 +79,7 @@ def arguments(kind: str, backend: str, model: str, device: str, number: int) -> 
         "decode_log_interval": 10000,
         "log_level": "info",
         "port": 31000 + 500 * number,
-        "base_gpu_id": number % 2 if kind == ONE else 0,
+        "base_gpu_id": number % 2 if kind not in SPLIT else 0,
         **KINDS[kind],
         **ranks_arguments(KINDS[kind]),
     }
@@ -145,6 +153,12 @@ def judge(kind: str, ours: Difference, peers: Difference, what: str) -> list[str
     return wrong
 
 
+def engines(kind: str) -> list[Named]:
+    """Return the engines that a kind needs: on one GPU and on two, ours and the peer's."""
+    pair = (OURS, PEERS.get(kind, PEER))
+    return [(k, backend) for k in (ONES.get(kind, ONE), kind) for backend in pair]
+
+
 def rows(
     found: Mapping[tuple[str, str], Found | str], kinds: Iterable[str]
 ) -> list[dict[str, Any]]:
@@ -155,9 +169,10 @@ def rows(
     """
     made = []
     for kind in kinds:
-        names = [(k, backend) for k in (ONE, kind) for backend in (OURS, PEER)]
+        peer = PEERS.get(kind, PEER)
+        names = engines(kind)
         errors = [f"{k} {b}: {found[k, b]}" for k, b in names if isinstance(found[k, b], str)]
-        row: dict[str, Any] = {"kind": kind, "arguments": KINDS[kind], "peer_backend": PEER}
+        row: dict[str, Any] = {"kind": kind, "arguments": KINDS[kind], "peer_backend": peer}
         if errors:
             made.append({**row, "wrong": errors})
             continue
@@ -169,31 +184,38 @@ def rows(
             "backends_on_one": difference(one, one_peer),
         }
         wrong = judge(kind, row["ours"], row["peer"], "one GPU and two")
-        wrong += judge(kind, row["backends"], row["backends_on_one"], f"{OURS} and {PEER}")
+        wrong += judge(kind, row["backends"], row["backends_on_one"], f"{OURS} and {peer}")
         made.append({**row, "wrong": wrong})
     return made
 
 
 def run_one(
-    kind: str, backend: str, folder: pathlib.Path, logs: pathlib.Path, device: str, number: int
+    kind: str, backend: str, model: pathlib.Path, number: int, end: float, args: argparse.Namespace
 ) -> Found | str:
-    """Run one engine in a process of its own; return its logprobs, or why there are none."""
+    """Run one engine in a process of its own; return its logprobs, or why there are none.
+
+    end: of time.monotonic(), for all engines.
+    """
+    began = time.monotonic()
+    if began >= end:
+        return "not started, no seconds left"
+    folder, logs, device = model.parent, args.logs, args.device
     out, log = folder / f"{kind}.{backend}.json", logs / f"parallel.{kind}.{backend}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", __spec__.name, "--one", kind, backend, "--out", str(out)]
-    command += ["--model", str(folder), "--device", device, "--number", str(number)]
-    began = time.monotonic()
+    command += ["--model", str(model), "--device", device, "--number", str(number)]
     with log.open("wb") as text:
         process = subprocess.Popen(command, stdout=text, stderr=text, process_group=0)
         try:
-            process.wait(LIMIT_S)
+            process.wait(min(LIMIT_S, end - began))
         except subprocess.TimeoutExpired:
             out.unlink(missing_ok=True)
         finally:
             kill(process)
-    print(f"{kind} {backend}: {time.monotonic() - began:.0f} s", flush=True)
+    took = f"{time.monotonic() - began:.0f} s"
+    print(f"{kind} {backend}: {took}{'' if out.exists() else ', failed'}", flush=True)
     if not out.exists():
-        return last_error(log.read_text(errors="replace"))
+        return f"after {took}: {last_error(log.read_text(errors='replace'))}"
     return dict(json.loads(out.read_text()))
 
 
@@ -212,8 +234,9 @@ def serve_one(kind: str, backend: str, model: str, device: str, number: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", choices=[k for k in KINDS if k != ONE])
+    parser.add_argument("--kinds", nargs="+", choices=SPLIT, default=SPLIT)
     parser.add_argument("--together", type=int, default=4, help="engines at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all engines")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=pathlib.Path, help="default: in benchmarks/results/")
     parser.add_argument("--logs", type=pathlib.Path, default=LOGS)
@@ -231,31 +254,50 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run all engines, and record and print what was found."""
+    """Run all engines; record and print each kind once its engines are done."""
     from benchmarks.engines.soak_model import CONFIG, write_model
 
-    kinds = args.kinds or [kind for kind in KINDS if kind != ONE]
-    names = [(kind, backend) for kind in (ONE, *kinds) for backend in (OURS, PEER)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
-        write_model(pathlib.Path(folder), CONFIG, seed=1)
-        runs = {
-            name: pool.submit(run_one, *name, pathlib.Path(folder), args.logs, args.device, number)
-            for number, name in enumerate(names)
-        }
-        found = {name: run.result() for name, run in runs.items()}
+    names = list(dict.fromkeys(name for kind in args.kinds for name in engines(kind)))
     gpu = gpu_name() if args.device != "cpu" else "cpu"
-    made = rows(found, kinds)
-    record_of = {
+    path = args.out or FOLDER / f"sglang-parallel.{slug(gpu)}.json"
+    end, made = time.monotonic() + args.seconds, []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
+        models = {kind: pathlib.Path(folder, kind) for kind in (ONE, ONE_HEAD)}
+        for kind, model in models.items():
+            model.mkdir()
+            heads = CONFIG["num_key_value_heads"] if kind == ONE else 1
+            write_model(model, {**CONFIG, "num_key_value_heads": heads}, seed=1)
+        runs = {
+            (kind, backend): pool.submit(
+                run_one,
+                kind,
+                backend,
+                models[ONE_HEAD if kind in PEERS else ONE],
+                number,
+                end,
+                args,
+            )
+            for number, (kind, backend) in enumerate(names)
+        }
+        for kind in args.kinds:
+            [row] = rows({name: runs[name].result() for name in engines(kind)}, [kind])
+            made.append(row)
+            print(json.dumps(row, indent=2), flush=True)
+            keep(path, gpu, args.kinds, row)
+    return 1 if any(row["wrong"] for row in made) else 0
+
+
+def keep(path: pathlib.Path, gpu: str, kinds: Sequence[str], row: Mapping[str, Any]) -> None:
+    """Put a kind's row in the place of the recorded one."""
+    others = [old for old in record.load(path).get("rows", []) if old["kind"] != row["kind"]]
+    head = {
         "command": f"python -m {__spec__.name} --kinds {' '.join(kinds)}",
         "device": gpu,
         "variables": {k: v for k, v in os.environ.items() if k.startswith("ATTN_")},
         "date": datetime.date.today().isoformat(),
         "versions": record.installed(),
-        "rows": made,
     }
-    print(json.dumps(record_of, indent=2))
-    record.save(args.out or FOLDER / f"sglang-parallel.{slug(gpu)}.json", record_of)
-    return 1 if any(row["wrong"] for row in made) else 0
+    record.save(path, {**head, "rows": sorted([*others, row], key=lambda x: x["kind"])})
 
 
 if __name__ == "__main__":

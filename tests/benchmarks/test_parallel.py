@@ -1,10 +1,13 @@
 """The comparison of engines of two GPUs with engines of one."""
 
+import argparse
+import json
 import math
+import time
 
 import pytest
 
-from benchmarks.engines import parallel
+from benchmarks.engines import parallel, soak_model
 from benchmarks.engines.configurations import OURS
 from benchmarks.engines.parallel import KINDS, ONE, PEER, arguments, difference, judge, replay
 
@@ -50,6 +53,48 @@ def test_an_engine_that_failed_is_named():
     assert row["wrong"] == [f"tp {OURS}: RuntimeError: no"]
 
 
+def test_keys_split_over_ranks_are_compared_with_one_gpu_and_triton():
+    assert parallel.engines("dcp") == [
+        (parallel.ONE_HEAD, OURS),
+        (parallel.ONE_HEAD, "triton"),
+        ("dcp", OURS),
+        ("dcp", "triton"),
+    ]
+
+
+def test_each_kind_is_recorded_once_its_engines_are_done(tmp_path, monkeypatch):
+    """A time limit leaves what was compared before, and names what it stopped."""
+    seen, path = [], tmp_path / "found.json"
+
+    def run_one(kind, backend, model, number, end, args):
+        config = json.loads((model / "config.json").read_text())
+        assert (config["num_key_value_heads"] == 1) is (kind in ("one-kv-head", "dcp"))
+        seen.append((kind, backend, path.exists()))
+        return "not started, no seconds left" if kind == "dcp" else logprobs(-1.0)
+
+    monkeypatch.setattr(parallel, "run_one", run_one)
+    monkeypatch.setattr(soak_model, "write_model", lambda folder, config, seed: (
+        folder / "config.json").write_text(json.dumps(config)))  # fmt: skip
+    args = argparse.Namespace(
+        kinds=["tp", "dcp"], out=path, device="cpu", seconds=9.0, together=1, logs=tmp_path
+    )
+    assert parallel.compare(args) == 1
+    assert len(seen) == 8  # engines of one GPU that kinds share run once
+    dcp, tp = json.loads(path.read_text())["rows"]
+    assert (tp["kind"], tp["wrong"], tp["peer_backend"]) == ("tp", [], "fa3")
+    assert dcp["peer_backend"] == "triton"
+    assert "dcp attn_core: not started, no seconds left" in dcp["wrong"]
+    args.kinds = ["pp"]
+    assert parallel.compare(args) == 0
+    assert [row["kind"] for row in json.loads(path.read_text())["rows"]] == ["dcp", "pp", "tp"]
+
+
+def test_no_engine_starts_without_seconds_left(tmp_path):
+    args = argparse.Namespace(device="cpu", logs=tmp_path)
+    said = parallel.run_one("tp", OURS, tmp_path / "one", 0, time.monotonic() - 1, args)
+    assert said == "not started, no seconds left"
+
+
 def test_prompts_are_replayed_together_alone_and_behind_a_prefix():
     asked = []
 
@@ -76,5 +121,5 @@ def test_prompts_are_replayed_together_alone_and_behind_a_prefix():
 def test_engines_side_by_side_have_ports_of_their_own(kind):
     first, second = (arguments(kind, OURS, "model", "cuda", number) for number in (0, 1))
     assert abs(first["port"] - second["port"]) > 300
-    assert first.get("disable_custom_all_reduce", False) == (kind != ONE)
-    assert (first["base_gpu_id"] == second["base_gpu_id"]) == (kind != ONE)
+    assert first.get("disable_custom_all_reduce", False) == (kind in parallel.SPLIT)
+    assert (first["base_gpu_id"] == second["base_gpu_id"]) == (kind in parallel.SPLIT)

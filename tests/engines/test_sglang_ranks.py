@@ -41,11 +41,11 @@ def test_a_server_of_one_rank_asks_no_other():
     assert selection.ranks() is None
 
 
-def test_keys_split_over_ranks_are_refused_by_their_flag():
+def test_prompts_split_over_ranks_are_refused_by_their_flag():
     from attn_core.integrations.sglang.backend import AttnCoreBackend
 
-    run = runner([attention()], mha_pool(), 1, dcp_size=2)
-    with pytest.raises(UnsupportedError, match="--dcp-size 2"):
+    run = runner([attention()], mha_pool(), 1, attn_cp_size=2)
+    with pytest.raises(UnsupportedError, match="--attn-cp-size 2"):
         AttnCoreBackend(run)
 
 

@@ -79,10 +79,10 @@ def runner(modules, pool, page, *, draft=False, config=None, **args):
     config: of transformers, which is read for sparse MLA.
     """
     table = torch.zeros(ROWS, CONTEXT, dtype=torch.int32)
-    each = CONTEXT // page
+    each = -(-CONTEXT // page)
     pages = torch.randperm(SLOTS // page - 1)[: (ROWS - 1) * each] + 1
     slots = pages.view(ROWS - 1, each, 1) * page + torch.arange(page)
-    table[1:] = slots.view(ROWS - 1, CONTEXT).int()
+    table[1:] = slots.view(ROWS - 1, -1)[:, :CONTEXT].int()
     return SimpleNamespace(
         server_args=server_args(**args),
         device="cpu",
@@ -136,6 +136,7 @@ class Pass:
             positions=torch.cat([torch.cat(positions), zeros]),
             extend_seq_lens=torch.tensor(self.new, dtype=torch.int32) if extend else None,
             extend_seq_lens_cpu=list(self.new) if extend else None,
+            extend_prefix_lens=torch.tensor(self.prefix, dtype=torch.int32) if extend else None,
             extend_prefix_lens_cpu=list(self.prefix) if extend else None,
             attn_attend_prefix_cache=None,
             mha_return_lse=None,

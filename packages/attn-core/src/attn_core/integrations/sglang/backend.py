@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.choice import explained
 from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
-from attn_core.integrations.sglang.layers import layers_of
+from attn_core.integrations.sglang.layers import layers_of, with_sinks
 from attn_core.integrations.sglang.linear_layers import served_layers
 from attn_core.integrations.sglang.passes import PassBuilder, StaticTables
 from attn_core.integrations.sglang.pool import KV_DTYPE, EnginePool
@@ -30,13 +30,13 @@ from attn_core.integrations.sglang.server import (
     check_version,
     draft_shape,
     speculation,
-    verifies,
+    use_short_masks,
 )
 from attn_core.integrations.sglang.sparse import serve_indexers
+from attn_core.integrations.sglang.split_keys import split_keys
 from attn_core.integrations.sglang.unfolded import attend, padded, unfold_long_prefixes
 from attn_core.runtime.backend import Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 logger = logging.getLogger(__name__)
@@ -82,15 +82,19 @@ class AttnCoreBackend(AttentionBackend):
         index_topk = None
         if self.pool.is_sparse:
             index_topk = check_sparse(args, runner.model_config.hf_config)
-        self.layers, self._unfolded = layers_of(runner.model, self.pool, index_topk)
-        needs = {LayerRequirements.of(layer, self.pool.kind) for layer in self.layers.values()}
-        needs |= {layer.requirements for layer in served_layers(runner).values()}
+        own, self._unfolded = layers_of(runner.model, self.pool, index_topk)
+        linear = {layer.requirements for layer in served_layers(runner).values()}
+        self._split = split_keys(runner, own, self.pool, bool(linear))
+        self.layers = own if self._split is None else self._split.wide
+        every = [*own.values(), *self.layers.values()]
+        needs = {LayerRequirements.of(layer, self.pool.kind) for layer in every} | linear
         requirements = Requirements(
             layers=tuple(sorted(needs, key=repr)),  # alike on all ranks
             dtype=KV_DTYPE[runner.dtype],
             kv_cache_dtype=self.pool.kv_cache_dtype,
             page_size=self.pool.page_size,
             speculation=speculation(args, topk, None if tree is None else tree[1]),
+            lse=self._split is not None,
             deterministic=bool(args.enable_deterministic_inference),
             graphs=captures(args, self.pool.device.type),
         )
@@ -102,7 +106,7 @@ class AttnCoreBackend(AttentionBackend):
             publish(self.selection, args)
         host_lengths = any(c.row.needs_host_lengths for c in self.selection.roles.values())
         self.needs_cpu_seq_lens = host_lengths
-        self.passes = PassBuilder(
+        self.passes = (PassBuilder if self._split is None else self._split.passes)(
             runner.req_to_token_pool.req_to_token,
             self.pool.page_size,
             slot_map=self.pool.window_slots,
@@ -111,14 +115,11 @@ class AttnCoreBackend(AttentionBackend):
             host_lengths=host_lengths,
         )
         self._encoder: EncoderViews | None = None
-        if check_cross_attention(self.layers.values(), self.pool.page_size, drafts > 0):
+        if check_cross_attention(own.values(), self.pool.page_size, drafts > 0):
             tables = self.passes.req_to_token
             self._encoder = EncoderViews(tables, host_lengths=host_lengths)
         self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
-        if verifies(args) and args.speculative_algorithm == "NGRAM":
-            from sglang.srt.speculative import ngram_worker
-
-            ngram_worker.USE_FULL_MASK = False  # read in every step
+        use_short_masks(args)
         self._create_dispatcher = partial(
             create_dispatcher,
             runner,
@@ -274,7 +275,13 @@ class AttnCoreBackend(AttentionBackend):
             )
             return out if lse is None else (filled, padded(lse, tokens))
         if sinks is not None and own.sinks is not sinks:
-            own = self._with_sinks(own, sinks)
+            own = self.layers[layer.layer_id] = with_sinks(own, sinks)
+        if self._split is not None:
+            keys, plan = (k, v) if save_kv_cache else (None, None), (batch, metadata)
+            self._split.forward(
+                self.dispatcher, heads, *keys, own.layer_id, forward_batch, *plan, filled[:real]
+            )
+            return out
         if k is None or not save_kv_cache:
             k = v = None
         else:
@@ -287,14 +294,3 @@ class AttnCoreBackend(AttentionBackend):
         return out
 
     forward_decode = forward_extend
-
-    def _with_sinks(self, layer: AttentionLayer, sinks: Tensor) -> AttentionLayer:
-        """Return a layer with the sinks of this call; those of the model are known before."""
-        if layer.sinks is None:
-            raise UnsupportedError(
-                f"layer {layer.layer_id} passes sinks that are no parameter of its module; use "
-                "another --attention-backend for this model"
-            )
-        if layer.sinks.data_ptr() != sinks.data_ptr():
-            layer = self.layers[layer.layer_id] = replace(layer, sinks=sinks)
-        return layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -90,3 +91,14 @@ def to_layer(
         is_cross=module.is_cross_attention,
         index_topk=index_topk,
     )
+
+
+def with_sinks(layer: AttentionLayer, sinks: Tensor) -> AttentionLayer:
+    """Return a layer with the sinks of a call; those of the model are known before."""
+    if layer.sinks is None:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} passes sinks that are no parameter of its module; use "
+            "another --attention-backend for this model"
+        )
+    same = layer.sinks.data_ptr() == sinks.data_ptr()
+    return layer if same else replace(layer, sinks=sinks)

@@ -20,6 +20,7 @@ TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in o
 DRAFTS = SpecifierSet("==0.5.16.*")  # whose draft workers call attn_core's backends
 SPARSE = SpecifierSet("==0.5.16.*")  # whose indexers and pool of index keys were read
 LINEAR = SpecifierSet("==0.5.16.*")  # whose pool of states and passes were read
+SPLIT = SpecifierSet("==0.5.16.*")  # whose slots and groups of decode context parallelism were read
 DRAFTED = ("EAGLE", "EAGLE3", "STANDALONE")  # the algorithms of those workers
 # SGLang's arguments that change what a pass is, and what to do without each
 REFUSED: Mapping[str, str] = {
@@ -175,13 +176,18 @@ def check_arguments(args: Any) -> None:
         raise UnsupportedError(
             f"prefill/decode disaggregation with --attention-backend {NAME}; name another backend"
         )
-    for name in ("dcp_size", "attn_cp_size"):
-        if getattr(args, name, 1) > 1:
-            flag = "--" + name.replace("_", "-")
-            raise UnsupportedError(
-                f"{flag} {getattr(args, name)} with --attention-backend {NAME} (supports 1: a "
-                "request's keys stay together); leave it out, or name a backend that splits them"
-            )
+    if getattr(args, "attn_cp_size", 1) > 1:
+        raise UnsupportedError(
+            f"--attn-cp-size {args.attn_cp_size} with --attention-backend {NAME} (supports 1: the "
+            "queries of a prompt stay together); leave it out, or name a backend that splits them"
+        )
+    split = getattr(args, "dcp_size", 1)
+    if split > 1 and (args.speculative_algorithm or set(args.get_attention_backends()) != {NAME}):
+        raise UnsupportedError(
+            f"--dcp-size {split} with speculation or with another backend for one phase (serves "
+            f"plain prefill and decode); use --attention-backend {NAME} alone, or leave out "
+            "--dcp-size"
+        )
     if _graphs(args, "prefill") == "full":
         raise UnsupportedError(
             f"full CUDA graphs of prefill with --attention-backend {NAME}; choose "
@@ -224,6 +230,14 @@ def check_sparse(args: Any, config: Any) -> int:
                 f"{NAME} does not serve with {what}; use --attention-backend dsa"
             )
     return topk
+
+
+def use_short_masks(args: Any) -> None:
+    """Let SGLang's n-gram worker build masks of the drafts alone, where attn-core verifies."""
+    if verifies(args) and args.speculative_algorithm == "NGRAM":
+        from sglang.srt.speculative import ngram_worker
+
+        ngram_worker.USE_FULL_MASK = False  # read in every step
 
 
 def check_tree_masks(args: Any) -> None:
