@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton import shared as SHARED
-from attn_core.backends.triton.shared import Sharing, shared_granule, sharing_of
+from attn_core.backends.triton.shared import TILE_UNITS, Sharing, shared_granule, sharing_of
 from attn_core.backends.triton.tuning import Launch
 from triton_passes import DEVICE, Requests, make_layer
 
@@ -330,20 +330,21 @@ def test_a_request_that_fills_most_of_a_tile_is_read_alone():
         (1, (1, 4, 128), 0),
         (1, (1, 16, 128), 0),
         (3, (1, 4, 128), 0),
-        (4, (1, 4, 128), 1),
-        (4, (2, 7, 128), 1),
-        (1, (1, 16, 576, 512), 1),
+        (4, (1, 4, 128), TILE_UNITS),
+        (4, (2, 7, 128), TILE_UNITS),
+        (1, (1, 16, 576, 512), TILE_UNITS),
         (1, (1, 8, 576, 512), 0),
     ],
 )
-def test_tiles_of_many_rows_count_a_unit_beside_their_keys(queries, heads, expected):
+def test_tiles_of_many_rows_count_units_beside_their_keys(queries, heads, expected):
     """In what was measured drafts and latents were faster so, and decode slower."""
     layer = make_layer(*heads)
     assert sharing_of(LayerGroup.of(layer), queries, 64, 2).tile_units == expected
 
 
-def test_units_of_work():
-    """Each tile has a unit for 64 keys, and one more."""
+@pytest.mark.parametrize("more", [0, 1, TILE_UNITS])
+def test_units_of_work(more):
+    """Each tile has a unit for 64 keys, and some more."""
     table = torch.arange(6 * 64, dtype=torch.int32).view(6, 64)
     table[1:4, :32] = table[0, :32]  # 512 tokens of four requests: 128 rows, two tiles
     table[5, :16] = table[4, :16]  # 256 of two: 64 rows
@@ -355,14 +356,14 @@ def test_units_of_work():
     buffer = torch.zeros(SHARED.BUFFER_ROWS, 16, dtype=torch.int32)
     counter = torch.zeros(2, dtype=torch.int32)
     launch = Launch(block_m=64, block_n=64, warps=4, stages=2)
-    SHARED.fill_spans({}, requests, buffer, counter, launch, Sharing(256, 16, 4, tile_units=1))
-    alone = [-(-n // 64) + 1 for n in (700 - 512, 640 - 512, 600 - 512, 18, 400 - 256, 8)]
-    groups = [2 * (512 // 64 + 1), 256 // 64 + 1]
+    SHARED.fill_spans({}, requests, buffer, counter, launch, Sharing(256, 16, 4, tile_units=more))
+    alone = [-(-n // 64) + more for n in (700 - 512, 640 - 512, 600 - 512, 18, 400 - 256, 8)]
+    groups = [2 * (512 // 64 + more), 256 // 64 + more]
     assert buffer[0, :13].diff().tolist() == [*alone, *groups, 0, 0, 0, 0]
 
 
-def cut_before_keys(split, size, group, queries):
-    """Count tiles whose first unit, which has no keys, is the last one of a program."""
+def cuts_before_keys(split, size, group, queries):
+    """Return how many of a tile's units without keys lie before a cut, of tiles cut there."""
     units = split.work_indptr.diff().tolist()
     rows = [queries * group] * size + (split.spans.queries[size : 2 * size] * group).tolist()
     tiles = [
@@ -371,14 +372,24 @@ def cut_before_keys(split, size, group, queries):
     lengths = [n // k for n, k in zip(units, tiles, strict=True) for _ in range(k)]
     begins = itertools.accumulate(lengths, initial=0)
     quota = max(-(-sum(lengths) // split.cuts.programs), split.cuts.min_units)
-    return sum((begin + 1) % quota == 0 for begin in list(begins)[:-1])
+    before = [-begin % quota for begin in list(begins)[:-1]]
+    return {n for n in before if 0 < n <= split.cuts.sharing.tile_units}
 
 
-@pytest.mark.parametrize(("name", "processors"), [("levels", 6), ("one alone", 3), ("equal", 13)])
-def test_a_quota_may_end_before_the_keys_of_a_tile(name, processors):
+@pytest.mark.parametrize(
+    ("name", "processors", "cuts"),
+    [
+        ("levels", 6, {1}),
+        ("one alone", 3, {1, 2}),
+        ("equal", 13, {2, 3, 4}),
+        ("two groups", 5, {1, 2, 3, 4}),
+        ("levels", 13, {1, 2, 3, 4}),
+    ],
+)
+def test_a_quota_may_end_before_the_keys_of_a_tile(name, processors, cuts):
     lengths, shared = CASES[name]
     trees = random_trees(len(lengths), 4)
     sharers = Sharers(make_layer(1, dim=32), lengths, shared, page=16)
     split = attend(sharers, 4, M.TARGET_VERIFY, verify(4, trees), trees, multiprocessors=processors)
-    assert split.cuts.sharing.tile_units == 1
-    assert cut_before_keys(split, len(lengths), 4, 4)
+    assert split.cuts.sharing.tile_units == TILE_UNITS
+    assert cuts_before_keys(split, len(lengths), 4, 4) == cuts

@@ -188,7 +188,7 @@ class KernelSharedLevelsInOnePlace(Edited):
 
 
 class KernelSharedKeysSkippedForTheUnit(Edited):
-    """A program that begins within a tile takes the unit beside the keys for one of keys."""
+    """A program that begins within a tile takes units beside the keys for units of keys."""
 
     kernel = decode.decode_splits
     before = "unit = tl.maximum(unit - SPLIT.TILE_UNITS, 0)"

@@ -17,7 +17,8 @@ LEVELS = 2  # groups within groups: the requests of a group may be groups that s
 LEAST_SHARED_KEYS = 256
 MAX_REQUESTS = 1024  # one program plans all requests in its registers
 SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
-TILE_UNITS_FROM = 16  # query rows of a request from which on a tile counts a unit of its own
+TILE_UNITS = 4  # that tiles of drafts and of latents count beside their keys
+TILE_UNITS_FROM = 16  # query rows of a request from which on they do
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
 
 
@@ -37,14 +38,14 @@ def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
     A tile of two members would then read what a tile of each reads. store_bytes: of a value in the
-    store. Beside their keys, tiles of drafts and of latents count a unit; decode is faster without.
+    store. Beside their keys, tiles of drafts and of latents count units; decode is faster without.
     """
     rows = queries * group.num_queries_per_kv
     if 2 * rows > SHARED_TILE_ROWS:
         return None
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
     many = queries > 1 or _is_latent(group.head_dim, group.v_head_dim)
-    tile_units = int(many and rows >= TILE_UNITS_FROM)
+    tile_units = TILE_UNITS if many and rows >= TILE_UNITS_FROM else 0
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 
