@@ -81,6 +81,14 @@ def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     if (real := real_slots(slots)) is not None:
         k, v, slots = k[real], None if v is None else v[real], slots[real]
+    rows = cache.launchers.get("rows")
+    if rows is None or (rows and rows[0].data_ptr() != cache.k.data_ptr()):
+        rows = cache.launchers["rows"] = _plain_rows(cache)
+    if rows and k.dtype == rows[0].dtype and (v is None or v.dtype == k.dtype):
+        rows[0].index_copy_(0, slots, k.detach())
+        if v is not None:
+            rows[1].index_copy_(0, slots, v.detach())
+        return
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:
@@ -93,6 +101,19 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> Non
         elif pool.dtype.itemsize == 1:
             x = to_fp8(x, pool.dtype, scale)
         put(pool, cache.layout, slots, x.to(pool.dtype))
+
+
+def _plain_rows(cache: LayerCache) -> tuple[Tensor, ...]:
+    """Return K and V as rows [slots, Hkv, D] of one dtype, empty where they are not stored so.
+
+    They are kept with the cache: a decode step of a small model feels each operator.
+    """
+    stores = [cache.k] if cache.v is None else [cache.k, cache.v]
+    same = len({x.dtype for x in stores}) == 1 and stores[0].dtype.itemsize > 1
+    if cache.layout != "NHD" or not same or not all(x.is_contiguous() for x in stores):
+        return ()
+    with torch.inference_mode(False):  # else they could not be written outside of it
+        return tuple(x.flatten(0, 1) for x in stores)
 
 
 def read_kv(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
