@@ -37,6 +37,7 @@ from benchmarks.torch_native_cpu import (
     draw,
     interleave,
     paged,
+    placement,
     sdpa,
     sdpa_folded,
     truth,
@@ -229,6 +230,7 @@ def main() -> None:
         "cpu": cpu_model(),
         "level": level,
         "threads": torch.get_num_threads(),
+        **placement(),
         "results": results,
     }
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -205,6 +206,12 @@ def cpu_model() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def placement() -> dict[str, object]:
+    """Say how many of the machine's cores the process may use, and what torch's products may."""
+    cores = {"cores_usable": len(os.sched_getaffinity(0)), "cores": os.cpu_count()}
+    return {**cores, "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA")}
 
 
 def main() -> None:
