@@ -29,6 +29,7 @@ from torch import Tensor
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 TARGET = 1.3
+CAPS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # the instructions of torch's products
 PAGE_SIZES = (1, 16, 64)
 
 
@@ -209,9 +210,9 @@ def cpu_model() -> str:
 
 
 def placement() -> dict[str, object]:
-    """Say how many of the machine's cores the process may use, and what torch's products may."""
+    """Say how many of the machine's cores the process may use, and what torch's libraries may."""
     cores = {"cores_usable": len(os.sched_getaffinity(0)), "cores": os.cpu_count()}
-    return {**cores, "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA")}
+    return {**cores, "capped_by": {x: os.environ[x] for x in CAPS if x in os.environ}}
 
 
 def main() -> None:
