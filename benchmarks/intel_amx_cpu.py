@@ -3,8 +3,8 @@
 Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--level NAME]
 [--cores 1 2 4 8]: time the same calls with each number of threads, into a record of their own.
 [--against KERNELS.so]: time these compiled kernels, of another version, instead of torch_native.
-On a CPU with AMX, one without is measured by `--level avx512_bf16` for our kernels and, for torch's,
-ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 in the environment: both.
+A CPU with AMX stands for one without by `--level avx512_bf16`, for our kernels, and for torch's by
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 in the environment, both.
 The calls of all contestants take turns, so that a busy machine slows all of them alike.
 """
 
