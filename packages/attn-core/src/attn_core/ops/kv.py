@@ -82,12 +82,13 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> Non
     if (real := real_slots(slots)) is not None:
         k, v, slots = k[real], None if v is None else v[real], slots[real]
     rows = cache.launchers.get("rows")
-    if rows is None or (rows and rows[0].data_ptr() != cache.k.data_ptr()):
-        rows = cache.launchers["rows"] = _plain_rows(cache)
-    if rows and k.dtype == rows[0].dtype and (v is None or v.dtype == k.dtype):
-        rows[0].index_copy_(0, slots, k.detach())
-        if v is not None:
-            rows[1].index_copy_(0, slots, v.detach())
+    lies = tuple(x.data_ptr() for x in (cache.k, cache.v) if x is not None)
+    if rows is None or rows[0] != lies:
+        rows = cache.launchers["rows"] = (lies, _plain_rows(cache))
+    new = (k,) if v is None else (k, v)
+    if rows[1] and all(x.dtype == rows[1][0].dtype for x in new):
+        for row, x in zip(rows[1], new, strict=True):
+            row.index_copy_(0, slots, x.detach())
         return
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))

@@ -83,8 +83,9 @@ class IntelAMX(AttentionBackend):
         view = metadata.get(layer.view)
         if view is None:
             refuse_unplanned(layer, metadata)
+        lies = (cache.k.data_ptr(), None if cache.v is None else cache.v.data_ptr())
         bound = cache.launchers.get((IntelAMX, layer))
-        if bound is None or layer not in self._honoured or bound.k != cache.k.data_ptr():
+        if bound is None or layer not in self._honoured or (bound.k, bound.v) != lies:
             bound = cache.launchers[IntelAMX, layer] = self._bind(layer, cache)
         call = Attention.from_buffer_copy(bound)
         call.table, call.table_row = view.page_table.data_ptr(), view.page_table.stride(0)
