@@ -73,6 +73,8 @@ def cases(draw):
     scaled = stored != "auto"
     dtype = draw(st.sampled_from(["fp32", "fp16", "bf16", "bf16"]))
     # near a cap of 30 a unit in the last place of float32 is a large part of the budget
+    # of one or three columns and two keys, so is the luck of the reference
+    dims = DIMS[3:] if dtype == "fp32" else DIMS
     caps = [None, None, 1.5] if dtype == "fp32" else [None, None, 1.5, 30.0]
     scales = st.sampled_from([1.0, 0.25, 1e-3, 512.0])
     case = Case(
@@ -83,7 +85,7 @@ def cases(draw):
         trees=trees,
         kind=kind,
         heads=(kv_heads * draw(st.sampled_from([1, 2, 3, 5, 7, 9, 16])), kv_heads),
-        dims=draw(st.sampled_from(LATENTS if latent else DIMS)),
+        dims=draw(st.sampled_from(LATENTS if latent else dims)),
         kv_dtype=stored,
         k_scale=draw(scales) if scaled else 1.0,
         v_scale=draw(scales) if scaled and not latent else 1.0,

@@ -67,7 +67,7 @@ def test_an_index_shows_where_a_package_comes_from(package):
 
 
 def test_cores_extras_are_extras_of_the_vendors_packages():
-    """What an extra of attn-core asks of a vendor's package is there, or pip installs it without."""
+    """Where a package lacks an extra, pip installs it without a word more than a warning."""
     found = {name: r for name, r in extras("attn-core") if r.name.startswith("attn-")}
     assert {"nvidia", "rocm", "ascend", "ascend-npu", "intel", "intel-xpu"} == set(found)
     for name, wanted in found.items():
