@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo import model_file
 from benchmarks.results import FOLDER
-from benchmarks.torch_native_cpu import cpu_model
+from benchmarks.torch_native_cpu import cpu_model, placement
 
 OURS = ("intel_amx", "torch_native")
 CONTESTANTS = (*OURS, "sdpa")
@@ -179,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "device": str(probe_cpu()),
         "level": level,
         "threads": torch.get_num_threads(),
+        **placement(),
         "rounds": args.rounds,
         "results": results,
     }

@@ -3,6 +3,8 @@
 Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--level NAME]
 [--cores 1 2 4 8]: time the same calls with each number of threads, into a record of their own.
 [--against KERNELS.so]: time these compiled kernels, of another version, instead of torch_native.
+A CPU with AMX stands for one without by `--level avx512_bf16`, for our kernels, and for torch's by
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 in the environment, both.
 The calls of all contestants take turns, so that a busy machine slows all of them alike.
 """
 
@@ -37,6 +39,7 @@ from benchmarks.torch_native_cpu import (
     draw,
     interleave,
     paged,
+    placement,
     sdpa,
     sdpa_folded,
     truth,
@@ -229,6 +232,7 @@ def main() -> None:
         "cpu": cpu_model(),
         "level": level,
         "threads": torch.get_num_threads(),
+        **placement(),
         "results": results,
     }
     output.parent.mkdir(parents=True, exist_ok=True)

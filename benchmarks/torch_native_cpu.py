@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -28,6 +29,7 @@ from torch import Tensor
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 TARGET = 1.3
+CAPS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # the instructions of torch's products
 PAGE_SIZES = (1, 16, 64)
 
 
@@ -205,6 +207,12 @@ def cpu_model() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def placement() -> dict[str, object]:
+    """Say how many of the machine's cores the process may use, and what torch's libraries may."""
+    cores = {"cores_usable": len(os.sched_getaffinity(0)), "cores": os.cpu_count()}
+    return {**cores, "capped_by": {x: os.environ[x] for x in CAPS if x in os.environ}}
 
 
 def main() -> None:

@@ -64,3 +64,19 @@ def test_an_index_shows_where_a_package_comes_from(package):
     assert all(
         (ROOT / x.split("/main/")[1].partition("#")[0]).exists() for x in links if "/main/" in x
     )
+
+
+def test_cores_extras_are_extras_of_the_vendors_packages():
+    """Where a package lacks an extra, pip installs it without a word more than a warning."""
+    found = {name: r for name, r in extras("attn-core") if r.name.startswith("attn-")}
+    assert {"nvidia", "rocm", "ascend", "ascend-npu", "intel", "intel-xpu"} == set(found)
+    for name, wanted in found.items():
+        assert wanted.extras <= set(project(wanted.name)["optional-dependencies"]), name
+
+
+def test_a_vendors_plain_extra_never_touches_torch():
+    """torch-npu breaks `import torch` without its driver; a kernel library is for one torch."""
+    for package in ("attn-ascend", "attn-intel"):
+        assert [name for name, _ in extras(package) if name == "kernels"] == []
+    for package in PACKAGES:
+        assert "torch" not in {r.name for _, r in extras(package.name)}

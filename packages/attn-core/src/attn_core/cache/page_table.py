@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -33,11 +33,9 @@ def pad_page_table(
     rows: Sequence[Sequence[int]], *, width: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Build a page table int32 [B, max(width, longest row)] from page lists, padded with page 0."""
-    lens = torch.tensor([len(r) for r in rows], dtype=torch.int64, device="cpu")
     columns = max(width, max((len(r) for r in rows), default=0))
-    table = torch.zeros(len(rows), columns, dtype=torch.int32, device="cpu")
-    filled = torch.arange(columns, device="cpu") < lens[:, None]
-    table[filled] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32, device="cpu")
+    padded = chain.from_iterable(chain(r, repeat(0, columns - len(r))) for r in rows)
+    table = torch.tensor(list(padded), dtype=torch.int32, device="cpu").view(len(rows), columns)
     return table.to(device)
 
 

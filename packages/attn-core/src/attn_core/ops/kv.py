@@ -81,6 +81,15 @@ def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     if (real := real_slots(slots)) is not None:
         k, v, slots = k[real], None if v is None else v[real], slots[real]
+    rows = cache.launchers.get("rows")
+    lies = tuple(x.data_ptr() for x in (cache.k, cache.v) if x is not None)
+    if rows is None or rows[0] != lies:
+        rows = cache.launchers["rows"] = (lies, _plain_rows(cache))
+    new = (k,) if v is None else (k, v)
+    if rows[1] and all(x.dtype == rows[1][0].dtype for x in new):
+        for row, x in zip(rows[1], new, strict=True):
+            row.index_copy_(0, slots, x.detach())
+        return
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
     for values, pool, block_pool, scale in sides:
@@ -93,6 +102,19 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> Non
         elif pool.dtype.itemsize == 1:
             x = to_fp8(x, pool.dtype, scale)
         put(pool, cache.layout, slots, x.to(pool.dtype))
+
+
+def _plain_rows(cache: LayerCache) -> tuple[Tensor, ...]:
+    """Return K and V as rows [slots, Hkv, D] of one dtype, empty where they are not stored so.
+
+    They are kept with the cache: a decode step of a small model feels each operator.
+    """
+    stores = [cache.k] if cache.v is None else [cache.k, cache.v]
+    same = len({x.dtype for x in stores}) == 1 and stores[0].dtype.itemsize > 1
+    if cache.layout != "NHD" or not same or not all(x.is_contiguous() for x in stores):
+        return ()
+    with torch.inference_mode(False):  # else they could not be written outside of it
+        return tuple(x.flatten(0, 1) for x in stores)
 
 
 def read_kv(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

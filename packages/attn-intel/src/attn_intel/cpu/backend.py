@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ctypes import byref
 from typing import Final
 
@@ -83,23 +83,32 @@ class IntelAMX(AttentionBackend):
         view = metadata.get(layer.view)
         if view is None:
             refuse_unplanned(layer, metadata)
-        call = Attention()
+        lies = (cache.k.data_ptr(), None if cache.v is None else cache.v.data_ptr())
+        bound = cache.launchers.get((IntelAMX, layer))
+        if bound is None or layer not in self._honoured or (bound.k, bound.v) != lies:
+            bound = cache.launchers[IntelAMX, layer] = self._bind(layer, cache)
+        call = Attention.from_buffer_copy(bound)
         call.table, call.table_row = view.page_table.data_ptr(), view.page_table.stride(0)
         call.columns, call.seq_lens = view.page_table.shape[1], view.seq_lens.data_ptr()
-        call.page_size = cache.page_size
-        call.causal = layer.group.causal
         spec = batch.spec
         if batch.forward_mode is ForwardMode.TARGET_VERIFY and spec is not None:
             tree = spec.tree_mask
             if tree is not None and layer.group.causal:  # an encoder's keys are no drafts
                 call.tree, call.drafts = tree.data_ptr(), spec.num_draft_tokens
+        v_scale = cache.k_scale if cache.v is None else cache.v_scale
+        call.scale, call.v_scale = layer.scale * float(cache.k_scale), float(v_scale)
+        return self._call(call, q, layer, batch.cu_seqlens_q, out, return_lse)
+
+    def _bind(self, layer: AttentionLayer, cache: LayerCache) -> Attention:
+        """Return what all calls of a layer over its cache have in common; it is kept with it."""
         keys, values = cache.k, cache.v
         if cache.layout == "HND":
             keys = keys.transpose(1, 2)
             values = None if values is None else values.transpose(1, 2)
-        v_scale = cache.k_scale if values is None else cache.v_scale
-        call.scale, call.v_scale = layer.scale * float(cache.k_scale), float(v_scale)
-        return self._call(call, q, keys, values, layer, batch.cu_seqlens_q, out, return_lse)
+        call = self._describe(layer, keys, values)
+        call.page_size, call.pages = cache.page_size, keys.shape[0]
+        call.causal = layer.group.causal
+        return call
 
     def forward_ragged(
         self,
@@ -119,50 +128,58 @@ class IntelAMX(AttentionBackend):
         """Attend without a cache."""
         refuse_call(self.config, return_lse=return_lse)
         refuse_window(self.config.name, layer, causal=causal)
-        call = Attention()
-        call.cu_seqlens_k = cu_seqlens_k.data_ptr()
+        call = self._describe(layer, k.unsqueeze(0), v.unsqueeze(0))
+        call.cu_seqlens_k, call.pages = cu_seqlens_k.data_ptr(), k.shape[0]
         call.causal = causal
         call.scale, call.v_scale = layer.scale, 1.0
-        keys, values = k.unsqueeze(0), v.unsqueeze(0)
-        return self._call(call, q, keys, values, layer, cu_seqlens_q, out, return_lse)
+        return self._call(call, q, layer, cu_seqlens_q, out, return_lse)
+
+    def _describe(self, layer: AttentionLayer, k: Tensor, v: Tensor | None) -> Attention:
+        """Return a call with what it says of a layer, and of its keys and values [A, B, Hkv, D]."""
+        if layer not in self._honoured:
+            self._honour(layer)
+        self._refuse(layer, "k", k, (*k.shape[:2], layer.num_kv_heads, layer.head_dim), TYPES)
+        call = Attention()
+        call.k, (call.k_page, call.k_token, call.k_head, _) = _dense(k), k.stride()
+        if v is not None:
+            shape = (*k.shape[:2], layer.num_kv_heads, layer.v_head_dim)
+            self._refuse(layer, "v", v, shape, (k.dtype,))
+            call.v, (call.v_page, call.v_token, call.v_head, _) = _dense(v), v.stride()
+        call.kv_type = TYPES[k.dtype]
+        call.q_heads, call.kv_heads = layer.num_q_heads, layer.num_kv_heads
+        call.head_dim, call.v_head_dim = layer.head_dim, layer.v_head_dim
+        call.window = layer.sliding_window or 0
+        call.logit_cap = layer.logit_cap or 0.0
+        return call
 
     def _call(
         self,
         call: Attention,
         q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
         layer: AttentionLayer,
         cu_seqlens_q: Tensor,
         out: Tensor | None,
         return_lse: bool,
     ) -> Output:
-        if layer not in self._honoured:
-            self._honour(layer)
+        tokens, heads = q.shape[0], layer.num_q_heads
+        self._refuse(layer, "q", q, (tokens, heads, layer.head_dim), PLAIN)
+        if out is not None:
+            self._refuse(layer, "out", out, (tokens, heads, layer.v_head_dim), PLAIN)
         sinks = None if layer.sinks is None else layer.sinks.float()
-        self._refuse_tensors(q, k, v, layer, out, sinks)
+        if sinks is not None:
+            self._refuse(layer, "sinks", sinks, (heads,), PLAIN)
+            call.sinks = sinks.data_ptr()
         filled = out
         if out is None or out.stride(-1) != 1:
-            filled = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+            filled = q.new_empty(tokens, heads, layer.v_head_dim)
         assert filled is not None
-        shape = (q.shape[0], layer.num_q_heads)
-        lse = q.new_empty(shape, dtype=torch.float32) if return_lse else None
-        call.q, (call.q_token, call.q_head, _) = _dense(q), q.stride()
-        call.k, (call.k_page, call.k_token, call.k_head, _) = _dense(k), k.stride()
-        if v is not None:
-            call.v, (call.v_page, call.v_token, call.v_head, _) = _dense(v), v.stride()
-        call.out, (call.out_token, call.out_head, _) = filled.data_ptr(), filled.stride()
+        lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
         call.lse = None if lse is None else lse.data_ptr()
-        call.sinks = None if sinks is None else sinks.data_ptr()
+        call.q, (call.q_token, call.q_head, _) = _dense(q), q.stride()
+        call.out, (call.out_token, call.out_head, _) = filled.data_ptr(), filled.stride()
         call.cu_seqlens_q = cu_seqlens_q.data_ptr()
-        call.requests, call.tokens = cu_seqlens_q.shape[0] - 1, q.shape[0]
-        call.pages = k.shape[0] if call.table else k.shape[1]
-        call.q_heads, call.kv_heads = layer.num_q_heads, layer.num_kv_heads
-        call.head_dim, call.v_head_dim = layer.head_dim, layer.v_head_dim
-        call.window = layer.sliding_window or 0
-        call.logit_cap = layer.logit_cap or 0.0
-        call.q_type, call.kv_type = TYPES[q.dtype], TYPES[k.dtype]
-        call.out_type = TYPES[filled.dtype]
+        call.requests, call.tokens = cu_seqlens_q.shape[0] - 1, tokens
+        call.q_type, call.out_type = TYPES[q.dtype], TYPES[filled.dtype]
         call.level, call.parallel = self._level, self._kernels.parallel
         call.threads = torch.get_num_threads()
         self._attend(call)
@@ -170,34 +187,20 @@ class IntelAMX(AttentionBackend):
             filled = out.copy_(filled)
         return filled if lse is None else (filled, lse)
 
-    def _refuse_tensors(
+    def _refuse(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
         layer: AttentionLayer,
-        out: Tensor | None,
-        sinks: Tensor | None,
+        what: str,
+        x: Tensor,
+        shape: tuple[int, ...],
+        types: Collection[torch.dtype],
     ) -> None:
-        """Raise UnsupportedError for tensors that the kernels would read or write past the end."""
-        name, heads, kv_heads = self.config.name, layer.num_q_heads, layer.num_kv_heads
-        owed: list[tuple[str, Tensor, tuple[int, ...]]] = [
-            ("q", q, (q.shape[0], heads, layer.head_dim)),
-            ("k", k, (*k.shape[:2], kv_heads, layer.head_dim)),
-        ]
-        if v is not None:
-            owed.append(("v", v, (*k.shape[:2], kv_heads, layer.v_head_dim)))
-        if out is not None:
-            owed.append(("out", out, (q.shape[0], heads, layer.v_head_dim)))
-        if sinks is not None:
-            owed.append(("sinks", sinks, (heads,)))
-        for what, x, shape in owed:
-            types = (k.dtype,) if what == "v" else TYPES if what == "k" else PLAIN
-            if x.shape != shape or x.dtype not in types or not x.is_cpu:
-                raise UnsupportedError(
-                    f"{name}: layer {layer.layer_id} has {what} {list(x.shape)} {x.dtype} on "
-                    f"{x.device} (expected {list(shape)} in {', '.join(map(str, types))} on cpu)"
-                )
+        """Raise UnsupportedError for a tensor that the kernels would read or write past the end."""
+        if x.shape != shape or x.dtype not in types or not x.is_cpu:
+            raise UnsupportedError(
+                f"{self.config.name}: layer {layer.layer_id} has {what} {list(x.shape)} {x.dtype} "
+                f"on {x.device} (expected {list(shape)} in {', '.join(map(str, types))} on cpu)"
+            )
 
     def _attend(self, call: Attention) -> None:
         """Call the kernels, with as large a workspace as they ask for."""
