@@ -73,7 +73,7 @@ def arguments(kind: str, backend: str, model: str, device: str, number: int) -> 
         "max_total_tokens": 16384,
         "cuda_graph_bs_decode": [1, 2, 4, len(LENGTHS)],
         "disable_prefill_cuda_graph": True,
-        "mem_fraction_static": 0.7,
+        "mem_fraction_static": 0.9,  # engines share GPUs, and each takes little
         "random_seed": 1,
         "sampling_backend": "pytorch",
         "decode_log_interval": 10000,
