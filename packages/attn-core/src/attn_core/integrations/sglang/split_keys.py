@@ -123,33 +123,34 @@ class SplitKeys:
         k, v, slots = k[: len(q)], v[: len(q)], batch.views[VIEW].out_cache_loc
         assert slots is not None
         write_kv(dispatcher.caches.layer(number), k.contiguous(), v.contiguous(), slots)
-        parts: list[tuple[Tensor, Tensor]] = []
         extends = batch.forward_mode is not ForwardMode.DECODE
         prefixes = engine_batch.extend_prefix_lens_cpu if extends else None
-        if prefixes is None or any(prefixes):  # all ranks know the same
+        cached = prefixes is None or any(prefixes)  # all ranks know the same
+        if cached:
             every = self.group.all_gather(q.contiguous(), dim=1)
             wide = self.wide[number]
             found = dispatcher.forward(every, None, None, wide, batch, metadata, return_lse=True)
             assert isinstance(found, tuple)
-            parts += self._of_my_heads(*found)
+            outs, lses = self._of_my_heads(*found)
         if extends:
             cu, longest = batch.cu_seqlens_q, batch.max_q_len
-            own = self.own[number]
             found = dispatcher.forward_ragged(
-                q, k, v, own, cu, cu, longest, longest, causal=True, return_lse=True
+                q, k, v, self.own[number], cu, cu, longest, longest, causal=True, return_lse=True
             )
             assert isinstance(found, tuple)
-            parts.append(found)
-        if len(parts) == 1:
-            out.copy_(parts[0][0])
-            return
-        outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
+            if not cached:
+                out.copy_(found[0])
+                return
+            outs, lses = (
+                torch.cat([x, new[None]]) for x, new in zip((outs, lses), found, strict=True)
+            )
         out.copy_(merge_states(outs, lses)[0])
 
-    def _of_my_heads(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Exchange the ranks' results, and return those of this rank's heads, of each rank.
+    def _of_my_heads(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange the ranks' results: all that is known of this rank's heads, of n ranks.
 
-        One exchange takes both: the LSE's bits lie behind the numbers of each head.
+        Returns [n, T, Hq, Dv] and [n, T, Hq]. One exchange takes both: the LSE's bits lie behind
+        the numbers of each head.
         """
         tokens, heads, dim = out.shape
         size, mine = self.group.world_size, heads // self.group.world_size
@@ -158,7 +159,7 @@ class SplitKeys:
         first = mine * self.group.rank_in_group
         packed = packed.view(size, tokens, heads, -1)[:, :, first : first + mine]
         lses = packed[..., dim:].contiguous().view(torch.float32)[..., 0]
-        return list(zip(packed[..., :dim], lses, strict=True))
+        return packed[..., :dim], lses
 
 
 def widened(layer: AttentionLayer, size: int) -> AttentionLayer:
