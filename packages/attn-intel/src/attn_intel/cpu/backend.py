@@ -218,7 +218,7 @@ class IntelAMX(AttentionBackend):
                     f"{'pages' if call.table else 'keys'}, {call.columns} columns of the page "
                     "table; check cu_seqlens, seq_lens and page_table"
                 )
-            self._local.workspace = torch.empty(needed, dtype=torch.uint8)
+            self._local.workspace = torch.empty(needed, dtype=torch.uint8, device="cpu")
 
 
 def _dense(x: Tensor) -> int:
