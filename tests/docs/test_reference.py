@@ -130,7 +130,7 @@ def test_the_install_page_has_every_extra():
     project = tomllib.loads((ROOT / "packages/attn-core/pyproject.toml").read_text())["project"]
     (table,) = re.findall(r"^\| extra of attn-core .*?\n\n", page, re.S | re.M)
     first = re.findall(r"^\| (`.*?) \|", table, re.M)
-    assert set(re.findall(r"`(\w+)`", "".join(first))) == set(project["optional-dependencies"])
+    assert set(re.findall(r"`([\w-]+)`", "".join(first))) == set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from attn_core.plugins.dependencies import Pin
-from attn_core.plugins.registry import BrokenPlugin, Origin, Registry
+from attn_core.plugins.registry import BrokenPlugin, Origin, Registry, load_plugins
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import Device
-from attn_core.tools import doctor
+from attn_core.tools import clashes, doctor
 
 HOPPER = Device("cuda", "sm90", "13.0")
 PINS = (
@@ -232,8 +232,33 @@ def test_another_project_with_a_librarys_module_is_a_problem(monkeypatch, owners
     """The index has a package aiter, which is not AMD's."""
     pin = Pin(distribution="amd-aiter", torch=">=2.8", version=">=0.1", why="-", module="aiter")
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"aiter": owners})
-    found = [*doctor._strangers((pin,))]
+    found = [*clashes.clashes((pin,), HOPPER)]
     assert [(f.subject, f.level) for f in found] == [("aiter", "problem")] * problem
     if problem:
         assert "unrelated project: amd-aiter cannot be imported" in found[0].verdict
         assert found[0].fix.startswith("pip uninstall -y aiter && pip install 'amd-aiter>=0.1'")
+
+
+@pytest.mark.parametrize(
+    ("device", "kept", "gone"),
+    [
+        (Device("npu", "910b"), "triton-ascend==3.2.0", "triton"),
+        (Device("cuda", "sm90"), "triton==3.6.0", "triton-ascend"),
+    ],
+)
+def test_two_libraries_with_the_same_files_are_a_problem(device, kept, gone, monkeypatch):
+    """triton-ascend owns the module name `triton`: pip lets the two overwrite each other."""
+    both = {"triton": "3.6.0", "triton-ascend": "3.2.0"}
+    here = dict[str, str]()
+    monkeypatch.setattr(
+        clashes, "installed", lambda names: {n: here[n] for n in names if n in here}
+    )
+    monkeypatch.setattr(clashes, "strangers", lambda pin: [])
+    pins = load_plugins().pins
+    for one in both:
+        here |= {one: both[one]}
+        found = [*clashes.clashes(pins, device)]
+        assert len(found) == len(here) - 1
+    assert (found[0].subject, found[0].level) == ("triton-ascend", "problem")
+    assert "the files of triton" in found[0].verdict
+    assert found[0].fix.startswith(f"pip uninstall -y {gone} && pip install '{kept}'")

@@ -25,6 +25,7 @@ def attn_register_pins() -> Sequence[Pin]:
             distribution="triton-ascend",
             torch=">=2.8",
             version=">=3.2",
+            replaces="triton",
             why="it owns the module `triton`: uninstall triton first, the two cannot coexist",
         ),
     ]

@@ -24,6 +24,8 @@ class Pin:
     indexed: False if no index has the library, so pip cannot install it; `why` then says how to
     get it.
     module: what it is imported as, where an unrelated distribution installs a module of that name.
+    replaces: a distribution whose module it has, as a build of it for other hardware: the two write
+    the same files, so one machine has one of them.
     """
 
     distribution: str
@@ -33,6 +35,7 @@ class Pin:
     options: str = ""
     indexed: bool = True
     module: str = ""
+    replaces: str = ""
 
     @property
     def pip(self) -> str:

@@ -14,18 +14,12 @@ from packaging.version import Version
 
 import attn_core
 from attn_core.costs import store
-from attn_core.plugins.dependencies import (
-    Libraries,
-    Pin,
-    alternatives,
-    shortfall,
-    strangers,
-    used,
-)
+from attn_core.plugins.dependencies import Libraries, Pin, alternatives, shortfall, used
 from attn_core.plugins.evidence import faults
 from attn_core.plugins.registry import Registry
 from attn_core.spec.device import Device, devices_of, probe_device, torch_build
 from attn_core.tools import probes
+from attn_core.tools.clashes import clashes
 from attn_core.tools.finding import Finding, Level
 from attn_core.tools.tuning import tuning
 
@@ -56,7 +50,7 @@ def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
         *_kernel_libraries(registry, here, libraries, build.get("version")),
         _tuning(registry, here, libraries, here=device is None),
         *(probes.findings(registry, here) if device is None else ()),
-        *_strangers(registry.pins),
+        *clashes(registry.pins, here),
     ]
 
 
@@ -259,19 +253,6 @@ def _group(
 def _tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bool) -> Finding:
     what = tuning(registry, device, libraries, here=here)
     return Finding("measured", what.found, "ok" if what.good else "note", what.verdict, what.fix)
-
-
-def _strangers(pins: tuple[Pin, ...]) -> Iterator[Finding]:
-    """Name every distribution that has the module of a kernel library and is another project."""
-    for pin in pins:
-        for name in strangers(pin):
-            yield Finding(
-                name,
-                f"has the module {pin.module}",
-                "problem",
-                f"an unrelated project: {pin.distribution} cannot be imported beside it",
-                f"pip uninstall -y {name} && {pin.pip} --force-reinstall --no-deps",
-            )
 
 
 def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
