@@ -558,6 +558,25 @@ def test_a_vision_tower_has_no_cache():
         ragged(backend, layer, [3], [3], return_lse=True)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_towers_of_one_shape_share_the_graphs_of_the_library(scale):
+    """It takes a graph for a shape, whatever strides and scale it was built for."""
+    layer = make_layer(is_causal=False)
+    rng = torch.Generator().manual_seed(4)
+    q, k, v = torch.randn(3, 13, 4, 64, generator=rng).bfloat16()
+    layer = dataclasses.replace(layer, num_kv_heads=4)
+    plain = make_backend(layer, encodes=True)
+    cu = indptr(9, 4)
+    want = plain.forward_ragged(q, k, v, layer, cu, cu, 9, 9, causal=False)
+    fused = torch.stack((q, k, v), 1)
+    scaled = dataclasses.replace(layer, scale=layer.scale * scale)
+    heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q / scale, k, v))
+    for tensors in ((fused[:, 0] / scale, fused[:, 1], fused[:, 2]), heads_first):
+        other = make_backend(scaled, encodes=True)
+        got = other.forward_ragged(*tensors, scaled, cu, cu, 9, 9, causal=False)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_the_library_is_loaded_when_a_backend_is_created(monkeypatch):
     """Nothing of it is there after the plugin and every module of the wrapper were imported."""
     import importlib

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from attn_core import (
     AttentionLayer,
     BackendConfig,
     Output,
+    UnsupportedError,
     VisionBackend,
-    align16,
+    contiguous16,
     contiguous_out,
     copy_to_out,
     refuse_call,
@@ -28,7 +29,11 @@ _ROUND = 64  # tokens: cuDNN builds a graph per longest sequence, so few differe
 
 
 class Cudnn(VisionBackend):
-    """Attention without a cache; the requests are named by offsets, nothing is planned."""
+    """Attention without a cache; the requests are named by offsets, nothing is planned.
+
+    FlashInfer keeps a graph per shape, and takes it for other strides, scales and dtypes of offsets
+    too. So all calls have the same: dense tensors, 1 / sqrt(D), and int32.
+    """
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
@@ -52,9 +57,15 @@ class Cudnn(VisionBackend):
         out: Tensor | None = None,
         return_lse: bool = False,
     ) -> Output:
-        """Attend without a cache; no length is read on the host."""
+        """Attend without a cache; no length is read on the host.
+
+        Another scale than 1 / sqrt(D) is multiplied into q, which is rounded once more.
+        """
         refuse_call(self.config, return_lse=return_lse)
-        q, k, v = align16(q), align16(k), align16(v)
+        scale = q.shape[2] ** -0.5
+        if not math.isclose(layer.scale, scale, rel_tol=1e-6):
+            q = (q * (layer.scale / scale)).to(q.dtype)
+        q, k, v = contiguous16(q), contiguous16(k), contiguous16(v)
         result = contiguous_out(q, layer.v_head_dim, out)
         if q.shape[0]:
             places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, result))
@@ -63,7 +74,7 @@ class Cudnn(VisionBackend):
                     q,
                     k,
                     v,
-                    layer.scale,
+                    scale,
                     workspace(q.device, "cudnn", RECOMMENDED),
                     max_token_per_sequence=-(-max_q // _ROUND) * _ROUND,
                     max_sequence_kv=-(-max_k // _ROUND) * _ROUND,
@@ -84,9 +95,12 @@ class Cudnn(VisionBackend):
         strides = tuple(x.stride(0) for x in tensors)
         same = self._recent.same(cu_seqlens_q, cu_seqlens_k)
         if not same or strides != self._strides:
-            large = any(x.shape[0] * x.stride(0) >= 1 << 31 for x in tensors)
-            dtype = torch.int64 if large else torch.int32
-            q, k = (x.view(-1, 1, 1, 1).to(dtype) for x in (cu_seqlens_q, cu_seqlens_k))
+            if any(x.numel() >= 1 << 31 for x in tensors):
+                raise UnsupportedError(
+                    f"{self.config.name}: tensors of {max(x.numel() for x in tensors)} numbers "
+                    "(supports fewer than 2^31); pass fewer requests at once"
+                )
+            q, k = (x.view(-1, 1, 1, 1).int() for x in (cu_seqlens_q, cu_seqlens_k))
             self._strides = strides
             self._layout = {
                 "actual_seq_lens_q": q.diff(dim=0).int(),

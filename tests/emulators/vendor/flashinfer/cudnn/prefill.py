@@ -1,7 +1,11 @@
 """flashinfer.cudnn.prefill 0.6.14 without pages: ragged requests named by offsets of elements."""
 
+import math
+
 import attn_reference
 import torch
+
+_graphs: dict[tuple, tuple] = {}  # what a graph knows besides its key, by the key
 
 
 def cudnn_batch_prefill_with_kv_cache(
@@ -71,6 +75,15 @@ def cudnn_batch_prefill_with_kv_cache(
             for n, first in zip(counts, at, strict=False)
         ]
 
+    key = (batch, q.dtype, max_token_per_sequence, max_sequence_kv, q.shape[1:], k_cache.shape[1])
+    key += (v_cache.shape[2], return_lse, causal)
+    strides = tuple(x.stride() for x in (q, k_cache, v_cache, out))
+    built_in = (strides, scale, tuple(x.dtype for x in offsets))
+    if _graphs.setdefault(key, built_in) != built_in:
+        out.fill_(
+            math.nan
+        )  # the graph of another call reads elsewhere, or scales by another number
+        return out, None
     values, _ = attn_reference.attend(
         torch.cat(requests(q, q_lens, batch_offsets_q)),
         requests(k_cache, k_lens, batch_offsets_k),
