@@ -80,12 +80,13 @@ def tune_command(
                 )
             known = Profile()
     work = _Measurement(inputs, registry, env, known, minutes, grid=not quick)
-    skipped, prepare_s, passes = [], 0.0, 0
+    skipped, passes = [], 0
+    prepare_s: Counter[str] = Counter()
     new, written = Profile(), time.monotonic()
     try:
         with work.steps(compile_only=compile_only) as steps:
             for step in steps:
-                prepare_s += step.prepare_s
+                prepare_s.update(step.prepare_s)
                 passes += bool(step.profile.costs)
                 new = new.merged(step.profile)
                 if step.skipped:
@@ -106,7 +107,7 @@ def tune_command(
             "points": len(known.costs),
             "compile_s": round(work.compile_s, 3),
             "measure_s": round(work.measure_s, 3),
-            "prepare_s": round(prepare_s, 1),
+            "prepare_s": {name: round(s, 1) for name, s in prepare_s.most_common()},
             "passes": {"listed": work.listed, "measured": passes},
             "fastest": {"certain": certain, "passes": every},
             "bad": [{"backend": name, "reason": why} for name, why in bad],
@@ -124,9 +125,10 @@ def tune_command(
     for reason, number in Counter(s.skipped for s in skipped).items():
         again = "; run again to go on" if reason == SPENT else ""
         lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
+    each = "".join(f", {name} {s:.0f} s" for name, s in prepare_s.most_common())
     lines.print(
-        f"{work.compile_s:.0f} s of compiling, {work.measure_s:.0f} s of measuring, "
-        f"{prepare_s:.0f} s of them in plans and checks",
+        f"{work.compile_s:.0f} s of compiling, {work.measure_s:.0f} s of measuring; of these in "
+        f"plans and checks {sum(prepare_s.values()):.0f} s{each}",
         soft_wrap=True,
     )
     lines.print(

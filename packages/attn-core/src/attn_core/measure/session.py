@@ -6,7 +6,7 @@ import datetime
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,14 +40,14 @@ Most = dict[tuple[str, str], tuple[float, float]]  # backend and row: the most w
 class Step:
     """What became of a job.
 
-    profile: what it added. skipped: why it was not measured, or "". prepare_s: seconds of backends'
-    plans and first calls, in which kernels are compiled that were not before.
+    profile: what it added. skipped: why it was not measured, or "". prepare_s: seconds of each
+    backend's plan, first call and check; kernels that were not compiled before are compiled in it.
     """
 
     job: Job
     profile: Profile
     skipped: str = ""
-    prepare_s: float = 0.0
+    prepare_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def session(
@@ -106,18 +106,18 @@ def run(
     seconds: float,
     *,
     arch: str | None,
-) -> tuple[dict[Key, Cost], dict[Key, str], float]:
+) -> tuple[dict[Key, Cost], dict[Key, str], dict[str, float]]:
     """Check every candidate on one shape and time those that are right, in turns.
 
-    Returns the times, who failed and why, and the seconds that preparing took.
+    Returns the times, who failed and why, and the seconds that preparing each backend took.
     """
     inputs = build(form, size, device)
-    begin = time.monotonic()
+    prepare_s: dict[str, float] = {}
     calls: dict[Key, Call] = {}
     bad: dict[Key, str] = {}
     with torch.no_grad():
         for c in candidates:
-            key = Key(c.spec.name, c.digest, form, size)
+            key, begin = Key(c.spec.name, c.digest, form, size), time.monotonic()
             try:
                 call = prepare(c, inputs, arch)
                 fp8 = c.row.quantizes_q_to_fp8 and form.store.startswith("fp8")
@@ -128,7 +128,7 @@ def run(
             except Exception as error:  # a plugin's code: what it raises is the finding
                 bad[key] = _short(f"{type(error).__name__}: {error}")
                 _usable(device, c, error)
-        prepare_s = time.monotonic() - begin
+            prepare_s[c.spec.name] = prepare_s.get(c.spec.name, 0.0) + time.monotonic() - begin
         names = {str(i): key for i, key in enumerate(calls)}
         timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
     del inputs, calls

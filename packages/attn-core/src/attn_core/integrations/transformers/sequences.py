@@ -31,9 +31,8 @@ class Sequences:
         self.first_layer_id = memory.layers[0].layer_id
         self._keys: list[str] = []  # the allocator's name of each row; changed in place only
         self._lens: list[int] = []
-        self._seen = torch.zeros(
-            0, 0, dtype=torch.bool, device="cpu"
-        )  # [B, columns] on the host, True = real
+        # [B, columns] on the host, True = real
+        self._seen = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
         self._pass: Pass | None = None
         self._keeps_past = False  # pages behind the window stay until the next crop
         self._states = (
