@@ -6,8 +6,8 @@ reads and writes out of bounds, racecheck threads of a program that do not wait 
 A name is a backend, or `kernels`: every kernel of the Triton backends once (test_kernels.py and
 test_linear_kernels.py), in minutes. Parts of that, of the fewest tests that launch every kernel,
 are `sparse`, `dual-chunk` and `linear`, and parts of these, each of one test, `sparse-cut`,
-`sparse-decoded`, `sparse-portable`, `sparse-select`, `sparse-write`, `dual-chunk-decode`,
-`dual-chunk-prompt` and `dual-chunk-heads`. How long the runs took is printed.
+`sparse-decoded`, `sparse-portable`, `sparse-score`, `sparse-select`, `sparse-write`,
+`dual-chunk-decode`, `dual-chunk-prompt` and `dual-chunk-heads`. How long the runs took is printed.
 
 The tests run without the tool first, so that what they compile is compiled already. The tool leaves
 out PyTorch's own kernels, of which there are more than of those under test.
@@ -49,6 +49,7 @@ _SPARSE = {  # name → its one test
     "sparse-cut": "dsa-many-selected-bf16",
     "sparse-decoded": "dsa-decode-fp8-bf16",
     "sparse-portable": "dsa-decode-fp8-fp32",
+    "sparse-score": "scores_of_a_prompt",
     "sparse-select": "rows_that_are_selected",
     "sparse-write": "beside_attention",
 }

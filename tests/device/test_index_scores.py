@@ -1,66 +1,21 @@
-"""Hopper's scores of prompts on a GPU: float64, and bit for bit what the portable kernel scores."""
+"""Hopper's scores of prompts on a GPU."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.sparse import launch
-from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.index import to_fp8_queries
-from attn_core.runtime.batch import CacheView
+from prompt_scores import check_scores
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of sm90")
-TOPK, PAGE, DIM = 2048, 64, 128
 
 
 @pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("lengths", [(5000, 2100, 300, 2048), (20_000,)])
-def test_scores_are_those_of_the_portable_kernel(heads, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "queries"),
+    [((5000, 2100, 300, 2048), (700, 2100, 300, 1)), ((20_000,), (4096,))],
+)
+def test_scores_are_those_of_the_portable_kernel(heads, lengths, queries):
     """Prompts behind a prefix, one of a whole request, one query, one that needs no scores."""
-    torch.manual_seed(heads)
-    queries = (700, 2100, 300, 1)[: len(lengths)] if len(lengths) > 1 else (4096,)
-    pages = [-(-length // PAGE) for length in lengths]
-    order, begin = torch.randperm(sum(pages), device="cuda").int(), 0
-    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device="cuda")
-    for row, count in enumerate(pages):
-        table[row, :count], begin = order[begin : begin + count], begin + count
-    keys = torch.randn(sum(pages), PAGE, DIM, device="cuda").to(torch.float8_e4m3fn)
-    scales = torch.rand(sum(pages), PAGE, device="cuda") + 0.5
-    planes = (keys.view(torch.uint8).flatten(1), scales.view(torch.uint8))
-    index = torch.cat(planes, 1)
-    latents = torch.zeros(sum(pages), PAGE, 1, 576, dtype=torch.bfloat16, device="cuda")
-    cache = LayerCache(k=latents, v=None, index=index)
-    tokens = sum(queries)
-    q, w = torch.randn(tokens, heads, DIM), torch.randn(tokens, heads)
-    q, w = to_fp8_queries(q.bfloat16().cuda(), w.cuda())
-    view = CacheView(
-        page_table=table, seq_lens=torch.tensor(lengths).int().cuda(), out_cache_loc=None,
-        max_seq_len=max(lengths),
-    )  # fmt: skip
-    ends = torch.tensor([0, *queries]).cumsum(0).int().cuda()
-    requests = torch.repeat_interleave(torch.tensor(queries)).int().cuda()
-    scoring = launch.Scoring.of(q, w, cache, max(queries), "sm90")
-    assert scoring.on_hopper
-    columns = -(-max(lengths) // 64) * 64
-    first, count = 3, tokens - 3
-    own, portable = torch.full((2, count, columns), torch.nan, device="cuda")
-    for found, scores in ((scoring, own), (scoring._replace(on_hopper=False), portable)):
-        launch.score(found, view, ends, requests, scores, first, count, TOPK)
-    end, length = ends[1:][requests.long()], view.seq_lens[requests.long()]
-    seen = (length - end + torch.arange(tokens, device="cuda") + 1)[first:, None]
-    written = (torch.arange(columns, device="cuda") < seen) & (seen > TOPK)
-    assert torch.equal(own[written], portable[written])
-    assert own[(torch.arange(columns, device="cuda") >= seen)].isnan().all()
-    for t in (first, tokens // 2, tokens - 2):
-        r, visible = int(requests[t]), int(seen[t - first])
-        if visible <= TOPK:
-            continue
-        at = torch.arange(visible, device="cuda")
-        where = table[r][at // PAGE].long(), at % PAGE
-        products = (q[t].double() @ keys[where].double().T).clamp(min=0)
-        want = (w[t].double()[:, None] * products).sum(0) * scales[where].double()
-        torch.testing.assert_close(
-            own[t - first, :visible].double(), want, atol=0.5, rtol=1e-2
-        )  # QGMMA adds in 14 bits or so
+    check_scores(heads, lengths, queries)

@@ -11,6 +11,7 @@ from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.spec.device import parse_device
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
+from prompt_scores import check_scores
 from selections import check, rows
 from sparse_routes import ROUTES
 from triton_passes import DEVICE, Requests, launches, make_layer
@@ -142,6 +143,13 @@ def test_rows_that_are_selected_from_stay_in_their_memory():
         with launches() as launched:
             check(names, rows(names, 9000, DEVICE), 2048, [9000, 8999, 2049], how)
         assert "select_topk" in launched or DEVICE.type == "cpu"
+
+
+@pytest.mark.skipif(not HOPPER, reason="other chips score by the portable kernel")
+def test_scores_of_a_prompt_stay_in_their_memory():
+    with launches() as names:
+        check_scores(64, (2100, 300, 2049), (70, 20, 1))
+    assert {"score_prompts_hopper", "index_scores"} <= {*names}
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,15 @@ def test_what_the_parts_name_is_there():
     ids = {"-".join(route) for route in ROUTES} | {*re.findall(r'\("(dual-chunk[\w-]+)", ', text)}
     for name in ("sparse", "dual-chunk"):
         (_,), which = sanitize.KERNELS[name]
-        asked = {*which.split(" or ")} - {"beside_attention", "rows_that_are_selected"}
+        asked = {*which.split(" or ")} - {
+            "beside_attention",
+            "rows_that_are_selected",
+            "scores_of_a_prompt",
+        }
         assert asked <= ids
     assert "def test_what_stands_beside_attention" in text
     assert "def test_rows_that_are_selected" in text
+    assert "def test_scores_of_a_prompt" in text
     alone = [name for name in sanitize.KERNELS if re.match("(sparse|dual-chunk)-", name)]
     assert len(alone) == 8
     assert all(" or " not in sanitize.KERNELS[name][1] for name in alone)

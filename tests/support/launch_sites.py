@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
-from attn_core.backends.triton.sparse.launch import Scoring
 from attn_core.backends.triton.sparse.launch import score as score_queries
+from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.cache.pool import KVPool
 from attn_core.ops.triton.index import write_index
 from attn_core.ops.triton.kv import write_kv

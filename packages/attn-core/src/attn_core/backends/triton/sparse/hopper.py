@@ -6,7 +6,6 @@ In the latter each query is a request, and each slot a page.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,13 +25,11 @@ from attn_core.backends.triton.portable.arguments import (
 )
 from attn_core.backends.triton.sparse.gather import counted, decoded
 from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
+from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.merge import merge_states
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.layer import AttentionLayer
-
-if TYPE_CHECKING:
-    from attn_core.backends.triton.sparse.launch import Scoring
 
 __all__ = ["attend", "decoded", "score", "takes"]
 TILE = 64  # query heads, and keys of a block

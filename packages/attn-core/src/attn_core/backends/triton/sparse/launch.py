@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
 from attn_core.backends.triton.sparse.index import index_scores
+from attn_core.backends.triton.sparse.scoring import NATIVE, Scoring
 from attn_core.backends.triton.sparse.selecting import VECTOR, select, selecting
 from attn_core.backends.triton.tuning import power_of_two
 from attn_core.cache.layer_cache import LayerCache
@@ -19,35 +20,8 @@ from attn_core.runtime.layer import AttentionLayer
 
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
 FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
-TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 SPAN = 1024  # keys that pass by one query at most
 PROGRAMS = 1024  # that score, at the least
-_FP8 = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
-
-
-class IndexConstants(NamedTuple):
-    """What index_scores is compiled for; names with B are padded, BT are tokens, BN keys.
-
-    NATIVE: e4m3 keys are multiplied as they are.
-    """
-
-    HEADS: int
-    D: int
-    PAGE: int
-    FP8: bool
-    NATIVE: bool
-    BT: int
-    BN: int
-    BH: int
-    BD: int
-
-
-class IndexStrides(NamedTuple):
-    """Where the index keys of a page and of a token lie, and a page's scales."""
-
-    page: int
-    token: int
-    scales_page: int
 
 
 class AttendConstants(NamedTuple):
@@ -74,52 +48,6 @@ class AttendConstants(NamedTuple):
     ROPE_TOKEN: int
     SCALES_PAGE: int
     SCALES_TOKEN: int
-
-
-class Scoring(NamedTuple):
-    """The indexer's queries and keys as index_scores takes them."""
-
-    q_index: Tensor
-    weights: Tensor
-    keys: Tensor
-    scales: Tensor | None
-    strides: IndexStrides
-    constants: IndexConstants
-    options: dict[str, int]
-    on_hopper: bool  # whether Hopper's own kernel scores a prompt's queries
-
-    @classmethod
-    def of(
-        cls, q_index: Tensor, weights: Tensor, cache: LayerCache, queries: int, arch: str | None
-    ) -> Scoring:
-        """Choose tiles. queries: the most that a request has. arch: as in BackendConfig."""
-        keys, scales = cache.index_keys
-        fp8, fp8_queries = scales is not None, q_index.dtype is torch.float8_e4m3fn
-        native = fp8 and fp8_queries and arch in _FP8
-        if fp8_queries and not native:
-            q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
-        _, heads, dim = q_index.shape
-        page, token, _ = keys.stride()
-        strides = IndexStrides(page, token, 0 if scales is None else scales.stride(0))
-        prompts = queries > 1
-        block_n, warps = (256, 8) if native and prompts else (128, 4)
-        if q_index.dtype.itemsize == 4:
-            block_n = 16
-        rows = next((n for n in TOKENS if n >= queries), TOKENS[-1])
-        constants = IndexConstants(
-            *(heads, dim, cache.page_size, fp8, native, rows, block_n),
-            *(power_of_two(heads), power_of_two(dim)),
-        )
-        by_tma = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q_index, weights))
-        fits = (heads in (32, 64), dim == 128, by_tma, weights.dtype == torch.float32)
-        on_hopper = native and arch == "sm90" and rows == TOKENS[-1] and all(fits)
-        keys = keys.view(torch.uint8) if fp8 and not native else keys
-        options = {"num_warps": warps, "num_stages": 1}
-        if native:  # two programs share a multiprocessor: one weighs while the other multiplies
-            options |= {"num_stages": 4}
-            if arch == "sm90":  # elsewhere some registers would spill
-                options |= {"maxnreg": 128}
-        return cls(q_index, weights, keys, scales, strides, constants, options, on_hopper)
 
 
 def index_topk(
@@ -177,7 +105,7 @@ def score(
     """
     x, constants = scoring, scoring.constants
     if x.on_hopper:
-        from attn_core.backends.triton.sparse import hopper
+        from attn_core.backends.triton.sparse import hopper  # other chips may lack what it imports
 
         hopper.score(x, view, cu_seqlens_q, requests, scores, first, count, topk)
         return
@@ -213,7 +141,7 @@ def attend(
     tokens, heads, dim = q.shape
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
     fp8 = cache.latent_dim > 0
-    native = fp8 and arch in _FP8
+    native = fp8 and arch in NATIVE
     block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
     blocks = triton.cdiv(heads, block_m)
     values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
