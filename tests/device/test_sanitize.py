@@ -73,11 +73,8 @@ def test_what_the_parts_name_is_there():
     ids = {"-".join(route) for route in ROUTES} | {*re.findall(r'\("(dual-chunk[\w-]+)", ', text)}
     for name in ("sparse", "dual-chunk"):
         (_,), which = sanitize.KERNELS[name]
-        asked = {*which.split(" or ")} - {
-            "beside_attention",
-            "rows_that_are_selected",
-            "scores_of_a_prompt",
-        }
+        asked = {*which.split(" or ")}
+        asked -= {"beside_attention", "rows_that_are_selected", "scores_of_a_prompt"}
         assert asked <= ids
     assert "def test_what_stands_beside_attention" in text
     assert "def test_rows_that_are_selected" in text

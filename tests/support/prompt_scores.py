@@ -1,4 +1,4 @@
-"""Scores of prompts by Hopper's kernel: float64, and bit for bit what the portable kernel scores."""
+"""Scores of prompts by Hopper's kernel, beside float64 and, bit for bit, the portable kernel."""
 
 import torch
 from attn_core.backends.triton.sparse import launch
