@@ -80,7 +80,7 @@ def test_what_the_parts_name_is_there():
     assert "def test_rows_that_are_selected" in text
     assert "def test_scores_of_a_prompt" in text
     alone = [name for name in sanitize.KERNELS if re.match("(sparse|dual-chunk)-", name)]
-    assert len(alone) == 8
+    assert len(alone) == 9
     assert all(" or " not in sanitize.KERNELS[name][1] for name in alone)
     assert {ROUTES["dsa-many-selected", "bf16"], ROUTES["dsa-decode-fp8", "bf16"]} == {
         "cut", "decoded",

@@ -314,9 +314,9 @@ def test_the_flag_of_the_draft_model_names_its_backend():
 
 def test_what_is_not_served_says_what_to_change():
     check_arguments(args())
-    with pytest.raises(UnsupportedError, match="--attn-cp-size 2 .*leave it out, or name a"):
+    with pytest.raises(UnsupportedError, match=r"--attn-cp-size 2 .*leave it out, or name a"):
         check_arguments(args(attn_cp_size=2))
-    with pytest.raises(UnsupportedError, match="--dcp-size 2 .*attn_core alone, or leave out"):
+    with pytest.raises(UnsupportedError, match=r"--dcp-size 2 .*attn_core alone, or leave out"):
         check_arguments(args(dcp_size=2))
     with pytest.raises(UnsupportedError, match="disaggregation"):
         check_arguments(args(disaggregation_mode="prefill"))
