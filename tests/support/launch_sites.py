@@ -123,6 +123,7 @@ def write_keys(index_dtype, chip):
 
 def score(chip):
     """Launch for e4m3 queries of a long prompt over FP8 index keys, in DeepSeek-V3.2's shape."""
+    Site(case=extend(**DSA)).row(chip)  # raises NotDeclared where there is no such row
     layer = AttentionLayer(
         layer_id=0, num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=1.0
     )
