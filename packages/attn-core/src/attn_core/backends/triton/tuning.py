@@ -65,6 +65,16 @@ def has_pdl(arch: str) -> bool:
     return arch in ("sm90", "sm100", "sm103")
 
 
+def multiplies_e4m3(arch: str | None) -> bool:
+    """Say whether a GPU multiplies e4m3 numbers as they are, as torch has them."""
+    return arch in ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")
+
+
+def is_hopper(arch: str | None) -> bool:
+    """Say whether kernels of Hopper's own run on a GPU: wgmma and TMA."""
+    return arch == "sm90"
+
+
 def use_split_kv(queries: int, group: int, *, latent: bool, unsplit: bool = False) -> bool:
     """Say whether a pass splits the keys of its requests, the longest of which has `queries`.
 

@@ -32,6 +32,7 @@ from attn_core.backends.triton.linear.tuning import (
     prepares_ahead,
     scan_launch,
 )
+from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.ops.triton.launcher import Launcher, alike
 
@@ -222,6 +223,6 @@ def _scan(
 @cache
 def _kernels_of(arch: str) -> ModuleType | None:
     """Return the launches of an architecture's own kernels; None in Triton's interpreter."""
-    if arch != "sm90" or knobs.runtime.interpret or not has_gluon():
+    if not is_hopper(arch) or knobs.runtime.interpret or not has_gluon():
         return None
     return importlib.import_module(_HOPPER)

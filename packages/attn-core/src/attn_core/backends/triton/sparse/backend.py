@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.backend import Schedules, Triton
 from attn_core.backends.triton.sparse import launch, selecting
+from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
@@ -42,7 +43,7 @@ class TritonSparse(AttentionBackend):
         self._dense = Triton(config)
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._hopper: Any = None
-        if config.arch == "sm90" and config.device.type != "cpu" and has_gluon():
+        if is_hopper(config.arch) and config.device.type != "cpu" and has_gluon():
             self._hopper = importlib.import_module("attn_core.backends.triton.sparse.hopper")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> SparsePlan:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
 from attn_core.backends.triton.sparse.index import index_scores
-from attn_core.backends.triton.sparse.scoring import NATIVE, Scoring
+from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.backends.triton.sparse.selecting import VECTOR, select, selecting
-from attn_core.backends.triton.tuning import power_of_two
+from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.merge import merge_states
 from attn_core.runtime.batch import CacheView
@@ -141,7 +141,7 @@ def attend(
     tokens, heads, dim = q.shape
     v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
     fp8 = cache.latent_dim > 0
-    native = fp8 and arch in NATIVE
+    native = fp8 and multiplies_e4m3(arch)
     block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
     blocks = triton.cdiv(heads, block_m)
     values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
@@ -171,7 +171,7 @@ def attend(
 
 def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:
     """Return heads and keys of a tile, and its warps."""
-    if arch == "sm90" and heads > 16 and dtype != torch.float32:  # fills its shared memory
+    if is_hopper(arch) and heads > 16 and dtype != torch.float32:  # fills its shared memory
         return 64, 64, 8
     wide = fp8 or dtype == torch.float32  # FP8's values too are float32 before they are multiplied
     return 16, 16 if wide else 32, 4

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.tuning import power_of_two
+from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
+from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 
 TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
-NATIVE = ("sm89", "sm90", "sm100", "sm103", "sm110", "sm120")  # multiply e4m3, as torch has it
 
 
 class IndexConstants(NamedTuple):
@@ -58,7 +58,7 @@ class Scoring(NamedTuple):
         """Choose tiles. queries: the most that a request has. arch: as in BackendConfig."""
         keys, scales = cache.index_keys
         fp8, fp8_queries = scales is not None, q_index.dtype is torch.float8_e4m3fn
-        native = fp8 and fp8_queries and arch in NATIVE
+        native = fp8 and fp8_queries and multiplies_e4m3(arch)
         if fp8_queries and not native:
             q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
         _, heads, dim = q_index.shape
@@ -75,11 +75,12 @@ class Scoring(NamedTuple):
         )
         by_tma = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q_index, weights))
         fits = (heads in (32, 64), dim == 128, by_tma, weights.dtype == torch.float32)
-        on_hopper = native and arch == "sm90" and rows == TOKENS[-1] and all(fits)
+        fits += (native, rows == TOKENS[-1], is_hopper(arch), not q_index.is_cpu)
+        on_hopper = all(fits) and has_gluon()
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
             options |= {"num_stages": 4}
-            if arch == "sm90":  # elsewhere some registers would spill
+            if is_hopper(arch):  # elsewhere some registers would spill
                 options |= {"maxnreg": 128}
         return cls(q_index, weights, keys, scales, strides, constants, options, on_hopper)
