@@ -75,8 +75,8 @@ class Scoring(NamedTuple):
         )
         by_tma = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q_index, weights))
         fits = (heads in (32, 64), dim == 128, by_tma, weights.dtype == torch.float32)
-        fits += (native, rows == TOKENS[-1], is_hopper(arch), not q_index.is_cpu)
-        on_hopper = all(fits) and has_gluon()
+        here = (native, rows == TOKENS[-1], is_hopper(arch), not q_index.is_cpu)
+        on_hopper = all((*here, *fits)) and has_gluon()
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
