@@ -154,3 +154,16 @@ def test_a_first_call_is_logged(caplog, monkeypatch):
             run(backend, make_batch(M.DECODE, [1], (2,)), PLAIN, pool, tensors)
     [record] = caplog.records
     assert "built flashinfer, gated_delta_rule_decode_pretranspose" in record.getMessage()
+
+
+def test_weights_of_a_gate_may_be_loaded_again():
+    """In bfloat16 too, which the kernel does not read: a copy made once would be stale."""
+    layer, tensors = make_layer("16-bit weights"), inputs(NORMED, 1, dtype=torch.bfloat16)
+    backend, batch = make(layer), make_batch(M.DECODE, [1], (2,))
+    layer.gate.dt_bias.add_(3)
+    pools = make_pool(layer), make_pool(layer)
+    pools[1].states.state.copy_(pools[0].states.state)
+    got, _ = run(backend, batch, layer, pools[0], tensors)
+    want, _ = run(make(layer), batch, layer, pools[1], tensors)
+    assert torch.equal(got, want)
+    assert torch.equal(pools[0].states.state, pools[1].states.state)

@@ -10,6 +10,8 @@ from attn_core.errors import BackendError, UnsupportedError
 from attn_core.ops.merge import merge_states
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.graphs import without_host_lengths
+from attn_core.testing.inputs import clone_cache
+from attn_core.testing.passes import attend
 from mla_passes import FLASHINFER, Emulated, Pass, attend_ragged, counted, put_in, ragged
 
 
@@ -141,6 +143,18 @@ def test_queries_that_16_bytes_do_not_divide_are_copied():
     room[..., 1:577] = q
     that.inputs = dataclasses.replace(that.inputs, q=room[..., 1:577])
     that.check(that.backend())
+
+
+def test_pages_that_move_are_read_where_they_lie_now():
+    """As those of an engine that gave its memory back meanwhile."""
+    that = Pass("flashinfer", "mla-decode-padded")
+    backend, cache = that.backend(), clone_cache(that.inputs.cache)
+    first, _ = attend(backend, that.inputs, cache=cache)
+    old, cache.k.data = cache.k.data, cache.k.data.clone()
+    old.zero_()
+    again, _ = attend(backend, that.inputs, cache=cache)
+    tokens = that.inputs.real_tokens
+    assert torch.equal(again[:tokens], first[:tokens])
 
 
 def test_more_queries_than_a_plan_has_room_for_are_refused_before_they_corrupt_it(mla):

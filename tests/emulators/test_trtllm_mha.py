@@ -13,7 +13,7 @@ from attn_core.testing import BackendSuite
 from attn_core.testing.case_catalog import PAGED, RELATED
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Point
+from attn_core.testing.inputs import Point, clone_cache
 from attn_core.testing.passes import attend, create, prepared, run_case
 from attn_core.testing.plan import usable_rows
 from attn_core.testing.replay import replayed
@@ -85,6 +85,19 @@ def test_the_queries_of_an_fp8_cache_stay_in_16_bits_on_hopper(monkeypatch):
     with pytest.raises(CheckFailed, match="error"):
         run("sm90", case)
     run("sm120", case)
+
+
+def test_pages_that_move_are_read_where_they_lie_now():
+    """As those of an engine that gave its memory back meanwhile."""
+    case = CASES["fp8-e4m3-decode"]
+    on, point = bench("sm90", case), Point(dtype="bf16", page_size=256)  # kept as views
+    inputs, _ = prepared(on, case, point)
+    backend, cache = create(on, case, inputs, point), clone_cache(inputs.cache)
+    first, _ = attend(backend, inputs, cache=cache)
+    old, cache.k.data = cache.k.data, cache.k.data.clone()
+    old.view(torch.uint8).zero_()
+    again, _ = attend(backend, inputs, cache=cache)
+    assert torch.equal(again[: inputs.real_tokens], first[: inputs.real_tokens])
 
 
 def public(self, q, this, plan, out):

@@ -82,7 +82,7 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> Non
     if (real := real_slots(slots)) is not None:
         k, v, slots = k[real], None if v is None else v[real], slots[real]
     rows = cache.launchers.get("rows")
-    lies = tuple(x.data_ptr() for x in (cache.k, cache.v) if x is not None)
+    lies = tuple((x.data_ptr(), x.shape, x.dtype) for x in (cache.k, cache.v) if x is not None)
     if rows is None or rows[0] != lies:
         rows = cache.launchers["rows"] = (lies, _plain_rows(cache))
     new = (k,) if v is None else (k, v)

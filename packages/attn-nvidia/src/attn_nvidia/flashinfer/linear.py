@@ -76,7 +76,8 @@ class ExtendPlan(NamedTuple):
 class Weights(NamedTuple):
     """What is made of a layer once.
 
-    A_log, dt_bias: float32 [Hv], of the gate in the decode kernel.
+    A_log, dt_bias: [Hv], of the gate in the decode kernel: the layer's own, which may be loaded
+    again later.
     in_kernel: that kernel has the layer's gate and norm; else they are computed before it.
     unit: [K], K ** -0.5, to which the norm of a vector is brought; None without a norm. It has the
     dtype of q, but float32 for fp16: rounded to 11 bits it is off by 2^-13, which is seen there.
@@ -113,8 +114,7 @@ class FlashInferLinear(LinearAttentionBackend):
         if gate is None or gate.lower_bound or gate.neg_eigval or layer.qk_norm != _EPS:
             zeros = torch.zeros(heads, device=self.config.device)
             return Weights(zeros, zeros, False, unit)
-        A_log, dt_bias = (contiguous16(x.detach().float()) for x in (gate.A_log, gate.dt_bias))
-        return Weights(A_log, dt_bias, True, unit)
+        return Weights(gate.A_log, gate.dt_bias, True, unit)
 
     def _weights(self, layer: LinearLayer) -> Weights:
         """Return a layer's weights; another layer of the same id takes its place."""
@@ -193,8 +193,9 @@ class FlashInferLinear(LinearAttentionBackend):
         if not weights.in_kernel:
             q, k, v, g, beta = _before_kernel(layer, weights.unit, q, k, v, g, beta)
         q, k, v, g, beta = (aligned(x).unsqueeze(1) for x in (q, k, v, g, beta))
+        A_log, dt_bias = (contiguous16(x.detach().float()) for x in weights[:2])
         self._run(
-            self._decode, q, k, v, None, weights.A_log, g, weights.dt_bias, beta,
+            self._decode, q, k, v, None, A_log, g, dt_bias, beta,
             scale=layer.scale, output=result.unsqueeze(1), use_qk_l2norm=weights.in_kernel,
             initial_state=pool, initial_state_indices=reads, output_state_indices=writes,
         )  # fmt: skip

@@ -230,9 +230,12 @@ class FlashInferMLA(AttentionBackend):
 
 
 def _pages(cache: LayerCache) -> tuple[Tensor, ...]:
-    """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64]."""
+    """Return the latents and the ropes of a layer's pages, [pages, page_size, 512 or 64].
+
+    They are kept with the cache, and made again where its pages have moved.
+    """
     views: tuple[Tensor, ...] | None = cache.launchers.get("flashinfer")
-    if views is None:
+    if views is None or views[0].data_ptr() != cache.k.data_ptr():
         views = cache.k.squeeze(2).split_with_sizes((LATENT, ROPE), -1)
         cache.launchers["flashinfer"] = views
     return views

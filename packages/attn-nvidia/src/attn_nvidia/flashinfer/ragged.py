@@ -66,7 +66,7 @@ class Ragged:
         self._processors, self._bytes = processors, workspace_bytes
         self._wrappers: dict[_Key, PlannedWrapper] = {}
         self._recent = UnchangedTensors()
-        self._lengths: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self._lengths: tuple[Tensor, Tensor] = (torch.empty(0, device="cpu"),) * 2
         self._of_last: set[_Key] = set()
 
     def plan(

@@ -87,7 +87,9 @@ class PlannedWrapper:
         self.shape, self._static = shape, static
         self._wrapper = _create(library, shape, workspace, static)
         self.run = self._wrapper.run
-        self._dtypes = torch.empty(0, dtype=shape.q_dtype), torch.empty(0, dtype=shape.kv_dtype)
+        self._dtypes = tuple(
+            torch.empty(0, dtype=x, device="cpu") for x in (shape.q_dtype, shape.kv_dtype)
+        )
         self._info: list[int] | None = None
         self._copy = PinnedCopy(workspace.device)
 

@@ -47,6 +47,11 @@ class Prepared:
     window_left: int
 
     @property
+    def moved(self) -> bool:
+        """Whether the cache's pages lie elsewhere now."""
+        return self.pages[0].data_ptr() != self.cache.k.data_ptr()
+
+    @property
     def sinks(self) -> Tensor | None:
         """The layer's, in float32. A copy made once would miss weights loaded afterwards."""
         return None if self.layer.sinks is None else self.layer.sinks.float()
@@ -147,7 +152,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         """Attend to the cache, which holds k and v already."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
         this = self._prepared.get(layer.layer_id)
-        if this is None or this.cache is not cache or this.layer is not layer:
+        if this is None or this.cache is not cache or this.layer is not layer or this.moved:
             this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
         q = contiguous16(q)
         buffer, lse = contiguous_out(q, layer.v_head_dim, out), None

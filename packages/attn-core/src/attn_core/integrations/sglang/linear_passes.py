@@ -41,4 +41,4 @@ def checkpoint_slots(forward_batch: Any, lens: tuple[int, ...]) -> Tensor:
         if keeps and last > 0:
             own[last - 1] = slot
         slots += own
-    return torch.tensor(slots, dtype=torch.int32)
+    return torch.tensor(slots, dtype=torch.int32, device="cpu")
