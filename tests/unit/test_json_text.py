@@ -132,3 +132,8 @@ def test_a_plugins_file_is_named_with_what_is_wrong(tmp_path, monkeypatch):
     assert found["d"] == {}
     assert found["e"].startswith("it is no JSON")
     assert found["f"] == "Is a directory"
+
+
+def test_a_byte_order_mark_is_no_fault():
+    """Editors on Windows put one in front; bytes and text are read alike."""
+    assert loaded('\ufeff{"a": 1}') == loaded('\ufeff{"a": 1}'.encode()) == {"a": 1}

@@ -14,7 +14,8 @@ TOO_DEEP = "its lists or objects are nested too deeply"
 def loaded(text: bytes | str) -> Any:
     """Return plain data of JSON text, of at most MOST_LEVELS levels. Raises UsageError."""
     try:
-        data = json.loads(text)
+        # json takes a byte order mark off bytes only
+        data = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except json.JSONDecodeError as error:
         raise UsageError(
             f"it is no JSON: line {error.lineno}, column {error.colno}: {error.msg}"
