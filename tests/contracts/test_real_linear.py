@@ -148,12 +148,13 @@ def test_extend(wheel: list[str], layer: LinearLayer, longest: int) -> None:
     assert wheel == [short if longest < 2048 else "cp_delta_rule_dsl_sm90"]
 
 
-def test_what_the_library_does_not_take_is_found(wheel: list[str]) -> None:
+def test_what_the_library_does_not_take_is_found(
+    wheel: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a wrong argument of ours would be."""
     layer = layers()["gate"]
     backend, pool = make(layer, "decode"), make_pool(layer)
     batch, tensors = make_batch(M.DECODE, [1], (2,)), inputs(layer, 1, dtype=torch.bfloat16)
-    weights = backend._bound[0][1]
-    backend._bound[0] = layer, weights._replace(A_log=weights.A_log.double())
+    monkeypatch.setattr("attn_nvidia.flashinfer.linear.contiguous16", lambda x: x.double())
     with pytest.raises(AssertionError, match=r"A_log must be float32, got torch.float64"):
         run(backend, batch, layer, pool, tensors)
