@@ -72,9 +72,9 @@ def main() -> None:
             line.append(f"{form}: {us:.1f}" + ("" if error < tolerance(case) else " WRONG"))
             found.append({"case": case.name, **form._asdict(), "us": us, "rel_err": error})
         print(f"{case.name}\n  " + " | ".join(line), flush=True)
+        if args.out:  # after each case: what is measured survives a time limit
+            args.out.write_text(json.dumps(found, indent=1))
         del inputs, call
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ class Scoring(NamedTuple):
             *(power_of_two(heads), power_of_two(dim)),
         )
         by_tma = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q_index, weights))
-        fits = (heads in (32, 64), dim == 128, by_tma, weights.dtype == torch.float32)
-        here = (native, rows == TOKENS[-1], is_hopper(arch), not q_index.is_cpu)
-        on_hopper = all((*here, *fits)) and has_gluon()
+        fits = heads in (32, 64) and dim == 128 and by_tma and weights.dtype == torch.float32
+        on_hopper = native and is_hopper(arch) and rows == TOKENS[-1] and not q_index.is_cpu
+        on_hopper = on_hopper and fits and has_gluon()
         keys = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
