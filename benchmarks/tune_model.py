@@ -34,7 +34,7 @@ PASSED_ON = (
     "speculative_num_draft_tokens",
     "speculative_attention_mode",
 )
-KEPT = ("environment", "points", "compile_s", "measure_s", "prepare_s", "passes", "fastest", "bad")
+KEPT = ("environment", "points", "compile_s", "measure_s", "spent_s", "passes", "fastest", "bad")
 
 
 def flags(configuration: Configuration, folder: pathlib.Path, pages: str) -> list[str]:

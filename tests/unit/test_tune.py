@@ -28,6 +28,7 @@ from attn_core.measure import session as sessions
 from attn_core.measure.candidates import jobs
 from attn_core.measure.inputs import build
 from attn_core.measure.session import session
+from attn_core.measure.spent import Spent
 from attn_core.measure.spread import (
     LONGEST,
     MOST_WORK,
@@ -147,10 +148,10 @@ def test_the_check_sees_one_key_too_few(registry):
     (native,) = [c for c in job.candidates if c.spec.name == "torch_native"]
     for size in (Pass.even("prefill", 2, 40, 10), Pass.even("decode", 3, 17)):
         inputs = build(replace(job.form, window=8), size, CPU)
-        good = sessions.prepare(native, inputs, None)().clone()
+        good = sessions.prepare(native, inputs, None, Spent())().clone()
         inputs.check(good, rounds=False)
         short = replace(inputs, layer=replace(inputs.layer, sliding_window=7))
-        wrong = sessions.prepare(native, short, None)()
+        wrong = sessions.prepare(native, short, None, Spent())()
         with pytest.raises(CheckFailed, match="error"):
             inputs.check(wrong, rounds=False)
         good[-1, 0, 0] = torch.nan
@@ -269,16 +270,28 @@ def test_no_shape_begins_after_the_minutes(registry):
     assert {step.skipped for step in steps} == {sessions.SPENT}
 
 
-def test_what_plans_and_first_calls_take_is_told_apart(registry, monkeypatch):
-    kept = sessions.prepare
+def test_what_each_part_of_preparing_takes_is_told_apart(registry, monkeypatch):
+    kept = sessions.create_backend
 
-    def compiling(*args):
+    def slow(*args):
         time.sleep(0.2)
         return kept(*args)
 
-    monkeypatch.setattr(sessions, "prepare", compiling)
-    steps, _ = run(planned(registry)[:1])
-    assert 0.2 * len(steps[0].job.candidates) <= sum(steps[0].prepare_s.values()) < 60
+    monkeypatch.setattr(sessions, "create_backend", slow)
+    (step,), _ = run(planned(registry)[:1])
+    taken = step.spent.by_backend()
+    names = {c.spec.name for c in step.job.candidates}
+    assert taken.keys() == names | {"all"}
+    assert {*taken.pop("all")} == {"inputs", "rounds", "release"}
+    assert {*taken["torch_native"]} == {"create", "plan", "first call", "check"}
+    assert all(0.2 <= taken[name]["create"] < 20 for name in names)
+
+
+def test_what_took_half_a_second_is_said_the_slowest_backend_first():
+    spent = Spent({("all", "rounds"): 1.0, ("a", "check"): 0.2, ("b", "plan"): 3.04})
+    spent.add(Spent({("a", "first call"): 0.7, ("b", "check"): 0.4}))
+    assert str(spent) == "b (plan 3.0 s), all (rounds 1.0 s), a (first call 0.7 s)"
+    assert str(Spent()) == "no part of it half a second"
 
 
 def test_each_kernel_is_called_at_several_sizes_before_the_clock_starts(registry):

@@ -20,6 +20,7 @@ from attn_core.costs import store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.errors import UsageError
+from attn_core.measure.spent import Spent
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.selection.expected import micros
@@ -81,12 +82,12 @@ def tune_command(
             known = Profile()
     work = _Measurement(inputs, registry, env, known, minutes, grid=not quick)
     skipped, passes = [], 0
-    prepare_s: Counter[str] = Counter()
+    spent = Spent()
     new, written = Profile(), time.monotonic()
     try:
         with work.steps(compile_only=compile_only) as steps:
             for step in steps:
-                prepare_s.update(step.prepare_s)
+                spent.add(step.spent)
                 passes += bool(step.profile.costs)
                 new = new.merged(step.profile)
                 if step.skipped:
@@ -107,7 +108,7 @@ def tune_command(
             "points": len(known.costs),
             "compile_s": round(work.compile_s, 3),
             "measure_s": round(work.measure_s, 3),
-            "prepare_s": {name: round(s, 1) for name, s in prepare_s.most_common()},
+            "spent_s": spent.by_backend(),
             "passes": {"listed": work.listed, "measured": passes},
             "fastest": {"certain": certain, "passes": every},
             "bad": [{"backend": name, "reason": why} for name, why in bad],
@@ -125,10 +126,8 @@ def tune_command(
     for reason, number in Counter(s.skipped for s in skipped).items():
         again = "; run again to go on" if reason == SPENT else ""
         lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
-    each = "".join(f", {name} {s:.0f} s" for name, s in prepare_s.most_common())
     lines.print(
-        f"{work.compile_s:.0f} s of compiling, {work.measure_s:.0f} s of measuring; of these in "
-        f"plans and checks {sum(prepare_s.values()):.0f} s{each}",
+        f"{work.compile_s:.0f} s of compiling, {work.measure_s:.0f} s of measuring: {spent}",
         soft_wrap=True,
     )
     lines.print(

@@ -17,6 +17,7 @@ from attn_core.costs.shapes import Form, Pass, plain
 from attn_core.errors import BackendRunError
 from attn_core.measure.candidates import Candidate, Job
 from attn_core.measure.inputs import Inputs, build, bytes_of
+from attn_core.measure.spent import ALL, Spent
 from attn_core.measure.spread import work
 from attn_core.measure.timing import Call, clock_of, measure
 from attn_core.runtime.backend import BackendConfig, create_backend
@@ -40,14 +41,13 @@ Most = dict[tuple[str, str], tuple[float, float]]  # backend and row: the most w
 class Step:
     """What became of a job.
 
-    profile: what it added. skipped: why it was not measured, or "". prepare_s: seconds of each
-    backend's plan, first call and check; kernels that were not compiled before are compiled in it.
+    profile: what it added. skipped: why it was not measured, or "". spent: what took how long.
     """
 
     job: Job
     profile: Profile
     skipped: str = ""
-    prepare_s: Mapping[str, float] = field(default_factory=dict)
+    spent: Spent = field(default_factory=Spent)
 
 
 def session(
@@ -89,12 +89,12 @@ def session(
             yield Step(job, Profile(), "it would take longer than the time that is left")
             continue
         seconds = min(SECONDS, left)
-        costs, bad, prepare_s = run(job.form, job.size, able, device, clock, seconds, arch=arch)
+        costs, bad, spent = run(job.form, job.size, able, device, clock, seconds, arch=arch)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         part = Profile(environment=environment, costs=costs, bad=bad, date=now)
         seen = seen.merged(part)
         _count(slow, most, costs)
-        yield Step(job, part, prepare_s=prepare_s)
+        yield Step(job, part, spent=spent)
 
 
 def run(
@@ -106,37 +106,52 @@ def run(
     seconds: float,
     *,
     arch: str | None,
-) -> tuple[dict[Key, Cost], dict[Key, str], dict[str, float]]:
+) -> tuple[dict[Key, Cost], dict[Key, str], Spent]:
     """Check every candidate on one shape and time those that are right, in turns.
 
-    Returns the times, who failed and why, and the seconds that preparing each backend took.
+    Returns the times, who failed and why, and what took how long.
     """
-    inputs = build(form, size, device)
-    prepare_s: dict[str, float] = {}
+    spent = Spent()
+    with spent.on(ALL, "inputs"):
+        inputs = build(form, size, device)
     calls: dict[Key, Call] = {}
     bad: dict[Key, str] = {}
     with torch.no_grad():
         for c in candidates:
-            key, begin = Key(c.spec.name, c.digest, form, size), time.monotonic()
+            key = Key(c.spec.name, c.digest, form, size)
             try:
-                call = prepare(c, inputs, arch)
-                fp8 = c.row.quantizes_q_to_fp8 and form.store.startswith("fp8")
-                inputs.check(call(), rounds=fp8)
-                calls[key] = call
+                calls[key] = checked(c, inputs, arch, spent)
             except CheckFailed as failure:
                 bad[key] = _short(f"wrong: {failure}")
             except Exception as error:  # a plugin's code: what it raises is the finding
                 bad[key] = _short(f"{type(error).__name__}: {error}")
                 _usable(device, c, error)
-            prepare_s[c.spec.name] = prepare_s.get(c.spec.name, 0.0) + time.monotonic() - begin
         names = {str(i): key for i, key in enumerate(calls)}
-        timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
+        with spent.on(ALL, "rounds"):
+            timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
     del inputs, calls
-    release(device)
-    return {names[i]: cost for i, cost in timed.items()}, bad, prepare_s
+    with spent.on(ALL, "release"):
+        release(device)
+    return {names[i]: cost for i, cost in timed.items()}, bad, spent
 
 
-def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[[], Tensor]:
+def checked(candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent) -> Call:
+    """Prepare a pass, call it once and return its call. Raises CheckFailed where it is wrong."""
+    name, device = candidate.spec.name, inputs.pool.device
+    call = prepare(candidate, inputs, arch, spent)
+    with spent.on(name, "first call"):
+        out = call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    with spent.on(name, "check"):
+        fp8 = candidate.row.quantizes_q_to_fp8 and inputs.form.store.startswith("fp8")
+        inputs.check(out, rounds=fp8)
+    return call
+
+
+def prepare(
+    candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent
+) -> Callable[[], Tensor]:
     """Create a backend, plan the pass, and return its call. Raises what the backend raises."""
     form, size, batch, layer = inputs.form, inputs.size, inputs.batch, inputs.layer
     config = BackendConfig(
@@ -157,8 +172,10 @@ def prepare(candidate: Candidate, inputs: Inputs, arch: str | None) -> Callable[
     )
     refuse_layer(config, layer)
     refuse_drafts(config, batch)
-    backend = create_backend(candidate.spec, config)
-    metadata = backend.init_forward_metadata(batch)
+    with spent.on(candidate.spec.name, "create"):
+        backend = create_backend(candidate.spec, config)
+    with spent.on(candidate.spec.name, "plan"):
+        metadata = backend.init_forward_metadata(batch)
 
     def call() -> Tensor:
         out = backend.forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
