@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import statistics
 import sys
 import time
 import types
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +25,7 @@ from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
-from attn_core.measure import compiling
+from attn_core.measure import compiling, inputs
 from attn_core.measure import session as sessions
 from attn_core.measure.candidates import jobs
 from attn_core.measure.inputs import build
@@ -268,6 +270,49 @@ def test_no_shape_begins_after_the_minutes(registry):
     steps, profile = run(planned(registry), minutes=1e-9)
     assert not profile.costs
     assert {step.skipped for step in steps} == {sessions.SPENT}
+
+
+def test_what_fails_in_pass_after_pass_is_not_tried_on(registry):
+    """A library that compiles for a minute before it fails would take the whole time."""
+    todo = planned(registry, grid=True)[: 3 * sessions.HOPELESS]
+    tried = Counter(key.backend for key in run(todo)[1].bad)
+    kinds = {(job.size.phase, job.size.tree) for job in todo}
+    assert tried == dict.fromkeys(("wrong", "broken"), sessions.HOPELESS * len(kinds))
+    known = run(todo)[1]
+    assert not run(planned(registry, grid=True), known)[1].bad.keys() - known.bad.keys()
+
+
+def test_preparing_draws_once_checks_once_and_collects_nothing(registry, monkeypatch):
+    """Seconds are the machine's; these are what they were spent on."""
+    calls: Counter[str] = Counter()
+
+    def counted(module, name):
+        kept = getattr(module, name)
+
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return kept(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    native = registry.get("torch_native")
+    twin = Registry(
+        backends={
+            ("softmax", name): replace(native, name=name, capabilities=native.capabilities)
+            for name in ("torch_native", "twin")
+        }
+    )
+    todo = planned(twin)
+    inputs._drawn.cache_clear()
+    for module, name in ((torch, "randn"), (gc, "collect"), (inputs, "attend_request")):
+        counted(module, name)
+    steps, profile = run(todo)
+    assert len(profile.costs) == 2 * len(todo) > 10
+    assert calls["randn"] == 1  # of one dtype
+    assert calls["collect"] == 0  # nothing refers to a shape that is done
+    requests = sum(len({0, job.size.requests // 2, job.size.requests - 1}) for job in todo)
+    assert calls["attend_request"] == 4 * requests  # fp32: the truth and three yardsticks
+    assert len(steps) == len(todo)
 
 
 def test_what_each_part_of_preparing_takes_is_told_apart(registry, monkeypatch):

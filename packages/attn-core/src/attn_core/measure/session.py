@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +27,10 @@ from attn_core.testing.tolerance import CheckFailed
 
 SECONDS = 0.1  # of the rounds of one shape: more shapes tell more than more rounds
 PART_OF_MEMORY = 0.25  # of a GPU's free memory, that one shape may take
-SCARCE = 0.7  # of a GPU's memory: with less than this free, what shapes left is given back
+KEPT = 0.3  # of a GPU's memory: a process that keeps more gives back what shapes left
 HOST_BYTES = 4 << 30
-# So many passes of a kind in a row in which a backend took FAR times the fastest: it is out there
+# So many passes of a kind in a row in which a backend took FAR times the fastest, was wrong or
+# failed: it is out there
 HOPELESS, FAR = 6, 3.0
 SPENT = "the time is spent"
 
@@ -68,9 +70,9 @@ def session(
     clock, seen = clock_of(device), known
     slow: Kinds = {}
     most: Most = {}
-    _count(slow, most, known.costs)
+    _count(slow, most, known)
     for job in todo:
-        rest = [c for c in job.candidates if slow.get(_kind(job, c), 0) < HOPELESS]
+        rest = [c for c in job.candidates if slow.get(_kind(_key(job, c)), 0) < HOPELESS]
         candidates = [c for c in rest if not known_in(seen, job, c)]
         if not candidates:
             continue
@@ -93,7 +95,7 @@ def session(
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         part = Profile(environment=environment, costs=costs, bad=bad, date=now)
         seen = seen.merged(part)
-        _count(slow, most, costs)
+        _count(slow, most, part)
         yield Step(job, part, spent=spent)
 
 
@@ -129,9 +131,10 @@ def run(
         names = {str(i): key for i, key in enumerate(calls)}
         with spent.on(ALL, "rounds"):
             timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
+    pool = weakref.ref(inputs.pool)
     del inputs, calls
     with spent.on(ALL, "release"):
-        release(device)
+        release(device, held=pool() is not None)
     return {names[i]: cost for i, cost in timed.items()}, bad, spent
 
 
@@ -191,32 +194,36 @@ def series(job: Job, candidate: Candidate) -> Series:
     return (candidate.spec.name, candidate.digest, *kind)
 
 
-def _kind(job: Job, candidate: Candidate) -> tuple[str, str, Form, str, bool]:
-    size = job.size
-    return candidate.spec.name, candidate.digest, plain(job.form), size.phase, size.tree
+def _kind(key: Key) -> tuple[str, str, Form, str, bool]:
+    return key.backend, key.row, plain(key.form), key.size.phase, key.size.tree
 
 
-def _count(slow: Kinds, most: Most, costs: Mapping[Key, Cost]) -> None:
+def _count(slow: Kinds, most: Most, found: Profile) -> None:
     """Count for each backend the last passes of a kind in which it was far slower, and its work."""
-    best: dict[tuple[Form, Pass], float] = {}
+    costs, best = found.costs, dict[tuple[Form, Pass], float]()
     for key, cost in costs.items():
         best[key.form, key.size] = min(cost.us, best.get((key.form, key.size), cost.us))
+    for key in found.bad:
+        slow[_kind(key)] = slow.get(_kind(key), 0) + 1
     for key, cost in costs.items():
-        kind = (key.backend, key.row, plain(key.form), key.size.phase, key.size.tree)
         far = cost.us > FAR * best[key.form, key.size]
-        slow[kind] = slow.get(kind, 0) + 1 if far else 0
+        slow[_kind(key)] = slow.get(_kind(key), 0) + 1 if far else 0
         done = work(key.form, key.size), cost.us
         most[key[:2]] = max(done, most.get(key[:2], done))
 
 
 def known_in(profile: Profile, job: Job, candidate: Candidate) -> bool:
     """Say whether a profile has a candidate's time of a job, or why it has none."""
-    key = Key(candidate.spec.name, candidate.digest, job.form, job.size)
+    key = _key(job, candidate)
     return key in profile.costs or key in profile.bad
 
 
 def _bad(profile: Profile, job: Job, candidate: Candidate) -> bool:
-    return Key(candidate.spec.name, candidate.digest, job.form, job.size) in profile.bad
+    return _key(job, candidate) in profile.bad
+
+
+def _key(job: Job, candidate: Candidate) -> Key:
+    return Key(candidate.spec.name, candidate.digest, job.form, job.size)
 
 
 def _predicted(most: Most, job: Job, candidate: Candidate) -> float:
@@ -234,16 +241,18 @@ def memory(device: torch.device) -> float:
     return HOST_BYTES
 
 
-def release(device: torch.device) -> None:
-    """Give a GPU's memory back where little of it is free.
+def release(device: torch.device, *, held: bool = True) -> None:
+    """Give back the memory of a shape: on a GPU only where this process keeps much of it.
 
-    Collecting and allocating again take longer than measuring a small shape.
+    held: something still refers to the shape, so that what is unused has to be found. Finding and
+    allocating again take longer than measuring a small shape.
     """
     if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        if free > SCARCE * whole:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        if torch.cuda.memory_reserved(device) < KEPT * whole:
             return
-    gc.collect()
+    if held:
+        gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
