@@ -11,6 +11,9 @@ from attn_core.cache.layer_cache import Scale
 
 # Scores that exist at once where they must be formed (256 MiB in float32).
 _MAX_SCORES = 1 << 26
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+_EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_SHORT, _MOST_DIM = (torch.bfloat16, torch.float16), 256  # what the first of the two takes
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -42,19 +45,46 @@ def attend(
         out = out[..., :v_dim]
     else:
         values = k[..., :v_dim] if v is None else v
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            values,
-            mask,
-            is_causal=tile.causal,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        if _prefers_cudnn(q, values):
+            out = _cuda(q, k, values, mask, tile.causal, scale)
+        else:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                values,
+                mask,
+                is_causal=tile.causal,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
     if tile.dead is not None:
         out = out.masked_fill(tile.dead[..., None], 0.0)
         lse = None if lse is None else lse.masked_fill(tile.dead, -torch.inf)
     return out, lse
+
+
+def _prefers_cudnn(q: Tensor, v: Tensor) -> bool:
+    """Say whether torch would turn to cuDNN, which builds a plan for every new length.
+
+    On an H100 a plan takes 60 to 80 ms, and up to a second. Its other kernels are compiled.
+    """
+    if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in _SHORT:
+        return False
+    d = q.shape[-1]
+    return d == v.shape[-1] and d <= _MOST_DIM and d % 8 == 0
+
+
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    if mask is None:
+        return _FLASH(q, k, v, 0.0, causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    groups, keys = q.shape[1] // k.shape[1], k.shape[2]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    # The kernel reads eight biases at a time.
+    bias = F.pad(mask, (0, -keys % 8))[..., :keys].expand(*q.shape[:3], keys)
+    return _EFFICIENT(q, k, v, bias, False, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _flash_cpu(

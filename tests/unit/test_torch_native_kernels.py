@@ -1,0 +1,48 @@
+"""Torch's kernels for CUDA by name: what they are given is what torch_native means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_core.backends.torch_native import kernels
+
+
+def flash(q, k, v, dropout, causal, debug, *, scale):
+    assert (dropout, debug) == (0.0, False)
+    return (
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True),
+    )
+
+
+def efficient(q, k, v, bias, lse, *, scale):
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    assert bias.shape == (*q.shape[:3], k.shape[2])
+    assert bias.stride(-1) == 1
+    assert bias.stride(-2) % 8 == 0
+    return (F.scaled_dot_product_attention(q, k, v, bias, scale=scale),)
+
+
+@pytest.mark.parametrize("keys", [64, 61])
+@pytest.mark.parametrize("how", ["whole", "causal", "masked", "masks"])
+def test_kernels_by_name_compute_what_torch_would_choose_for(how, keys, monkeypatch):
+    monkeypatch.setattr(kernels, "_FLASH", flash)
+    monkeypatch.setattr(kernels, "_EFFICIENT", efficient)
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 8, keys, 32, generator=draw)
+    k, v = (torch.randn(2, 2, keys, 32, generator=draw) for _ in range(2))
+    mask = None
+    if how.startswith("mask"):
+        shape = (1 if how == "masked" else 2, 1, keys, keys)
+        mask = torch.zeros(shape).masked_fill_(torch.rand(shape, generator=draw) < 0.3, -torch.inf)
+        mask[..., 0] = 0.0
+    found = kernels._cuda(q, k, v, mask, how == "causal", 0.2)
+    right = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=how == "causal", scale=0.2, enable_gqa=True
+    )
+    torch.testing.assert_close(found, right)
+
+
+def test_on_other_devices_torch_chooses():
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
+    assert not kernels._prefers_cudnn(q, q)
