@@ -77,12 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="of measuring")
     parser.add_argument("--page-size", default="1", help='"all": those that attn tune picks')
     parser.add_argument("--compile", action="store_true", help="measure nothing")
+    parser.add_argument("--compiled", action="store_true", help="compile nothing before")
     parser.add_argument("--out", type=pathlib.Path, help="default: results/tune.<device>.json")
     args = parser.parse_args(arguments)
     for name in args.configurations:
         with tempfile.TemporaryDirectory() as folder:
             told = flags(CONFIGURATIONS[name], pathlib.Path(folder), args.page_size)
             bound = ["--compile-only"] if args.compile else ["--minutes", str(args.minutes)]
+            bound += ["--compiled"] if args.compiled else []
             said = tune([*told, "--out", str(args.profile), *bound])
         found = entry(said) | {"minutes": args.minutes}
         if args.compile:

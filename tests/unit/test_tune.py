@@ -7,9 +7,11 @@ import json
 import math
 import statistics
 import sys
+import threading
 import time
 import types
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +29,7 @@ from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.measure import compiling, inputs
 from attn_core.measure import session as sessions
-from attn_core.measure.candidates import jobs
+from attn_core.measure.candidates import Job, jobs
 from attn_core.measure.inputs import build
 from attn_core.measure.session import session
 from attn_core.measure.spent import Spent
@@ -272,14 +274,15 @@ def test_no_shape_begins_after_the_minutes(registry):
     assert {step.skipped for step in steps} == {sessions.SPENT}
 
 
-def test_what_fails_in_pass_after_pass_is_not_tried_on(registry):
+def test_what_fails_in_pass_after_pass_is_not_tried_on(registry, monkeypatch):
     """A library that compiles for a minute before it fails would take the whole time."""
-    todo = planned(registry, grid=True)[: 3 * sessions.HOPELESS]
-    tried = Counter(key.backend for key in run(todo)[1].bad)
-    kinds = {(job.size.phase, job.size.tree) for job in todo}
-    assert tried == dict.fromkeys(("wrong", "broken"), sessions.HOPELESS * len(kinds))
-    known = run(todo)[1]
-    assert not run(planned(registry, grid=True), known)[1].bad.keys() - known.bad.keys()
+    monkeypatch.setattr(sessions, "HOPELESS", 2)
+    todo = planned(registry)
+    _, profile = run(todo)
+    tried = Counter((key.backend, key.size.phase) for key in profile.bad)
+    assert sorted(Counter(job.size.phase for job in todo).values()) == [2, 4]
+    assert tried == {(n, p): 2 for n in ("wrong", "broken") for p in ("prefill", "decode")}
+    assert not run(todo, profile)[1].bad.keys() - profile.bad.keys()
 
 
 def test_preparing_draws_once_checks_once_and_collects_nothing(registry, monkeypatch):
@@ -378,6 +381,46 @@ def test_what_fails_ends_no_compiling_and_is_found_by_the_session(registry):
     assert len(done) > 3
 
 
+def test_no_process_waits_for_what_another_compiles(registry):
+    """The first call of a library is alone; then the others of it are called side by side."""
+    todo = compiling.calls(planned(registry, grid=True), Profile(), 1e9)
+    submitted: list[Job] = []
+    waiting: list[Future[None]] = []
+
+    def submit(job):
+        submitted.append(job)
+        waiting.append(Future())
+        return waiting[-1]
+
+    steps = compiling.in_turns(todo, submit)
+    libraries = {compiling._library(job) for job in todo}
+    first = Future()
+    thread = threading.Thread(target=lambda: (next(steps), first.set_result(None)))
+    thread.start()
+    while not waiting:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(submitted) == len(libraries) < len(todo)
+    assert {compiling._library(job) for job in submitted} == libraries
+    waiting[0].set_result(None)
+    first.result(timeout=10)
+    more = submitted[len(libraries) :]
+    assert {compiling._library(job) for job in more} == {compiling._library(submitted[0])}
+    for one in waiting[1:]:
+        one.set_result(None)
+
+    def at_once(job):
+        submitted.append(job)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    every: list[Job] = []
+    submitted = every
+    assert len(list(compiling.in_turns(todo, at_once))) == len(todo)
+    assert sorted(map(id, every)) == sorted(map(id, todo))
+
+
 def test_kernels_are_compiled_in_processes(monkeypatch):
     todo = compiling.calls(planned(load_plugins()), Profile(), 1e9)[:2]
     assert len(list(compiling._called(todo, CPU, None, 2))) == 2
@@ -417,12 +460,18 @@ def test_a_shape_that_takes_too_much_memory_is_left_out(registry, monkeypatch):
     assert any("GB" in step.skipped for step in steps)
 
 
-def test_the_workloads_own_passes_come_first_with_the_least_work(registry):
+def test_the_workloads_own_passes_come_first_evenly_from_little_to_much_work(registry):
+    """A run that is cut short knows long requests too."""
+    workload = Workload(prompts={16 * 2**n: 1 for n in range(8)}, requests={1: 1}, output=8)
+    todo = jobs(NEEDS, probe_device(), registry, {}, Overrides(), workload, grid=False)
+    for phase in ("prefill", "decode"):
+        own = [job for job in todo if job.size.phase == phase]
+        by_work = sorted(own, key=lambda job: work(job.form, job.size))
+        assert [by_work.index(job) for job in own] == [0, 4, 2, 6, 1, 5, 3, 7]
     todo = planned(registry, grid=True)
     own = {size for phase in Phase for size, _ in SMALL.passes(phase, None)}
     usual = [j for j in todo if j.size in own]
     assert todo[: len(usual)] == usual
-    assert [work(j.form, j.size) for j in usual] == sorted(work(j.form, j.size) for j in usual)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ def tune_command(
     compile_only: Annotated[
         bool, flag("--compile-only", "Compile what would be called, measure nothing.", env=False)
     ] = False,
+    compiled: Annotated[
+        bool, flag("--compiled", "Begin at once: all is compiled on this machine.", env=False)
+    ] = False,
     out: Annotated[
         Path | None,
         flag("--out", "Profile to write or to continue; default: this machine's own.", env=False),
@@ -63,10 +66,12 @@ def tune_command(
     """Measure every backend that is installed here, and keep it as this machine's profile.
 
     Measures a model's layers, or 32 query and 8 KV heads of 128. First all kernels are compiled,
-    in parallel and outside of --minutes. Every backend is compared with the reference; one that is
-    wrong is listed and has no times. An interrupted run goes on where it ended. `attn select` then
-    weighs by what was measured.
+    in parallel and outside of --minutes; --compiled leaves that out. Every backend is compared with
+    the reference; one that is wrong is listed and has no times. An interrupted run goes on where it
+    ended. `attn select` then weighs by what was measured.
     """
+    if compile_only and compiled:
+        raise UsageError("--compile-only and --compiled: nothing would be done; give one of them")
     registry = probed(load_plugins())
     inputs = _inputs(flags, path, registry)
     env = environment(registry, inputs.device)
@@ -85,7 +90,7 @@ def tune_command(
     spent = Spent()
     new, written = Profile(), time.monotonic()
     try:
-        with work.steps(compile_only=compile_only) as steps:
+        with work.steps(compile_only=compile_only, compiled=compiled) as steps:
             for step in steps:
                 spent.add(step.spent)
                 passes += bool(step.profile.costs)
@@ -218,8 +223,10 @@ class _Measurement:
     not_compiled: str = field(default="", init=False)
 
     @contextmanager
-    def steps(self, *, compile_only: bool = False) -> Iterator[Iterator[Step]]:
-        """Compile all kernels, then yield what is measured."""
+    def steps(
+        self, *, compile_only: bool = False, compiled: bool = False
+    ) -> Iterator[Iterator[Step]]:
+        """Compile all kernels if they are not compiled, then yield what is measured."""
         if not 0 < self.minutes <= MOST_MINUTES:
             raise UsageError(f"--minutes {self.minutes}: above 0, at most {MOST_MINUTES:.0f}")
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -238,13 +245,14 @@ class _Measurement:
         with stdout_to_stderr(), progress(*columns, TextColumn("{task.description}")) as bar:
             self.listed, on = len(todo), torch_device(x.device)
 
-            def compiled(done: int, total: int) -> None:
+            def advance(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)
 
             task, start = bar.add_task("compiling", total=len(todo)), time.monotonic()
-            self.not_compiled = compile_kernels(
-                todo, self.known, on, arch=x.device.arch, step=compiled
-            )
+            if not compiled:
+                self.not_compiled = compile_kernels(
+                    todo, self.known, on, arch=x.device.arch, step=advance
+                )
             self.compile_s = time.monotonic() - start
             if compile_only:
                 yield iter(())

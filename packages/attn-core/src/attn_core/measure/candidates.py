@@ -11,7 +11,7 @@ from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Form, Pass, forms, row_key
 from attn_core.costs.workload import Workload
 from attn_core.errors import AttnError, UsageError
-from attn_core.measure.spread import spread, work
+from attn_core.measure.spread import halton, spread, work
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.expected import Costs
@@ -60,11 +60,11 @@ def jobs(
 ) -> list[Job]:
     """List every shape that is worth measuring for these requirements, the most useful first.
 
-    These are the passes of the workload, the least work first, and then, with `grid`, others that
-    lie evenly over what serving runs, phases and forms in turns: where the time ends, every form
-    has had as much of it. Pages are those that the selection has today, and the smallest that
-    other candidates take. Raises UsageError where nothing can be measured: unknown heads, no plain
-    attention over a cache.
+    These are the passes of the workload, any first part of them evenly from the least work to the
+    most, and then, with `grid`, others that lie evenly over what serving runs, phases and forms in
+    turns: where the time ends, every form has had as much of it. Pages are those that the selection
+    has today, and the smallest that other candidates take. Raises UsageError where nothing can be
+    measured: unknown heads, no plain attention over a cache.
     """
     layers = forms(needs, None)
     if not layers:
@@ -94,9 +94,16 @@ def jobs(
                     able = [c for c in rows if takes_page(c.row, page) and _runs(c.row, size)]
                     if able:
                         found[form, size] = Job(form, size, tuple(able))
-                        rank[form, size] = work(form, size) if size in usual else number
+                        rank[form, size] = number
     usual = [x for p in Phase for x, _ in workload.passes(p, needs.speculation)]
     first = next(iter(found))[0].page_size if found else None
+    series: dict[tuple[Form, str], list[tuple[Form, Pass]]] = {}
+    for form, size in found:
+        if size in usual:
+            series.setdefault((form, size.phase), []).append((form, size))
+    for own in series.values():
+        for number, key in enumerate(sorted(own, key=lambda key: work(*key))):
+            rank[key] = halton(number, 2)
     return sorted(
         found.values(),
         key=lambda job: (

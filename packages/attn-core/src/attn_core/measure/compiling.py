@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
@@ -44,10 +45,8 @@ def calls(todo: Sequence[Job], known: Profile, most_bytes: float, sizes: int = S
     seen: Counter[object] = Counter()
     turns = []
     for job in found:
-        form, size = job.form, job.size
-        library = (job.candidates[0].spec.name, form.kind, form.head_dim, size.phase, size.tree)
-        turns.append(seen[library])
-        seen[library] += 1
+        turns.append(seen[_library(job)])
+        seen[_library(job)] += 1
     return [found[i] for i in sorted(range(len(found)), key=turns.__getitem__)]
 
 
@@ -87,9 +86,31 @@ def _called(
     context = multiprocessing.get_context("spawn")
     count = min(processes, len(listed))
     with concurrent.futures.ProcessPoolExecutor(count, context, _begin) as pool:
-        waiting = [pool.submit(call_once, job, device, arch) for job in listed]
-        for one in concurrent.futures.as_completed(waiting):
+        yield from in_turns(listed, lambda job: pool.submit(call_once, job, device, arch))
+
+
+def in_turns(listed: Sequence[Job], submit: Callable[[Job], Future[None]]) -> Iterator[None]:
+    """Submit every job; the first of each library alone, the others of it when that is done.
+
+    They would wait for the same compiler, and processes that wait compile nothing else.
+    """
+    rest: dict[object, list[Job]] = {}
+    for job in listed:
+        rest.setdefault(_library(job), []).append(job)
+    running = {submit(jobs.pop(0)): name for name, jobs in rest.items()}
+    while running:
+        done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+        for one in done:
+            for job in rest.pop(running.pop(one), []):
+                running[submit(job)] = None
             yield one.result()
+
+
+def _library(job: Job) -> object:
+    """Return what jobs have in common that are likely to need the same kernels."""
+    form, size = job.form, job.size
+    name = job.candidates[0].spec.name
+    return name, form.kind, form.head_dim, form.store, size.phase, size.tree
 
 
 def _begin() -> None:

@@ -34,7 +34,7 @@ def spread(
     start = zlib.crc32(f"{form} {phase} {drafts} {tree}".encode()) % 100_000 + 1
     found: dict[Pass, None] = {}
     for k in range(start, start + MOST_TRIES):
-        size = _pass(form, phase, [_halton(k, base) for base in BASES], drafts, tree)
+        size = _pass(form, phase, [halton(k, base) for base in BASES], drafts, tree)
         if _measurable(form, size, device_type):
             found[size] = None
         if len(found) == POINTS:
@@ -112,7 +112,7 @@ def _pass(form: Form, phase: PassPhase, at: Sequence[float], drafts: int, tree: 
     )
 
 
-def _halton(k: int, base: int) -> float:
+def halton(k: int, base: int) -> float:
     """Return the digits of k behind the point: 6, in base 2 110, is 0.011."""
     found, unit = 0.0, 1.0
     while k:
