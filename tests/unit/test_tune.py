@@ -274,6 +274,23 @@ def test_no_shape_begins_after_the_minutes(registry):
     assert {step.skipped for step in steps} == {sessions.SPENT}
 
 
+def test_a_block_of_nan_is_left_before_each_first_call(registry, monkeypatch):
+    """A kernel that writes nothing would return what the backend before it wrote there."""
+    seen = []
+    kept = TorchNative.forward
+
+    def forward(*args, **kwargs):
+        seen.append("call")
+        return kept(*args, **kwargs)
+
+    monkeypatch.setattr(TorchNative, "forward", forward)
+    monkeypatch.setattr(inputs.Inputs, "poison", lambda self: seen.append("poison"))
+    (step,), _ = run(planned(registry)[:1])
+    tried = [c.spec.name for c in step.job.candidates if c.spec.name != "broken"]
+    assert seen[: 2 * len(tried)] == ["poison", "call"] * len(tried)
+    assert seen.count("poison") == len(tried)
+
+
 def test_what_fails_in_pass_after_pass_is_not_tried_on(registry, monkeypatch):
     """A library that compiles for a minute before it fails would take the whole time."""
     monkeypatch.setattr(sessions, "HOPELESS", 2)

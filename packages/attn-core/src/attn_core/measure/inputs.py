@@ -58,6 +58,14 @@ class Inputs:
     parents: list[int] | None
     answers: dict[bool, list[tuple[list[int], Tensor, Tensor]]] = field(default_factory=dict)
 
+    def poison(self) -> None:
+        """Leave NaN in the block that the allocator hands out next for an output.
+
+        Else a kernel that writes nothing could return the right result of the backend before it.
+        """
+        shape = (*self.q.shape[:2], self.layer.v_head_dim)
+        torch.full(shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
+
     def check(self, out: Tensor, *, rounds: bool) -> Measure:
         """Compare some queries of some requests with the float64 oracle; raise CheckFailed.
 

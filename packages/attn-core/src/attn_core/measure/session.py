@@ -142,6 +142,7 @@ def checked(candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent
     """Prepare a pass, call it once and return its call. Raises CheckFailed where it is wrong."""
     name, device = candidate.spec.name, inputs.pool.device
     call = prepare(candidate, inputs, arch, spent)
+    inputs.poison()
     with spent.on(name, "first call"):
         out = call()
         if device.type != "cpu":
