@@ -66,7 +66,7 @@ def attend(
 def _prefers_cudnn(q: Tensor, v: Tensor) -> bool:
     """Say whether torch would turn to cuDNN, which builds a plan for every new length.
 
-    On an H100 a plan takes 60 to 80 ms, and up to a second. Its other kernels are compiled.
+    A plan takes far longer than a pass. Torch's other kernels are compiled.
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in _SHORT:
         return False
