@@ -82,8 +82,9 @@ def _cuda(
     groups, keys = q.shape[1] // k.shape[1], k.shape[2]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    # The kernel reads eight biases at a time.
-    bias = F.pad(mask, (0, -keys % 8))[..., :keys].expand(*q.shape[:3], keys)
+    if keys % 8:  # the kernel reads eight biases at a time
+        mask = F.pad(mask, (0, -keys % 8))[..., :keys]
+    bias = mask.expand(*q.shape[:3], keys)
     return _EFFICIENT(q, k, v, bias, False, scale=scale)[0]  # type: ignore[no-any-return]
 
 
