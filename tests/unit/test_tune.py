@@ -18,8 +18,8 @@ from attn_core import cli
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cli.app import build_app
 from attn_core.costs import store
-from attn_core.costs.given import workload
 from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.settings import workload
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError

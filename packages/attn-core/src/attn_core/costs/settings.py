@@ -38,7 +38,7 @@ def refuse_foreign(differs: list[str], name: str, flag: str = "--profile") -> No
     if differs:
         raise UsageError(
             f"{flag} {name}: measured in another environment: {'; '.join(differs)}; run "
-            f"`attn tune` here, or leave {flag} away"
+            f"`attn tune` here, or leave {flag} out"
         )
 
 
