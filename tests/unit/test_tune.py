@@ -501,3 +501,10 @@ def test_what_is_wrong_with_a_file_of_a_workload_names_the_file(
     with pytest.raises(UsageError) as error:
         workload(str(file))
     assert str(error.value).startswith(f"--workload {file}: ")
+
+
+def test_a_list_is_no_file_of_a_workload():
+    with pytest.raises(UsageError, match="a workload is a JSON object of prompts, requests"):
+        workload("[1]")
+    with pytest.raises(UsageError, match="it is no JSON: line 1"):
+        workload(" [[")

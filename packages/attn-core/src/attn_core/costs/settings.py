@@ -46,6 +46,6 @@ def workload(text: str | None, flag: str = "--workload") -> Workload:
     """Return the workload of JSON text, or of the file that has it; the default without either."""
     if not text:
         return Workload()
-    if text.lstrip().startswith("{"):
+    if text.lstrip().startswith(("{", "[")):  # a list is no workload, and no file either
         return Workload.parse(text)
     return store.parsed(Path(text), flag, Workload.from_json)
