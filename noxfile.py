@@ -8,6 +8,7 @@ import shutil
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 
 import nox
 
@@ -106,13 +107,13 @@ def sanitize(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """Compare our calls and the emulated libraries with the vendors' wheels: 700 MB, kept."""
     install(session, *TOOLS, "pip", extras="[triton]")
-    download_wheels(session)
+    download_wheels(session, vendor_pins())
     run_tests(session, *(session.posargs or ["tests/contracts"]))
 
 
-def download_wheels(session: nox.Session) -> None:
-    """Unpack the vendors' wheels in build/wheels, each once, and tell the tests of them."""
-    for pin in vendor_pins():
+def download_wheels(session: nox.Session, pins: Iterable[str]) -> None:
+    """Unpack vendors' wheels in build/wheels, each once, and tell the tests of them."""
+    for pin in pins:
         unpacked = WHEELS / pin.replace("==", "-")
         if not unpacked.is_dir():
             packed = pathlib.Path(session.create_tmp()) / pin
@@ -170,12 +171,17 @@ def vllm(session: nox.Session) -> None:
 
 
 def check_platform(
-    session: nox.Session, device: str, extras: tuple[str, ...] = (), emulated: str = ""
+    session: nox.Session,
+    device: str,
+    extras: tuple[str, ...] = (),
+    emulated: str = "",
+    wheels: str = "",
 ) -> None:
     """Check what serves a type of device: on one if it is here, else by emulations and contracts.
 
     extras: of the platform's package, for the device. emulated: a -k expression for the tests of
-    the emulations. Arguments go to `attn check` where the device is here, else to pytest.
+    the emulations. wheels: how the names of the wheels begin that the contracts need. Arguments
+    go to `attn check` where the device is here, else to pytest.
     """
     pin = share_torch(session)
     local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
@@ -186,7 +192,8 @@ def check_platform(
         session.log(f"{session.name}: no {device} device here: emulations and contracts are run")
         session.run("attn", "doctor")
         session.install("-c", pin, "-e", "./packages/attn-core[triton]")
-        download_wheels(session)
+        prefixes = tuple(wheels.split())
+        download_wheels(session, (pin for pin in vendor_pins() if pin.startswith(prefixes)))
         asked = ("tests/emulators", "tests/contracts", "-m", "not long", "-k", emulated)
         run_tests(session, *asked, *session.posargs)
         return
@@ -250,25 +257,26 @@ def cpu(session: nox.Session) -> None:
 def nvidia(session: nox.Session) -> None:
     """Check every backend on this NVIDIA GPU; without one, NVIDIA's emulations and contracts."""
     extras = ("kernels", "fa3", "fa4", "flashmla")
-    check_platform(session, "cuda", extras, f"not ({AMD} or {HUAWEI} or {INTEL})")
+    wheels = "flashinfer flash-attn-4 sglang-kernel sgl-"
+    check_platform(session, "cuda", extras, f"not ({AMD} or {HUAWEI} or {INTEL})", wheels)
 
 
 @platform
 def rocm(session: nox.Session) -> None:
     """Check every backend on this AMD GPU; without one, AMD's emulations and contracts."""
-    check_platform(session, "rocm", ("aiter", "wave"), AMD)
+    check_platform(session, "rocm", ("aiter", "wave"), AMD, "amd-aiter wave-lang")
 
 
 @platform
 def ascend(session: nox.Session) -> None:
     """Check every backend on this Ascend NPU; without one, its emulations and contracts."""
-    check_platform(session, "npu", ("npu",), HUAWEI)
+    check_platform(session, "npu", ("npu",), HUAWEI, "torch-npu")
 
 
 @platform
 def intel(session: nox.Session) -> None:
     """Check every backend on this Intel GPU; without one, its emulations and contracts."""
-    check_platform(session, "xpu", ("xpu",), INTEL)
+    check_platform(session, "xpu", ("xpu",), INTEL, "vllm-xpu-kernels")
 
 
 @nox.session

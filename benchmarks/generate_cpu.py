@@ -4,6 +4,8 @@ Run: python -m benchmarks.generate_cpu [--model FILE.gguf or FOLDER] [--dtypes b
 [--rounds N] [--profile]. The model is that of the demo. The contestants take turns, each on the
 same weights; tokens are greedy and compared. A rate counts decode steps, from the first new token
 to the last, of all requests together.
+[--since FOLDER]: another contestant, torch_native of an earlier commit, of which FOLDER is a
+checkout. It has a process and a copy of the weights of its own.
 """
 
 from __future__ import annotations
@@ -16,42 +18,29 @@ import json
 import pathlib
 import platform
 import statistics
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
-from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.integrations.transformers import enable
-from attn_core.selection.result import Overrides
 from attn_core.spec.device import probe_cpu
 from attn_intel.cpu.library import LEVELS, load
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.demo import model_file
+from benchmarks.generate_calls import DTYPES, Earlier, attending, generate, read_model
 from benchmarks.results import FOLDER
 from benchmarks.torch_native_cpu import cpu_model, placement
 
-OURS = ("intel_amx", "torch_native")
-CONTESTANTS = (*OURS, "sdpa")
+CONTESTANTS = ("intel_amx", "torch_native", "sdpa")
+Call = Callable[[Tensor, Tensor, int], tuple[float, float, Tensor]]  # as generate() without a model
 TEXT = (
     "A cache of keys and values grows by one row with every token that a model writes, and each "
     "step reads all of it again. Where many requests share a machine, their rows lie in pages, "
     "which are handed out and taken back, so that no request has to own a long piece of memory. "
 )
 BATCHES, PROMPTS = (1, 8), (32, 512)  # requests; tokens of the longest prompt of each
-
-
-def read_model(path: pathlib.Path, dtype: torch.dtype) -> Any:
-    """Load the weights of a GGUF file or of a model's folder."""
-    folder, files = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", **files
-    ).eval()
 
 
 def prompts_of(path: pathlib.Path, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -69,56 +58,35 @@ def prompts_of(path: pathlib.Path, batch: int, tokens: int) -> tuple[Tensor, Ten
     return rows, mask
 
 
-class Stamps:
-    """A stopping criterion that never stops, and notes when each token is there."""
+def contestants(model: Any, since: Mapping[str, Earlier]) -> dict[str, Call]:
+    """Return what takes turns: each name's generate() with the same arguments."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def of(name: str) -> Call:
+        def call(ids: Tensor, mask: Tensor, new: int) -> tuple[float, float, Tensor]:
+            with attending(model, name):
+                return generate(model, ids, mask, new)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return call
 
-
-@contextlib.contextmanager
-def attending(model: Any, name: str) -> Iterator[None]:
-    """Let the model attend by a backend of ours, or by transformers' own sdpa."""
-    if name not in OURS:
-        yield
-        return
-    with enable(model, overrides=Overrides(attention_backend=name)):
-        yield
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor, new: int) -> tuple[float, float, Tensor]:
-    """Return the seconds of the prompt and of the steps after it, and the new tokens [B, new]."""
-    stamps, start = Stamps(), time.perf_counter()
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None,
-        pad_token_id=0, stopping_criteria=[stamps],
-    )  # fmt: skip
-    times = stamps.times
-    return times[0] - start, times[-1] - times[0], out[:, ids.shape[1] :]
+    return {**{name: of(name) for name in CONTESTANTS}, **since}
 
 
 def measure(
-    model: Any, path: pathlib.Path, batch: int, prompt: int, new: int, rounds: int
+    calls: Mapping[str, Call], path: pathlib.Path, batch: int, prompt: int, new: int, rounds: int
 ) -> dict[str, Any]:
     """Time the contestants in turns, after a call of each that is not counted."""
     ids, mask = prompts_of(path, batch, prompt)
-    rates: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    prefill: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    prefill: dict[str, list[float]] = {name: [] for name in calls}
     tokens: dict[str, Tensor] = {}
     for turn in range(rounds + 1):
-        for name in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
-            with attending(model, name):
-                if not turn:
-                    generate(model, ids[:, -16:], mask[:, -16:], 4)
-                    continue
-                first, rest, got = generate(model, ids, mask, new)
+        for name in list(calls) if turn % 2 else reversed(list(calls)):
+            if not turn:
+                calls[name](ids[:, -16:], mask[:, -16:], 4)
+                continue
+            first, rest, tokens[name] = calls[name](ids, mask, new)
             rates[name].append(batch * (new - 1) / rest)
             prefill[name].append(first)
-            tokens[name] = got
     rate = {name: statistics.median(x) for name, x in rates.items()}
     return {
         "batch": batch,
@@ -127,8 +95,8 @@ def measure(
         "tokens_per_s": rate,
         "spread": {name: [min(x), max(x)] for name, x in rates.items()},
         "prompt_s": {name: statistics.median(x) for name, x in prefill.items()},
-        "times_as_fast_as": {x: rate["intel_amx"] / rate[x] for x in CONTESTANTS[1:]},
-        "tokens_as_sdpa": {x: _agreement(tokens[x], tokens["sdpa"]) for x in OURS},
+        "times_as_fast_as": {x: rate["intel_amx"] / rate[x] for x in rate if x != "intel_amx"},
+        "tokens_as_sdpa": {x: _agreement(tokens[x], tokens["sdpa"]) for x in rate if x != "sdpa"},
     }
 
 
@@ -162,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens that each request generates")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print one step's parts, no record")
+    parser.add_argument("--since", type=pathlib.Path, help="checkout of an earlier commit")
     parser.add_argument("--output", type=pathlib.Path)
     args = parser.parse_args(arguments)
     path = args.model or model_file()
@@ -185,17 +154,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with torch.inference_mode():
         for dtype in args.dtypes:
-            model = read_model(path, TORCH_DTYPES[dtype])
-            for prompt, batch in itertools.product(args.prompts, args.batches):
-                if args.profile:
+            model = read_model(path, DTYPES[dtype])
+            if args.profile:
+                for prompt, batch in itertools.product(args.prompts, args.batches):
                     for name in CONTESTANTS:
                         found = profile(model, path, batch, prompt, name)
                         print(json.dumps({"of": [dtype, batch, prompt, name], **found}))
-                    continue
-                found = measure(model, path, batch, prompt, args.new, args.rounds)
-                results.append({"dtype": dtype, **found})
-                print(json.dumps(results[-1]), flush=True)
-                output.write_text(json.dumps(report, indent=1) + "\n")  # what is there so far
+                continue
+            with contextlib.ExitStack() as stack:
+                since = {}
+                if args.since:
+                    earlier = Earlier(args.since, path, dtype, "torch_native")
+                    since[f"torch_native of {earlier.commit}"] = stack.enter_context(earlier)
+                calls = contestants(model, since)
+                for prompt, batch in itertools.product(args.prompts, args.batches):
+                    found = measure(calls, path, batch, prompt, args.new, args.rounds)
+                    results.append({"dtype": dtype, **found})
+                    print(json.dumps(results[-1]), flush=True)
+                    output.write_text(json.dumps(report, indent=1) + "\n")  # what is there so far
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from amx_kernels import compiled
 
 from benchmarks import generate_cpu, intel_amx_cpu
 from benchmarks.torch_native_cpu import Shape
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +32,26 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_three_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys):
+def test_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys):
     """Requests of two lengths, padded before; the record is read back."""
     rows, mask = torch.randint(2, 97, (2, 20)), torch.ones(2, 20, dtype=torch.int64)
     mask[1, :3] = 0
     monkeypatch.setattr(generate_cpu, "prompts_of", lambda *asked: (rows, mask))
     path = tmp_path / "record.json"
     words = ["--model", str(folder), "--dtypes", "fp32", "--batches", "2", "--prompts", "20"]
+    words += ["--since", str(ROOT)]  # this commit stands for an earlier one
     generate_cpu.main([*words, "--new", "6", "--rounds", "2", "--output", str(path)])
     record = json.loads(path.read_text())
     [result] = record["results"]
     assert result["prompt_tokens"] == [20, 17]
-    assert result["tokens_as_sdpa"] == {"intel_amx": [6, 6], "torch_native": [6, 6]}
-    for name in ("intel_amx", "torch_native", "sdpa"):
+    [since] = result["tokens_per_s"].keys() - {"intel_amx", "torch_native", "sdpa"}
+    assert since.startswith("torch_native of ")
+    assert result["tokens_as_sdpa"] == {
+        "intel_amx": [6, 6],
+        "torch_native": [6, 6],
+        since: [6, 6],
+    }
+    for name in ("intel_amx", "torch_native", "sdpa", since):
         low, high = result["spread"][name]
         assert 0 < low <= result["tokens_per_s"][name] <= high
         assert result["prompt_s"][name] > 0
@@ -49,6 +59,11 @@ def test_three_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, 
     assert result["times_as_fast_as"]["sdpa"] == ratio
     assert record["device"].startswith("cpu")
     assert record["threads"] == torch.get_num_threads()
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path, folder):
+    with pytest.raises(SystemExit, match="no checkout of this repository; make one with"):
+        generate_cpu.main(["--model", str(folder), "--since", str(tmp_path)])
 
 
 def test_agreement_ends_at_the_first_difference():

@@ -5,7 +5,7 @@ import dataclasses
 import attn_core.backends.torch_native.backend as torch_native
 import pytest
 import torch
-from attn_core.backends.torch_native import kernels
+from attn_core.backends.torch_native import kernels, limits
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
@@ -37,7 +37,7 @@ class TestTorchNativeInTiles(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def _smallest(self, monkeypatch):
-        monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
+        monkeypatch.setattr(limits, "CPU_TILE", 1)
         seem(monkeypatch, cores=2)
 
 
@@ -49,7 +49,7 @@ def seem(monkeypatch, cores):
 @pytest.fixture(params=["one-tile", "tiles"])
 def bench(request, monkeypatch):
     if request.param == "tiles":
-        monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
+        monkeypatch.setattr(limits, "CPU_TILE", 1)
         seem(monkeypatch, cores=2)
     return bench_of("mha")
 
@@ -156,7 +156,7 @@ def two_cores(monkeypatch):
 
 @dtypes("fp32", "bf16")
 def test_many_queries_over_more_tiles_than_are_merged_at_once(dtype, monkeypatch, one_core):
-    monkeypatch.setattr(torch_native, "_CPU_TILE", 1)
+    monkeypatch.setattr(limits, "CPU_TILE", 1)
     merges = []
 
     def counted(states, pieces, requests):

@@ -1,5 +1,6 @@
 """The runner file of docs/how-to/ci.md is valid, and every session that it names exists."""
 
+import importlib.util
 import itertools
 import pathlib
 import re
@@ -84,6 +85,20 @@ def test_what_is_cached_is_where_the_wheels_are(jobs):
     assert 'WHEELS = ROOT / "build" / "wheels"' in source
     [hashed] = re.findall(r"hashFiles\('(.+?)'\)", cache["with"]["key"])
     assert (ROOT / hashed).is_file()
+
+
+def test_each_wheel_is_downloaded_by_one_platform(monkeypatch):
+    spec = importlib.util.spec_from_file_location("noxfile_of_ci", ROOT / "noxfile.py")
+    file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    wheels = {}
+    monkeypatch.setattr(file, "check_platform", lambda name, *rest: wheels.update({name: rest}))
+    for name in PLATFORMS - {"cpu"}:
+        getattr(file, name).func(name)
+    prefixes = {name: tuple(arguments[-1].split()) for name, arguments in wheels.items()}
+    for pin in file.vendor_pins():
+        assert sum(pin.startswith(p) for p in prefixes.values()) == 1, pin
+    assert prefixes["ascend"] == ("torch-npu",)
 
 
 def test_torch_and_nox_are_in_one_python(jobs):

@@ -177,6 +177,11 @@ def test_the_commands_run_a_file(file, tmp_path, monkeypatch, capsys):
     assert code == 0
     assert "1 requests, 1 queries over 101 tokens" in said
     assert load(tmp_path / "small").seq_lens == (101,)
+    code, said = attn("bisect", str(tmp_path / "small"), "--out", str(tmp_path / "json"), "--json")
+    found = json.loads(said)
+    assert (code, found["out"], found["not_needed"]) == (0, str(tmp_path / "json"), [])
+    assert found["call"].startswith("extend, layer 0: 1 requests, 1 queries over 101 tokens")
+    assert load(tmp_path / "json").seq_lens == (101,)
     assert attn("bisect", str(file), "--out", str(file))[0] == 2
 
 

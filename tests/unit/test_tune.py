@@ -22,8 +22,8 @@ from attn_core import cli
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cli.app import build_app
 from attn_core.costs import store
-from attn_core.costs.given import workload
 from attn_core.costs.profile import Cost, Key, Profile
+from attn_core.costs.settings import workload
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
@@ -625,3 +625,10 @@ def test_what_is_wrong_with_a_file_of_a_workload_names_the_file(
     with pytest.raises(UsageError) as error:
         workload(str(file))
     assert str(error.value).startswith(f"--workload {file}: ")
+
+
+def test_a_list_is_no_file_of_a_workload():
+    with pytest.raises(UsageError, match="a workload is a JSON object of prompts, requests"):
+        workload("[1]")
+    with pytest.raises(UsageError, match="it is no JSON: line 1"):
+        workload(" [[")

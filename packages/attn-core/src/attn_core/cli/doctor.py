@@ -44,7 +44,7 @@ def doctor_command(
     if probe:
         if assumed is not None:
             raise UsageError(
-                f"--device {device}: a probe runs kernels, on this machine's device; leave it away"
+                f"--device {device}: a probe runs kernels, on this machine's device; leave it out"
             )
         _probe(registry, seconds)
     findings = examine(registry, assumed)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from attn_core.cli.options import DTYPES, KV_DTYPES, InputFlags, names
-from attn_core.costs import given, store
+from attn_core.costs import settings, store
 from attn_core.costs.profile import Profile
 from attn_core.errors import UsageError
 from attn_core.formatting import near
@@ -50,7 +50,7 @@ def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
     needs = _requirements(flags, assumed)
     simulated = not same or flags.assume_installed is not None
     profile = _profile(flags, device, registry, libraries, simulated)
-    workload = given.workload(flags.workload)
+    workload = settings.workload(flags.workload)
     return SelectionInputs(
         needs, device, libraries, flags.overrides(), simulated, profile, workload
     )
@@ -65,8 +65,8 @@ def _profile(
     """
     if simulated and flags.profile is None:
         return None
-    if not simulated or flags.profile == given.NONE:
-        return given.profile_here(flags.profile, registry, device)
+    if not simulated or flags.profile == settings.NONE:
+        return settings.profile_here(flags.profile, registry, device)
     found = store.read_profile(Path(str(flags.profile)))
     # what is assumed to be installed has any version
     here = {name: libraries[name] for name in found.environment if name in libraries}
@@ -74,7 +74,7 @@ def _profile(
     differs = Profile(environment=known).differences(here)
     if device.name is not None and found.device != device.name:
         differs.append(f"device was {found.device} and is {device.name}")
-    given.refuse_foreign(differs, str(flags.profile))
+    settings.refuse_foreign(differs, str(flags.profile))
     return found
 
 
@@ -248,10 +248,10 @@ def must_be_here(inputs: SelectionInputs, here: Device, what: str) -> None:
     if str(inputs.device) in present:
         raise UsageError(
             f"--assume-installed: {what} runs kernels, so it takes the libraries that are "
-            "installed; leave it away"
+            "installed; leave it out"
         )
     raise UsageError(
         f"--device {inputs.device}: {what} runs kernels, and this machine has "
-        f"{' and '.join(present)}; leave --device away, or run the command on a machine that "
+        f"{' and '.join(present)}; leave --device out, or run the command on a machine that "
         "has one"
     )

@@ -70,6 +70,7 @@ def bisect_command(
         flag("--out", "Where to write it; default: beside FILE, as NAME.smallest.", env=False),
     ] = None,
     device: Annotated[str | None, ON] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Reduce a failing attention call to the smallest one that still fails, and write it.
 
@@ -91,10 +92,15 @@ def bisect_command(
             r, backend, registry, here, step=lambda text: bar.update(task, description=text)
         )
     save(found.smallest, target)
+    call = described(found.smallest)
+    if json:
+        about = {"file": str(file), "device": str(here), "out": str(target), "call": call}
+        print_json({**about, "not_needed": list(found.steps), "tried": found.tried})
+        return
     text = console()
     for name in found.steps:
         text.print(f"not needed: {name}", soft_wrap=True)
-    text.print(f"{described(found.smallest)} ({found.tried} calls tried)", soft_wrap=True)
+    text.print(f"{call} ({found.tried} calls tried)", soft_wrap=True)
     text.print(f"wrote {printable(str(target))}", soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn_core.costs import given, store
+from attn_core.costs import settings, store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
@@ -90,8 +90,8 @@ def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload
 
     None is what plugins ship. Raises UsageError.
     """
-    profile = given.profile_here(os.environ.get(PROFILE), registry, here, PROFILE)
-    return profile, given.workload(os.environ.get(WORKLOAD), WORKLOAD)
+    profile = settings.profile_here(os.environ.get(PROFILE), registry, here, PROFILE)
+    return profile, settings.workload(os.environ.get(WORKLOAD), WORKLOAD)
 
 
 def picking(selection: Selection, adaptive: bool | None = None) -> Selection:

@@ -13,7 +13,8 @@ from attn_core.backends.plain_precision import plain_precision
 from attn_core.backends.torch_native.blocks import paged, ragged
 from attn_core.backends.torch_native.gather import Buffers, KeyValues
 from attn_core.backends.torch_native.kernels import attend
-from attn_core.backends.torch_native.plan import Limits, Piece, Planner
+from attn_core.backends.torch_native.limits import Limits, limits_of
+from attn_core.backends.torch_native.plan import Piece, Planner
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.ops.dual_chunk import cut_at_chunks
 from attn_core.ops.merge import merge_states
@@ -28,11 +29,6 @@ Pieces = tuple[Piece, ...]
 Plans = Mapping[LayerGroup, tuple[Pieces, ...]]  # of one rotation of the queries or of three
 States = list[tuple[Tensor, Tensor | None]]  # an output and its LSE per tile
 
-# Bytes of K and V that a core gathers at once and reads while they are in its cache. Smaller tiles
-# are a little faster on an idle machine and far slower on a busy one: cores wait at every tile.
-_CPU_TILE = 4 << 20
-_GATHER = 256 << 20  # the same on a device, where few large calls win
-_CPU_COPY = 32 << 10  # bytes of a row copied at once: a longer copy may bypass the cache
 _MOST_STATES = 8  # partial results of many queries that are kept before they are merged
 
 
@@ -50,27 +46,7 @@ class TorchNative(AttentionBackend):
         self._dtype = TORCH_DTYPES[config.dtype]
         self._local = threading.local()  # each thread that calls gathers into its own buffers
         classes = {layer.group for layer in config.layers}
-        self._limits = {c: self._limits_of(c, config.page_size, config.device) for c in classes}
-
-    def _limits_of(self, layer: LayerGroup, page_size: int, device: torch.device) -> Limits:
-        """Fit what is gathered at once to the caches of the cores, or to a device.
-
-        In deterministic mode each request is gathered alone, so its bits depend on no other.
-        """
-        alone = self.config.deterministic
-        latent = self.config.row.kind != "mha"  # the values are part of the keys
-        width = layer.head_dim if latent else layer.head_dim + layer.v_head_dim
-        token = layer.num_kv_heads * width * self._dtype.itemsize
-        if device.type != "cpu":
-            gather = 1 if alone else max(1, _GATHER // token)
-            return Limits(tile=None, gather=gather, few=512, splits=1, block=page_size)
-        cores = torch.get_num_threads()
-        tile = max(64, _CPU_TILE // token) * cores
-        row = layer.num_kv_heads * layer.head_dim * self._dtype.itemsize
-        fits = [b for b in range(1, page_size + 1) if page_size % b == 0 and b * row <= _CPU_COPY]
-        block = max(fits, default=1)
-        gather = 1 if alone else tile
-        return Limits(tile=tile, gather=gather, few=64, splits=cores, block=block)
+        self._limits = {c: limits_of(config, c, config.page_size, config.device) for c in classes}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan every layer class of the model; without host lengths it asks the device."""
@@ -195,7 +171,7 @@ class TorchNative(AttentionBackend):
         key_lens = [b - a for a, b in pairwise(starts)]
         planner = Planner(query_lens, q.dtype, q.device)
         group = LayerGroup.of(layer, causal=causal)
-        limits = self._limits_of(group, 1, q.device)
+        limits = limits_of(self.config, group, 1, q.device)
         pieces = planner.plan(group, key_lens, ragged(starts, q.device), limits)
         tokens = LayerCache(k=k.unsqueeze(1), v=v.unsqueeze(1))  # a pool of pages of one token
         return self._attend(q, layer, tokens, pieces, 1, out, return_lse)

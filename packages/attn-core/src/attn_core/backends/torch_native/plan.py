@@ -9,28 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attn_core.backends.torch_native.limits import Limits
 from attn_core.runtime.batch import SpecInfo
 from attn_core.runtime.layer import LayerGroup
 
 Where = Tensor | slice  # rows or blocks: a slice where they follow each other, so nothing is copied
 BlocksOf = Callable[[Sequence[int], int, int], Where]  # requests, first block, end → block ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How large a piece may be.
-
-    tile: most keys attended at once, None = all. gather: most keys gathered at once, over the
-    requests of a piece; 1 leaves each request alone. few: most queries for which calls cost more
-    than numbers. splits: equal parts of a long tile, one per core. block: tokens copied at once, a
-    page or an even part of it.
-    """
-
-    tile: int | None
-    gather: int
-    few: int
-    splits: int
-    block: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -197,8 +197,8 @@ def _stages(device_type: str, query_bytes: int, stage_bytes: int) -> int:
         return 1
     target = driver.active.get_current_target()
     arch = 0 if target.backend == "hip" else int(target.arch)
-    room = {90: 227, 100: 227, 103: 227, 80: 163}.get(arch, 99 if arch >= 80 else 64)
-    return max(1, min(3, (room * 1024 - query_bytes) // stage_bytes))
+    kib = {90: 227, 100: 227, 103: 227, 80: 163}.get(arch, 99 if arch >= 80 else 64)
+    return max(1, min(3, (kib * 1024 - query_bytes) // stage_bytes))
 
 
 def attend_lists(

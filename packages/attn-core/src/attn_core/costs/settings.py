@@ -38,7 +38,7 @@ def refuse_foreign(differs: list[str], name: str, flag: str = "--profile") -> No
     if differs:
         raise UsageError(
             f"{flag} {name}: measured in another environment: {'; '.join(differs)}; run "
-            f"`attn tune` here, or leave {flag} away"
+            f"`attn tune` here, or leave {flag} out"
         )
 
 
@@ -46,6 +46,6 @@ def workload(text: str | None, flag: str = "--workload") -> Workload:
     """Return the workload of JSON text, or of the file that has it; the default without either."""
     if not text:
         return Workload()
-    if text.lstrip().startswith("{"):
+    if text.lstrip().startswith(("{", "[")):  # a list is no workload, and no file either
         return Workload.parse(text)
     return store.parsed(Path(text), flag, Workload.from_json)
