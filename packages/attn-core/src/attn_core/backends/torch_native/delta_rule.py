@@ -17,11 +17,12 @@ from attn_core.cache.state_pool import CHUNK_SIZE
 # The first is a triangular system, solved in float32 by forward substitution: powers of its matrix
 # would grow like binomials where keys are nearly equal. No exponent is above 0, and pairs that do
 # not see each other are masked before exp: e^G_i · e^-G_j overflows, and infinity times 0 is NaN.
-# G is summed in float64, where a device has it: after a token that forgets all before it, or many
-# that forget a lot, float32 would lose the small decays of the next ones in G_i - G_j.
+# A large G is summed in float64, where a device has it: after a token that forgets all before it,
+# or many that forget a lot, float32 would lose the small decays of the next ones in G_i - G_j.
 
 BLOCK = 16  # tokens of a block on the diagonal
 NOTHING_LEFT = -104.0  # exp of it is 0 in float32, with its smallest numbers too
+SMALL_SUM = 64.0  # up to it float32 errs by 4e-6 at most, and costs half of float64
 SAFE_EXPONENT = 80.0  # e^80 times any key is finite in float32, and e^-80 is no subnormal
 
 
@@ -55,6 +56,14 @@ def dtype_of_sums(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
 
 
+def _summed(g: Tensor) -> Tensor:
+    """Return the sums of log decays [..., C, K or 1] over the tokens up to each."""
+    total = g.cumsum(-2)
+    if g.device.type == "cpu" and bool(total[..., -1, :].amin() > -SMALL_SUM):
+        return total
+    return g.cumsum(-2, dtype=dtype_of_sums(g.device))
+
+
 # Value heads are two dimensions below, [Hk, r = Hv / Hk]: those of a key head share its products.
 def per_value_head(x: Tensor, num_v_heads: int) -> Tensor:
     """Repeat the heads, dim -2, of keys or queries for the value heads that share them."""
@@ -68,7 +77,7 @@ def sequence(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, scale: float) -> Chu
     beta: [N, 64, Hv]. Tokens past a sequence's end are 0 in k, g and beta, and change nothing.
     """
     q, k, total, beta = _by_head(q, k, g, beta)
-    total = total.to(dtype_of_sums(g.device)).cumsum(-2)
+    total = _summed(total)
     if g.dim() == 4:
         own, read = _blockwise(k, q, total)
         read.tril_()
