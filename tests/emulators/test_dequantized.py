@@ -101,6 +101,22 @@ def test_a_wrong_number_of_a_page_is_seen(monkeypatch, fault):
     assert not torch.allclose(out.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
+def test_a_pass_without_requests():
+    """There is no longest request, whose pages would be the table's columns."""
+    pool = KVPool([LAYER], num_pages=1, page_size=PAGE, kv_cache_dtype="fp4_e2m1")
+    dispatcher = HybridDispatcher.from_selection(selected(), load_plugins(), [LAYER], pool)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND,
+        query_lens=[],
+        seq_lens=[],
+        page_table=torch.zeros(0, 1, dtype=torch.int32),
+        page_size=PAGE,
+    )
+    plan = dispatcher.init_forward_metadata(batch)
+    q = torch.zeros(0, 4, 64, dtype=torch.bfloat16)
+    assert dispatcher.forward(q, None, None, LAYER, batch, plan).shape == (0, 4, 64)
+
+
 # ---- Latents ---------------------------------------------------------------------------------
 
 # backend → where it runs, its page, heads, and the function beneath it that decodes

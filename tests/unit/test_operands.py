@@ -84,6 +84,32 @@ def test_a_stride_that_torch_calls_contiguous_is_made_dense(shape, strides):
     assert fillable(x).stride(-1) == 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "start"),
+    [((3, 2, 8), (16, 8, 1), 1), ((1, 2, 8), (3, 8, 1), 0), ((3, 1, 8), (8, 1, 1), 0)],
+    ids=["begins late", "one token", "one head"],
+)
+def test_kernels_store_16_bytes_at_a_time_into_what_is_handed_on(shape, strides, start):
+    """torch calls these contiguous; kernels of vendors refuse them, or fault at the address."""
+    out = torch.zeros(64).as_strided(shape, strides, start)
+    assert out.is_contiguous()
+    filled = fillable(out)
+    assert filled.stride() == (shape[1] * shape[2], shape[2], 1)
+    assert not filled.data_ptr() % 16
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_an_output_that_begins_late_is_filled(ragged):
+    dispatcher, pre, _ = make()
+    filling(pre)
+    flat = torch.zeros(4 * HQ * DV + 2)
+    out = flat[1:-1].view(4, HQ, DV)
+    assert call(dispatcher, *qkv(4), ragged=ragged, out=out) is out
+    assert not pre.calls[-1][2]["out"].data_ptr() % 16
+    assert (out == 7).all()
+    assert flat[[0, -1]].tolist() == [0, 0]
+
+
 def test_one_value_a_head_at_a_wide_stride_is_read_where_it_lies():
     layer = AttentionLayer(
         layer_id=0, num_q_heads=2, num_kv_heads=2, head_dim=1, v_head_dim=128, scale=1.0

@@ -61,7 +61,7 @@ class Dequantized(AttentionBackend):
     def _numbered(self, view: CacheView) -> tuple[CacheView, Tensor]:
         """Return a view of the copies, and which pages these are of; one at least a request."""
         counts = np.maximum(-(-key_lengths(view) // self.config.page_size), 1)
-        used = np.arange(counts.max()) < counts[:, None]
+        used = np.arange(counts.max(initial=1)) < counts[:, None]
         numbers = (used.cumsum() - 1).reshape(used.shape) * used
         host = np.concatenate([numbers, used.nonzero()], None, dtype=np.int32)
         packed = torch.from_numpy(host).to(view.page_table.device)

@@ -128,8 +128,15 @@ def readable(x: Tensor) -> Tensor:
 
 
 def fillable(out: Tensor | None) -> Tensor | None:
-    """Return `out`, or a contiguous tensor to fill in its place."""
-    if out is None or (out.is_contiguous() and out.stride(-1) == 1):
+    """Return `out` [T, H, D], or a dense tensor to fill in its place.
+
+    Kernels store 16 bytes at a time. torch also calls a tensor contiguous that begins between two
+    such places, or that has any stride in a dimension of size 1, which kernels refuse.
+    """
+    if out is None:
+        return None
+    _, heads, dim = out.shape
+    if out.stride() == (heads * dim, dim, 1) and not out.data_ptr() % 16:
         return out
     return torch.empty_like(out, memory_format=torch.contiguous_format)
 

@@ -17,9 +17,12 @@ from attn_core.cache.state_pool import CHUNK_SIZE
 # The first is a triangular system, solved in float32 by forward substitution: powers of its matrix
 # would grow like binomials where keys are nearly equal. No exponent is above 0, and pairs that do
 # not see each other are masked before exp: e^G_i · e^-G_j overflows, and infinity times 0 is NaN.
+# A large G is summed in float64, where a device has it: after a token that forgets all before it,
+# or many that forget a lot, float32 would lose the small decays of the next ones in G_i - G_j.
 
 BLOCK = 16  # tokens of a block on the diagonal
 NOTHING_LEFT = -104.0  # exp of it is 0 in float32, with its smallest numbers too
+SMALL_SUM = 64.0  # up to it float32 errs by 4e-6 at most, and costs half of float64
 SAFE_EXPONENT = 80.0  # e^80 times any key is finite in float32, and e^-80 is no subnormal
 
 
@@ -48,6 +51,19 @@ class Chunk(NamedTuple):
         return u, torch.baddbmm(seen[:, c:], self.weights, u)
 
 
+def dtype_of_sums(device: torch.device) -> torch.dtype:
+    """Return what log decays are summed in: other devices may lack float64."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
+def _summed(g: Tensor) -> Tensor:
+    """Return the sums of log decays [..., C, K or 1] over the tokens up to each."""
+    total = g.cumsum(-2)
+    if g.device.type == "cpu" and bool(total[..., -1, :].amin() > -SMALL_SUM):
+        return total
+    return g.cumsum(-2, dtype=dtype_of_sums(g.device))
+
+
 # Value heads are two dimensions below, [Hk, r = Hv / Hk]: those of a key head share its products.
 def per_value_head(x: Tensor, num_v_heads: int) -> Tensor:
     """Repeat the heads, dim -2, of keys or queries for the value heads that share them."""
@@ -61,13 +77,14 @@ def sequence(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, scale: float) -> Chu
     beta: [N, 64, Hv]. Tokens past a sequence's end are 0 in k, g and beta, and change nothing.
     """
     q, k, total, beta = _by_head(q, k, g, beta)
-    total = total.cumsum(-2)
+    total = _summed(total)
     if g.dim() == 4:
-        own, read = _blockwise(k, k, total), _blockwise(q, k, total).tril_()
+        own, read = _blockwise(k, q, total)
+        read.tril_()
     else:
         c = k.shape[-2]
         mask = torch.ones(c, c, dtype=torch.bool, device=k.device).tril()
-        decay = (total - total.mT).masked_fill_(~mask, -torch.inf).exp_()
+        decay = (total - total.mT).float().masked_fill_(~mask, -torch.inf).exp_()
         own, read = (k @ k.mT) * decay, (q @ k.mT) * decay
     return _chunk(q, k, own, read, total, beta, scale)
 
@@ -79,9 +96,10 @@ def drafts(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, mask: Tensor, scale: f
     """
     q, k, total, beta = _by_head(q, k, g, beta)
     mask = mask[:, None, None]
-    total = mask.to(g.dtype) @ total
+    sums = dtype_of_sums(g.device)
+    total = mask.to(sums) @ total.to(sums)
     apart = total[..., :, None, :] - total[..., None, :, :]  # [B, Hk, r, n, n, K or 1]
-    apart = apart.masked_fill_(~mask[..., None], -torch.inf).exp_() * k[..., None, :, :]
+    apart = apart.float().masked_fill_(~mask[..., None], -torch.inf).exp_() * k[..., None, :, :]
     own, read = ((apart @ x[..., None]).squeeze(-1) for x in (k, q))
     return _chunk(q, k, own, read, total, beta, scale)
 
@@ -101,7 +119,8 @@ def _chunk(
 ) -> Chunk:
     c, heads = k.shape[-2], total.shape[:-2]
     inverse = _inverse(own.mul_(beta[..., None]).tril_(-1))
-    decayed, last = total.exp(), total[..., -1:, :]
+    last = total[..., -1:, :]
+    decayed = total.float().exp()
     reads = k.new_empty(*heads, 2 * c, k.shape[-1])
     torch.mul(k, decayed, out=reads[..., :c, :])
     torch.mul(q, decayed * scale, out=reads[..., c:, :])
@@ -109,8 +128,8 @@ def _chunk(
         reads=reads,
         solve=inverse * beta[..., None, :],
         weights=weights.mul_(scale),
-        last_keys=k * (last - total).exp(),
-        decay=last.exp(),
+        last_keys=k * (last - total).float().exp(),
+        decay=last.float().exp(),
     )
 
 
@@ -143,26 +162,28 @@ def _diagonal(x: Tensor, size: int) -> Tensor:
     return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _blockwise(a: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """Return the sums over K of a_i k_j e^(G_i - G_j), anything for j > i.
+def _blockwise(keys: Tensor, queries: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over K of a_i k_j e^(G_i - G_j), anything for j > i: a is k, then q.
 
     Rows of 16 tokens are factored at their first token: e^(G_i - G_first) · e^(G_first - G_j). For
     earlier j, no exponent is above 0. Within the 16 tokens the second is, and where it could
     overflow, they are summed as they are.
     """
-    c = k.shape[-2]
-    result = k.new_zeros(*total.shape[:-2], c, c)
-    lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=k.device).tril()[..., None]
+    c = keys.shape[-2]
+    own, read = (keys.new_zeros(*total.shape[:-2], c, c) for _ in range(2))
+    lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=keys.device).tril()[..., None]
     for first in range(0, c, BLOCK):
         rows = slice(first, first + BLOCK)
         base, g = total[..., first : first + 1, :], total[..., rows, :]
         factored = bool((base - g[..., -1:, :]).max() < SAFE_EXPONENT)
-        left = a[..., rows, :] * (g - base).exp()
+        decayed = (g - base).float().exp_()
         columns = slice(rows.stop if factored else first)
-        right = k[..., columns, :] * (base - total[..., columns, :]).exp()
-        result[..., rows, columns] = left @ right.mT
+        right = (base - total[..., columns, :]).float().exp_().mul_(keys[..., columns, :]).mT
+        own[..., rows, columns] = (keys[..., rows, :] * decayed) @ right
+        read[..., rows, columns] = (queries[..., rows, :] * decayed) @ right
         if not factored:
-            apart = (g[..., :, None, :] - g[..., None, :, :]).masked_fill_(~lower, -torch.inf)
-            apart = apart.exp_().mul_(k[..., None, rows, :])
-            result[..., rows, rows] = (apart @ a[..., rows, :, None]).squeeze(-1)
-    return result
+            apart = (g[..., :, None, :] - g[..., None, :, :]).float()
+            apart = apart.masked_fill_(~lower, -torch.inf).exp_().mul_(keys[..., None, rows, :])
+            own[..., rows, rows] = (apart @ keys[..., rows, :, None]).squeeze(-1)
+            read[..., rows, rows] = (apart @ queries[..., rows, :, None]).squeeze(-1)
+    return own, read

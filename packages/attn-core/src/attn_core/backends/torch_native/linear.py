@@ -13,6 +13,7 @@ from attn_core.backends.plain_precision import plain_precision
 from attn_core.backends.torch_native.delta_rule import (
     NOTHING_LEFT,
     drafts,
+    dtype_of_sums,
     per_value_head,
     sequence,
 )
@@ -199,9 +200,10 @@ class TorchNativeLinear(LinearAttentionBackend):
             if seen is not None:
                 path = [j for j, sees in enumerate(seen[x.row][draft]) if sees]
             u, k, g = (r[:, x.write, path] for r in states.records)
-            total = g.cumsum(1) if g.dim() == 4 else g.cumsum(1)[..., None]  # [layers, p, Hv, …]
-            decay = total[:, -1, :, None].exp()
-            k = per_value_head(k, hv) * (total[:, -1:] - total).exp()
+            total = g.cumsum(1, dtype=dtype_of_sums(g.device))  # [layers, p, Hv, …]
+            total = total if g.dim() == 4 else total[..., None]
+            decay = total[:, -1, :, None].float().exp()
+            k = per_value_head(k, hv) * (total[:, -1:] - total).float().exp()
             for i, state in enumerate(states.state):
                 old, new = x.old(state), state[x.write]
                 work = new if new.dtype == torch.float32 else torch.empty_like(new, dtype=u.dtype)
@@ -273,8 +275,7 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q and k normalised, log decay and beta, all float32.
 
-    A decay that float32 rounds to 0 is as good as any below: sums of smaller logs would not see the
-    others, and differences of infinities are NaN.
+    A decay that float32 rounds to 0 is as good as any below, and differences of infinities are NaN.
     """
     decay, beta = gated(layer, g, beta)
     return normalised(layer, q), normalised(layer, k), decay.clamp(min=NOTHING_LEFT), beta
@@ -283,6 +284,14 @@ def _prepared(
 def _output(
     q: Tensor, v: Tensor, batch: ForwardBatch, requests: Sequence[Request], out: Tensor | None
 ) -> Tensor:
-    """Return `out` or a new tensor [T, Hv, V] in the dtype of q, 0 where there is padding."""
-    out = v.new_empty(v.shape, dtype=q.dtype) if out is None else out
-    return out if len(requests) == batch.batch_size else out.zero_()
+    """Return `out` or a new tensor [T, Hv, V] in the dtype of q, 0 where there is padding alone.
+
+    `out` may be v itself, which is still to be read.
+    """
+    out, end = v.new_empty(v.shape, dtype=q.dtype) if out is None else out, 0
+    if len(requests) < batch.batch_size:
+        for x in sorted(requests, key=lambda x: x.first):
+            out[end : x.first] = 0
+            end = max(end, x.first + x.tokens)
+        out[end:] = 0
+    return out
