@@ -22,6 +22,7 @@ PATIENCE_S = 20.0
 ROOT = pathlib.Path(__file__).parents[2] / "packages/attn-core/src"
 LINEAR = "attn_core.backends.triton.linear"
 SPARSE = "attn_core.backends.triton.sparse"
+HOPPER = "attn_core.backends.triton.hopper"
 program = threading.local()
 turn = threading.Condition()
 
@@ -33,6 +34,9 @@ class Pointer:
         self.flat = tensor.view(-1) if tensor.is_contiguous() else tensor
         self.offset = offset
         self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def to(self, _):
+        return self.offset
 
     def __add__(self, other):
         found = Pointer.__new__(Pointer)
@@ -190,11 +194,16 @@ def own(x):
     return x
 
 
+def unknown_assembly(assembly, constraints, args, **_):
+    """Return the first argument: no instruction that is written out changes it."""
+    return args[0] if args else None
+
+
 def specialize(functions, *_):
-    failures, here = [], program.id
+    failures, here = [], (program.id, program.count)
 
     def run(function, args):
-        program.id = here
+        program.id, program.count = here
         try:
             function(*own(args))
         except Exception as raised:
@@ -234,6 +243,8 @@ def _language():
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         load=gl_load, store=gl_store, sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis), inline_asm_elementwise=unknown_assembly,
+        num_programs=lambda axis: torch.tensor(program.count[axis]),
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
         split=lambda x: (x[..., 0], x[..., 1]), join=lambda a, b: torch.stack((a, b), -1),
         expand_dims=lambda x, axis: x.unsqueeze(axis),
@@ -251,6 +262,20 @@ def _zero_rows(tiles, stage, count, first, end):
     read = whole.clone()  # all rows are stored, also those that stay as they are
     _pause()
     whole.copy_(torch.where(torch.arange(len(read))[:, None] < int(count), read, 0.0))
+
+
+def _load_columns(rows, row, tile, stage, full, first, copy, copies):
+    """What load_columns does: how it tells the panels of a tile apart depends on a layout."""
+    count, width = tile.shape[1] // copies, tile.shape[2]
+    part = Shared(tile.x[int(stage)][copy * count : (copy + 1) * count])
+    copy_rows(rows, (row, first), full, part)
+    assert part.shape == [count, width]
+
+
+def _zero_tail(tile, stage, start, first_key, seq_len, block, _):
+    """What zero_tail does."""
+    key = int(start) + torch.arange(block)
+    tile.x[int(stage)][(key < int(first_key)) | (key >= int(seq_len))] = 0
 
 
 def _modules():
@@ -305,8 +330,9 @@ def _loaded(name, modules):
                 del sys.modules[key]
             else:
                 sys.modules[key] = value
-    if hasattr(module, "zero_rows"):
-        module.zero_rows = _zero_rows
+    for own in (_zero_rows, _load_columns, _zero_tail):
+        if hasattr(module, own.__name__[1:]):
+            setattr(module, own.__name__[1:], own)
     return module
 
 
@@ -317,6 +343,6 @@ def load(name, of=LINEAR):
 
 def launch(kernel, programs, *args):
     """Run a kernel's programs one after another. programs: how many there are, on each axis."""
-    axes = programs if isinstance(programs, tuple) else (programs,)
+    axes = program.count = programs if isinstance(programs, tuple) else (programs,)
     for program.id in itertools.product(*map(range, axes)):
         kernel(*args)

@@ -14,7 +14,7 @@ from attn_core.testing.inputs import mapped, to_device
 pytest.importorskip("triton")
 
 from attn_core.backends.triton import scheduler
-from attn_core.backends.triton.schedule import plan_splits
+from attn_core.backends.triton.portable.plan_splits import plan_splits
 from attn_core.backends.triton.variants import kernels_of
 from triton_server import (
     DEVICE,

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Part, Pass
 from attn_core.backends.triton.portable.arguments import Partials, Requests, Spans
+from attn_core.backends.triton.portable.plan_splits import plan_splits
 from attn_core.backends.triton.shared import Sharing, fill_spans, spans_of
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
 
+PLANNED_REQUESTS = 1024  # which one program plans at a time
 TILE_ROWS = 128  # of a tile of a prompt on Hopper: (query, head of the group) pairs
 
 
@@ -41,6 +43,7 @@ class Cuts:
     blocks_per_unit: int  # blocks of keys that no two programs share
     overlap: bool  # the merge is launched before the partials are complete
     merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
+    planned_quota: bool = False  # plan_splits chooses what a program takes
     sharing: Sharing | None = None
     planners: dict[Hashable, Launcher] = field(default_factory=dict, init=False)  # of plan_splits
 
@@ -51,7 +54,7 @@ class Cuts:
             (
                 *(self.launch, self.row_blocks, self.tile_rows, self.programs, self.overlap),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
-                self.sharing,
+                *(self.sharing, self.planned_quota),
                 *(choice.kernel for choice in self.choices),
             )
         )
@@ -67,7 +70,8 @@ class Cuts:
 class SplitKV(Part):
     """How the keys of requests with few queries are split among programs (stream-K).
 
-    work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared.
+    work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared, and with
+    cuts.planned_quota the quota behind it.
     buffer: int32 [BUFFER_ROWS, columns], of plan_shared, None without. counter: int32 [1], zero.
     partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
     All layers share them: one runs after the other.
@@ -168,7 +172,8 @@ def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal
         launcher = cuts.planners[key] = Launcher(
             plan_splits,
             *(cuts.launch.block_n, cuts.blocks_per_unit, cuts.max_queries),
-            *(window is not None, causal, min(1024, power_of_two(batch))),
+            *(window is not None, causal, min(PLANNED_REQUESTS, power_of_two(batch))),
+            *(cuts.programs // cuts.row_blocks if cuts.planned_quota else 0, cuts.min_units),
             num_warps=4,
         )
     numbers = (batch, window or 0)
@@ -193,46 +198,6 @@ def fill_order(
 
 
 _ORDERS: dict[Hashable, Launcher] = {}
-
-
-@triton.jit(do_not_specialize=["batch", "window"])
-def plan_splits(
-    cu,
-    lengths,
-    work_indptr,
-    batch,
-    window,
-    BN: tl.constexpr,
-    BLOCKS_PER_UNIT: tl.constexpr,
-    MAX_QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write work_indptr int32 [batch + 1]: the units of work that come before each request.
-
-    A unit is BLOCKS_PER_UNIT blocks of BN keys of one tile. The units counted are those of one tile
-    of each request; its other tiles have as many. A request without keys has one unit, which writes
-    zeros; one with more than MAX_QUERIES has none. cu: int32 [batch + 1], cumulated queries.
-    lengths: int32 [batch], keys.
-    """
-    before = tl.zeros([], tl.int32)
-    tl.store(work_indptr, before)
-    for low in range(0, batch, BLOCK):
-        b = low + tl.arange(0, BLOCK)
-        ok = b < batch
-        queries = tl.load(cu + b + 1, mask=ok, other=0) - tl.load(cu + b, mask=ok, other=0)
-        length = tl.load(lengths + b, mask=ok, other=0)
-        first = tl.zeros([BLOCK], tl.int32)
-        if WINDOW and CAUSAL:
-            first = tl.maximum(length - queries - window + 1, 0)
-        blocks = tl.cdiv(length, BN) - first // BN
-        has_work = ok & (queries > 0)
-        if MAX_QUERIES:
-            has_work = has_work & (queries <= MAX_QUERIES)
-        units = tl.where(has_work, tl.maximum(tl.cdiv(blocks, BLOCKS_PER_UNIT), 1), 0)
-        tl.store(work_indptr + b + 1, before + tl.cumsum(units, 0), mask=ok)
-        before += tl.sum(units, 0)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from attn_core.backends.triton.kernel import Choice, Pass, Shape
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import (
+    PLANNED_REQUESTS,
     TILE_ROWS,
     Cuts,
     Schedule,
@@ -71,7 +72,7 @@ class Scheduler:
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, aligned alike for every batch size."""
         rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (2, requests)
-        columns = -(-(most + 1) // 4) * 4
+        columns = -(-(most + 2) // 4) * 4
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
@@ -171,6 +172,8 @@ class Scheduler:
         if cuts.sharing is not None:
             rows += (1 + LEVELS) * inputs.tokens * group.num_q_heads
             plan, indptrs = self.buffer(size) if static is None else static, 2 * size + 1
+        elif cuts.planned_quota:
+            indptrs += 1
         partial_out, partial_lse = self._partials(rows, width)
         if plan is None:
             indptr = torch.empty(indptrs, dtype=torch.int32, device=self.config.device)
@@ -231,6 +234,8 @@ class Scheduler:
         programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         kernels = self._kernels.decode
+        sharing = sharing if row_blocks == 1 else None
+        planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
             launch=launch,
@@ -243,7 +248,8 @@ class Scheduler:
             blocks_per_unit=max(1, keys_per_unit // launch.block_n),
             overlap=has_pdl(self._arch),
             merge_tile=merge_tile(tiles, tile_rows, programs, width),
-            sharing=sharing if row_blocks == 1 else None,
+            sharing=sharing,
+            planned_quota=planned and group.num_kv_heads == 1 and size <= PLANNED_REQUESTS,
         )
 
     def _tiles(

@@ -39,7 +39,7 @@ class AttentionConfig(NamedTuple):
     offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of 64 rows that
     a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
-    whether requests read keys together; TILE_UNITS, see Split.
+    whether requests read keys together; TILE_UNITS and PLANNED_QUOTA, see Split.
     """
 
     HEADS: int
@@ -61,6 +61,7 @@ class AttentionConfig(NamedTuple):
     MIN_UNITS: int = 1
     SHARED: bool = False
     TILE_UNITS: int = 0
+    PLANNED_QUOTA: bool = False
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.hopper.common import Sizes, row_offsets, zero_tail
+from attn_core.backends.triton.hopper.common import Sizes, zero_tail
 from attn_core.backends.triton.hopper.mla_latents import (
     GATHER_WARPS,
     HIGH,
@@ -27,11 +27,13 @@ from attn_core.backends.triton.hopper.mla_latents import (
     gather_latents,
     load_latents,
 )
+from attn_core.backends.triton.hopper.mla_outputs import store_columns
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
 from attn_core.backends.triton.hopper.split_kv import (
     is_final,
     launch_dependents,
     partial_rows,
+    prefetch_request,
     program_work,
     split_item,
 )
@@ -63,28 +65,6 @@ def add_scores(queries, q_low, latents, high, step, block, s, CONFIG: gl.constex
         hopper.fence_async_shared()
     k_high = high.tile.index(high.stage(block)).permute((1, 0))
     return hopper.warpgroup_mma(queries.tile.high.index(0), k_high, s, is_async=True)
-
-
-@gluon.jit
-def store_columns(
-    acc, factor, out, partial, work, unit, item, requests, sizes, FIRST: gl.constexpr,
-    CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Store acc · factor, columns FIRST … of outputs or of an item's partial state."""
-    GROUP: gl.constexpr = CONFIG.GROUP
-    L: gl.constexpr = acc.type.layout
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, L))[:, None]
-    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
-    tile_rows = item.row_block * 64 + rows
-    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
-    valid = (tile_rows < item.q_len * GROUP)[:, None] & (columns >= 0)[None, :]
-    if is_final(item, CONFIG):
-        offsets = row_offsets(out, item.q_start, 0, tile_rows, GROUP)
-        result = acc.to(out.ptr.dtype.element_ty)
-        gl.store(out.ptr + offsets[:, None] + columns[None, :], result, mask=valid)
-    else:
-        offsets = partial_rows(work, unit, item, rows, requests, sizes, CONFIG) * 512
-        gl.store(partial.out + offsets[:, None] + columns[None, :], acc, mask=valid)
 
 
 @gluon.jit
@@ -171,7 +151,6 @@ def attend_high(
                 alphas.fill(step)
                 queries.release(turn)
                 acc, p = hopper.warpgroup_mma_wait(0, deps=[summed, p])
-                high.release(block)
             step += 1
             block += 1
         if item.num_blocks <= 0:  # no keys: nobody has given the queries back
@@ -194,9 +173,15 @@ def attend_high(
                 gl.store(partial.lse + lse_at, lse, mask=live)
             else:
                 gl.store(partial.lse + lse_at, lse)
+        # the values of the last block have been summed: their place is free for outputs
+        if (item.num_blocks > 0) & (not final):
+            high.release(block - 1)
+        place = high.tile.index(high.stage(gl.maximum(block - 1, 0)))
         store_columns(
-            acc, factor, out, partial, work, next_unit, item, requests, sizes, HIGH, CONFIG
-        )
+            acc, factor, place, out, partial, work, next_unit, item, requests, sizes, HIGH, CONFIG,
+        )  # fmt: skip
+        if (item.num_blocks > 0) & final:
+            high.release(block - 1)
         next_unit = item.next_unit
         turn += 1
 
@@ -234,15 +219,26 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
             low_sum = hopper.warpgroup_mma(p, tile.low.index(stage), acc, is_async=True)
             middle_sum = hopper.warpgroup_mma(p, tile.middle.index(stage), middle, is_async=True)
             acc, middle = hopper.warpgroup_mma_wait(0, deps=[low_sum, middle_sum])
-            latents.release(step)
+            if i + 1 < item.num_blocks:
+                latents.release(step)
             step += 1
         factors.wait_full(turn)
         factor = factors.tile.index(0).load(gl.SliceLayout(1, O))
         factors.release(turn)
-        store_columns(acc, factor, out, partial, work, next_unit, item, requests, sizes, 0, CONFIG)
+        final = is_final(item, CONFIG)
+        if (item.num_blocks > 0) & (not final):
+            latents.release(step - 1)
+        stage = latents.stage(step - 1)
         store_columns(
-            middle, factor, out, partial, work, next_unit, item, requests, sizes, MIDDLE, CONFIG
-        )
+            acc, factor, tile.low.index(stage), out, partial, work, next_unit, item, requests,
+            sizes, 0, CONFIG,
+        )  # fmt: skip
+        store_columns(
+            middle, factor, tile.middle.index(stage), out, partial, work, next_unit, item,
+            requests, sizes, MIDDLE, CONFIG,
+        )  # fmt: skip
+        if (item.num_blocks > 0) & final:
+            latents.release(step - 1)
         next_unit = item.next_unit
         turn += 1
 
@@ -267,6 +263,7 @@ def decode_mla_hopper(
     """
     launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
+    prefetch_request(requests, sizes)
     work = program_work(work_indptr, spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty

@@ -184,11 +184,26 @@ def gather_latents(
 
 
 @gluon.jit
+def find_rows(pages, block, seq_len, CONFIG: gl.constexpr):
+    """Return where the parts of a block of keys begin, in one page each."""
+    ROWS: gl.constexpr = min(CONFIG.PAGE, 64)
+    rows = ()
+    for copy in gl.static_range(64 // ROWS):
+        token = block * 64 + copy * ROWS
+        page = gl.load(pages + gl.maximum(gl.minimum(token, seq_len - 1), 0) // CONFIG.PAGE)
+        row = page * CONFIG.PAGE + token % CONFIG.PAGE
+        rows = rows + (row,)  # noqa: RUF005  # Triton unpacks no tuple in a tuple
+    return rows
+
+
+@gluon.jit
 def load_latents(
     queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Bring the queries and then the latents of each item, the last block first."""
-    ROWS: gl.constexpr = min(CONFIG.PAGE, 64)
+    """Bring the queries and then the latents of each item, the last block first.
+
+    The page of a block is looked up while the block before it is brought.
+    """
     step = 0
     block = 0
     turn = 0
@@ -199,16 +214,14 @@ def load_latents(
         seq = item.seq
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
+        last = item.first_block + item.num_blocks - 1
         load_queries(queries, latents, q_rows, q_row, step, turn)
+        rows = find_rows(pages, last, item.seq_len, CONFIG)
         step += 1
         for i in range(0, item.num_blocks):
-            rows = ()
-            for copy in gl.static_range(64 // ROWS):
-                token = (item.first_block + item.num_blocks - 1 - i) * 64 + copy * ROWS
-                page = gl.load(pages + gl.minimum(token, item.seq_len - 1) // CONFIG.PAGE)
-                row = page * CONFIG.PAGE + token % CONFIG.PAGE
-                rows = rows + (row,)  # noqa: RUF005  # Triton unpacks no tuple in a tuple
+            following = find_rows(pages, gl.maximum(last - i - 1, 0), item.seq_len, CONFIG)
             load_block(latents, high, k_rows, rows, step, block)
+            rows = following
             step += 1
             block += 1
         next_unit = item.next_unit

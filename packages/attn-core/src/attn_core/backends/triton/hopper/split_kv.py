@@ -63,22 +63,51 @@ def launch_dependents():
 
 
 @gluon.jit
+def prefetch(ptr):
+    """Bring what lies at a pointer into the L2 cache; nobody waits for it."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def prefetch_request(requests, sizes):
+    """Prefetch the lengths and pages of what is this program's request if all are as long.
+
+    Between two layers the weights of others have passed the caches.
+    """
+    seq = gl.program_id(0) * sizes.batch // gl.num_programs(0)
+    prefetch(requests.cu_seqlens_q + seq)
+    prefetch(requests.seq_lens + seq)
+    prefetch(requests.page_table + seq.to(gl.int64) * sizes.table_stride)
+
+
+@gluon.jit
 def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
     """Return the units of this program: as many for each part, the last ones may have none."""
     seqs = sizes.batch
     if CONFIG.SHARED:
         seqs = 2 * sizes.batch
-    num_units = gl.load(indptr + seqs) * CONFIG.HEADS
-    parts = gl.num_programs(0) // CONFIG.ROW_BLOCKS
-    quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
-    start = gl.program_id(0) // CONFIG.ROW_BLOCKS * quota
     # all at once: a search would wait for one load after the other
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    before = gl.full([128], 0, gl.int32, L)
-    for low in range(0, seqs, 128):
-        i = low + gl.arange(0, 128, L)
-        ends = gl.load(indptr + 1 + i, mask=i < seqs, other=0)
-        before += ((i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # each warp has all of them
+    i = gl.arange(0, 128, L)
+    ends = gl.load(indptr + 1 + i, mask=i < seqs, other=0)
+    num_units = gl.load(indptr + seqs) * CONFIG.HEADS
+    if CONFIG.PLANNED_QUOTA:
+        quota = gl.load(indptr + seqs + 1)
+    else:
+        parts = gl.num_programs(0) // CONFIG.ROW_BLOCKS
+        quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
+    start = gl.program_id(0) // CONFIG.ROW_BLOCKS * quota
+    before = ((i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
+    for low in range(128, seqs, 128):
+        ends = gl.load(indptr + 1 + low + i, mask=low + i < seqs, other=0)
+        before += ((low + i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
     end = gl.minimum(start + quota, num_units)
     last = end
     if CONFIG.TILE_UNITS > 0:
@@ -97,8 +126,11 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
         seq += 1
     before = gl.load(work.indptr + seq)
     num_units = gl.load(work.indptr + seq + 1) - before
-    head = (unit - before * CONFIG.HEADS) // num_units
-    start_unit = (unit - before * CONFIG.HEADS) % num_units
+    head = 0
+    start_unit = unit - before * CONFIG.HEADS
+    if CONFIG.HEADS > 1:
+        head = start_unit // num_units
+        start_unit = start_unit % num_units
     request = seq
     level = 0
     row_block = work.row_block

@@ -142,6 +142,7 @@ class Split(NamedTuple):
     SHARED: the work is that of Spans. Then ROW_BLOCKS and BLOCKS_PER_UNIT are 1, and nothing is
     BATCH_INVARIANT. TILE_UNITS come before the keys of each tile in the line of work, and
     nobody attends to them: they stand for what a tile takes beside its keys. MIN_UNITS are more.
+    PLANNED_QUOTA: plan_splits chose the quota of a program, for one KV head.
     """
 
     ROW_BLOCKS: int
@@ -150,6 +151,7 @@ class Split(NamedTuple):
     MIN_UNITS: int
     SHARED: bool
     TILE_UNITS: int = 0
+    PLANNED_QUOTA: bool = False
 
 
 class Tile(NamedTuple):

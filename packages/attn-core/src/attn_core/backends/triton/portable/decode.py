@@ -1,12 +1,13 @@
 """Split-KV attention for few queries a request: decode, verify and absorbed MLA.
 
 A tile is BM rows of one KV head of a request: (query, head of the group) pairs. The blocks of keys
-of all heads form one queue of work, which a fixed number of programs share evenly: each part of it
-is that of ROW_BLOCKS programs, one for each tile of its keys. They run side by side, so that these
-keys are read from memory once. A tile that one program covers is finished there. Of a tile that
-several programs share, each stores its partial output and LSE, and `merge_splits` merges them. A
-program stores at most two partials. No grid depends on a length, so that a captured CUDA graph
-serves every length. This is stream-K (arXiv:2301.03598), applied to keys.
+of all heads form one queue of work, which a fixed number of programs share evenly, or, of latents,
+so that parts end where requests do (choose_quota). Each part of it is that of ROW_BLOCKS programs,
+one for each tile of its keys. They run side by side, so that these keys are read from memory once.
+A tile that one program covers is finished there. Of a tile that several programs share, each stores
+its partial output and LSE, and `merge_splits` merges them. A program stores at most two partials.
+No grid depends on a length, so that a captured CUDA graph serves every length. This is stream-K
+(arXiv:2301.03598), applied to keys.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -36,6 +37,8 @@ def quota_of(work_indptr, seqs, heads, programs, SPLIT: tl.constexpr):
     seqs: requests, or spans if SHARED.
     """
     work = tl.load(work_indptr + seqs) * heads
+    if SPLIT.PLANNED_QUOTA:
+        return work, tl.load(work_indptr + seqs + 1)
     return work, tl.maximum(tl.cdiv(work, programs // SPLIT.ROW_BLOCKS), SPLIT.MIN_UNITS)
 
 

@@ -1,0 +1,100 @@
+"""Hopper's latent decode, emulated on a CPU: against float64, wherever requests are cut."""
+
+import pytest
+import torch
+from emulated_gluon import HOPPER, Pointer, launch, load
+
+DIM, LATENT, BLOCK, SCALE = 576, 512, 64, 0.07
+LOG2E = 1.4426950408889634
+
+
+def merged(partial_out, partial_lse, slots):
+    """Return the outputs and the natural LSE of 64 rows from their partials."""
+    lse = partial_lse[slots].double()
+    weight = (lse - lse.amax(0)).exp2()
+    total = weight.sum(0)
+    out = (partial_out[slots].double() * weight[..., None]).sum(0) / total[:, None]
+    return out, (lse.amax(0) + total.log2()) / LOG2E
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(("group", "queries"), [(24, 1), (40, 3)])
+def test_equals_float64(group, queries, planned, dense):
+    torch.manual_seed(group)
+    page, lengths, parts = 16, [300, 64, 0, 131], 5
+    lengths = [n + queries if n else 0 for n in lengths]
+    batch, pages = len(lengths), [-(-n // page) for n in lengths]
+    row_blocks = -(-queries * group // 64)
+    table, begin = torch.zeros(batch, max(pages)).int(), 0
+    order = (torch.randperm(sum(pages)) + 1).int()
+    for row, count in enumerate(pages):
+        table[row, :count], begin = order[begin : begin + count], begin + count
+    stored = torch.full((sum(pages) + 1, page, DIM), torch.nan).bfloat16()
+    for row, n in zip(table, lengths, strict=True):
+        at = torch.arange(n)
+        stored[row[at // page].long(), at % page] = torch.randn(n, DIM).bfloat16()
+    tokens = batch * queries
+    q = torch.randn(tokens, group, DIM).bfloat16()
+    units = [max(1, -(-n // BLOCK)) for n in lengths]
+    quota = max(2, -(-sum(units) // parts))
+    filled = [-(-n // 3) * 3 for n in units] if planned else units
+    quota = 3 if planned else quota
+    indptr = torch.tensor([0, *torch.tensor(filled).cumsum(0).tolist(), quota]).int()
+    assert planned or sum(units) > 2 * quota
+    ends = (torch.arange(batch + 1) * queries).int()
+    wide = LATENT if dense else LATENT + 8
+    out = torch.full((tokens, group, wide), torch.nan).bfloat16()
+    lse = torch.full((tokens, group), torch.nan)
+    programs = parts * row_blocks
+    partial_out = torch.full((2 * programs, 64, LATENT), torch.nan)
+    partial_lse = torch.full((2 * programs, 64), torch.nan)
+
+    kernel = load("mla_decode", HOPPER)
+    arguments = load("arguments", "attn_core.backends.triton.portable")
+    config = load("common", HOPPER).AttentionConfig(
+        HEADS=1, GROUP=group, PAGE=page, HND=False, GATHERS=False, BN=BLOCK, D=DIM,
+        USE_SOFTCAP=False, USE_SINKS=False, MASK=int(queries > 1), WINDOW=False, STAGES=2,
+        INT64_OFFSETS=False, ROW_BLOCKS=row_blocks, MIN_UNITS=2, PLANNED_QUOTA=planned,
+    )  # fmt: skip
+    launch(
+        kernel.decode_mla_hopper, (programs, 1, 1), q.flatten(0, 1),
+        arguments.Outputs(Pointer(out), Pointer(lse), group * wide, wide),
+        arguments.Partials(Pointer(partial_out), Pointer(partial_lse)),
+        arguments.Requests(
+            Pointer(ends), Pointer(torch.tensor(lengths).int()), Pointer(table)
+        ),
+        Pointer(indptr), Pointer(indptr), torch.tensor(batch), table.shape[1], stored.flatten(0, 1),
+        arguments.Scales(SCALE, 1.0, 1.0), config,
+    )  # fmt: skip
+
+    for b, n in enumerate(lengths):
+        at = torch.arange(n)
+        k = stored[table[b][at // page].long(), at % page].double()
+        rows = q[b * queries : (b + 1) * queries].double()
+        seen = at[None, :] <= torch.arange(queries)[:, None] + n - queries
+        s = torch.einsum("qhd,kd->qhk", rows, k) * SCALE
+        s = s.masked_fill(~seen[:, None], -torch.inf)
+        want = torch.einsum("qhk,kd->qhd", s.softmax(-1).nan_to_num(), k[:, :LATENT])
+        begin, own = int(indptr[b]), units[b]
+        low, high = begin // quota, (begin + filled[b] - 1) // quota
+        got, got_lse = (x[b * queries : (b + 1) * queries].flatten(0, 1) for x in (out, lse))
+        got = got[..., :LATENT].double()
+        if low < high:
+            parts_of = [
+                merged(
+                    partial_out, partial_lse,
+                    [2 * (p * row_blocks + r) + (p == low) for p in range(low, high + 1)],
+                )
+                for r in range(row_blocks)
+            ]  # fmt: skip
+            got, got_lse = (torch.cat(x)[: queries * group] for x in zip(*parts_of, strict=True))
+        assert own > 0
+        want = want.flatten(0, 1)
+        error = (got - want).norm()
+        assert error <= 6e-3 * want.norm(), (b, float(error), float(want.norm()))
+        torch.testing.assert_close(
+            got_lse.double(), s.logsumexp(-1).flatten(), atol=2e-3, rtol=1e-3
+        )
+    if not dense:
+        assert bool(out[..., LATENT:].isnan().all())

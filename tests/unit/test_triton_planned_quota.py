@@ -1,0 +1,105 @@
+"""The quota of latent decode: programs begin where requests do, where that costs no more."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from attn_core.runtime.batch import ForwardMode
+
+pytest.importorskip("triton")
+
+from attn_core.backends.triton.portable.plan_splits import ITEM_UNITS, plan_splits
+from attn_core.backends.triton.tuning import power_of_two
+from triton_passes import DEVICE, Requests, make_layer
+
+BLOCK = 64
+
+
+def plan(units, parts, least=2):
+    """Return the units of the line of work of each request, and the quota."""
+    batch = len(units)
+    cu = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([n * BLOCK for n in units], dtype=torch.int32, device=DEVICE)
+    out = torch.full((batch + 2,), -1, dtype=torch.int32, device=DEVICE)
+    sizes = (BLOCK, 1, 0, False, True, power_of_two(batch), parts, least)
+    plan_splits[(1,)](cu, lengths, out, batch, 0, *sizes)
+    indptr = out.tolist()
+    assert indptr[0] == 0
+    return [b - a for a, b in itertools.pairwise(indptr[:-1])], indptr[-1]
+
+
+def items(filled, units, quota):
+    """Return the blocks of keys of each item of each program, by walking along the line of work."""
+    ends, found, at = [], [[]], 0
+    for own, real in zip(filled, units, strict=True):
+        ends.append((at, at + own, real))
+        at += own
+    for begin, end, real in ends:
+        for low in range(begin - begin % quota, end, quota):
+            first, last = max(low, begin), min(low + quota, end)
+            program = first // quota
+            found += [[] for _ in range(program + 1 - len(found))]
+            found[program].append(min(last - begin, real) - (first - begin))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("units", "parts", "each"),
+    [
+        ([64] * 128, 132, [64]),  # the even quota, 63, ends in every request
+        ([128] * 64, 132, [64]),
+        ([512] * 16, 132, [64]),
+        ([16] * 16, 132, [2]),
+        ([16] * 16, 66, [4]),
+        ([128] * 64, 33, [128, 128]),  # more requests than programs
+        ([64] * 128, 16, [64] * 8),
+        ([2], 132, [2]),
+    ],
+)
+def test_requests_that_are_as_long_are_cut_alike(units, parts, each):
+    filled, quota = plan(units, parts)
+    assert filled == units
+    found = items(filled, units, quota)
+    assert len(found) <= parts
+    assert all(own == each for own in found)
+
+
+def test_a_request_that_no_quota_divides_has_a_shorter_part():
+    units = [100, 64, 0, 64, 100]
+    filled, quota = plan(units, 12)
+    assert (filled, quota) == ([102, 68, 34, 68, 102], 34)  # a request without keys is one unit
+    found = items(filled, [100, 64, 1, 64, 100], quota)
+    assert found == [[34], [34], [32], [34], [30], [1], [34], [30], [34], [34], [32]]
+
+
+def test_one_long_request_among_short_ones_is_cut_evenly():
+    units = [400] + [3] * 20
+    filled, quota = plan(units, 21)
+    assert (filled, quota) == (units, -(-sum(units) // 21))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_keys_are_somebodys_and_no_part_is_much_longer(seed):
+    rng = random.Random(seed)
+    parts, batch = rng.choice((16, 33, 66, 132)), rng.choice((1, 5, 33, 64, 200))
+    spread = rng.choice((0, 1, 8, 60))
+    units = [rng.randint(20, 20 + spread) for _ in range(batch)]
+    filled, quota = plan(units, parts)
+    found = items(filled, units, quota)
+    assert len(found) <= parts
+    assert sum(map(sum, found)) == sum(units)
+    assert all(blocks > 0 for own in found for blocks in own)
+    even = max(2, -(-sum(units) // parts))
+    dearest = max(sum(own) + ITEM_UNITS.value * len(own) for own in found)
+    assert dearest <= even + ITEM_UNITS.value * (batch / parts + 2) or filled == units
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3, 7])
+@pytest.mark.parametrize("lengths", [(200, 200, 200), (300, 64, 1), (130,)])
+def test_latents_equal_float64_wherever_requests_are_cut(lengths, processors):
+    layer = make_layer(heads=1, group=16, dim=576, v_dim=512)
+    requests = Requests(layer, lengths, page=16, dtype="fp32")
+    batch = requests.batch([1] * len(lengths), mode=ForwardMode.DECODE)
+    q = requests.draw(len(lengths))
+    requests.check(requests.attend(batch, q, multiprocessors=processors), q, [1] * len(lengths))
