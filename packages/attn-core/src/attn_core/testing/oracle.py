@@ -34,16 +34,17 @@ def visible_keys(
     prefix = num_keys - num_queries
     if parents is None:
         own = prefix + query
-        return [j for j in range(own + 1) if window is None or j > own - window]
+        return list(range(0 if window is None else max(0, own - window + 1), own + 1))
 
     def path(draft: int) -> list[int]:
         return [] if draft < 0 else [*path(parents[draft]), draft]
 
-    position = {j: j for j in range(prefix)}
-    position |= {prefix + i: prefix + len(path(i)) - 1 for i in range(num_queries)}
-    seen = [*range(prefix), *(prefix + i for i in path(query))]
-    own = position[prefix + query]
-    return [j for j in seen if window is None or position[j] > own - window]
+    drafts = path(query)
+    if window is None:
+        return [*range(prefix), *(prefix + i for i in drafts)]
+    first = prefix + len(drafts) - window  # position
+    kept = [prefix + i for i in drafts if prefix + len(path(i)) - 1 >= first]
+    return [*range(max(0, first), prefix), *kept]
 
 
 def tree_mask(parents: Sequence[int]) -> Tensor:
@@ -170,13 +171,15 @@ def attend_request(
             seen = selected[i].tolist()
         else:
             seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
-        indices = torch.tensor(seen, dtype=torch.int64)
-        picked: Tensor | slice = indices
+        picked: Tensor | slice
         if order > 1:
-            picked = indices[torch.randperm(len(seen), generator=rng)]
+            turns = torch.randperm(len(seen), generator=rng)
+            picked = torch.tensor(seen, dtype=torch.int64)[turns]
         elif seen and seen == list(range(seen[0], seen[-1] + 1)):
             picked = slice(seen[0], seen[-1] + 1)
-        products = None if in_turn is None else [x[i][:, indices] for x in in_turn]
+        else:
+            picked = torch.tensor(seen, dtype=torch.int64)
+        products = None if in_turn is None else [x[i][:, picked] for x in in_turn]
         if dual_chunk is not None:
             length = dual_chunk.chunk_len
             apart = (s - n + i) // length - torch.arange(s)[picked] // length
