@@ -55,6 +55,8 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
 
 
 _SHIFTS = torch.tensor([0.0, 0.2, 0.4])  # within an octave
+_FEW_COLUMNS = 16  # of values: the largest error of fewer depends on the order of their sum
+_ORDERS = 8  # in which that is added up
 
 
 def attend_one(
@@ -67,13 +69,15 @@ def attend_one(
     sinks: Tensor | None = None,
     products: Tensor | None = None,
     rounds: torch.dtype | None = None,
+    in_turn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query in the dtype of its operands.
 
     q [Hq, D], k [n, Hkv, D], v [n, Hkv, Dv], sinks [Hq]. Returns out [Hq, Dv] and the natural
     log-sum-exp [Hq], sinks included. No keys: zeros, and -inf or the sink. products:
     q · k [Hq, n], where they were summed in another way. rounds: a float8 dtype that the query and
-    the probabilities, relative to the largest, are rounded to.
+    the probabilities, relative to the largest, are rounded to. in_turn: add up outputs of few
+    columns key by key.
     """
     heads, kv_heads = q.shape[0], k.shape[1]
     if rounds is not None:
@@ -90,7 +94,12 @@ def attend_one(
     if rounds is not None:
         top = p.amax(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
         p = to_fp8(p / top, rounds, 1.0).to(p) * top
-    out = (p.reshape(kv_heads, heads // kv_heads, -1) @ v.transpose(0, 1)).view(heads, -1)
+    grouped = p.reshape(kv_heads, heads // kv_heads, -1)
+    if in_turn and v.shape[-1] < _FEW_COLUMNS:
+        out = _outputs_in_turn(grouped, v)
+    else:
+        out = grouped @ v.transpose(0, 1)
+    out = out.view(heads, -1)
     return out, _log_sum_exp(logits)
 
 
@@ -98,6 +107,25 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     """Return q · k [Hq, n] of a query [Hq, D], whose head h reads KV head h // group."""
     heads, kv_heads = q.shape[0], k.shape[1]
     return (q.view(kv_heads, heads // kv_heads, -1) @ k.permute(1, 2, 0)).view(heads, -1)
+
+
+def _outputs_in_turn(p: Tensor, v: Tensor) -> Tensor:
+    """Return p · v [Hkv, group, Dv] added up key by key, as a kernel does in one accumulator.
+
+    p [Hkv, group, n], v [n, Hkv, Dv]. A sum that nearly cancels errs by roundings of what is added
+    up, and a single number by more or less as its keys are ordered: of some orders, that which errs
+    most is taken.
+    """
+    rng, n = torch.Generator().manual_seed(0), v.shape[0]
+    orders = [torch.arange(n), *(torch.randperm(n, generator=rng) for _ in range(_ORDERS - 1))]
+    keys = torch.stack(orders)
+    weights, values = p[..., keys].permute(3, 2, 0, 1), v[keys].transpose(0, 1)
+    out = p.new_zeros(_ORDERS, *p.shape[:2], v.shape[-1])
+    for weight, value in zip(weights, values, strict=True):
+        out.addcmul_(weight[..., None], value[:, :, None])
+    exact = p.double() @ v.double().transpose(0, 1)
+    worst = (out - exact).abs().argmax(0, keepdim=True)
+    return out.gather(0, worst)[0]
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
@@ -153,9 +181,9 @@ def attend_request(
 
     q [n, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv]; `queries` picks some of the n; `selected` are the
     keys of each query, in place of those that it sees; `order` 1 adds up scores in turn, 2 and on
-    in other orders. With dual_chunk, q is [n, 3, Hq, D]; a key that lies 0, 1 or more chunks before
-    a query meets its first, second or third. Returns out [n or picked, Hq, Dv] and LSE [n or
-    picked, Hq]. The rest is as in visible_keys and attend_one.
+    in other orders, and both so the outputs of few columns. With dual_chunk, q is [n, 3, Hq, D]; a
+    key that lies 0, 1 or more chunks before a query meets its first, second or third. Returns out
+    [n or picked, Hq, Dv] and LSE [n or picked, Hq]. The rest is as in visible_keys and attend_one.
     """
     n, s = q.shape[0], k.shape[0]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -194,6 +222,7 @@ def attend_request(
             sinks=sinks,
             products=None if products is None else products[0],
             rounds=rounds,
+            in_turn=order > 0,
         )
         outs.append(out[None])
         lses.append(lse[None])
