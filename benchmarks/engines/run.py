@@ -1,6 +1,8 @@
-"""Time every backend of a configuration, one process after the other.
+"""Time every backend of a configuration, one process after the other or in turns.
 
 Run: `python -m benchmarks.engines.run CONFIGURATION … [--backends attn_core fa3] [--seconds 600]`.
+With --together the servers of a configuration, and of further ones if the GPU's memory allows,
+start at the same time and are timed in turns; one that waits is stopped (SIGSTOP).
 Ours and the best built-in backend run again in each further round, in alternating order. The name
 "attn_core:triton" is ours with triton for decode and verification instead of its own choice, and
 "attn_core/fa3" leaves the draft model to fa3; "attn_core+alone" is ours without ATTN_SHARED_PREFIX
@@ -12,31 +14,21 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
-import datetime
 import functools
-import json
-import os
 import pathlib
-import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.engines import record, table
+from benchmarks.engines import record, table, together
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS, named
+from benchmarks.engines.processes import Settings, Spare, last_error, note_error
 from benchmarks.results import FOLDER
 
 ONCE = "triton"  # a built-in backend that is the best nowhere here
 LOGS = pathlib.Path("build") / "engines"
 LIMIT_S = 240.0  # of a process; its first start on a machine may compile kernels
-LINE = 300  # characters of an error that are kept
-ERROR = re.compile(r"(?:^|[\s.])(\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
-# what processes say of one another, after the one that failed has said why
-CONSEQUENCES = ("scheduler died", "Initialization failed", "EOFError", "leaked", "KeyboardInter")
 
 
 def processes(
@@ -65,69 +57,6 @@ def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
     names = [record.best_peer(record.medians(known, case.name)) for case in cases]
     found = [name for name in names if name is not None]
     return max(found, key=found.count, default=None)
-
-
-class Spare:
-    """A process that has imported the engine already; it waits for its arguments.
-
-    An engine takes long to import. The next process does so while the last one runs.
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
-        self._process = self._started()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
-
-    def run(self, arguments: Sequence[str], log: pathlib.Path, limit_s: float) -> int | None:
-        """Run a process: its exit code, None where it was stopped after limit_s seconds.
-
-        log: what it prints. Its children end with it: schedulers outlive a crash.
-        """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_bytes(b"")
-        process, self._process = self._process, self._started()
-        said = json.dumps({"arguments": list(arguments), "log": str(log)})
-        try:
-            process.communicate(said.encode() + b"\n", timeout=limit_s)
-            return process.returncode
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            kill(process)
-
-    def stop(self) -> None:
-        """End the process that waits."""
-        kill(self._process)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started in its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def last_error(text: str) -> str:
-    """Return the last error of a log that says why, else its last line."""
-    printed = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [found[1] for line in printed if (found := ERROR.search(line))]
-    causes = [error for error in errors if not any(word in error for word in CONSEQUENCES)]
-    return (causes or errors or printed or ["it printed nothing"])[-1][:LINE]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What holds for all processes. end: of the monotonic clock; limit_s: of one process."""
-
-    end: float
-    limit_s: float
-    again: bool
-    logs: pathlib.Path
-    versions: Mapping[str, str | None]
-    cases: Sequence[str] = ()
-    costs: Sequence[str] = ()  # arguments of benchmarks.engines.steps
 
 
 def time_one(
@@ -166,16 +95,7 @@ def time_one(
     error = last_error(log.read_text(errors="replace")) if untimed else ""
     if code is None:
         error = f"killed after {settings.limit_s:.0f} s: {error}"
-    for case in untimed:
-        row = {
-            "backend": backend,
-            "case": case.name,
-            "round": number,
-            "error": error,
-            "date": datetime.date.today().isoformat(),
-            "versions": versions,
-        }
-        record.merge(path, row, configuration=name)
+    note_error(path, name, untimed, backend, number, error, versions)
     return f"{time.monotonic() - began:.0f} s {error}"
 
 
@@ -183,7 +103,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configurations", nargs="+", choices=CONFIGURATIONS, help="of one engine")
     parser.add_argument("--backends", nargs="+", help="default: ours and those of the engine")
-    parser.add_argument("--rounds", type=int, default=2, help="processes of ours and of the best")
+    parser.add_argument("--rounds", type=int, default=2, help="of ours and the best; together: of all")
+    parser.add_argument("--together", action="store_true", help="start servers beside one another")
     parser.add_argument("--cases", nargs="*", default=[], help='as in "decode 16x1024"')
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all processes")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one process")
@@ -212,8 +133,13 @@ def main() -> int:
             for text in (f"--{name}", value)
         ],
     )
-    gpu = device()
-    spare = Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", engine])
+    gpu, gigabytes = device_and_memory()
+    command = [sys.executable, "-m", "benchmarks.engines.steps", "--later", engine]
+    if args.together:
+        paths = {n: args.results / record.file_name(gpu, n) for n in args.configurations}
+        together.run(paths, args.backends, args.rounds, command, settings, gigabytes)
+        return 0
+    spare = Spare(command)
     atexit.register(spare.stop)
     for name in args.configurations:
         path = args.results / record.file_name(gpu, name)
@@ -227,9 +153,16 @@ def main() -> int:
 
 
 def device() -> str:
-    """Return the GPU's name without a CUDA context in this process."""
-    code = "from benchmarks.engines.steps import device; print(device())"
-    return subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    """Return the GPU's name."""
+    return device_and_memory()[0]
+
+
+def device_and_memory() -> tuple[str, float]:
+    """Return the GPU's name and its gigabytes without a CUDA context in this process."""
+    code = "from benchmarks.engines.steps import device, gigabytes; print(device(), gigabytes())"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    name, found = said.strip().rsplit(" ", 1)
+    return name, float(found)
 
 
 if __name__ == "__main__":

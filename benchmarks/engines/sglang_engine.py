@@ -10,10 +10,12 @@ from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines.memory import pool_tokens
 from benchmarks.engines.models import write
 
 # NVLink multicast stays off in all that a process of several GPUs may use
 QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+SHARED = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}  # engines share GPUs
 MARGIN = 64  # tokens of the context for drafts that are not accepted
 ACCEPTED = {  # read by SGLang's workers
     "SGLANG_SIMULATE_ACC_LEN": "3",
@@ -36,10 +38,13 @@ def ranks_arguments(named: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
+def arguments(
+    configuration: Configuration, backend: str, folder: pathlib.Path, beside: int | None = None
+) -> dict[str, Any]:
     """Return every argument of the engine; the models' configurations are written into folder.
 
     One graph is captured for each batch size of the cases, and nothing that no case replays.
+    beside: the number of this engine among those that share the GPUs; it takes what its cases need.
     """
     found = {
         "model_path": write(folder, "model", configuration.model),
@@ -59,6 +64,10 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         **ranks_arguments(configuration.arguments),
         **configuration.arguments,
     }
+    if beside is not None:
+        tokens = pool_tokens(configuration)
+        shared = {"max_total_tokens": tokens, "mem_fraction_static": 0.9}  # of what is left
+        found |= {**shared, "port": 31000 + 500 * beside}
     if configuration.draft_model is not None:
         draft = write(folder, "draft", configuration.draft_model)
         found["speculative_draft_model_path"] = draft
@@ -69,12 +78,20 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
 class Engine:
     """A running engine."""
 
-    def __init__(self, configuration: Configuration, backend: str, folder: pathlib.Path) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        backend: str,
+        folder: pathlib.Path,
+        beside: int | None = None,
+    ) -> None:
+        if beside is not None:
+            os.environ.update(SHARED)
         os.environ.update(QUIET | (ACCEPTED if configuration.is_speculative else {}))
         import sglang
 
         self._speculative = configuration.is_speculative
-        self._engine = sglang.Engine(**arguments(configuration, backend, folder))
+        self._engine = sglang.Engine(**arguments(configuration, backend, folder, beside))
 
     def chosen(self) -> dict[str, str]:
         """Return what attn_core chose, by role; nothing where another backend serves."""

@@ -9,6 +9,7 @@ SGLang's own simulation: text means nothing, step times are those of a real run.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import importlib
@@ -16,6 +17,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -43,6 +45,7 @@ ENGINES: dict[str, type[sglang_engine.Engine] | type[vllm_engine.Engine]] = {
 IMPORTS = {"sglang": "sglang", "vllm": "vllm.entrypoints.llm"}  # what takes long
 FEW_TOKENS = 17
 REPEATS = 3
+SETTLE_S = 0.5  # an engine may run a step more than was asked for
 
 # Generate this many tokens for each prompt: seconds, and the steps of the first request.
 Generate = Callable[[list[list[int]], int], tuple[float, int]]
@@ -65,6 +68,15 @@ def device() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def gigabytes() -> float:
+    """Return the memory of the GPU, infinite where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return float("inf")
+    return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -134,12 +146,23 @@ def later(engine: str) -> list[str]:
     return list(said["arguments"])
 
 
+def pause() -> None:
+    """Stop this process and its children until SIGCONT: they take no core and no GPU then.
+
+    No rank may stop before a kernel that waits for it is done.
+    """
+    time.sleep(SETTLE_S)
+    os.killpg(0, signal.SIGSTOP)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configuration", choices=CONFIGURATIONS)
     parser.add_argument("backend", help="fa3, attn_core, attn_core:triton …")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--round", type=int, default=1, help="number of this process")
+    parser.add_argument("--turns", type=int, help="rounds, each when this process is continued")
+    parser.add_argument("--number", type=int, default=0, help="of the servers beside one another")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--cases", nargs="*", default=[], help="default: all")
     parser.add_argument("--profile", type=pathlib.Path, help="of `attn tune`; default: as found")
@@ -148,36 +171,50 @@ def main() -> None:
     args = parser.parse_args(later(sys.argv[2]) if sys.argv[1:2] == ["--later"] else None)
     configuration = CONFIGURATIONS[args.configuration]
     versions = record.installed(configuration.engine)
-    known = record.load(args.out)
     wanted = named(args.configuration, args.cases)
-    cases = record.missing(known, wanted, args.backend, args.round, versions)
-    if not cases:
+    rounds = range(1, args.turns + 1) if args.turns else [args.round]
+
+    def missing(number: int) -> list[Case]:
+        return record.missing(record.load(args.out), wanted, args.backend, number, versions)
+
+    if not any(map(missing, rounds)):
         return
     costs = by_costs(args.profile, args.workload)
     os.environ.update(environment(configuration, args.backend))
     os.environ.update(variables(args.profile, args.workload, configuration))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        engine = ENGINES[configuration.engine](configuration, args.backend, pathlib.Path(folder))
+        engine_class = ENGINES[configuration.engine]
+        where, asked = pathlib.Path(folder), dataclasses.replace(configuration, cases=(*wanted,))
+        if args.turns:
+            engine = engine_class(asked, args.backend, where, beside=args.number)
+        else:
+            engine = engine_class(configuration, args.backend, where)
         start_s = time.perf_counter() - start
         chosen = engine.chosen()
-        for case in cases:
-            row = {
-                "backend": args.backend,
-                "case": case.name,
-                "round": args.round,
-                **measure(case, engine.generate, engine.flush, args.repeats),
-                "start_s": round(start_s, 1),
-                **({"chosen": chosen} if chosen else {}),
-                **({"costs": costs} if chosen and costs else {}),
-                "date": datetime.date.today().isoformat(),
-                "versions": versions,
-            }
-            print(json.dumps(row), flush=True)
-            record.merge(args.out, row, configuration=args.configuration, device=device())
-            if args.trace is not None:
-                run = functools.partial(engine.generate, prompts(case), FEW_TOKENS)
-                engine.trace(run, args.trace, case)
+        for number in rounds:
+            if args.turns:
+                pause()
+            for case in missing(number):
+                row = {
+                    "backend": args.backend,
+                    "case": case.name,
+                    "round": number,
+                    **measure(case, engine.generate, engine.flush, args.repeats),
+                    "start_s": round(start_s, 1),
+                    **({"together": True} if args.turns else {}),
+                    **({"chosen": chosen} if chosen else {}),
+                    **({"costs": costs} if chosen and costs else {}),
+                    "date": datetime.date.today().isoformat(),
+                    "versions": versions,
+                }
+                print(json.dumps(row), flush=True)
+                record.merge(args.out, row, configuration=args.configuration, device=device())
+                if args.trace is not None:
+                    run = functools.partial(engine.generate, prompts(case), FEW_TOKENS)
+                    engine.trace(run, args.trace, case)
+        if args.turns:
+            pause()  # the turn ends at once, and with it this process
         engine.stop()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines.memory import pool_bytes
 from benchmarks.engines.models import write
 
 NAMES = {OURS: "CUSTOM"}  # of --attention-backend
@@ -27,10 +28,13 @@ QUIET = {
 }
 
 
-def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) -> dict[str, Any]:
+def arguments(
+    configuration: Configuration, backend: str, folder: pathlib.Path, beside: int | None = None
+) -> dict[str, Any]:
     """Return every argument of the engine; the model's configuration is written into folder.
 
     One graph is captured for each batch size of the cases, and nothing that no case replays.
+    beside: the number of this engine among those that share the GPUs; it takes what its cases need.
     """
     batches = sorted({case.batch for case in configuration.cases})
     name = record.split(backend)[0]
@@ -46,9 +50,17 @@ def arguments(configuration: Configuration, backend: str, folder: pathlib.Path) 
         "compilation_config": {"cudagraph_capture_sizes": batches, **passes},
         "seed": 1,
         "worker_extension_cls": f"{__name__}.Inside",
+        **({} if beside is None else _share(configuration)),
         **({} if alone else {"disable_custom_all_reduce": True}),
         **configuration.arguments,
     }
+
+
+def _share(configuration: Configuration) -> dict[str, Any]:
+    """Return what makes an engine take what its cases need, whatever else is on the GPU."""
+    found: dict[str, Any] = {"kv_cache_memory_bytes": pool_bytes(configuration)}
+    # vLLM asks for so much free memory at its start; others may have taken theirs by then
+    return {**found, "gpu_memory_utilization": 0.1}
 
 
 class Inside:
@@ -65,11 +77,17 @@ class Inside:
 class Engine:
     """A running engine."""
 
-    def __init__(self, configuration: Configuration, backend: str, folder: pathlib.Path) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        backend: str,
+        folder: pathlib.Path,
+        beside: int | None = None,
+    ) -> None:
         os.environ.update(QUIET)
         import vllm
 
-        self._engine = vllm.LLM(**arguments(configuration, backend, folder))
+        self._engine = vllm.LLM(**arguments(configuration, backend, folder, beside))
         self._sampling = vllm.SamplingParams
 
     def chosen(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from attn_core.costs.workload import Workload
 
-from benchmarks.engines import record, run, sglang_engine, table, vllm_engine
+from benchmarks.engines import processes, record, run, sglang_engine, table, vllm_engine
 from benchmarks.engines.configurations import (
     ALONE,
     CONFIGURATIONS,
@@ -308,11 +308,14 @@ attn_core.errors.UnsupportedError: draft trees with pages of 16; use pages of 1
 [2026-11-22 10:00:01] Received sigquit from a child process. It usually means the child failed.
 RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).
 """
-    assert run.last_error(said) == "UnsupportedError: draft trees with pages of 16; use pages of 1"
-    assert run.last_error("AssertionError\nbye\n") == "AssertionError"
-    assert run.last_error("EOFError\n") == "EOFError"
-    assert run.last_error("Killed\n\n") == "Killed"
-    assert run.last_error("") == "it printed nothing"
+    assert (
+        processes.last_error(said)
+        == "UnsupportedError: draft trees with pages of 16; use pages of 1"
+    )
+    assert processes.last_error("AssertionError\nbye\n") == "AssertionError"
+    assert processes.last_error("EOFError\n") == "EOFError"
+    assert processes.last_error("Killed\n\n") == "Killed"
+    assert processes.last_error("") == "it printed nothing"
 
 
 WAITING = """
@@ -326,7 +329,7 @@ sys.exit(int(said["arguments"][0]))
 
 
 def test_a_process_that_hangs_is_killed_with_its_children(tmp_path):
-    spare = run.Spare([sys.executable, "-c", WAITING])
+    spare = processes.Spare([sys.executable, "-c", WAITING])
     log = tmp_path / "logs" / "log"
     assert spare.run(["hang"], log, limit_s=3.0) is None
     assert "up" in log.read_text()
@@ -341,7 +344,7 @@ def test_a_process_waits_for_its_arguments_after_its_imports(tmp_path, monkeypat
     (tmp_path / "sglang.py").write_text("")
     log = tmp_path / "log"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    spare = run.Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", "sglang"])
+    spare = processes.Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", "sglang"])
     assert spare.run(["nothing", "fa3", "--out", "x"], log, limit_s=60.0) == 2
     spare.stop()
     assert "invalid choice: 'nothing'" in log.read_text()

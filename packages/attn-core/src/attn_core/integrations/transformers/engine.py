@@ -26,6 +26,7 @@ from attn_core.integrations.transformers.attention import (
 )
 from attn_core.integrations.transformers.common_prompts import marks_of
 from attn_core.integrations.transformers.compiled import between, eager
+from attn_core.integrations.transformers.forwards import cache_argument, take_cache
 from attn_core.integrations.transformers.inference import refuse_arguments, without
 from attn_core.integrations.transformers.linear_modules import refuse_changes
 from attn_core.integrations.transformers.paged_cache import PagedCache
@@ -130,6 +131,7 @@ class Engine:
         self._forward = self._decoder.forward
         self._replaced = vars(self._decoder).get("forward")  # set where another tool wrapped it
         self._names = list(inspect.signature(self._forward).parameters)
+        self._cache = cache_argument(self._names)
         config = model.config
         parts = {name: getattr(config, name) for name in config.sub_configs}
         self._before = {"": config._attn_implementation} | {
@@ -234,12 +236,12 @@ class Engine:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward as one planned pass over the requests of its cache."""
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        call = self._begin(arguments)
+        call = self._begin(arguments, take_cache(arguments))
         if call is None:
             return self._forward(**arguments)  # the model says what is missing
         try:
             with torch.no_grad():
-                output = self._forward(**{**arguments, "past_key_values": call.cache})
+                output = self._forward(**arguments, **{self._cache: call.cache})
             return self._end(call, output)
         except BaseException:
             self._abandon(call)
@@ -255,8 +257,8 @@ class Engine:
             )
 
     @eager
-    def _begin(self, arguments: dict[str, Any]) -> _Call | None:
-        """Plan the pass that a call of the decoder is; None where it has no tokens."""
+    def _begin(self, arguments: dict[str, Any], given: Any) -> _Call | None:
+        """Plan a call of the decoder with a given cache or a new one; None without tokens."""
         refuse_arguments(self._decoder, arguments)
         self._check_model()
         ids = arguments.get("input_ids")
@@ -264,10 +266,9 @@ class Engine:
         if tokens is None:
             return None
         refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
-        config, cache = self._decoder.config, arguments.get("past_key_values")
-        use_cache = arguments.get("use_cache")
-        kept = cache is not None or (config.use_cache if use_cache is None else use_cache)
-        cache = DynamicCache(config=config) if cache is None else cache
+        config, use_cache = self._decoder.config, arguments.get("use_cache")
+        kept = given is not None or (config.use_cache if use_cache is None else use_cache)
+        cache = DynamicCache(config=config) if given is None else given
         requests = adopt(cache, self._memory, config)
         marks = None
         if self._memory.shares_prompts and ids is not None and not requests.columns:
@@ -277,7 +278,7 @@ class Engine:
         if self._attention.rotary is not None and requests.current.batch is not None:
             shape = (tokens.shape[0], tokens.shape[1])
             arguments["position_ids"] = requests.current.chunk_positions(shape)
-        return _Call(cache, requests, tokens, kept, arguments.get("past_key_values") is None)
+        return _Call(cache, requests, tokens, kept, given is None)
 
     @eager
     def _end(self, call: _Call, output: Any) -> Any:

@@ -11,7 +11,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers import compiled
-from attn_core.integrations.transformers.forwards import replace_forward, restore_forward
+from attn_core.integrations.transformers.forwards import (
+    replace_forward,
+    restore_forward,
+    take_cache,
+)
 from attn_core.integrations.transformers.linear_modules import project, to_hidden
 from attn_core.integrations.transformers.sequences import Sequences
 from attn_core.runtime.linear import LinearLayer
@@ -28,15 +32,14 @@ detach = restore_forward
 def _forward(
     self: Any,
     hidden_states: Tensor,
-    cache_params: Any = None,
-    attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Run a layer as its own forward does: [B, T, hidden] → the same, zeros in padded rows.
 
-    attention_mask: not read, the pass knows what is padding.
+    An attention_mask is not read, the pass knows what is padding.
     """
-    states = None if cache_params is None else cache_params.layers[self.layer_idx]
+    cache = take_cache(kwargs)
+    states = None if cache is None else cache.layers[self.layer_idx]
     if not isinstance(states, StateLayer):
         raise UnsupportedError(
             f"{type(self).__name__} runs without a paged cache; call the model, not its layers"

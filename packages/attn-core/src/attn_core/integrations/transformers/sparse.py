@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers import compiled
 from attn_core.integrations.transformers.attention import PagedLayer
-from attn_core.integrations.transformers.forwards import replace_forward, restore_forward
+from attn_core.integrations.transformers.forwards import (
+    replace_forward,
+    restore_forward,
+    take_cache,
+)
 from attn_core.integrations.transformers.indexers import project
 
 
@@ -29,14 +33,14 @@ def _forward(
     q_resid: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     *args: Any,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     """Select as Pass.choose, int32 [B, T, K]; the model hands it on to the attention.
 
     The model's mask and positions are not read, the pass knows what is visible.
     """
-    paged = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+    cache = take_cache(kwargs)
+    paged = None if cache is None else cache.layers[self.layer_idx]
     if not isinstance(paged, PagedLayer):
         raise UnsupportedError(
             f"{type(self).__name__} runs without a paged cache; call the model, not its layers"
