@@ -103,7 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("configurations", nargs="+", choices=CONFIGURATIONS, help="of one engine")
     parser.add_argument("--backends", nargs="+", help="default: ours and those of the engine")
-    parser.add_argument("--rounds", type=int, default=2, help="of ours and the best; together: of all")
+    parser.add_argument("--rounds", type=int, default=2, help="of ours and the best, or of all")
     parser.add_argument("--together", action="store_true", help="start servers beside one another")
     parser.add_argument("--cases", nargs="*", default=[], help='as in "decode 16x1024"')
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all processes")

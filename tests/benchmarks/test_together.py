@@ -124,9 +124,8 @@ def test_a_server_that_fails_leaves_an_error_and_the_others_their_times(tmp_path
 
 
 def test_a_server_that_hangs_is_killed_and_one_without_time_is_not_recorded(tmp_path, capsys):
-    found = run(tmp_path, [OURS, "hangs"], rounds=1, limit_s=20.0)
-    assert found[OURS, 1] == 1.0
-    assert found["hangs", 1].startswith("killed after 20 s")
+    found = run(tmp_path, ["hangs"], rounds=1, limit_s=4.0)
+    assert found["hangs", 1].startswith("killed after 4 s")
     (tmp_path / "more").mkdir()
     end = time.monotonic() + 2
     assert run(tmp_path / "more", ["hangs"], rounds=1, end=end) == {}

@@ -20,6 +20,10 @@ from attn_core.errors import (  # noqa: E402
     UsageError,
 )
 from attn_core.integrations.transformers import Engine, enable  # noqa: E402
+from attn_core.integrations.transformers.forwards import (  # noqa: E402
+    CACHE_NAMES,
+    take_cache,
+)
 from attn_core.runtime.batch import ForwardMode  # noqa: E402
 from attn_core.selection.result import Overrides  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache  # noqa: E402
@@ -175,6 +179,26 @@ def test_a_prompt_in_chunks_is_the_prompt(llama: Any, prompts: dict[str, torch.T
             ).logits
         assert cache.get_seq_length() == 12
     torch.testing.assert_close(out[:, -1], whole)
+
+
+def test_the_cache_of_a_call_is_found_by_each_of_its_names(llama: Any) -> None:
+    """transformers 5.24 calls it "cache"; a decoder that is called by the older name goes on."""
+    for name in CACHE_NAMES:
+        cache = DynamicCache()  # an empty one is false
+        arguments = {**dict.fromkeys(CACHE_NAMES), name: cache, "use_cache": True}
+        assert take_cache(arguments) is cache
+        assert arguments == {"use_cache": True}
+    assert take_cache({}) is None
+    ids = torch.randint(2, 110, (1, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        whole = llama.model(ids).last_hidden_state[:, -1]
+        with enable(llama, page_size=4):
+            for name in CACHE_NAMES[:2]:
+                cache = DynamicCache(config=llama.config)
+                llama.model(ids[:, :7], **{name: cache})
+                out = llama.model(ids[:, 7:], **{name: cache}).last_hidden_state
+                assert cache.get_seq_length() == 12
+                torch.testing.assert_close(out[:, -1], whole)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
