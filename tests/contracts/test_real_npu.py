@@ -23,6 +23,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     theirs, ours = pinned()["torch-npu"].split(".")[:2], torch.__version__.split(".")[:2]
     if theirs != ours:
         pytest.skip(f"torch-npu {'.'.join(theirs)} needs its own torch, this is {'.'.join(ours)}")
+    if torch.version.cuda is not None:
+        pytest.skip("torch-npu aborts beside a torch for CUDA, whose options it registers again")
     lacking = [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]
     if lacking:
         pytest.skip(f"no {', '.join(lacking)}, to build the stubs of CANN's libraries")
