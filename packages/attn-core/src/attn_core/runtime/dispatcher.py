@@ -151,8 +151,10 @@ class HybridDispatcher(Planner):
         if (layer_id, return_lse) not in route.checked:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
-        plain = out is dense and not (q.requires_grad or (k is not None and k.requires_grad))
-        return result if plain else returned(result, out, dense, q, *(() if k is None else (k,)))
+        new = () if k is None else (k,) if v is None else (k, v)
+        if out is dense and not (q.requires_grad or any(x.requires_grad for x in new)):
+            return result
+        return returned(result, out, dense, q, *new)
 
     def index_topk(
         self, q_index: Tensor, k_index: Tensor | None, weights: Tensor, layer: AttentionLayer,
