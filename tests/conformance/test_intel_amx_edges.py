@@ -1,10 +1,12 @@
 """intel_amx under random cases, wrong tensors, other users' libraries and missing compilers."""
 
+import copy
 import dataclasses
 import importlib.util
 import multiprocessing
 import os
 import pathlib
+import pickle
 import platform
 import stat
 import subprocess
@@ -379,6 +381,21 @@ def test_a_cache_whose_memory_moves_is_found_again():
     write_kv(cache, others[0], others[1], torch.arange(8))
     assert torch.equal(backend.forward(*arguments), -want)
     assert not cache.v[0, :8].any()
+
+
+def test_a_cache_is_copied_and_pickled_after_a_pass():
+    """The addresses of its pages are bound to it in the first pass, and are no part of a copy."""
+    backend, arguments = a_pass()
+    cache, want = arguments[4], backend.forward(*arguments)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        copied.k[:, :, 1:].neg_()
+        copied.v[:, :, 1:].neg_()
+        arguments[4] = copied
+        got = backend.forward(*arguments)
+        assert torch.equal(got[:, :2], want[:, :2])  # of the first KV head
+        assert not torch.equal(got[:, 2:], want[:, 2:])
+    arguments[4] = cache
+    assert torch.equal(backend.forward(*arguments), want)
 
 
 def _child(arguments, backend, want, queue):

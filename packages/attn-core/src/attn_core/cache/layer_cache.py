@@ -78,6 +78,10 @@ class LayerCache:
             self.k, self.k_scale, self.v_scale, latent=self.v is None, packed=self.latent_dim > 0
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: all but `launchers`, which hold addresses."""
+        return {name: x for name, x in vars(self).items() if name != "launchers"}
+
     @property
     def num_pages(self) -> int:
         return self.k.shape[0]

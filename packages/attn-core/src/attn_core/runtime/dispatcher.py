@@ -151,8 +151,11 @@ class HybridDispatcher(Planner):
         if (layer_id, return_lse) not in route.checked:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
-        plain = out is dense and not (q.requires_grad or (k is not None and k.requires_grad))
-        return result if plain else returned(result, out, dense, q, *(() if k is None else (k,)))
+        trained = q.requires_grad or (k is not None and k.requires_grad)
+        trained = trained or (v is not None and v.requires_grad)
+        if out is dense and not trained:
+            return result
+        return returned(result, out, dense, q, *(x for x in (k, v) if x is not None))
 
     def index_topk(
         self, q_index: Tensor, k_index: Tensor | None, weights: Tensor, layer: AttentionLayer,
