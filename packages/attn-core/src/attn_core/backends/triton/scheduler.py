@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Pass, Shape
 from attn_core.backends.triton.masks import MASK_TREE
+from attn_core.backends.triton.new_tokens import are_all_keys, new_tokens, own_pass
 from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import (
     TILE_ROWS,
@@ -82,7 +83,7 @@ class Scheduler:
         split = use_split_kv(
             queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
         )
-        one = tiles = None
+        one = tiles = new = None
         if split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static, even=even)
         elif static is None and self._decodes(batch, longest):
@@ -90,8 +91,13 @@ class Scheduler:
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
         else:
             tiles = self._tiles(group, inputs, longest, static)
+            if static is None and are_all_keys(self.config, group, batch):
+                own = own_pass(group, batch)
+                new = new_tokens(self._kernels, self._shape(group, own, longest), own, tiles)
         lse = self._unread_lse(inputs.tokens, group.num_q_heads)
-        schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles)
+        schedule = Schedule(
+            inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles, new=new
+        )
         self.fill(schedule, group, batch)
         return schedule
 
