@@ -76,9 +76,7 @@ class HopperNewTokens(HopperPrefill, NewTokensKernel):
             return None
         return NewTokensCall(q, k, v, layer, cache, inputs, out, lse, launch.block_n)
 
-    def bind(
-        self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
-    ) -> LayerArguments:
+    def bind(self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
         """Return the scales and sinks of a layer: the stores of its cache are not read."""
         return LayerArguments(layer, cache)
 
