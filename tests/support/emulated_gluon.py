@@ -22,7 +22,9 @@ PATIENCE_S = 20.0
 ROOT = pathlib.Path(__file__).parents[2] / "packages/attn-core/src"
 LINEAR = "attn_core.backends.triton.linear"
 SPARSE = "attn_core.backends.triton.sparse"
+HOPPER = "attn_core.backends.triton.hopper"
 program = threading.local()
+grid = [1, 1, 1]
 turn = threading.Condition()
 
 
@@ -58,6 +60,12 @@ def gl_store(ptr, x, mask=None):
         mask = torch.as_tensor(mask).expand(offset.shape)
         offset, x = offset[mask], x[mask]
     ptr.flat[offset.long()] = x.to(ptr.flat.dtype)
+
+
+def gl_atomic_add(ptr, x, sem=None):
+    before = gl_load(ptr).clone()
+    gl_store(ptr, before + x)
+    return before
 
 
 def where(condition, a, b):
@@ -226,8 +234,10 @@ def _language():
         bfloat16=torch.bfloat16, int64=torch.int64, shared_memory_descriptor=object,
         NVMMADistributedLayout=plain, NVMMASharedLayout=shared, BlockedLayout=plain,
         SliceLayout=plain, DotOperandLayout=plain, SwizzledSharedLayout=plain,
+        DistributedLinearLayout=plain, max=lambda x, axis: x.amax(axis), atomic_add=gl_atomic_add,
+        num_programs=lambda axis: torch.tensor(grid[axis]),
         arange=lambda a, b, _=None: torch.arange(a, b),
-        full=lambda shape, x, dtype, _=None: torch.full(shape, x).to(dtype),
+        full=lambda shape, x, dtype, _=None: torch.as_tensor(x).expand(shape).to(dtype).clone(),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape).to(dtype),
         where=where,
         exp2=torch.exp2, exp=torch.exp, log2=torch.log2, abs=torch.abs, rsqrt=torch.rsqrt,
@@ -283,6 +293,7 @@ def _modules():
         f"{base}.gluon.language.nvidia": SimpleNamespace(hopper=hopper, ampere=ampere),
         f"{base}.gluon.language.nvidia.hopper": hopper,
         f"{base}.gluon.language.nvidia.ampere": ampere,
+        "attn_core.backends.triton": SimpleNamespace(schedule=SimpleNamespace(TILE_ROWS=128)),
     }  # fmt: skip
 
 
@@ -318,5 +329,6 @@ def load(name, of=LINEAR):
 def launch(kernel, programs, *args):
     """Run a kernel's programs one after another. programs: how many there are, on each axis."""
     axes = programs if isinstance(programs, tuple) else (programs,)
+    grid[: len(axes)] = axes
     for program.id in itertools.product(*map(range, axes)):
         kernel(*args)
