@@ -156,3 +156,18 @@ def test_a_cache_of_any_strides_serves_as_the_home_of_its_launchers():
     gaps = replace(store, k=torch.stack([store.k, store.k], 1)[:, 0])
     assert not rows_fit(gaps.k, "NHD")
     assert kernel.bind(WIDE, gaps, torch.bfloat16) is not None
+
+
+def test_own_keys_lie_side_by_side_whatever_the_layout_of_the_cache():
+    kernel = kernels_of("sm90").new_tokens
+    cache = make_pool([WIDE], 60, "bf16", layout="HND").layer(0)
+    assert cache.layout == "HND"
+    inputs, tiles = plan(PROMPTS).new
+    [choice] = tiles.choices
+    total = inputs.tokens
+    q, k, v = (tokens(total, heads) for heads in (HQ, HKV, HKV))
+    lse = torch.empty(total, HQ, device=DEVICE)
+    call = kernel.call(q, k, v, WIDE, cache, inputs, None, lse, choice.launch)
+    kept = kernel.bind(WIDE, cache, torch.bfloat16)
+    config = kernel.make_launchers(call, kept, choice.launch, tiles).attend._last[-1]
+    assert (config.PAGE, config.HND, config.GATHERS) == (0, False, False)
