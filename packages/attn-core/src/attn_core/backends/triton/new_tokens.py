@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_core.backends.triton.kernel import Choice, Pass, Shape
+from attn_core.backends.triton.kernel import Choice, NewTokensKernel, Pass, Shape
 from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import Tiles
-from attn_core.backends.triton.variants import Kernels
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
@@ -26,21 +25,17 @@ def are_all_keys(config: BackendConfig, group: LayerGroup, batch: ForwardBatch) 
     return queries is not None and queries == keys
 
 
-def own_pass(group: LayerGroup, batch: ForwardBatch) -> Pass:
-    """Return what layers read of such a pass: keys of a request begin where its queries do."""
-    starts = batch.cu_seqlens_q
-    return Pass(Requests(starts, starts, starts), batch.positions, causal=group.causal)
-
-
 def new_tokens(
-    kernels: Kernels, shape: Shape, inputs: Pass, tiles: Tiles
+    kernel: NewTokensKernel | None, shape: Shape, batch: ForwardBatch, tiles: Tiles
 ) -> tuple[Pass, Tiles] | None:
     """Return what reads a pass's own K and V, and its tiles; None without a kernel for it.
 
-    shape, inputs: those of own_pass. tiles: over the cache, whose order is the same.
+    Keys of a request begin where its queries do. tiles: over the cache, whose order is the same.
     """
-    kernel = kernels.new_tokens
     launch = None if kernel is None or not tiles.ordered else kernel.choose(shape, None)
     if kernel is None or launch is None:
         return None
+    starts = batch.cu_seqlens_q
+    requests = Requests(starts, starts, starts)
+    inputs = Pass(requests, batch.positions, causal=shape.group.causal)
     return inputs, replace(tiles, choices=(Choice(kernel, launch),))
