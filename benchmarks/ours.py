@@ -67,7 +67,9 @@ def our_backend(
         metadata = backend.init_forward_metadata(batch)
 
         def call() -> Tensor:
-            out = backend.forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
+            out = backend.forward(
+                inputs.q, inputs.k, inputs.v, layer, inputs.cache, batch, metadata
+            )
             assert isinstance(out, Tensor)  # a pair only where the LSE is asked
             return out
 

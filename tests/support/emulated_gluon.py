@@ -64,6 +64,12 @@ def gl_store(ptr, x, mask=None):
     ptr.flat[offset.long()] = x.to(ptr.flat.dtype)
 
 
+def gl_atomic_add(ptr, x, sem=None):
+    before = gl_load(ptr).clone()
+    gl_store(ptr, before + x)
+    return before
+
+
 def where(condition, a, b):
     if not isinstance(a, Pointer):
         return torch.where(torch.as_tensor(condition), a, b)
@@ -235,8 +241,9 @@ def _language():
         bfloat16=torch.bfloat16, int64=torch.int64, shared_memory_descriptor=object,
         NVMMADistributedLayout=plain, NVMMASharedLayout=shared, BlockedLayout=plain,
         SliceLayout=plain, DotOperandLayout=plain, SwizzledSharedLayout=plain,
+        DistributedLinearLayout=plain, atomic_add=gl_atomic_add,
         arange=lambda a, b, _=None: torch.arange(a, b),
-        full=lambda shape, x, dtype, _=None: torch.full(shape, x).to(dtype),
+        full=lambda shape, x, dtype, _=None: torch.as_tensor(x).expand(shape).to(dtype).clone(),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape).to(dtype),
         where=where,
         exp2=torch.exp2, exp=torch.exp, log2=torch.log2, abs=torch.abs, rsqrt=torch.rsqrt,
@@ -308,6 +315,7 @@ def _modules():
         f"{base}.gluon.language.nvidia": SimpleNamespace(hopper=hopper, ampere=ampere),
         f"{base}.gluon.language.nvidia.hopper": hopper,
         f"{base}.gluon.language.nvidia.ampere": ampere,
+        "attn_core.backends.triton": SimpleNamespace(schedule=SimpleNamespace(TILE_ROWS=128)),
     }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def decode(**more):
 
 
 def extend(**more):
-    return replace(_DECODE, mode=ForwardMode.EXTEND, query_lens=(64, 64), **more)
+    return replace(_DECODE, **{"mode": ForwardMode.EXTEND, "query_lens": (64, 64), **more})
 
 
 def verify(**more):
@@ -193,6 +193,7 @@ HOT: dict[str, Site] = {
     "decode-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5)),
     "extend": Site(case=extend()),
     "extend-page-1": Site(case=extend(), page_size=1),
+    "prefill": Site(case=extend(query_lens=(2000, 64)), page_size=1),
     "verify-tree": Site(case=verify(), page_size=1),
     "verify-chain": Site(case=verify(trees=None, query_lens=(4, 4))),
     "decode-gpt-oss": Site(case=decode(**ODDITIES)),

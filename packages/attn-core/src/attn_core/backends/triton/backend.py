@@ -71,7 +71,10 @@ class Triton(AttentionBackend):
                 f"a captured pass of {batch.batch_size} requests, and static buffers for "
                 f"{self._graph_requests}; call init_cuda_graph_state with a larger max_bs first"
             )
-        return self._plan(batch, self._graph_buffers)
+        schedules = self._plan(batch, self._graph_buffers)
+        for schedule in schedules.values():
+            schedule.new = None  # replays may bring requests with a prefix
+        return schedules
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Schedules
@@ -137,6 +140,13 @@ class Triton(AttentionBackend):
             inputs = Pass.of(layer.group, batch)
         if return_lse or inputs is not schedule.inputs:
             lse = _lse(inputs, layer)
+        new = schedule.new
+        if new is not None and k is not None and inputs is schedule.inputs:
+            [choice] = new[1].choices
+            call = choice.kernel.call(q, k, v, layer, cache, new[0], out, lse, choice.launch)
+            if call is not None:
+                run(call, new[1])
+                return (call.out, lse) if return_lse else call.out
         call = Call(q, layer, cache, inputs, out, lse)
         split, tiles = schedule.split, schedule.tiles
         if split is not None:

@@ -48,7 +48,8 @@ def run(call: Call, part: Part) -> None:
     if change is not None:
         call = change(call)
     outputs = call.outputs
-    attend.launch(grid, (call.queries, outputs, *shared.addresses), call.tensors, shared.values)
+    args = (call.queries, outputs, *shared.addresses, *call.rows)
+    attend.launch(grid, args, call.tensors, call.with_row_tensors(shared.values))
     if merge is not None and of_merge is not None:
         grid, shared = of_merge
         merge.launch(grid, (outputs, *shared.addresses), call.output_tensors, shared.values)

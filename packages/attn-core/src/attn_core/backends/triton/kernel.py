@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -98,9 +98,11 @@ class Call:
     out: a new tensor if it is None.
     key: of what Triton specialises of these.
     queries, outputs: what kernels are given of them, by their addresses.
+    rows: further arguments of the kernel that attends, which follow those of its pass.
     """
 
     __slots__ = ("cache", "inputs", "key", "layer", "lse", "out", "outputs", "q", "queries")
+    rows: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -147,6 +149,10 @@ class Call:
     def tensors(self) -> tuple[Any, Outputs]:
         """Return both with tensors."""
         return self.query_tensors(), *self.output_tensors()
+
+    def with_row_tensors(self, values: tuple[Any, ...]) -> Iterable[Any]:
+        """Return the arguments of a pass and then `rows` with tensors."""
+        return values
 
     def dense(self) -> Call:
         """Return the same call with a contiguous copy of its queries."""
@@ -233,6 +239,17 @@ class Kernel(ABC, Generic[PartT]):
     @abstractmethod
     def make_launchers(self, call: Call, kept: Any, launch: Launch, part: PartT) -> Launchers:
         """Return launchers for calls with this key."""
+
+
+class NewTokensKernel(Kernel[Any]):
+    """A kernel of tiles over a pass's own K and V, which the cache holds too."""
+
+    @abstractmethod
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor | None, layer: AttentionLayer, cache: LayerCache,
+        inputs: Pass, out: Tensor | None, lse: Tensor, launch: Launch,
+    ) -> Call | None:  # fmt: skip
+        """Return a call over K and V [T, Hkv, D]; None where it cannot read them."""
 
 
 @dataclass(frozen=True, eq=False)

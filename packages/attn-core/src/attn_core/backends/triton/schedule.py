@@ -143,6 +143,7 @@ class Schedule:
     A batch with long prompts and requests of one query has both parts, over disjoint requests. They
     are two launches: in one, the tile of a prompt would set the registers and the shared memory of
     programs that wait for memory most of their time, and fewer of these would run at once.
+    new: the same tiles over a pass's own K and V, where these are all keys, and what they read.
     """
 
     inputs: Pass
@@ -150,6 +151,7 @@ class Schedule:
     unread_lse: Tensor
     split: SplitKV | None = None
     tiles: Tiles | None = None
+    new: tuple[Pass, Tiles] | None = None
 
 
 def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Pass, Shape
 from attn_core.backends.triton.masks import MASK_TREE
+from attn_core.backends.triton.new_tokens import are_all_keys, new_tokens
 from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import (
     PLANNED_REQUESTS,
@@ -83,7 +84,7 @@ class Scheduler:
         split = use_split_kv(
             queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
         )
-        one = tiles = None
+        one = tiles = new = None
         if split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static, even=even)
         elif static is None and self._decodes(batch, longest):
@@ -91,8 +92,12 @@ class Scheduler:
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
         else:
             tiles = self._tiles(group, inputs, longest, static)
+            if static is None and are_all_keys(self.config, group, batch):
+                own = self._shape(group, inputs, longest)._replace(page_size=0)
+                new = new_tokens(self._kernels.new_tokens, own, batch, tiles)
         lse = self._unread_lse(inputs.tokens, group.num_q_heads)
         schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles)
+        schedule.new = new
         self.fill(schedule, group, batch)
         return schedule
 
@@ -264,8 +269,7 @@ class Scheduler:
         shape, size = self._shape(group, inputs, longest), inputs.size
         choices, order, offsets = [], self._no_order, self._no_order
         for kernel in self._kernels.prefill:
-            launch = kernel.choose(shape, None)
-            if launch is not None:
+            if launch := kernel.choose(shape, None):
                 choices.append(Choice(kernel, launch))
         if choices[0].kernel.takes_order:
             buffer = self.buffer(size) if static is None else static

@@ -6,20 +6,24 @@ import importlib
 import importlib.util
 from typing import NamedTuple
 
-from attn_core.backends.triton.kernel import Kernel
+from attn_core.backends.triton.kernel import Kernel, NewTokensKernel
 from attn_core.backends.triton.portable.launch import PortableDecode, PortablePrefill
 from attn_core.backends.triton.schedule import SplitKV, Tiles
 
 
 class Kernels(NamedTuple):
-    """The kernels of an architecture. The last one of each part takes every shape and cache."""
+    """The kernels of an architecture. The last one of each part takes every shape and cache.
+
+    new_tokens: over K and V of the pass itself, if there is one.
+    """
 
     decode: tuple[Kernel[SplitKV], ...] = (PortableDecode(),)
     prefill: tuple[Kernel[Tiles], ...] = (PortablePrefill(),)
+    new_tokens: NewTokensKernel | None = None
 
 
-# Modules with kernels of their own, DECODE and PREFILL.
-_OWN = {"sm90": "attn_core.backends.triton.hopper.launch"}
+# Modules with kernels of their own: DECODE, PREFILL and NEW_TOKENS.
+_OWN = {"sm90": "attn_core.backends.triton.hopper.new_tokens"}
 
 
 def kernels_of(arch: str) -> Kernels:
@@ -30,7 +34,9 @@ def kernels_of(arch: str) -> Kernels:
     if not has_gluon():
         return portable
     own = importlib.import_module(_OWN[arch])
-    return Kernels((*own.DECODE, *portable.decode), (*own.PREFILL, *portable.prefill))
+    return Kernels(
+        (*own.DECODE, *portable.decode), (*own.PREFILL, *portable.prefill), own.NEW_TOKENS
+    )
 
 
 def has_gluon() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Launcher:
         grid: Grid,
         args: tuple[Any, ...],
         tensors: Tensors | None = None,
-        shared: tuple[Any, ...] = (),
+        shared: Iterable[Any] = (),
     ) -> None:
         """Launch it on the current device and stream.
 
@@ -89,7 +89,7 @@ class Launcher:
         grid: Grid,
         args: tuple[Any, ...],
         tensors: Tensors | None = None,
-        shared: tuple[Any, ...] = (),
+        shared: Iterable[Any] = (),
     ) -> Any:
         """Launch it as plain Triton does, and return what that returns."""
         return self._kernel[grid](*_first(args, tensors, shared), *self._last, **self._options)
@@ -152,7 +152,7 @@ _COUNT = itertools.count()  # threads never draw the same number
 
 
 def _first(
-    args: tuple[Any, ...], tensors: Tensors | None, shared: tuple[Any, ...]
+    args: tuple[Any, ...], tensors: Tensors | None, shared: Iterable[Any]
 ) -> tuple[Any, ...]:
     """Return the first arguments with tensors."""
     if tensors is None:

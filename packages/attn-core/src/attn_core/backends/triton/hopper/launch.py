@@ -88,10 +88,14 @@ class HopperPrefill(Kernel[Tiles]):
             extend_hopper,
             *(*kept.rows(rows), kept.k, kept.v, kept.sinks, kept.scales),
             call.layer.sliding_window or 0,
-            _config(call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS),
+            config_of(call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS),
             num_warps=4,
         )
-        return Launchers(attend, change=None if _aligned(call.q) else Call.dense)
+        return self.launchers(call, attend)
+
+    def launchers(self, call: Call, attend: Launcher) -> Launchers:
+        """Return a launcher with the copy of queries that 16-byte copies cannot read."""
+        return Launchers(attend, change=None if _aligned(call.q) else type(call).dense)
 
 
 class HopperDecode(SplitKernel):
@@ -130,7 +134,7 @@ class HopperDecode(SplitKernel):
             decode_hopper,
             *kept.rows(min(max(page, SWIZZLE_ROWS), launch.block_n)),
             *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
-            _config(call, kept, launch, **pages, **constants_of(part.cuts)._asdict()),
+            config_of(call, kept, launch, **pages, **constants_of(part.cuts)._asdict()),
             num_warps=4,
             maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a processor
         )
@@ -176,7 +180,7 @@ class HopperMlaDecode(SplitKernel):
     ) -> Launcher:
         """Return its own launcher for calls with this key."""
         page = call.cache.page_size
-        config = _config(
+        config = config_of(
             call, kept, launch, PAGE=page, GATHERS=False, **constants_of(part.cuts)._asdict()
         )
         config = config._replace(HND=False, STAGES=2, INT64_OFFSETS=False)
@@ -232,7 +236,7 @@ def _is_64(launch: Launch | None) -> bool:
     return launch is not None and (launch.block_m, launch.block_n) == (64, 64)
 
 
-def _config(
+def config_of(
     call: Call, kept: LayerArguments, launch: Launch, **more: int | bool
 ) -> AttentionConfig:
     """Return the constants of a launch; more: those of its pages and of what is split."""

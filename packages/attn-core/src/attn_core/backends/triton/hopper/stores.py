@@ -39,7 +39,7 @@ class LayerArguments:
         """Return the descriptors of K and V."""
         descriptors = self._rows.get(count)
         if descriptors is None:
-            k, v = (_rows(store.ptr, self.layout, count) for store in (self.k, self.v))
+            k, v = (rows_descriptor(store.ptr, self.layout, count) for store in (self.k, self.v))
             descriptors = self._rows[count] = (k, v)
         return descriptors
 
@@ -81,7 +81,7 @@ def _swapped(x: tuple[int, ...]) -> tuple[int, int, int, int]:
     return x[0], x[2], x[1], x[3]
 
 
-def _rows(store: Tensor, layout: str, rows: int) -> TensorDescriptor:
+def rows_descriptor(store: Tensor, layout: str, rows: int) -> TensorDescriptor:
     """View a store as rows of tokens (NHD: the heads are columns; HND: rows too)."""
     pages, size, heads, dim = store.shape if layout == "NHD" else _swapped(store.shape)
     token = store.stride(1 if layout == "NHD" else 2)

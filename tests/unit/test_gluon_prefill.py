@@ -1,0 +1,169 @@
+"""Hopper's kernel of prompts, emulated on a CPU: against float64, query by query."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from emulated_gluon import HOPPER, Pointer, launch, load
+
+D = 64  # one panel of a block: how wider ones lie in shared memory is not emulated
+BF16 = torch.bfloat16
+
+
+def tuple_of(names, *values):
+    return namedtuple("Tuple", names)(*values)
+
+
+class Prompts:
+    """Requests (new tokens, keys), their queries and all their keys, drawn once."""
+
+    def __init__(self, *requests, heads=(4, 2), strided=False):
+        self.queries, self.keys = zip(*requests, strict=True)
+        self.q_heads, self.kv_heads = heads
+        self.group = heads[0] // heads[1]
+        rng = torch.Generator().manual_seed(len(requests))
+
+        def draw(count, heads):
+            room = 3 * heads if strided else heads  # k as a part of a projection
+            return torch.randn(count, room, D, generator=rng).to(BF16)[:, -heads:]
+
+        self.q = draw(sum(self.queries), heads[0])
+        self.k, self.v = (draw(sum(self.keys), heads[1]) for _ in range(2))
+
+    def right(self, scale, window=None, sinks=None, cap=None):
+        """Return the outputs in float64."""
+        found, at_q, at_k = [], 0, 0
+        for n, m in zip(self.queries, self.keys, strict=True):
+            q = self.q[at_q : at_q + n].double()
+            k, v = (
+                x[at_k : at_k + m].double().repeat_interleave(self.group, 1)
+                for x in (self.k, self.v)
+            )
+            s = torch.einsum("qhd,khd->hqk", q, k) * scale
+            s = s if cap is None else cap * torch.tanh(s / cap)
+            query, key = torch.arange(m - n, m)[:, None], torch.arange(m)
+            hidden = key > query if window is None else (key > query) | (key <= query - window)
+            s = s.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                s = torch.cat((s, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+            p = s.softmax(-1)[..., :m]
+            found.append(torch.einsum("hqk,khd->qhd", p, v))
+            at_q, at_k = at_q + n, at_k + m
+        return torch.cat(found)
+
+    def paged(self, page, layout):
+        """Return pages that hold the keys, shuffled, those of the values, and the table."""
+        counts = [-(-m // page) for m in self.keys]
+        order, total = torch.randperm(sum(counts)) + 1, sum(counts) + 1
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        pools = [torch.full((total, page, self.kv_heads, D), torch.nan).to(BF16) for _ in "kv"]
+        at, begin = 0, 0
+        for b, (m, count) in enumerate(zip(self.keys, counts, strict=True)):
+            table[b, :count] = order[begin : begin + count]
+            where = torch.arange(m)
+            for pool, x in zip(pools, (self.k, self.v), strict=True):
+                pool[table[b, where // page].long(), where % page] = x[at : at + m]
+            at, begin = at + m, begin + count
+        if layout == "HND":
+            pools = [x.transpose(1, 2).contiguous() for x in pools]
+        return *pools, table
+
+
+def attend(prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=None, programs=3):
+    """Run the kernel over pages, or with page 0 over K and V side by side."""
+    modules = load("prefill", HOPPER)
+    common, queue = load("common", HOPPER), load("tile_queue", HOPPER)
+    batch, heads = len(prompts.keys), prompts.kv_heads
+    ends = torch.tensor([0, *prompts.queries]).cumsum(0).int()
+    rank = sorted(range(batch), key=lambda b: -prompts.keys[b])
+    tiles = [-(-prompts.queries[b] * prompts.group // 128) for b in rank]
+    order = queue.TileOrder(
+        Pointer(torch.tensor([0, *tiles]).cumsum(0).int()),
+        Pointer(torch.tensor(rank).int()),
+        Pointer(torch.zeros(2, dtype=torch.int32)),
+    )
+
+    lengths, table, stride = torch.tensor(prompts.keys).int(), ends, 0
+    if page:
+        k, v, table = prompts.paged(page, layout)
+        stride = table.stride(0)
+    else:
+        k, v = prompts.k, prompts.v
+        lengths = torch.tensor([0, *prompts.keys]).cumsum(0).int()
+
+    def rows(x):
+        if layout == "HND":
+            return x.reshape(-1, D)
+        if page:
+            return x.reshape(-1, heads * D)
+        return x.as_strided((len(x), heads * D), (x.stride(0), 1))
+
+    def store(x):
+        if not page:
+            return 0
+        strides = x.stride() if layout == "NHD" else [x.stride(i) for i in (0, 2, 1)]
+        return tuple_of(
+            "ptr page_stride token_stride head_stride", Pointer(x), *map(torch.tensor, strides[:3])
+        )
+
+    out = torch.full(prompts.q.shape, torch.nan).to(BF16)
+    lse = torch.full(prompts.q.shape[:2], torch.nan)
+    config = common.AttentionConfig(
+        HEADS=heads, GROUP=prompts.group, PAGE=page, HND=layout == "HND",
+        GATHERS=0 < page < 8, BN=bn, D=D, USE_SOFTCAP=cap is not None, USE_SINKS=sinks is not None,
+        MASK=1, WINDOW=window > 0, STAGES=2, INT64_OFFSETS=False,
+    )  # fmt: skip
+    scale = D**-0.5
+    q = prompts.q.contiguous()
+    launch(
+        modules.extend_hopper, programs,
+        tuple_of("ptr token_stride head_stride", Pointer(q), *q.stride()[:2]),
+        tuple_of("ptr lse token_stride head_stride", Pointer(out), Pointer(lse), *out.stride()[:2]),
+        tuple_of("cu_seqlens_q seq_lens page_table", *map(Pointer, (ends, lengths, table))),
+        order, batch, 1, stride, rows(k), rows(v), store(k), store(v),
+        Pointer(torch.zeros(1) if sinks is None else sinks),
+        tuple_of("qk cap v", scale, cap or 1.0, 1.0), window, config,
+    )  # fmt: skip
+    assert order.counter.flat.tolist() == [0, 0], "as the next launch wants to find it"
+    want = prompts.right(scale, window or None, sinks, cap)
+    torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
+    assert lse.isfinite().all()
+    return out, lse
+
+
+PREFIXED = ((70, 200), (3, 64), (130, 300))
+FRESH = ((200, 200), (70, 70), (1, 1), (129, 129))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (7, 1)])
+def test_prompts_read_their_own_keys(heads, strided):
+    attend(Prompts(*FRESH, heads=heads, strided=strided))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [1, 4, 16, 64, 128])
+def test_prompts_read_a_prefix_in_pages(page, layout):
+    """What no request has written is NaN."""
+    attend(Prompts(*PREFIXED), page=page, layout=layout)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": 50},
+        {"window": 1},
+        {"sinks": torch.tensor([0.5, 1.0, -1.0, 3.0])},
+        {"cap": 5.0},
+        {"bn": 128},
+        {"programs": 1},
+        {"programs": 40},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_own_keys_and_pages_give_the_same(page, more):
+    prompts = Prompts(*FRESH)
+    mine, other = attend(prompts, page=page, **more), attend(prompts, page=1, **more)
+    for a, b in zip(mine, other, strict=True):
+        assert torch.equal(a, b)
