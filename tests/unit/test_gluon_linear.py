@@ -21,7 +21,7 @@ from attn_core.backends.triton.linear.arguments import (
     Weights,
     Workspace,
 )
-from emulated_gluon import Pointer, launch, load
+from emulated_gluon import Pointer, Written, launch, load
 
 HK, HV, DIM = 1, 2, 128
 NUMBERS = Numbers(DIM**-0.5, 1e-6, 0.0)
@@ -82,7 +82,7 @@ def emulate(x, form):
     weights, places = Weights(*map(Pointer, x.weights)), Slots(*[table(x.slots)] * 3)
     stored = (rows(out), States(Pointer(state), 0, HV * DIM * DIM), places, places.read, chunks)
     if form == "fused":
-        maps = [y.flatten(1) for y in (x.k, x.q, x.v)]
+        maps = [*(y.flatten(1) for y in (x.k, x.q, x.v)), Written(out)]
         kernel = load("hopper.fused_gdn").fused_gdn_hopper
         launch(kernel, len(x.lens) * HV, *maps, inputs, weights, NUMBERS, *stored, constants)
         return out, state
