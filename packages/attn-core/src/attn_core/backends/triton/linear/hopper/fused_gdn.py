@@ -65,8 +65,8 @@ def begin_copies(tokens_of, maps, own, C: gl.constexpr):
     for i in gl.static_range(3):
         if i < num_chunks:
             copy(keys, k_map, i, begin, hv // C.GROUP)
+            copy(queries, q_map, i, begin, hv // C.GROUP)
             if i < 2:
-                copy(queries, q_map, i, begin, hv // C.GROUP)
                 copy(values, v_map, i, begin, hv)
 
 
@@ -77,13 +77,13 @@ def copy_ahead(tokens_of, solved, maps, own, j, C: gl.constexpr):
     keys, queries, values = tokens_of
     k_map, q_map, v_map = maps
     begin, num_chunks = request[0], request[3]
-    if j + 2 < num_chunks:
+    if j + 3 < num_chunks:
         solved.wait_free(j + 1)
-        copy(queries, q_map, j + 2, begin, hv // C.GROUP)
-        if j + 3 < num_chunks:
-            copy(keys, k_map, j + 3, begin, hv // C.GROUP)
-        values.wait_free(j + 2)
-        copy(values, v_map, j + 2, begin, hv)
+        copy(queries, q_map, j + 3, begin, hv // C.GROUP)
+        copy(keys, k_map, j + 3, begin, hv // C.GROUP)
+    if (j > 0) & (j + 1 < num_chunks):
+        values.wait_free(j + 1)
+        copy(values, v_map, j + 1, begin, hv)
 
 
 @gluon.jit
@@ -201,8 +201,8 @@ def fused_gdn_hopper(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     keys = new_channel(gl.allocate_shared_memory(T, [4, CHUNK, 128], ROWS), 4)
-    queries = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
-    values = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
+    queries = new_channel(gl.allocate_shared_memory(T, [4, CHUNK, 128], ROWS), 4)
+    values = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, 128], ROWS), 2)
     solved = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE), 2)
     P_tiles = gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE)
     below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
@@ -213,8 +213,8 @@ def fused_gdn_hopper(
     factors = (new_lines(2), new_lines(2), new_lines(2))
     works = (below, first, second)
     q_norms = new_channel(new_lines(2), 2)
-    init_barriers((keys,), 1, 1)
-    init_barriers((queries, values), 1, 2)
+    init_barriers((keys, queries), 1, 1)
+    init_barriers((values,), 1, 2)
     init_barriers((solved, gated[0]), 1, 2)
     init_barriers((q_norms,), 2, 1)
     hopper.fence_async_shared()
