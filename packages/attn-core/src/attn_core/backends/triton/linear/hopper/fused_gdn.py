@@ -3,6 +3,9 @@
 What a chunk's state does not change is the first group's: T, P and what tokens are multiplied by.
 It takes the longest, so what can be done elsewhere is. The others keep 64 rows of the state each in
 registers, from where products read them, and normalise the queries of chunks that come.
+
+A fourth group does not fit: one that carries needs 192 registers a thread for its products to
+overlap, and one that solves 104.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
