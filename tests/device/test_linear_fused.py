@@ -40,11 +40,11 @@ class Prompts:
         plan = plan_prefill(self.kept, lens, dtype=dtype, device=DEVICE)
         self.plan = replace(plan, fused=True, ahead=False)
 
-    def run(self, plan=None, state=None, tokens=None, **more):
-        """Return outputs and states; rows without a slot are zeros."""
+    def run(self, plan=None, state=None, tokens=None, out=None, **more):
+        """Return outputs and states; rows without a slot are zeros, unless `out` has others."""
         state = self.state.clone() if state is None else state
         q, k, v, g, beta = tokens or self.tokens
-        out = torch.zeros_like(v)
+        out = torch.zeros_like(v) if out is None else out
         plan = plan or self.plan
         prefill(self.kept, q, k, v, g, beta, state, self.slots, plan, out=out, **more)
         return out, state
@@ -115,6 +115,24 @@ def test_heads_that_do_not_lie_side_by_side_take_two_kernels():
     wide = torch.zeros(*k.shape[:2], 256, dtype=k.dtype)[..., :128].copy_(k)
     assert same(x.run(tokens=[q, wide, v, *gates]), x.by_two())
     assert next(iter(x.kept.prefills.values())).prepare is not None
+
+
+def test_outputs_that_tma_cannot_write_take_two_kernels():
+    x = Prompts()
+    v = x.tokens[2]
+    out = torch.zeros(*v.shape[:2], 256, dtype=v.dtype)[..., :128]
+    assert same(x.run(out=out), x.by_two())
+    assert next(iter(x.kept.prefills.values())).prepare is not None
+
+
+def test_outputs_beside_others_are_left_alone():
+    """Rows of another tensor: TMA writes whole chunks, and no column or row beside them."""
+    x = Prompts()
+    v = x.tokens[2]
+    wide = torch.full((len(v), v.shape[1] + 2, 128), 7.0, dtype=v.dtype)
+    out = wide[:, 1:-1].zero_()
+    assert same(x.by_one(out=out), x.by_two())
+    assert (wide[:, [0, -1]] == 7).all()
 
 
 def test_equal_prompts_that_fill_the_device():

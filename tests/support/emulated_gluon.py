@@ -94,6 +94,8 @@ class Shared:
         return Shared(self.x.permute(order))
 
     def _reinterpret(self, dtype, shape, _):
+        if list(shape[1:]) == [64, 64] and self.shape[1:] == [64, 128]:
+            return Panels(self.x)
         return Shared(self.x.view(dtype).view(shape))
 
     def load(self, _):
@@ -105,6 +107,23 @@ class Shared:
 
     def _keep_alive(self):
         pass
+
+
+class Written:
+    """What TMA writes rows of: a tensor whose last dims are a row."""
+
+    def __init__(self, x):
+        self.rows = x.flatten(1)
+
+
+class Panels:
+    """Tiles [64, 128] as swizzled memory holds them: 64 columns, and then the others."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def index(self, i):
+        return Shared(self.x[int(i) // 2].narrow(1, 64 * (int(i) % 2), 64))
 
 
 class Barriers:
@@ -164,6 +183,14 @@ def copy_rows(rows, at, bar, tile):
     with turn:
         bar.bytes -= tile.x.nbytes
         _settle(bar)
+
+
+def copy_back(to, at, tile):
+    rows = to.rows
+    first, column = (int(x) for x in at)
+    count, width = tile.shape
+    assert first + count <= len(rows)
+    rows[first : first + count, column : column + width] = tile.x
 
 
 def copy_elements(tile, ptr, mask=None):
@@ -290,7 +317,11 @@ def _modules():
     mbarrier = SimpleNamespace(
         init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
     )
-    tma = SimpleNamespace(async_copy_global_to_shared=copy_rows)
+    tma = SimpleNamespace(
+        async_copy_global_to_shared=copy_rows,
+        async_copy_shared_to_global=copy_back,
+        store_wait=lambda _: None,
+    )
     hopper = SimpleNamespace(
         warpgroup_mma=product, warpgroup_mma_wait=wait_products, mbarrier=mbarrier, tma=tma,
         fence_async_shared=lambda: None,

@@ -21,7 +21,7 @@ from attn_core.backends.triton.linear.arguments import (
     Weights,
     Workspace,
 )
-from emulated_gluon import Pointer, launch, load
+from emulated_gluon import Pointer, Written, launch, load
 
 HK, HV, DIM = 1, 2, 128
 NUMBERS = Numbers(DIM**-0.5, 1e-6, 0.0)
@@ -82,7 +82,7 @@ def emulate(x, form):
     weights, places = Weights(*map(Pointer, x.weights)), Slots(*[table(x.slots)] * 3)
     stored = (rows(out), States(Pointer(state), 0, HV * DIM * DIM), places, places.read, chunks)
     if form == "fused":
-        maps = [y.flatten(1) for y in (x.k, x.q, x.v)]
+        maps = [*(y.flatten(1) for y in (x.k, x.q, x.v)), Written(out)]
         kernel = load("hopper.fused_gdn").fused_gdn_hopper
         launch(kernel, len(x.lens) * HV, *maps, inputs, weights, NUMBERS, *stored, constants)
         return out, state
@@ -142,3 +142,18 @@ def test_a_wait_for_ever_is_seen(monkeypatch):
         emulated_gluon.wait(bar, 0)
     emulated_gluon.arrive(bar)
     emulated_gluon.wait(bar, 0)
+
+
+def test_one_kernel_takes_tokens_and_outputs_whose_heads_lie_side_by_side():
+    from attn_core.backends.triton.linear.hopper.launch import fused
+    from attn_core.backends.triton.linear.operands import inputs_of, rows_of
+
+    constants = Constants(HV, HV // HK, DIM, DIM, False, 1, False, True)
+    x = make_prompts((64,), (0,))
+    inputs = inputs_of(x.q, x.k, x.v, *x.gates)
+    wide = torch.empty(64, HV, 2 * DIM).bfloat16()
+    assert fused(constants, inputs, rows_of(torch.empty_like(x.v))) is not None
+    assert fused(constants, inputs, rows_of(wide[..., :DIM])) is None
+    moved = wide.flatten(1)[:, 4 : HV * DIM + 4].unflatten(1, (HV, DIM))  # by 8 bytes
+    assert fused(constants, inputs, rows_of(moved)) is None
+    assert fused(constants, inputs_of(x.q, x.k, wide[..., :DIM], *x.gates), rows_of(x.v)) is None

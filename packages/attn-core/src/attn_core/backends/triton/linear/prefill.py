@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs, Workspace
+from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs, Rows, Workspace
 from attn_core.backends.triton.linear.launch import LinearArguments, PrefillKernels
 from attn_core.backends.triton.linear.operands import (
     inputs_of,
@@ -156,7 +156,7 @@ def prefill(
     kernels = layer.prefills.get(key)
     if kernels is None:
         constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
-        kernels = layer.prefills[key] = _kernels(layer, constants, inputs, plan)
+        kernels = layer.prefills[key] = _kernels(layer, constants, inputs, rows, plan)
     given = (inputs, weights, layer.numbers, plan.chunks, plan.work)
     if kernels.prepare is None:
         args = (weights, layer.numbers, rows, stored, places, spots, plan.chunks)
@@ -178,11 +178,11 @@ def prefill(
 
 
 def _kernels(
-    layer: LinearArguments, constants: Constants, inputs: Inputs, plan: PrefillPlan
+    layer: LinearArguments, constants: Constants, inputs: Inputs, out: Rows, plan: PrefillPlan
 ) -> PrefillKernels:
     """Return what prepares the chunks and what carries the states through them."""
     own = _kernels_of(layer.arch)
-    if own is not None and plan.fused and (whole := own.fused(constants, inputs)):
+    if own is not None and plan.fused and (whole := own.fused(constants, inputs, out)):
         only: PrefillKernels = whole
         return only
     if own is not None and plan.ahead and own.takes(layer.common, inputs):

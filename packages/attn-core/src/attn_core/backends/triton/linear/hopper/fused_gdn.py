@@ -3,6 +3,9 @@
 What a chunk's state does not change is the first group's: T, P and what tokens are multiplied by.
 It takes the longest, so what can be done elsewhere is. The others keep 64 rows of the state each in
 registers, from where products read them, and normalise the queries of chunks that come.
+
+A fourth group does not fit: one that carries needs 192 registers a thread for its products to
+overlap, and one that solves 104.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -65,8 +68,8 @@ def begin_copies(tokens_of, maps, own, C: gl.constexpr):
     for i in gl.static_range(3):
         if i < num_chunks:
             copy(keys, k_map, i, begin, hv // C.GROUP)
+            copy(queries, q_map, i, begin, hv // C.GROUP)
             if i < 2:
-                copy(queries, q_map, i, begin, hv // C.GROUP)
                 copy(values, v_map, i, begin, hv)
 
 
@@ -77,38 +80,34 @@ def copy_ahead(tokens_of, solved, maps, own, j, C: gl.constexpr):
     keys, queries, values = tokens_of
     k_map, q_map, v_map = maps
     begin, num_chunks = request[0], request[3]
-    if j + 2 < num_chunks:
+    if j + 3 < num_chunks:
         solved.wait_free(j + 1)
-        copy(queries, q_map, j + 2, begin, hv // C.GROUP)
-        copy(values, v_map, j + 2, begin, hv)
-        if j + 3 < num_chunks:
-            copy(keys, k_map, j + 3, begin, hv // C.GROUP)
-
-
-@gluon.jit
-def finish(solved, v, out, first, count, hv, j, TILE: gl.constexpr):
-    """Write the outputs of chunk j from the place of its values, and release all of it."""
-    barrier()
-    write_outputs(v, out, first, hv, TILE, count)
-    hopper.fence_async_shared()
-    solved.release(j)
+        copy(queries, q_map, j + 3, begin, hv // C.GROUP)
+        copy(keys, k_map, j + 3, begin, hv // C.GROUP)
+    if (j > 0) & (j + 1 < num_chunks):
+        values.wait_free(j + 1)
+        copy(values, v_map, j + 1, begin, hv)
 
 
 @gluon.jit
 def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
     """Carry 64 rows of a state through a request's chunks, and write their outputs.
 
-    The outputs of a chunk are written while the first product of the next one runs.
+    TMA writes the outputs of a chunk from the place of its values while the next one begins. A last
+    chunk of fewer tokens is written by threads: the rows behind them are another request's.
     """
     (
-        tokens_of, q_norms, solved, P_tiles, gated, factors, maps, layer, out, states, slots,
-        checkpoints, own,
+        tokens_of, q_norms, solved, P_tiles, gated, factors, maps, layer, out_map, out,
+        states, slots, checkpoints, own,
     ) = carried  # fmt: skip
     keys, queries, values = tokens_of
     gates, beta_lines, total_lines = gated
     into_lines, query_lines, out_lines = factors
     request, b, hv = own
     begin, tokens, first, num_chunks = request
+    dtype: gl.constexpr = keys.tile.dtype
+    PANEL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
+    panels = values.tile._reinterpret(dtype, [2 * values.STAGES, CHUNK, CHUNK], PANEL)
     if TILE == 0:
         begin_copies(tokens_of, maps, own, C)
     else:
@@ -116,7 +115,6 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
     for i in gl.static_range(2):
         if i < num_chunks:
             keep_norms(q_norms, queries, i, layer[2], TILE, C)
-    dtype: gl.constexpr = keys.tile.dtype
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, A)
     row = TILE * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
     column = gl.arange(0, C.K, gl.SliceLayout(0, W))
@@ -134,13 +132,13 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         q = queries.tile.index(queries.stage(j)).permute((1, 0))
         y = hopper.warpgroup_mma(state, q, zero, use_acc=False, is_async=True)
         if j > 0:
-            before = values.tile.index(values.stage(j - 1)).slice(TILE * 64, 64, dim=1)
-            finish(solved, before, out, begin + (j - 1) * CHUNK, CHUNK, hv, j - 1, TILE)
+            tma.store_wait(0)
+            values.release(j - 1)
         values.wait_full(j)
         left = tokens - j * CHUNK
         if left < CHUNK:
             zero_rows(values.tile, values.stage(j), left, TILE, TILE + 1)
-        v = values.tile.index(values.stage(j)).slice(TILE * 64, 64, dim=1)
+        v = panels.index(2 * values.stage(j) + TILE)
         solved.wait_full(j)
         sk, y, _ = hopper.warpgroup_mma_wait(0, deps=[sk, y, state])
         x = v.permute((1, 0)).load(A)
@@ -159,23 +157,24 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         u = gl.convert_layout(u.to(dtype), AX)
         P = P_tiles.index(place).permute((1, 0))
         y = hopper.warpgroup_mma(u, P, y, is_async=True)
-        S, y, _, _ = hopper.warpgroup_mma_wait(0, deps=[S, y, update, u])
-        barrier()  # the outputs take the place of the values that all warps have read
-        v.permute((1, 0)).store(y.to(dtype))
-        if j % (2 * AHEAD) == 1 + AHEAD * TILE:
-            keep_gates(gated, layer, own, j // AHEAD + 1, C)
         if j + 2 < num_chunks:
             keep_norms(q_norms, queries, j + 2, layer[2], TILE, C)
+        S, y, _, _ = hopper.warpgroup_mma_wait(0, deps=[S, y, update, u])
+        solved.release(j)  # and all warps have read the values, whose place the outputs take
+        v.permute((1, 0)).store(y.to(dtype))
+        hopper.fence_async_shared()
+        barrier()
+        if left >= CHUNK:
+            tma.async_copy_shared_to_global(out_map, [begin + j * CHUNK, hv * 128 + TILE * 64], v)
+        else:
+            write_outputs(v, out, begin + j * CHUNK, hv, TILE, left)
+        if j % (2 * AHEAD) == 1 + AHEAD * TILE:
+            keep_gates(gated, layer, own, j // AHEAD + 1, C)
         if C.CHECKPOINTS:
             keep_rows(states, gl.load(checkpoints + first + j), S, hv, TILE, C)
-    if num_chunks > 0:
-        j = num_chunks - 1
-        before = values.tile.index(values.stage(j)).slice(TILE * 64, 64, dim=1)
-        finish(solved, before, out, begin + j * CHUNK, tokens - j * CHUNK, hv, j, TILE)
-    write = gl.load(slots.write + b).to(gl.int64)
-    if (write >= 0) & (gl.load(slots.read + b) >= 0):
-        target = states.ptr + write * states.slot_stride + at
-        gl.store(target, S.to(states.ptr.dtype.element_ty))
+    if gl.load(slots.read + b) >= 0:
+        keep_rows(states, gl.load(slots.write + b), S, hv, TILE, C)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -186,12 +185,13 @@ def new_lines(COUNT: gl.constexpr):
 
 @gluon.jit
 def fused_gdn_hopper(
-    k_map, q_map, v_map, inputs, weights, numbers, out, states, slots, checkpoints, chunks,
+    k_map, q_map, v_map, out_map, inputs, weights, numbers, out, states, slots, checkpoints, chunks,
     C: gl.constexpr,
 ):  # fmt: skip
     """Run all chunks of a request and value head. Grid: (B · HV).
 
-    k_map, q_map, v_map: tokens [T, H · D], 64 of one head at a time.
+    k_map, q_map, v_map: tokens [T, H · D], 64 of one head at a time. out_map: of outputs alike, 64
+    columns at a time.
     """
     hv = gl.program_id(0) % C.HV
     b = gl.load(chunks.order + gl.program_id(0) // C.HV)
@@ -204,8 +204,8 @@ def fused_gdn_hopper(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     keys = new_channel(gl.allocate_shared_memory(T, [4, CHUNK, 128], ROWS), 4)
-    queries = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
-    values = new_channel(gl.allocate_shared_memory(T, [3, CHUNK, 128], ROWS), 3)
+    queries = new_channel(gl.allocate_shared_memory(T, [4, CHUNK, 128], ROWS), 4)
+    values = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, 128], ROWS), 2)
     solved = new_channel(gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE), 2)
     P_tiles = gl.allocate_shared_memory(T, [2, CHUNK, CHUNK], SQUARE)
     below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
@@ -216,15 +216,15 @@ def fused_gdn_hopper(
     factors = (new_lines(2), new_lines(2), new_lines(2))
     works = (below, first, second)
     q_norms = new_channel(new_lines(2), 2)
-    init_barriers((keys,), 1, 1)
-    init_barriers((queries, values), 1, 1)
+    init_barriers((keys, queries), 1, 1)
+    init_barriers((values,), 1, 2)
     init_barriers((solved, gated[0]), 1, 2)
     init_barriers((q_norms,), 2, 1)
     hopper.fence_async_shared()
     tokens_of, maps = (keys, queries, values), (k_map, q_map, v_map)
     carried = (
-        tokens_of, q_norms, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers), out,
-        states, slots, checkpoints, (request, b, hv),
+        tokens_of, q_norms, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers),
+        out_map, out, states, slots, checkpoints, (request, b, hv),
     )  # fmt: skip
     given = (
         keys, queries, q_norms, solved, P_tiles, gated, factors, new_lines(1).index(0), works,

@@ -81,12 +81,12 @@ def ahead(common: Constants, constants: Constants) -> PrefillKernels:
     )  # fmt: skip
 
 
-def fused(constants: Constants, inputs: Inputs) -> PrefillKernels | None:
+def fused(constants: Constants, inputs: Inputs, out: Rows) -> PrefillKernels | None:
     """Return one kernel that prepares GDN's chunks and carries the states, None as of `prepare`.
 
-    TMA copies tokens whose heads lie side by side.
+    TMA copies tokens whose heads lie side by side, and writes outputs alike.
     """
-    tokens = (inputs.q, inputs.k, inputs.v)
+    tokens = (inputs.q, inputs.k, inputs.v, out)
     fits = constants.K == constants.V == 128 and inputs.v.ptr.dtype.itemsize == 2
     if not (fits and copied(*tokens)):
         return None
@@ -103,19 +103,22 @@ def maps_of(*tokens: Rows) -> tuple[MapOf, ...]:
     )
 
 
-def descriptors_of(*tokens: Rows) -> tuple[TensorDescriptor, ...]:
-    """Return the same as Triton takes it: 64 tokens of a head at a time."""
+def descriptors_of(*tokens: Rows, columns: int = 128) -> tuple[TensorDescriptor, ...]:
+    """Return the same as Triton takes it: 64 tokens at a time, and so many columns of a head."""
     return tuple(
-        TensorDescriptor(x.ptr, [*of.shape], [*of.strides], [64, 128], SWIZZLED)
+        TensorDescriptor(x.ptr, [*of.shape], [*of.strides], [64, columns], SWIZZLED)
         for x, of in zip(tokens, maps_of(*tokens), strict=True)
     )
 
 
 def launch_fused(launcher: Launcher, programs: int, inputs: Inputs, args: tuple[Any, ...]) -> None:
-    """Launch it. programs: requests · value heads. args: of fused_gdn_hopper after `inputs`."""
-    tokens = (inputs.k, inputs.q, inputs.v)
+    """Launch it. programs: requests · value heads. args: of fused_gdn_hopper after `inputs`.
+
+    Each of the two groups that carry writes 64 columns of outputs.
+    """
+    tokens, out = (inputs.k, inputs.q, inputs.v), args[2]
     launcher.launch(
         (programs, 1, 1),
-        (*maps_of(*tokens), inputs, *args),
-        lambda: (*descriptors_of(*tokens), inputs, *args),
+        (*maps_of(*tokens, out), inputs, *args),
+        lambda: (*descriptors_of(*tokens), *descriptors_of(out, columns=64), inputs, *args),
     )

@@ -74,12 +74,12 @@ def on_diagonal(x):
 
 
 @gluon.jit
-def times(a, b_transposed, DTYPE: gl.constexpr):
-    """Return the products a · b of four blocks [16, 16], all in registers."""
+def times(a, b_transposed, acc, DTYPE: gl.constexpr):
+    """Return acc + a · b of four blocks [16, 16], all in registers."""
     b = gl.permute(b_transposed.to(DTYPE), (0, 2, 1))
     a = gl.convert_layout(a.to(DTYPE), gl.DotOperandLayout(0, B, 2))
     b = gl.convert_layout(b, gl.DotOperandLayout(1, B, 2))
-    return mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, B))
+    return mma_v2(a, b, acc)
 
 
 @gluon.jit
@@ -112,17 +112,17 @@ def inverse_of_blocks(N, norm, beta, DTYPE: gl.constexpr):
     row, column = beta.load(gl.SliceLayout(2, B)), beta.load(gl.SliceLayout(1, B))
     N = (
         N
-        * gl.expand_dims(norm, 2)
+        * gl.expand_dims(norm * -1.0, 2)
         * gl.where(r > c, gl.expand_dims(row, 2), gl.expand_dims(column, 1))
     )
-    # ones and zeros to subtract from would wait in registers from chunk to chunk
-    X = gl.where(r == c, 1.0, gl.where(between(r, c, 1), -N, 0.0))
-    Y = gl.where(r == c, 1.0, gl.where(between(c, r, 1), -N, 0.0))
+    zero = gl.zeros([4, 16, 16], gl.float32, B)
+    X = gl.where(r == c, 1.0, gl.where(between(r, c, 1), N, 0.0))
+    Y = gl.where(r == c, 1.0, gl.where(between(c, r, 1), N, 0.0))
     for level in gl.static_range(1, 4):
-        U = times(X, gl.where(between(c, r, 2**level), N, 0.0), DTYPE)
-        X_next = X - times(U, Y, DTYPE)
+        U = times(X, gl.where(between(c, r, 2**level), N, 0.0), zero, DTYPE)
+        X_next = times(U, Y, X, DTYPE)
         if level < 3:
-            Y = Y - times(Y, U, DTYPE)
+            Y = times(Y, U, Y, DTYPE)
         X = X_next
     return on_diagonal(X)
 
