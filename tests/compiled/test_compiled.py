@@ -33,8 +33,6 @@ SPILLS |= {("sm100", "scan_chunks"): 2}  # of keys of 64 channels
 # Addresses of checkpoints, and of the three tiles of keys and queries that KDA prepares.
 SPILLS |= {("sm90", "scan_chunks"): 26}
 SPILLS |= {("sm120", "select_topk"): 8}  # 16 warps of a row have at most 128 registers a thread
-# Where exponentials run beside the second product of a block.
-OVERLAPS = {"extend_hopper"}
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 
@@ -69,8 +67,6 @@ def faults(arch, site, *, hot):
             yield f"{name} spills {kernel['spills']} times, with {kernel['registers']} registers"
         if hot and kernel["serialized"] and kernel["name"] not in SERIALIZED:
             yield f"{name} waits for each product before the next one begins"
-        if kernel["exposed"] and kernel["name"] in OVERLAPS:
-            yield f"{name} waits for its second product before its exponentials"
         for write in kernel["overwritten"]:
             yield f"{name} writes what a product in flight may read:\n{write}"
 
@@ -204,22 +200,12 @@ def test_what_no_row_declares_is_left_out():
 
 def test_sizes_that_are_compiled_for_and_products_that_wait_are_seen():
     kernel = {"name": "k", "specialised": ["batch", "rows"], "shared": 0, "registers": 9}
-    kernel |= {"spills": 0, "serialized": True, "exposed": True, "overwritten": []}
+    kernel |= {"spills": 0, "serialized": True, "overwritten": []}
     site = {"site": "s", "kernels": [kernel]}
     assert list(faults("sm90", site, hot=True)) == [
         "s: k is compiled for sizes of a pass: ['batch', 'rows']",
         "s: k waits for each product before the next one begins",
     ]
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_exponentials_behind_the_last_wait_of_a_loop_are_seen(early):
-    wait, power = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R1, R1"
-    body = ["HGMMA R1", wait, *((wait, power) if early else (power, wait)), "@P0 BRA 0x10", "EXIT"]
-    lines = [
-        f"        /*{16 * i:04x}*/      {x} ;   /* 0x0 */" for i, x in enumerate(["NOP", *body])
-    ]
-    assert build_kernels.exposed("\n".join(lines)) == early
 
 
 LISTING = """

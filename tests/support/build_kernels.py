@@ -92,34 +92,13 @@ def digest(kernel):
     return {"digest": hashlib.sha256(text).hexdigest()[:16], "instructions": len(lines)}
 
 
-def exposed(text):
-    """Say whether a loop of products waits for its last one before it begins its exponentials.
-
-    The assembler moves a wait up to the beginning of its basic block. text: of cuobjdump.
-    """
-    lines = [
-        (int(at, 16), x) for at, x in re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.+?;)", text, re.M)
-    ]
-    for end, branch in lines:
-        back = re.search(r"\bBRA\b.*0x([0-9a-f]+)", branch)
-        if back is None:
-            continue
-        body = [x for at, x in lines if int(back[1], 16) <= at <= end]
-        waits = [i for i, x in enumerate(body) if "WARPGROUP.DEPBAR" in x]
-        powers = [i for i, x in enumerate(body) if "MUFU.EX2" in x]
-        if len(waits) == 2 and powers and waits[-1] < powers[0]:
-            return True
-    return False
-
-
 def facts(kernel):
     """Return shared memory in bytes, the registers of a thread, its spills, matrix instructions.
 
     A spill of an NVIDIA kernel is an instruction: a stack alone may be that of a called division.
-    serialized: products of warp groups wait one for the other, for want of registers. exposed: see
-    there.
+    serialized: products of warp groups wait one for the other, for want of registers.
     """
-    text, serialized, early = kernel.asm.get("amdgcn"), False, False
+    text, serialized = kernel.asm.get("amdgcn"), False
     if text is not None:
         [registers] = re.findall(r"\.vgpr_count:\s+(\d+)", text)
         [spills] = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
@@ -129,7 +108,6 @@ def facts(kernel):
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
         products, waits = (len(re.findall(x, text)) for x in ("[HQ]GMMA", "WARPGROUP.DEPBAR"))
         serialized = 2 * waits > products
-        early = exposed(text)
     assembly = kernel.asm.get("amdgcn") or kernel.asm["ptx"]
     shared = kernel.metadata.shared
     return {
@@ -137,7 +115,6 @@ def facts(kernel):
         "registers": int(registers),
         "spills": int(spills),
         "serialized": serialized,
-        "exposed": early,
         "products": sorted({*PRODUCTS.findall(assembly)}),
     }
 
