@@ -3,9 +3,6 @@
 Two groups of four warps hold 64 rows each; further warps load the blocks of keys they share. A
 group multiplies the next block by its queries while it still adds up the last one, so that the
 exponentials hide behind matrix products (FlashAttention-3, arXiv:2407.08608, section 3.2).
-
-ptxas moves the wait for a product up to the beginning of its basic block, in front of exponentials
-that do not depend on it. So a wait for the next keys, which is a loop, stands between them.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -164,17 +161,15 @@ def attend(
         keys.release(step)
         p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
         weights = gl.convert_layout(p.to(values.tile.dtype), P)
-        if tile.num_blocks > 1:
-            keys.wait_full(step + 1)
         for i in range(1, tile.num_blocks):
             v_step = step
             v_stage = values.stage(v_step)
             step += 1
+            keys.wait_full(step)
             if CONFIG.GATHERS:
                 hopper.fence_async_shared()
             k_tile = keys.tile.index(keys.stage(step)).permute((1, 0))
             next_s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
             values.wait_full(v_step)
             if CONFIG.GATHERS:
                 hopper.fence_async_shared()
@@ -187,14 +182,11 @@ def attend(
             keys.release(step)
             start = (tile.first_block + tile.num_blocks - 1 - i) * BN
             p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
-            next_weights = gl.convert_layout(p.to(values.tile.dtype), P)
-            if i + 1 < tile.num_blocks:
-                keys.wait_full(step + 1)
             acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
             values.release(v_step)
-            weights = next_weights
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            weights = gl.convert_layout(p.to(values.tile.dtype), P)
 
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         v_stage = values.stage(step)
         values.wait_full(step)
         if CONFIG.GATHERS:

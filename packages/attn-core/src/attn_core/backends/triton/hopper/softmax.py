@@ -72,13 +72,12 @@ def softmax_step(
         s = s * log2_scale
     if (start < mask.unmasked_low) | (start + BN > mask.unmasked_high):
         j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
-        end = mask.seq_len + 0 * q_idx
+        visible = (j < mask.seq_len)[None, :] & (q_idx >= 0)[:, None]
         if CONFIG.MASK == MASK_CAUSAL:
-            end = gl.minimum(end, mask.context_len + q_idx + 1)
-        visible = j[None, :] < end[:, None]
-        if CONFIG.MASK == MASK_CAUSAL and CONFIG.WINDOW:
-            oldest = mask.context_len + q_idx - mask.window
-            visible = visible & (j[None, :] > oldest[:, None])
+            visible = visible & (j[None, :] <= mask.context_len + q_idx[:, None])
+            if CONFIG.WINDOW:
+                oldest = mask.context_len + q_idx[:, None] - mask.window
+                visible = visible & (j[None, :] > oldest)
         if CONFIG.MASK == MASK_TREE:
             draft = j - mask.context_len
             in_tree = (draft >= 0) & (draft < mask.drafts)
