@@ -157,6 +157,8 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         u = gl.convert_layout(u.to(dtype), AX)
         P = P_tiles.index(place).permute((1, 0))
         y = hopper.warpgroup_mma(u, P, y, is_async=True)
+        if j % (2 * AHEAD) == 1 + AHEAD * TILE:
+            keep_gates(gated, layer, own, j // AHEAD + 1, C)
         if j + 2 < num_chunks:
             keep_norms(q_norms, queries, j + 2, layer[2], TILE, C)
         S, y, _, _ = hopper.warpgroup_mma_wait(0, deps=[S, y, update, u])
@@ -168,8 +170,6 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
             tma.async_copy_shared_to_global(out_map, [begin + j * CHUNK, hv * 128 + TILE * 64], v)
         else:
             write_outputs(v, out, begin + j * CHUNK, hv, TILE, left)
-        if j % (2 * AHEAD) == 1 + AHEAD * TILE:
-            keep_gates(gated, layer, own, j // AHEAD + 1, C)
         if C.CHECKPOINTS:
             keep_rows(states, gl.load(checkpoints + first + j), S, hv, TILE, C)
     if gl.load(slots.read + b) >= 0:
