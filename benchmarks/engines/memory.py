@@ -28,7 +28,7 @@ def pool_bytes(configuration: Configuration) -> int:
     layers = model["num_hidden_layers"] + (configuration.draft_model is not None)
     token: int = 2 * layers * model["num_key_value_heads"] * model["head_dim"] * width
     tokens = pool_tokens(configuration) * arguments.get("dp_size", 1)
-    return math.ceil(tokens * token / configuration.gpus)
+    return math.ceil(float(tokens * token) / configuration.gpus)
 
 
 def gigabytes(configuration: Configuration) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,8 @@ class BatchManager(continuous_api.ContinuousBatchingManager):  # type: ignore[mi
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         if self.selection is not None and _STATE not in vars(processor.cache):
+            cache = processor.cache
+            vars(cache)["update"] = functools.partial(_hand_on, cache)  # called since 5.24
             vars(processor.cache)[_STATE] = Batches(
                 self.selection, self._registry, self._layers, processor.cache, self._page_size
             )
@@ -162,6 +165,14 @@ def _refuse_options(config: Any) -> None:
             f"generate_batch() with {', '.join(asked)}; attn-core plans each pass on the host, by "
             "the lengths of its requests: leave these options out"
         )
+
+
+def _hand_on(
+    cache: Any, keys: Tensor, values: Tensor, layer_id: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Leave the writing to the attention, and name the cache to it as before transformers 5.24."""
+    kwargs["cache"] = cache
+    return keys, values
 
 
 def _attention(
