@@ -269,8 +269,6 @@ def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> L
         return Launch(block_m=64, block_n=32, warps=4, stages=2, ptx=True)
     if head_dim == 128 and longest <= 1024:
         return Launch(block_m=128, block_n=64, warps=4, stages=4)
-    if head_dim == 64 and longest <= 2048:
-        return Launch(block_m=128, block_n=64, warps=4, stages=6)
     return Launch(block_m=128, block_n=block, warps=4, stages=2)
 
 
