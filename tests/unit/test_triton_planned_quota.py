@@ -17,7 +17,7 @@ BLOCK = 64
 
 
 def plan(units, parts, least=2):
-    """Return the units of the line of work of each request, and the quota."""
+    """Return the units of the queue of work of each request, and the quota."""
     batch = len(units)
     cu = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([n * BLOCK for n in units], dtype=torch.int32, device=DEVICE)
@@ -30,7 +30,7 @@ def plan(units, parts, least=2):
 
 
 def items(filled, units, quota):
-    """Return the blocks of keys of each item of each program, by walking along the line of work."""
+    """Return the blocks of keys of each item of each program, by walking along the queue of work."""
     ends, found, at = [], [[]], 0
     for own, real in zip(filled, units, strict=True):
         ends.append((at, at + own, real))

@@ -1,6 +1,6 @@
 """Split-KV attention of few queries for Hopper: one group of warps multiplies, others load keys.
 
-The line of work, its cuts and what is kept of them are portable/decode.py's; two programs share a
+The queue of work, its cuts and what is kept of them are portable/decode.py's; two programs share a
 multiprocessor.
 """
 

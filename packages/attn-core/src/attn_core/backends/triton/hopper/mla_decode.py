@@ -3,7 +3,7 @@
 One group scores the 64 rows of a tile and sums the high 128 columns of the values. It hands the
 weights over to the other one, which sums the low 384. Its accumulator is that small so that its
 registers hold most of the queries, which leaves shared memory for a third block of latents. The
-line of work is portable/decode.py's.
+queue of work is portable/decode.py's.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

@@ -1,4 +1,4 @@
-"""The line of work of kernels whose keys are cut: which units of keys a program attends to."""
+"""The queue of work of kernels whose keys are cut: which units of keys a program attends to."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 
 class Work(NamedTuple):
-    """Units start … end of the line of work, a program's share; indptr: see plan_splits.
+    """Units start … end of the queue of work, a program's share; indptr: see plan_splits.
 
     No item begins from unit `last` on. A sequence is a request, or a span if SHARED. seq: that of
     the first unit. row_block: which 64 rows of each head, see decode_splits.
@@ -33,7 +33,7 @@ class SplitItem(NamedTuple):
     request: the one whose pages have the keys. level: of its span. row_block: which 64 rows.
     context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
     first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
-    next_unit: of the line of work.
+    next_unit: of the queue of work.
     """
 
     seq: Any
@@ -118,7 +118,7 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
-    """Return what lies at a unit of the line of work, as far as work.end or its tile's end.
+    """Return what lies at a unit of the queue of work, as far as work.end or its tile's end.
 
     seq: a sequence that begins no later: that of the item before.
     """

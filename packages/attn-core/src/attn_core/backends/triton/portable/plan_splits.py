@@ -15,7 +15,7 @@ ITEM_UNITS = tl.constexpr(5)
 
 @triton.jit
 def choose_quota(units, PARTS: tl.constexpr, MIN_UNITS: tl.constexpr):
-    """Return the units of requests [BLOCK] on the line of work, and the quota of each part of it.
+    """Return the units of requests [BLOCK] on the queue of work, and the quota of each part of it.
 
     An even quota ends anywhere in a request, so that most programs end one and begin another. Each
     such item takes ITEM_UNITS more. If it costs no more, a program has one item instead: requests
