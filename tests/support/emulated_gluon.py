@@ -38,9 +38,15 @@ class Pointer:
     def to(self, _):
         return self.offset
 
+    def __getitem__(self, at):
+        return self.elsewhere(self.offset[at])
+
     def __add__(self, other):
+        return self.elsewhere(self.offset + other)
+
+    def elsewhere(self, offset):
         found = Pointer.__new__(Pointer)
-        found.flat, found.offset, found.dtype = self.flat, self.offset + other, self.dtype
+        found.flat, found.offset, found.dtype = self.flat, offset, self.dtype
         return found
 
 

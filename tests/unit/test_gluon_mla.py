@@ -98,3 +98,43 @@ def test_equals_float64(group, queries, planned, dense):
         )
     if not dense:
         assert bool(out[..., LATENT:].isnan().all())
+
+
+@pytest.mark.parametrize("heads", [24, 80])
+def test_gathered_latents_equal_float64(heads):
+    """As sparse MLA launches it: each query is a request, and page tables hold slots."""
+    torch.manual_seed(heads)
+    counts, width = [70, 130, 0, 64, 1], 192
+    tokens, row_blocks = len(counts), -(-heads // 64)
+    stored = torch.full((400, DIM), torch.nan).bfloat16()
+    slots = torch.full((tokens, width), -1).int()
+    for row, n in zip(slots, counts, strict=True):
+        row[:n] = torch.randperm(400)[:n].int()
+        stored[row[:n].long()] = torch.randn(n, DIM).bfloat16()
+    stored[0] = stored[0].nan_to_num()  # what rows without a slot are led to
+    q = torch.randn(tokens, heads, DIM).bfloat16()
+    out = torch.full((tokens, heads, LATENT), torch.nan).bfloat16()
+    lse = torch.full((tokens, heads), torch.nan)
+    ends, indptr = torch.arange(tokens + 1).int(), torch.arange(tokens + 1).int()
+    kernel = load("mla_decode", HOPPER)
+    arguments = load("arguments", "attn_core.backends.triton.portable")
+    config = load("common", HOPPER).AttentionConfig(
+        HEADS=1, GROUP=heads, PAGE=1, HND=False, GATHERS=True, BN=BLOCK, D=DIM,
+        USE_SOFTCAP=False, USE_SINKS=False, MASK=0, WINDOW=False, STAGES=2, INT64_OFFSETS=True,
+        ROW_BLOCKS=row_blocks, BLOCKS_PER_UNIT=width // BLOCK, BATCH_INVARIANT=True,
+    )  # fmt: skip
+    launch(
+        kernel.decode_mla_hopper, (2 * row_blocks, 1, 1), q.flatten(0, 1),
+        arguments.Outputs(Pointer(out), Pointer(lse), heads * LATENT, LATENT),
+        arguments.Partials(Pointer(lse), Pointer(lse)),
+        arguments.Requests(Pointer(ends), Pointer(torch.tensor(counts).int()), Pointer(slots)),
+        Pointer(indptr), Pointer(indptr), torch.tensor(tokens), width,
+        arguments.Store(Pointer(stored), DIM, DIM, DIM), arguments.Scales(SCALE, 1.0, 1.0), config,
+    )  # fmt: skip
+    for t, n in enumerate(counts):
+        k = stored[slots[t, :n].long()].double()
+        s = q[t].double() @ k.T * SCALE
+        want = s.softmax(-1) @ k[:, :LATENT]
+        error = (out[t].double() - want).norm()
+        assert error <= 6e-3 * want.norm(), (t, float(error), float(want.norm()))
+        torch.testing.assert_close(lse[t].double(), s.logsumexp(-1), atol=2e-3, rtol=1e-3)

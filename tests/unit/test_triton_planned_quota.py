@@ -30,7 +30,7 @@ def plan(units, parts, least=2):
 
 
 def items(filled, units, quota):
-    """Return the blocks of keys of each item of each program, by walking along the queue of work."""
+    """Return the blocks of keys of each item of each program, walking along the queue of work."""
     ends, found, at = [], [[]], 0
     for own, real in zip(filled, units, strict=True):
         ends.append((at, at + own, real))
