@@ -70,6 +70,8 @@ def _prefers_cudnn(q: Tensor, v: Tensor) -> bool:
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in _SHORT:
         return False
+    if torch.cuda.get_device_capability(q.device)[0] < 9:  # Turing has no flash kernel at all
+        return False
     d = q.shape[-1]
     return d == v.shape[-1] and d <= _MOST_DIM and d % 8 == 0
 
