@@ -158,8 +158,8 @@ class Rounding:
 
     @staticmethod
     def _rounding(update: Any, dtype: torch.dtype) -> Any:
-        def rounded(self: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-            return update(self, *(x.to(dtype).to(x.dtype) for x in (k, v)), *rest)
+        def rounded(self: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            return update(self, *(x.to(dtype).to(x.dtype) for x in (k, v)), *rest, **named)
 
         return rounded
 
