@@ -149,16 +149,9 @@ class Scheduler:
         return 1 in batch.query_lens_host
 
     def _split(
-        self,
-        group: LayerGroup,
-        inputs: Pass,
-        longest: int,
-        queries: int,
-        static: Tensor | None,
-        *,
-        max_queries: int = 0,
-        even: bool = False,
-    ) -> SplitKV:
+        self, group: LayerGroup, inputs: Pass, longest: int, queries: int, static: Tensor | None, *,
+        max_queries: int = 0, even: bool = False,
+    ) -> SplitKV:  # fmt: skip
         size, batch_invariant = inputs.size, self.config.deterministic
         short = not batch_invariant and longest <= self._unsplit_keys
         key = (group, size, inputs.mask, queries, short, max_queries, even)
@@ -205,14 +198,7 @@ class Scheduler:
         return config.shared_prefix and not alone and group.causal and 1 < size <= MAX_REQUESTS
 
     def _cut(
-        self,
-        shape: Shape,
-        size: int,
-        queries: int,
-        short: bool,
-        max_queries: int,
-        *,
-        shares: bool,
+        self, shape: Shape, size: int, queries: int, short: bool, max_queries: int, *, shares: bool
     ) -> Cuts:
         """Return what of a split no length decides but whether all keys are short."""
         config, group = self.config, shape.group

@@ -257,8 +257,8 @@ class Engine:
             )
 
     @eager
-    def _begin(self, arguments: dict[str, Any], given: Any) -> _Call | None:
-        """Plan a call of the decoder with a given cache or a new one; None without tokens."""
+    def _begin(self, arguments: dict[str, Any], past: Any) -> _Call | None:
+        """Plan a call of the decoder over `past`, or a new cache; None without tokens."""
         refuse_arguments(self._decoder, arguments)
         self._check_model()
         ids = arguments.get("input_ids")
@@ -267,8 +267,8 @@ class Engine:
             return None
         refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
         config, use_cache = self._decoder.config, arguments.get("use_cache")
-        kept = given is not None or (config.use_cache if use_cache is None else use_cache)
-        cache = DynamicCache(config=config) if given is None else given
+        kept = past is not None or (config.use_cache if use_cache is None else use_cache)
+        cache = DynamicCache(config=config) if past is None else past
         requests = adopt(cache, self._memory, config)
         marks = None
         if self._memory.shares_prompts and ids is not None and not requests.columns:
@@ -278,7 +278,7 @@ class Engine:
         if self._attention.rotary is not None and requests.current.batch is not None:
             shape = (tokens.shape[0], tokens.shape[1])
             arguments["position_ids"] = requests.current.chunk_positions(shape)
-        return _Call(cache, requests, tokens, kept, given is None)
+        return _Call(cache, requests, tokens, kept, past is None)
 
     @eager
     def _end(self, call: _Call, output: Any) -> Any:

@@ -69,19 +69,9 @@ def add_scores(queries, q_low, latents, high, step, block, s, CONFIG: gl.constex
 
 @gluon.jit
 def attend_high(
-    queries,
-    latents,
-    high,
-    alphas,
-    factors,
-    out,
-    partial,
-    requests,
-    work,
-    scales,
-    sizes,
+    queries, latents, high, alphas, factors, out, partial, requests, work, scales, sizes,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """Score the blocks of this program's items, and sum the high columns of their values."""
     GROUP: gl.constexpr = CONFIG.GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
