@@ -250,6 +250,18 @@ class TestPrefill:
         close(run_prefill(layer, tokens, (70,), state, (0,)), want, rms=2e-4)
         close(state[0], after[-1], rms=2e-4)
 
+    def test_tokens_of_float32_remember_what_follows_a_lot_of_forgetting(self):
+        """Their log decays are small differences of large sums."""
+        layer = make_linear_layer(kind="gdn", heads=(1, 1))
+        tokens, state = draw(layer, 130), states_of(layer, 1)
+        tokens.g[:40] = -100.0 / 3
+        tokens.g[64:120] = -100.0 / 7
+        want, after = tokens.run(state[0])
+        got = run_prefill(layer, tokens, (130,), state, (0,))
+        close(got[40:64], want[40:64], rms=1e-6)
+        close(got[120:], want[120:], rms=1e-6)
+        close(state[0], after[-1], rms=1e-6)
+
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     def test_heads_that_lie_far_apart(self, kind):
         """32 bits do not count from the first head to the third; nothing between is touched."""

@@ -24,6 +24,7 @@ from attn_core.backends.triton.linear.solve import inverse, multiplied
 
 CHUNK = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
+COARSE = tl.constexpr(1024.0)  # of a unit: 64 log decays of -104 at least add up without rounding
 
 
 @triton.jit
@@ -72,6 +73,28 @@ def products_and_norms(x, k, eps, BY_PRODUCT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def decays(g, i, EXACT: tl.constexpr):
+    """Return log decays since the chunk's start, until its end, and from a token j to a token i.
+
+    After strong forgetting these are small differences of large sums. EXACT: the sums' coarse parts
+    are exact in float32, and the rest is small. Without it a decay may be off by 1e-4, which tokens
+    of 16 bits do not show.
+    """
+    if EXACT:
+        coarse = tl.floor(g * COARSE) / COARSE
+        rest = tl.cumsum(g - coarse, 0)
+        G = tl.cumsum(coarse, 0)
+        until = (tl.sum(coarse, 0) - G) + (tl.sum(g - coarse, 0) - rest)
+        between = (G[:, None] - G[None, :]) + (rest[:, None] - rest[None, :])
+        G = G + rest
+    else:
+        G = tl.cumsum(g, 0)
+        until = tl.sum(g, 0) - G
+        between = G[:, None] - G[None, :]
+    return G, until, tl.where(i[:, None] >= i[None, :], between, -float("inf"))
+
+
+@triton.jit
 def prepare_gdn(
     inputs, weights, numbers, chunks, work, BY_PRODUCT: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
@@ -87,8 +110,7 @@ def prepare_gdn(
     g_at = head_ptr(inputs.g, hv) + (first + i) * inputs.g.token_stride
     g = log_decay(tl.load(g_at, mask=inside, other=0.0), a_log, bias, numbers.lower_bound, C)
     g = tl.where(inside, g, 0.0)
-    G = tl.cumsum(g, 0)
-    total = tl.sum(g, 0)
+    G, until, between = decays(g, i, inputs.k.ptr.dtype.element_ty == tl.float32)
     b_at = head_ptr(inputs.beta, hv) + (first + i) * inputs.beta.token_stride
     beta = update_rate(tl.load(b_at, mask=inside, other=0.0), C)
     beta = tl.sum(tl.where(inside, beta, 0.0)[:, None], 1)  # else computed again in each layout
@@ -100,10 +122,9 @@ def prepare_gdn(
     f_at = work.factors + at * (3 * CHUNK) + i
     tl.store(f_at, tl.exp(G) * k_norm)
     tl.store(f_at + CHUNK, tl.exp(G) * q_norm)
-    tl.store(f_at + 2 * CHUNK, tl.exp(total - G) * k_norm)
-    tl.store(work.decay + at, tl.exp(total))
-    decay = tl.where(i[:, None] >= i[None, :], G[:, None] - G[None, :], -float("inf"))
-    decay = tl.exp2(decay * LOG2_E) * k_norm[None, :]  # tl.exp takes care of denormals
+    tl.store(f_at + 2 * CHUNK, tl.exp(until) * k_norm)
+    tl.store(work.decay + at, tl.exp(tl.sum(g, 0)))
+    decay = tl.exp2(between * LOG2_E) * k_norm[None, :]  # tl.exp takes care of denormals
     P = qk * decay * q_norm[:, None]
     L = tl.where(i[:, None] > i[None, :], kk * decay * (k_norm * beta)[:, None], 0.0)
     store_solved(work, at, L, P, beta, i, k.dtype, C)
