@@ -155,11 +155,12 @@ def attend(
     keys = (topk + wanted - 1) // wanted
     keys = -(-keys // block_n) * block_n
     parts = -(-topk // keys)
-    partial, states = out[None], lse[None]
+    partial, states = out, lse
+    of_out, of_states = (0, *out.stride()), (0, *lse.stride())
     if parts > 1:
         partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
         states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
-    of_out, of_states = partial.stride(), states.stride()
+        of_out, of_states = partial.stride(), states.stride()
     tensors = (q, topk_indices, partial, states)
     at_q, at_slots, at_out, at_states = places = [x.data_ptr() for x in tensors]
     token, head, _ = q.stride()
