@@ -36,11 +36,15 @@ class _Driver:
 
 @dataclasses.dataclass
 class Launched:
-    """One launch: the kernel, whether Triton bound its arguments, and where it was queued."""
+    """One launch: the kernel, whether Triton bound its arguments, and where it was queued.
+
+    addresses: of tensors, and all other numbers that it was given.
+    """
 
     name: str
     slow: bool
     stream: int
+    addresses: frozenset[object]
 
 
 class Launches(list):
@@ -86,6 +90,16 @@ def _flat(x):
     return x
 
 
+def _leaves(x):
+    """Yield the numbers and addresses in an argument."""
+    x = _flat(x)
+    if isinstance(x, tuple):
+        for part in x:
+            yield from _leaves(part)
+    else:
+        yield x
+
+
 @contextmanager
 def recorded_launches():
     """Record launches, each of which is checked.
@@ -98,10 +112,11 @@ def recorded_launches():
 
     def run(kernel, *args, grid, warmup, **options):
         device = driver.get_current_device()
-        launches.append(Launched(_name(kernel), True, driver.get_current_stream(device)))
+        stream = driver.get_current_stream(device)
+        launches.append(Launched(_name(kernel), True, stream, frozenset(_leaves(args))))
 
         def c_function(x, y, z, stream, *rest):
-            launches.append(Launched(_name(kernel), False, stream))
+            launches.append(Launched(_name(kernel), False, stream, frozenset(_leaves(rest))))
 
         compiled = CompiledKernel.__new__(CompiledKernel)
         compiled.function, compiled.packed_metadata = 17, "packed"

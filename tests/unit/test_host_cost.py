@@ -3,6 +3,10 @@
 Kernels are not run: each launch is compared with what Triton would compile for its arguments.
 """
 
+import collections
+import dataclasses
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +23,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from attn_core.backends.triton.sparse import hopper
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.ops import index, kv
+from attn_core.ops.triton import merge
 from frozen_launches import Operators, recorded_launches
 
 HEADS, TOPK, PAGE, LONG = 128, 2048, 64, 65536
@@ -130,3 +135,136 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
         assert launches.names(slow=False) == ATTENDED[way]
         assert ran.names[0] == "new_empty", "the output"
         assert ran.names[1:] == ["empty"] * SCRATCH[way]
+
+
+def shifted(x, elements=1):
+    """Return a copy that begins so many elements behind an aligned address."""
+    flat = torch.zeros(x.numel() + elements, dtype=x.dtype)
+    return flat[elements:].view(x.shape).copy_(x)
+
+
+def spread(x, times=3):
+    """Return a copy whose heads, or columns, lie in the rows of a wider tensor."""
+    wide = torch.zeros(x.shape[0], x.shape[1] * times, *x.shape[2:], dtype=x.dtype)
+    return wide[:, x.shape[1] : 2 * x.shape[1]].copy_(x)
+
+
+FORMS = {"shifted": shifted, "spread": spread, "both": lambda x: spread(shifted(x))}
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_other_forms_of_inputs_are_other_launches(way, launches):
+    """Each launch is one that Triton would have compiled alike, whatever came before it."""
+    chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
+    usual = chain.select()
+    chain.attend(usual)
+    for form in FORMS.values():
+        for name in ("q_index", "k_index", "weights"):
+            chain.select(**{name: form(getattr(chain, name))})
+        for name in ("q", "k"):
+            chain.attend(usual, **{name: form(getattr(chain, name))})
+        chain.attend(form(usual))
+        out = torch.zeros(3, HEADS, 512, dtype=torch.bfloat16)
+        chain.attend(usual, out=form(out), return_lse=True)
+        chain.select()
+        chain.attend(usual)
+    chain.select(q_index=chain.q_index.to(torch.bfloat16))
+    chain.attend(usual, k=chain.k.float())
+    chain.attend(usual[:, :1024].contiguous())
+    if way == "portable":
+        chain.q = chain.q.half()
+        chain.attend(usual)
+    seen = len(launches)
+    for length, requests in ((1024, 1), (LONG, 1), (LONG, 16), (LONG, 200)):
+        chain.plan(requests, 1, length)
+        chain.attend(chain.select())
+    assert len(launches) >= seen + 4 * 4
+
+
+def test_other_pages_and_lengths_are_other_launches(launches):
+    """The plan's tensors may lie anywhere, as those of a static batch do."""
+    chain = Chain()
+    chain.attend(chain.select())
+    batch, view = chain.batch, chain.batch.views["full"]
+    for form in (shifted, spread):
+        tables = {"page_table": form(view.page_table)}
+        others = {} if form is spread else {"seq_lens": form(view.seq_lens)}
+        changed = dataclasses.replace(view, **tables, **others)
+        chain.batch = dataclasses.replace(
+            batch, views={"full": changed}, cu_seqlens_q=shifted(batch.cu_seqlens_q, 3)
+        )
+        chain.metadata = chain.dispatcher.init_forward_metadata(chain.batch)
+        launches.clear()
+        chain.attend(chain.select())
+        assert {"index_scores", "select_topk"} <= {*launches.names(slow=True)}
+    chain.batch = batch
+    chain.metadata = chain.dispatcher.init_forward_metadata(batch)
+    chain.attend(chain.select())
+    assert launches.names(slow=True) == []
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_a_pool_that_moved_is_read_where_it_lies(way, launches):
+    """What is kept holds addresses; an engine may put a pool elsewhere between two passes."""
+    chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
+    cache = chain.pool.layer(0)
+    chain.attend(chain.select())
+    for pool in (cache.k, cache.index):
+        before = pool.data_ptr()
+        pool.set_(torch.zeros_like(pool))
+        launches.clear()
+        chain.attend(chain.select())
+        given = {address for x in launches for address in x.addresses}
+        assert before not in given
+        assert pool.data_ptr() in given
+
+
+def test_each_launch_is_queued_on_the_current_stream(launches):
+    chain = Chain()
+    chain.attend(chain.select())
+    for device, stream in ((0, 0), (0, 7), (0, 0)):
+        launches.clear()
+        launches.driver.device, launches.driver.stream = device, stream
+        chain.attend(chain.select())
+        assert {x.stream for x in launches} == {1000 * (device + 1) + stream}
+
+
+def test_devices_have_launchers_of_their_own(launches, monkeypatch):
+    """A compiled kernel is loaded on one device: another one may not launch its function."""
+    monkeypatch.setattr(merge, "_LAUNCHERS", {})
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: launches.driver.device)
+    out, lse = torch.zeros(2, 3, HEADS, 512), torch.zeros(2, 3, HEADS)
+    for launches.driver.device, slow in ((0, ["_merge"]), (1, ["_merge"]), (0, []), (1, [])):
+        merge.merge_states(out, lse)
+        streams = {x.stream for x in launches}
+        assert launches.names(slow=True) == slow
+        assert streams == {1000 * (launches.driver.device + 1)}
+    first, second = Chain(), Chain()
+    assert first.backend._launchers is not second.backend._launchers
+
+
+def test_threads_share_a_backend(launches):
+    """Each has its own scratch; a launcher that two make at once is made twice, no more."""
+    chain, failed = Chain(), []
+    interval = sys.getswitchinterval()
+
+    def passes():
+        try:
+            for _ in range(20):
+                chain.attend(chain.select())
+        except BaseException as error:
+            failed.append(error)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=passes) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    expected = collections.Counter(SELECTED + ATTENDED["bf16"])
+    assert collections.Counter(x.name for x in launches) == dict.fromkeys(expected, 80)
+    assert all(n <= 4 for n in collections.Counter(x.name for x in launches if x.slow).values())
