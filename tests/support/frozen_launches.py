@@ -4,7 +4,6 @@ A kernel is neither compiled nor run. Triton's own binder says what each launch 
 """
 
 import dataclasses
-import functools
 from contextlib import contextmanager
 from unittest import mock
 
@@ -64,12 +63,16 @@ def _name(kernel):
     return kernel.fn.__name__
 
 
-@functools.cache
+_BINDERS = {}
+
+
 def _binder(kernel):
     """Return Triton's binder of a kernel, also of one that was decorated for the interpreter."""
-    if not isinstance(kernel, JITFunction):
-        kernel = JITFunction(kernel.fn, **kernel.kwargs)
-    return kernel.create_binder()[-1]
+    known = _BINDERS.get(id(kernel))  # its hash is that of its source and all that this calls
+    if known is None:
+        of = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        known = _BINDERS[id(kernel)] = (of.create_binder()[-1], kernel)
+    return known[0]
 
 
 def specialisation(kernel, args, options):
