@@ -25,7 +25,6 @@ from attn_core.backends.triton.portable.arguments import (
     Store,
 )
 from attn_core.backends.triton.sparse.gather import counted, decoded
-from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
 from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.cache.layer_cache import LayerCache
@@ -156,11 +155,6 @@ def _attending(
         ROW_BLOCKS=row_blocks, BLOCKS_PER_UNIT=per_unit, BATCH_INVARIANT=True,
     )  # fmt: skip
     return Launcher(decode_mla_hopper, Scales(layer.scale, 1.0, 1.0), config, num_warps=4)
-
-
-def scorer(heads: int, page_size: int, topk: int) -> Launcher:
-    """Return what scores prompts; see Scoring."""
-    return Launcher(score_prompts_hopper, heads, page_size, topk, num_warps=4)
 
 
 def score(

@@ -123,9 +123,11 @@ class Scoring(NamedTuple):
             if is_hopper(arch):  # elsewhere some registers would spill
                 options |= {"maxnreg": 128}
         if on_hopper:
-            from attn_core.backends.triton.sparse import hopper  # other chips may lack its imports
+            # other chips may lack what it imports
+            from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
 
-            launcher = hopper.scorer(heads, cache.page_size, topk)
+            last = (heads, cache.page_size, topk)
+            launcher = Launcher(score_prompts_hopper, *last, num_warps=4)
         else:
             launcher = Launcher(index_scores, topk, constants, **options)
         given = (stored, stored if scales is None else scales, strides)
