@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.linear.arguments import (
-    Constants,
-    Numbers,
-    Records,
-    Weights,
-)
+from attn_core.backends.triton.linear.arguments import Constants, Numbers, Records, Weights
 from attn_core.backends.triton.linear.decode import commit_drafts, decode_states
 from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
 from attn_core.backends.triton.linear.operands import (
@@ -172,6 +167,12 @@ def decode(
         launcher = layer.launchers[key] = Launcher(
             decode_states, chosen.rows, constants, num_warps=chosen.warps
         )
+
+    def given() -> tuple[Any, ...]:
+        inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
+        places = slots_of(slots, slots_out, fresh)
+        return inputs, weights, layer.numbers, rows_of(out), states_of(state), places
+
     launcher.launch(
         (count * layer.decode_tiles[state.dtype], 1, 1),
         (
@@ -182,23 +183,9 @@ def decode(
             (at_state, 0, slot_stride),
             at_places,
         ),
-        partial(_decode_tensors, layer, (q, k, v, g, beta), out, state, slots, slots_out, fresh),
+        given,
     )
     return out
-
-
-def _decode_tensors(
-    layer: LinearArguments,
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    slots_out: Tensor | None,
-    fresh: Tensor | None,
-) -> tuple[Any, ...]:
-    """Return the arguments of decode_states with tensors."""
-    weights, places = layer.weights_or(tokens[0]), slots_of(slots, slots_out, fresh)
-    return inputs_of(*tokens), weights, layer.numbers, rows_of(out), states_of(state), places
 
 
 def verify(
@@ -253,9 +240,8 @@ def verify(
         launcher = layer.launchers[key] = Launcher(kernel, *last, num_warps=chosen.warps)
 
     def given() -> tuple[Any, ...]:
-        kept, bits = Records(*map(states_of, records)), mask
-        if tree_mask is not None:
-            bits = tree_mask.view(torch.uint8)
+        kept = Records(*map(states_of, records))
+        bits = slots if tree_mask is None else tree_mask.view(torch.uint8)
         inputs, weights, rows = inputs_of(q, k, v, g, beta), layer.weights_or(q), rows_of(out)
         return inputs, weights, layer.numbers, rows, states_of(state), places, kept, bits, drafts
 
