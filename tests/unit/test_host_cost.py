@@ -303,7 +303,9 @@ class Linear:
         dims = ((4, 128), (2, 128), self.g_dims)
         self.records = tuple(torch.zeros(2, 40, 4, *x) for x in dims)
 
-    def run(self, operation, requests, *, change=lambda x: x, slots_of=lambda x: x, state=None):
+    def run(
+        self, operation, requests, *, change=lambda x: x, slots_of=lambda x: x, state=None, **more
+    ):
         """Run an operation for so many requests, with inputs and slots of some form."""
         drafts = {"decode": 1, "prefill": 70, "fused": 70, "ahead": 70}.get(operation, 4)
         tokens = requests * drafts
@@ -315,12 +317,12 @@ class Linear:
         mask = torch.ones(requests, 4, 4, dtype=torch.bool) if operation == "tree" else None
         state = self.state[0] if state is None else state
         if operation == "decode":
-            return linear.decode(self.kept, *inputs, state, slots)
+            return linear.decode(self.kept, *inputs, state, slots, **more)
         if operation in ("verify", "tree"):
             records = tuple(x[0] for x in self.records)
-            return linear.verify(self.kept, *inputs, state, records, slots, tree_mask=mask)
+            return linear.verify(self.kept, *inputs, state, records, slots, tree_mask=mask, **more)
         if operation == "commit":
-            return linear.commit(self.kept, self.state, self.records, slots, slots)
+            return linear.commit(self.kept, self.state, self.records, slots, slots, **more)
         plan = prefill.plan_prefill(
             self.kept, [drafts] * requests, dtype=torch.bfloat16, device=q.device
         )
@@ -328,7 +330,7 @@ class Linear:
             plan, processors=132, fused=operation == "fused", ahead=operation == "ahead"
         )
         with Operators() as ran:
-            out = prefill.prefill(self.kept, *inputs, state, slots, plan)
+            out = prefill.prefill(self.kept, *inputs, state, slots, plan, **more)
         assert ran.names == ["empty"]
         return out
 
@@ -370,4 +372,11 @@ def test_other_forms_of_linear_inputs_are_other_launches(kind, operation, launch
         if operation != "commit":
             made.run(operation, 3, change=form, state=bf16)
         made.run(operation, 3)
+    slots, fresh = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.bool)
+    for places in (
+        {"slots_out": slots}, {"slots_out": shifted(slots)},
+        {"fresh": fresh}, {"fresh": shifted(fresh)},
+        {"slots_out": shifted(slots), "fresh": shifted(fresh)},
+    ):  # fmt: skip
+        made.run(operation, 3, **places)
     assert launches
