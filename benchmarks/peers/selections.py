@@ -28,10 +28,11 @@ def way(text: str) -> SparseContestant:
         constants = library.selecting(queries).constants._replace(AT_ONCE=1024 * warps)
         how = library.Selecting(constants, warps, registers)
         plan = backend_of("triton", x, "bf16")[1]
-        passed = (x.drawn_scores, 0, x.case.tokens, x.view, x.batch.cu_seqlens_q, plan.requests)
+        inputs = library.SparsePass(x.view, x.batch.cu_seqlens_q, plan.requests, queries=queries)
 
         def call() -> Tensor:
-            library.select(*passed, chosen, how, page_size=PAGE)
+            scores = x.drawn_scores
+            library.select(scores, 0, x.case.tokens, inputs, chosen, how, page_size=PAGE)
             return chosen
 
         return call

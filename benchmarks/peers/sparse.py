@@ -87,12 +87,13 @@ def _score(x: SparseInputs, launch: Any) -> Call:
     """Score all queries into one tensor, as the peers do; index_topk takes some at a time."""
     backend, plan = backend_of("triton", x, "bf16")
     scores = torch.empty(x.case.tokens, x.case.length, dtype=torch.float32, device=x.q.device)
-    asked = (x.q_index, x.weights, x.caches["bf16"], x.batch.max_q_len)
-    of = launch.Scoring.of(*asked, backend.config.arch)
-    passes = (x.view, x.batch.cu_seqlens_q, plan.requests)
+    inputs = launch.SparsePass(
+        x.view, x.batch.cu_seqlens_q, plan.requests, queries=x.batch.max_q_len
+    )
+    asked = (x.q_index, x.weights, x.caches["bf16"], inputs, scores)
 
     def call() -> Tensor:
-        launch.score(of, *passes, scores, 0, x.case.tokens, TOPK)
+        launch.score(*asked, 0, x.case.tokens, TOPK, arch=backend.config.arch)
         return scores
 
     return call

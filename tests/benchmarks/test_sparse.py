@@ -73,6 +73,7 @@ def test_a_way_selects_by_as_many_warps_and_registers(monkeypatch):
     """Its rows are loaded as triton's are: 32 scores a thread at once."""
     [way] = sparse.parse(["--out", "x.json", "--ways", "4x96"]).ways
     passed = []
+    monkeypatch.setattr(selecting, "SparsePass", lambda *_, **more: None)
     monkeypatch.setattr(selecting, "select", lambda *args, **_: passed.append(args[-1]))
     monkeypatch.setattr(
         selections, "backend_of", lambda *_: (None, types.SimpleNamespace(requests=0))

@@ -11,7 +11,7 @@ import triton.language as tl
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
 from attn_core.backends.triton.sparse.launch import score as score_queries
-from attn_core.backends.triton.sparse.scoring import Scoring
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.cache.pool import KVPool
 from attn_core.ops.triton.index import write_index
 from attn_core.ops.triton.kv import write_kv
@@ -134,9 +134,9 @@ def score(chip):
     table, lengths, ends = (meta(*shape, dtype=torch.int32) for shape in ((1, 64), (1,), (2,)))
     view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=4096)
     q, weights = meta(300, 64, 128, dtype=torch.float8_e4m3fn), meta(300, 64, dtype=torch.float32)
-    scoring = Scoring.of(q, weights, pool.layer(0), 300, chip.arch)
     scores, requests = meta(300, 4096, dtype=torch.float32), meta(300, dtype=torch.int32)
-    score_queries(scoring, view, ends, requests, scores, 0, 300, 2048)
+    inputs = SparsePass(view, ends, requests, queries=300)
+    score_queries(q, weights, pool.layer(0), inputs, scores, 0, 300, 2048, arch=chip.arch)
 
 
 def read(store, kind, chip):

@@ -1,7 +1,11 @@
 """Scores of prompts by Hopper's kernel, beside float64 and, bit for bit, the portable kernel."""
 
+from dataclasses import replace
+from unittest import mock
+
 import torch
-from attn_core.backends.triton.sparse import launch
+from attn_core.backends.triton.sparse import launch, scoring
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.index import to_fp8_queries
 from attn_core.runtime.batch import CacheView
@@ -32,13 +36,14 @@ def check_scores(heads, lengths, queries):
     )  # fmt: skip
     ends = torch.tensor([0, *queries]).cumsum(0).int().cuda()
     requests = torch.repeat_interleave(torch.tensor(queries)).int().cuda()
-    scoring = launch.Scoring.of(q, w, cache, max(queries), "sm90")
-    assert scoring.on_hopper
+    inputs = SparsePass(view, ends, requests, queries=max(queries))
     columns = -(-max(lengths) // 64) * 64
     first, count = 3, tokens - 3
     own, portable = torch.full((2, count, columns), torch.nan, device="cuda")
-    for found, scores in ((scoring, own), (scoring._replace(on_hopper=False), portable)):
-        launch.score(found, view, ends, requests, scores, first, count, TOPK)
+    assert scoring.Scoring.of(q, w, cache, inputs, own, TOPK, "sm90").on_hopper
+    launch.score(q, w, cache, inputs, own, first, count, TOPK, arch="sm90")
+    with mock.patch.object(scoring, "has_gluon", return_value=False):  # and a cache of its own
+        launch.score(q, w, replace(cache), inputs, portable, first, count, TOPK, arch="sm90")
     end, length = ends[1:][requests.long()], view.seq_lens[requests.long()]
     seen = (length - end + torch.arange(tokens, device="cuda") + 1)[first:, None]
     written = (torch.arange(columns, device="cuda") < seen) & (seen > TOPK)

@@ -4,6 +4,7 @@ import math
 
 import torch
 from attn_core.backends.triton.sparse import selecting
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.runtime.batch import CacheView
 
 PAGE = 16
@@ -70,7 +71,8 @@ def select(scores, topk, visible, how):
     view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
     ends = torch.arange(n + 1, device=scores.device).int()
     chosen = torch.full((n, topk), -7, dtype=torch.int32, device=scores.device)
-    selecting.select(scores, 0, n, view, ends, ends[:n], chosen, how, page_size=PAGE)
+    inputs = SparsePass(view, ends, ends[:n], queries=1)
+    selecting.select(scores, 0, n, inputs, chosen, how, page_size=PAGE)
     return chosen, table
 
 

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core.backends.triton.sparse import gather, launch, selecting
+from attn_core.backends.triton.sparse import gather, launch, scoring, selecting
 from attn_core.backends.triton.sparse.backend import TritonSparse
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView
@@ -38,9 +39,8 @@ def selection(scores, topk, visible=None):
     chosen = torch.full((n, topk), -7, dtype=torch.int32)
     view = CacheView(page_table=table, seq_lens=lengths, out_cache_loc=None, max_seq_len=length)
     ends, requests = torch.arange(n + 1).int(), torch.arange(n).int()
-    selecting.select(
-        scores.contiguous(), 0, n, view, ends, requests, chosen, selecting.WIDE, page_size=PAGE
-    )
+    inputs = SparsePass(view, ends, requests, queries=1)
+    selecting.select(scores.contiguous(), 0, n, inputs, chosen, selecting.WIDE, page_size=PAGE)
     return chosen, table.long()
 
 
@@ -111,7 +111,7 @@ def test_scores_in_parts_of_bounded_memory(monkeypatch):
     q, w = torch.randn(tokens, 4, 32, generator=rng), torch.rand(tokens, 4, generator=rng)
 
     def select():
-        return launch.index_topk(q, w, cache, view, cu, requests, topk, queries=18)
+        return launch.index_topk(q, w, cache, SparsePass(view, cu, requests, queries=18), topk)
 
     whole = select()
     monkeypatch.setattr(launch, "MOST_SCORES", 5 * length)
@@ -153,7 +153,7 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **how: constants.add((self.name, args[-self.count :]))
 
-    monkeypatch.setattr(launch, "index_scores", Recorded("scores", 2))
+    monkeypatch.setattr(scoring, "index_scores", Recorded("scores", 2))
     monkeypatch.setattr(selecting, "select_topk", Recorded("topk", 4))
     cache = LayerCache(k=torch.zeros(1, 64, 1, 48), v=None, index=torch.zeros(1, 64, 16))
 
@@ -166,7 +166,8 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
             )
             ends, request = torch.tensor([0, 1]).int(), torch.zeros(1).int()
             q, w = torch.zeros(1, 4, 16), torch.zeros(1, 4)
-            launch.index_topk(q, w, cache, view, ends, request, 2048, queries=queries)
+            inputs = SparsePass(view, ends, request, queries=queries)
+            launch.index_topk(q, w, cache, inputs, 2048)
         return {*constants}
 
     assert len(compiled([128, 1128, 2128])) == 2
@@ -195,10 +196,10 @@ def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
     requests = torch.tensor([0] * queries[0] + [1] * queries[1]).int()
     q = torch.randn(tokens, heads, dim, generator=rng).to(torch.float8_e4m3fn)
     w = torch.randn(tokens, heads, generator=rng)
-    scoring = launch.Scoring.of(q, w, cache, max(queries), "sm90")
-    assert scoring.constants.NATIVE
+    inputs = SparsePass(view, ends, requests, queries=max(queries))
     scores = torch.full((tokens, 300), torch.nan)
-    launch.score(scoring, view, ends, requests, scores, 0, tokens, topk)
+    assert scoring.Scoring.of(q, w, cache, inputs, scores, topk, "sm90").constants.NATIVE
+    launch.score(q, w, cache, inputs, scores, 0, tokens, topk, arch="sm90")
     for t in range(tokens):
         r = int(requests[t])
         visible = seen[r] - (int(ends[r + 1]) - t) + 1
@@ -219,9 +220,9 @@ def on_hopper(monkeypatch):
 
     ways, create, portable = [], TritonSparse.__init__, launch.attend
 
-    def gathered(q, layer, latents, slots, out, lse, *, processors):
-        counts, order, first = gather.counted(slots, 3)
+    def gathered(q, layer, latents, slots, out, lse, *, processors, launchers):
         tokens = torch.arange(len(slots) + 1, dtype=torch.int32)
+        counts, order, first = gather.counted(slots, 3, launchers)[:, : len(tokens)]
         assert torch.equal(counts[:-1], (slots >= 0).sum(1).int())
         assert torch.equal(order, tokens)
         assert torch.equal(first, 3 * tokens)

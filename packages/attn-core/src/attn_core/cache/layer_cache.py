@@ -106,6 +106,10 @@ class LayerCache:
 
         Scales are float32 [pages, page_size]. Raises UnsupportedError without index keys.
         """
+        return self.split_index()
+
+    def split_index(self) -> tuple[Tensor, Tensor | None]:
+        """Return what index_keys are, where the pool lies now. Raises as these."""
         index, size = self.index, self.page_size
         if index is None:
             raise UnsupportedError(

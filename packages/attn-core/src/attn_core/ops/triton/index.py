@@ -83,7 +83,7 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
 
 
 def _writer(cache: LayerCache, keys: Tensor, slots: Tensor) -> _Writer:
-    values, scales = cache.index_keys
+    values, scales = cache.split_index()
     fp8, dim = scales is not None, values.shape[-1]
     # without scales nothing is written there
     scales = values if scales is None else scales

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache
+from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
 from attn_core.errors import UsageError
 from attn_core.ops.quant import BELOW_1_75, EIGHT, INFINITY, SMALLEST
 from attn_core.ops.triton.kv import fp8_bits
+from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
 
 _BLOCK = tl.constexpr(LATENT_BLOCK)
 _INFINITY, _BELOW_1_75 = tl.constexpr(INFINITY), tl.constexpr(BELOW_1_75)
@@ -22,7 +25,7 @@ _EIGHT, _SMALLEST = tl.constexpr(EIGHT), tl.constexpr(SMALLEST)
 
 @triton.jit
 def _write(
-    k, k_token, k_dim, slots, slots_token, values, scales, rope,
+    k, slots, k_token, k_dim, slots_token, values, scales, rope,
     values_page, values_token, scales_page, scales_token, rope_page, rope_token,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -53,6 +56,18 @@ def _write(
         tl.store(at, y.to(tl.bfloat16), mask=r < ROPE)
 
 
+class _Writer(NamedTuple):
+    """Writes latents of one dtype, with these strides, into one cache that lies at these pointers.
+
+    dim: columns of a latent. blocks: programs of a token.
+    """
+
+    launcher: Launcher
+    pointers: Pointers
+    dim: int
+    blocks: int
+
+
 def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Write latents k [N, 1, D] of any strides into token slots int64 [N]; v is None.
 
@@ -60,22 +75,29 @@ def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor)
     Bit for bit what attn_core.ops.latents.to_latents writes; only the payload of a NaN may differ.
     Never syncs. Raises UsageError for shapes that do not fit.
     """
-    values, scales, rope = cache.latents
-    dim, count = cache.latent_dim + rope.shape[-1], slots.shape[0]
-    if k.shape != (count, 1, dim):
+    at_k, at_slots, count = k.data_ptr(), slots.data_ptr(), slots.shape[0]
+    key = ("latents", alike(k, at_k), alike(slots, at_slots), k.stride(), slots.stride())
+    writer = cache.launchers.get(key)
+    if writer is None or moved(writer.pointers):
+        writer = cache.launchers[key] = _writer(cache, k, slots)
+    if k.shape != (count, 1, writer.dim):
         raise UsageError(
             f"k {list(k.shape)} for {count} slots of FP8 latents of {cache.latent_dim} values and "
-            f"{rope.shape[-1]} of rope (expected {[count, 1, dim]})"
+            f"{writer.dim - cache.latent_dim} of rope (expected {[count, 1, writer.dim]})"
         )
-    if not count:
-        return
-    inner = 2 if cache.layout == "HND" else 1
-    strides = [x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)]
-    blocks = cache.latent_dim // LATENT_BLOCK + 1
-    _write[(count, blocks)](
-        k, k.stride(0), k.stride(2), slots, slots.stride(0),
-        values.view(torch.uint8), scales, rope, *strides,
-        cache.page_size, cache.latent_dim, rope.shape[-1],
-        triton.next_power_of_2(max(1, rope.shape[-1])),
+    if count:
+        writer.launcher.launch((count, writer.blocks, 1), (at_k, at_slots), (k, slots))
+
+
+def _writer(cache: LayerCache, k: Tensor, slots: Tensor) -> _Writer:
+    values, scales, rope = split_latents(cache.k, cache.latent_dim)
+    inner, width = 2 if cache.layout == "HND" else 1, rope.shape[-1]
+    launcher = Launcher(
+        _write,
+        *(k.stride(0), k.stride(-1), slots.stride(0), values.view(torch.uint8), scales, rope),
+        *(x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)),
+        *(cache.page_size, cache.latent_dim, width, triton.next_power_of_2(max(1, width))),
         num_warps=1,
-    )  # fmt: skip
+    )
+    blocks = cache.latent_dim // LATENT_BLOCK + 1
+    return _Writer(launcher, pointers(cache.k), cache.latent_dim + width, blocks)

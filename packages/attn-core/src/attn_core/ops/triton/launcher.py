@@ -125,6 +125,11 @@ def alike(x: Tensor, address: int | None = None) -> Hashable:
     return x.dtype, aligned, x.is_cuda
 
 
+def alike_number(n: int) -> Hashable:
+    """Return what a launch is compiled for of a number: 1, a multiple of 16, or its 64 bits."""
+    return n == 1, n % 16 == 0, n >> 31
+
+
 def numbered(key: Hashable) -> int:
     """Return a number that is equal for equal keys: long keys are hashed once, not in each call."""
     return _NUMBERS.setdefault(key, next(_COUNT))

@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attn_core.ops.triton.launcher import Launcher, alike, alike_number, numbered
 
 _TILE = 2048  # numbers that a program merges at a time
 
@@ -20,8 +27,9 @@ def _merge(
     lse_part, lse_token, lse_head,
     merged_token, merged_head, merged_dim,
     total_token, total_head,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """UNIT: by which lse is multiplied to be a natural logarithm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < rows
     token = row // heads
@@ -34,7 +42,7 @@ def _merge(
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     for _ in range(parts):
-        x = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        x = tl.load(at, mask=here, other=0.0).to(tl.float32) * UNIT
         higher = tl.maximum(peak, x)
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         weight = weight * tl.exp(peak - base) + tl.exp(x - base)
@@ -46,7 +54,7 @@ def _merge(
     out += (token * out_token + head * out_head)[:, None] + d[None, :] * out_dim
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for _ in range(parts):
-        x = tl.load(lse, mask=here, other=0.0).to(tl.float32)
+        x = tl.load(lse, mask=here, other=0.0).to(tl.float32) * UNIT
         full = x != -float("inf")  # an empty part may hold anything, and 0 · NaN is NaN
         read = tile & full[:, None]
         values = tl.load(out, mask=read, other=0.0)
@@ -56,6 +64,21 @@ def _merge(
         out += out_part
     merged += (token * merged_token + head * merged_head)[:, None] + d[None, :] * merged_dim
     tl.store(merged, acc.to(merged.dtype.element_ty), mask=tile)
+
+
+class Merge(NamedTuple):
+    """What is merged: n partial states of T tokens and H heads, and where they lie.
+
+    addresses: of out, lse, merged and total. alike: what Triton specialises of these tensors.
+    shape: (n, T, H, Dv). strides: of out (part, token, head, dim), lse (part, token, head), merged
+    (token, head, dim) and total (token, head). base_2: of the partial lse; else it is natural.
+    """
+
+    addresses: tuple[int, int, int, int]
+    alike: tuple[Hashable, ...]
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    base_2: bool = False
 
 
 def merge_states(
@@ -70,12 +93,49 @@ def merge_states(
     parts, tokens, heads, dim = out.shape
     if into is None:
         into = out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:], dtype=torch.float32)
-    merged, total = into
-    block = triton.next_power_of_2(dim)
-    rows = max(1, _TILE // block)
-    _merge[(triton.cdiv(tokens * heads, rows),)](
-        out, lse, merged, total, parts, tokens * heads, heads,
-        *out.stride(), *lse.stride(), *merged.stride(), *total.stride(),
-        D=dim, BLOCK_D=block, ROWS=rows,
-    )  # fmt: skip
+    tensors = (out, lse, *into)
+    at_out, at_lse, at_merged, at_total = addresses = tuple(x.data_ptr() for x in tensors)
+    like = tuple(map(alike, tensors, addresses))
+    strides = tuple(n for x in tensors for n in x.stride())
+    launchers = _LAUNCHERS.setdefault(out.get_device(), {})
+    shape = (parts, tokens, heads, dim)
+    merge = Merge((at_out, at_lse, at_merged, at_total), like, shape, strides)
+    launch_merge(merge, lambda: tensors, launchers)
     return into
+
+
+def launch_merge(
+    merge: Merge, tensors: Callable[[], tuple[Tensor, ...]], launchers: dict[Any, Any]
+) -> None:
+    """Launch it. tensors: returns those at the addresses. launchers: what one device keeps."""
+    addresses, like, shape, strides, base_2 = merge
+    programs, numbers, same = _numbers(shape, strides)
+    if not programs:
+        return
+    dim = shape[-1]
+    key = ("merge", like, same, dim, base_2)
+    launcher = launchers.get(key)
+    if launcher is None:
+        block = triton.next_power_of_2(dim)
+        unit = math.log(2.0) if base_2 else 1.0
+        launcher = launchers[key] = Launcher(_merge, dim, block, _rows(block), unit)
+    launcher.launch((programs, 1, 1), (*addresses, *numbers), lambda: (*tensors(), *numbers))
+
+
+@functools.lru_cache(1024)  # of a batch size there is one
+def _numbers(
+    shape: tuple[int, int, int, int], strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], int]:
+    """Return how many programs merge, their numbers, and what a launch is compiled for of them."""
+    parts, tokens, heads, dim = shape
+    numbers = (parts, tokens * heads, heads, *strides)
+    programs = -(-tokens * heads // _rows(triton.next_power_of_2(dim)))
+    return programs, numbers, numbered(tuple(map(alike_number, numbers)))
+
+
+def _rows(block: int) -> int:
+    """Return how many rows a program merges at a time. block: columns of one, padded."""
+    return max(1, _TILE // block)
+
+
+_LAUNCHERS: dict[int, dict[Any, Any]] = {}  # by device

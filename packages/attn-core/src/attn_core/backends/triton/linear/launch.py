@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.linear.arguments import (
-    Constants,
-    Numbers,
-    Records,
-    Weights,
-)
+from attn_core.backends.triton.linear.arguments import Constants, Numbers, Records, Weights
 from attn_core.backends.triton.linear.decode import commit_drafts, decode_states
 from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
 from attn_core.backends.triton.linear.operands import (
     inputs_of,
     like,
     placed,
+    placed_slots,
     rows_of,
     slots_of,
     states_of,
@@ -111,6 +107,11 @@ class LinearArguments:
         """Return the weights of the gate; without one `unread`, any tensor."""
         return self.weights or Weights(unread, unread)
 
+    def at_weights_or(self, unread: int) -> tuple[int, int]:
+        """Return where they lie; without a gate `unread`, any address."""
+        weights = self.weights
+        return (unread, unread) if weights is None else weights.addresses()
+
     def programs(self, slots: Tensor, chosen: Launch) -> int:
         """Return how many tiles the states of a batch have."""
         return slots.shape[0] * self.common.HV * self.common.V // chosen.rows
@@ -166,34 +167,25 @@ def decode(
         launcher = layer.launchers[key] = Launcher(
             decode_states, chosen.rows, constants, num_warps=chosen.warps
         )
-    weights = layer.weights
+
+    def given() -> tuple[Any, ...]:
+        inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
+        places = slots_of(slots, slots_out, fresh)
+        return inputs, weights, layer.numbers, rows_of(out), states_of(state), places
+
     launcher.launch(
         (count * layer.decode_tiles[state.dtype], 1, 1),
         (
             (at_q, at_k, at_v, at_g, at_beta),
-            (at_q[0], at_q[0]) if weights is None else weights.addresses(),
+            layer.at_weights_or(at_q[0]),
             layer.numbers,
             at_out,
             (at_state, 0, slot_stride),
             at_places,
         ),
-        partial(_decode_tensors, layer, (q, k, v, g, beta), out, state, slots, slots_out, fresh),
+        given,
     )
     return out
-
-
-def _decode_tensors(
-    layer: LinearArguments,
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    slots_out: Tensor | None,
-    fresh: Tensor | None,
-) -> tuple[Any, ...]:
-    """Return the arguments of decode_states with tensors."""
-    weights, places = layer.weights_or(tokens[0]), slots_of(slots, slots_out, fresh)
-    return inputs_of(*tokens), weights, layer.numbers, rows_of(out), states_of(state), places
 
 
 def verify(
@@ -226,18 +218,18 @@ def verify(
     batch = slots.shape[0]
     if not batch:
         return out
-    drafts, places = v.shape[0] // batch, slots_of(slots, slots_out, fresh)
-    mask = slots if tree_mask is None else tree_mask.view(torch.uint8)
-    inputs, rows, stored = inputs_of(q, k, v, g, beta), rows_of(out), states_of(state)
-    kept = Records(*map(states_of, records))
-    per_channel = layer.common.PER_CHANNEL
-    width = max(2 if per_channel else 16, 1 << (drafts - 1).bit_length())
+    drafts, common = v.shape[0] // batch, layer.common
+    mask = slots if tree_mask is None else tree_mask
+    width = max(2 if common.PER_CHANNEL else 16, 1 << (drafts - 1).bit_length())
+    at_tokens, like_tokens = zip(*map(placed, (q, k, v, g, beta, out)), strict=True)
+    at_states, like_states = zip(*map(placed_slots, (state, *records)), strict=True)
+    places = slots_of(slots, slots_out, fresh)
+    at_mask, at_places = mask.data_ptr(), places.addresses()
     key = (
         *("verify", width, fresh is None, tree_mask is None),
-        *like((*inputs, rows, stored, *kept)),
-        *map(alike, (*places, mask)),
+        *(like_tokens, like_states, *map(alike, places, at_places), alike(mask, at_mask)),
     )
-    common = layer.common
+    per_channel = common.PER_CHANNEL
     chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=per_channel)
     launcher = layer.launchers.get(key)
     if launcher is None:
@@ -246,11 +238,21 @@ def verify(
         kernel = verify_kda if per_channel else verify_gdn
         last = (chosen.rows, width, constants)
         launcher = layer.launchers[key] = Launcher(kernel, *last, num_warps=chosen.warps)
-    weights = layer.weights_or(q)
+
+    def given() -> tuple[Any, ...]:
+        kept = Records(*map(states_of, records))
+        bits = slots if tree_mask is None else tree_mask.view(torch.uint8)
+        inputs, weights, rows = inputs_of(q, k, v, g, beta), layer.weights_or(q), rows_of(out)
+        return inputs, weights, layer.numbers, rows, states_of(state), places, kept, bits, drafts
+
     launcher.launch(
         (layer.programs(slots, chosen), 1, 1),
-        (inputs, weights, layer.numbers, rows, stored, places, kept, mask, drafts),
-    )
+        (
+            at_tokens[:5], layer.at_weights_or(at_tokens[0][0]), layer.numbers, at_tokens[5],
+            at_states[0], at_places, at_states[1:], at_mask, drafts,
+        ),
+        given,
+    )  # fmt: skip
     return out
 
 

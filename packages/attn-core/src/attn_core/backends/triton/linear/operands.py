@@ -26,6 +26,12 @@ def placed(x: Tensor) -> tuple[tuple[int, int, int], Hashable]:
     return (address, first, second), (alike(x, address), first, second)
 
 
+def placed_slots(x: Tensor) -> tuple[tuple[int, int, int], Hashable]:
+    """Return the same of one layer's slots [slots, …]."""
+    slot, address = x.stride(0), x.data_ptr()
+    return (address, 0, slot), (alike(x, address), slot)
+
+
 def slots_of(slots: Tensor, slots_out: Tensor | None, fresh: Tensor | None) -> Slots:
     out = slots if slots_out is None else slots_out
     return Slots(slots, out, slots if fresh is None else fresh)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs
 from attn_core.backends.triton.linear.launch import LinearArguments, PrefillKernels
 from attn_core.backends.triton.linear.operands import (
     inputs_of,
-    like,
+    placed,
+    placed_slots,
     rows_of,
     slots_of,
     states_of,
@@ -34,7 +36,7 @@ from attn_core.backends.triton.linear.tuning import (
 )
 from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
-from attn_core.ops.triton.launcher import Launcher, alike
+from attn_core.ops.triton.launcher import Arguments, Launcher, alike
 
 CHUNK = 64
 _HOPPER = "attn_core.backends.triton.linear.hopper.launch"
@@ -56,6 +58,11 @@ class PrefillPlan:
     processors: int
     ahead: bool
     fused: bool
+
+    @cached_property
+    def shared(self) -> Arguments:
+        """What all layers are given: the chunks and the workspace."""
+        return Arguments(self.chunks, self.work)
 
     @property
     def alone(self) -> bool:
@@ -145,34 +152,49 @@ def prefill(
     if not plan.batch:
         return out
     common, places = layer.common, slots_of(slots, slots_out, fresh)
-    inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
-    rows, stored = rows_of(out), states_of(state)
     spots = slots if checkpoints is None else checkpoints
+    at_tokens, like_tokens = zip(*map(placed, (q, k, v, g, beta, out)), strict=True)
+    at_state, like_state = placed_slots(state)
+    at_places, at_spots = places.addresses(), spots.data_ptr()
     key = (
         *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead, plan.fused),
-        *like((*inputs, rows, stored)),
-        *map(alike, (*places, spots)),
+        *(like_tokens, like_state, *map(alike, places, at_places), alike(spots, at_spots)),
     )
+    inputs, rows = inputs_of(q, k, v, g, beta), rows_of(out)
     kernels = layer.prefills.get(key)
     if kernels is None:
         constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
         kernels = layer.prefills[key] = _kernels(layer, constants, inputs, rows, plan)
-    given = (inputs, weights, layer.numbers, plan.chunks, plan.work)
+    at_inputs, at_out = at_tokens[:5], at_tokens[5]
+    prepares = (at_inputs, layer.at_weights_or(at_inputs[0][0]), layer.numbers)
+    carries = (at_out, at_state, at_places, at_spots)
+    at_chunks, at_work = plan.shared.addresses
+
+    def preparing() -> tuple[Any, ...]:
+        return inputs, layer.weights_or(q), layer.numbers
+
+    def carrying() -> tuple[Any, ...]:
+        return rows, states_of(state), places, spots
+
     if kernels.prepare is None:
-        args = (weights, layer.numbers, rows, stored, places, spots, plan.chunks)
         importlib.import_module(_HOPPER).launch_fused(
-            kernels.scan, plan.batch * common.HV, inputs, args
+            *(kernels.scan, plan.batch * common.HV, inputs, rows),
+            (*prepares, *carries, at_chunks),
+            lambda: (*preparing(), *carrying(), plan.chunks),
         )
         return out
-    if kernels.ahead:
+    sizes = (plan.num_chunks, plan.scans, plan.processors) if kernels.ahead else ()
+    programs = 4 * plan.processors if kernels.ahead else plan.num_chunks * common.HV
+    if programs:
         kernels.prepare.launch(
-            (4 * plan.processors, 1, 1), (*given, plan.num_chunks, plan.scans, plan.processors)
+            (programs, 1, 1),
+            (*prepares, at_chunks, at_work, *sizes),
+            lambda: (*preparing(), *plan.shared.values, *sizes),
         )
-    elif plan.num_chunks:
-        kernels.prepare.launch((plan.num_chunks * common.HV, 1, 1), given)
     kernels.scan.launch(
         (plan.batch * common.HV * common.V // kernels.rows, 1, 1),
-        (inputs, rows, stored, places, spots, plan.chunks, plan.work),
+        (at_inputs, *carries, at_chunks, at_work),
+        lambda: (inputs, *carrying(), *plan.shared.values),
     )
     return out
 

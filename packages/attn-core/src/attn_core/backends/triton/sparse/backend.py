@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from attn_core.backends.triton.backend import Schedules, Triton
 from attn_core.backends.triton.sparse import launch, selecting
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
-from attn_core.runtime.batch import ForwardBatch
+from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
@@ -29,10 +30,30 @@ class SparsePlan:
     """The plan of a dense pass, None of others, and the request of each token, int32 [T].
 
     FP8 latents have no dense pass: there every slot is selected.
+    unread_lse: float32 [T, heads], filled where nobody asks for the LSE.
+    captured: in a graph, where lengths change from replay to replay.
+    views: what the layers of each view share, made when the first one runs.
     """
 
     dense: Schedules | None
     requests: Tensor
+    unread_lse: Tensor
+    captured: bool = False
+    views: dict[str, _View] = field(default_factory=dict)
+
+
+class _View:
+    """What the layers of one view share in a pass.
+
+    every: the slots of all keys, for layers without a selection; not in a graph.
+    """
+
+    __slots__ = ("batch", "every", "inputs")
+
+    def __init__(self, batch: ForwardBatch, inputs: SparsePass) -> None:
+        self.batch = batch
+        self.inputs = inputs
+        self.every: Tensor | None = None
 
 
 class TritonSparse(AttentionBackend):
@@ -42,6 +63,8 @@ class TritonSparse(AttentionBackend):
         super().__init__(config)
         self._dense = Triton(config)
         self._fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        self._heads = max((x.num_q_heads for x in config.layers), default=0)
+        self._launchers: dict[Any, Any] = {}  # of kernels that read no cache
         self._hopper: Any = None
         if is_hopper(config.arch) and config.device.type != "cpu" and has_gluon():
             self._hopper = importlib.import_module("attn_core.backends.triton.sparse.hopper")
@@ -51,13 +74,29 @@ class TritonSparse(AttentionBackend):
         layers = [x for x in self.config.layers if x.view in batch.views]
         dense = any(x.index_topk is None or dense_pass(x, batch) for x in layers)
         dense = dense and not self._fp8
-        token = torch.arange(batch.num_tokens, dtype=torch.int32, device=batch.positions.device)
-        requests = torch.searchsorted(
-            batch.cu_seqlens_q[1:], token, right=True, out_int32=True
-        ).clamp_(max=max(0, batch.batch_size - 1))
+        tokens, device = batch.num_tokens, batch.positions.device
+        requests = torch.arange(tokens, dtype=torch.int32, device=device)
+        if batch.forward_mode not in DECODE_MODES:
+            ends = batch.cu_seqlens_q[1:]
+            requests = torch.searchsorted(ends, requests, right=True, out_int32=True)
+            requests = requests.clamp_(max=max(0, batch.batch_size - 1))
         return SparsePlan(
-            dense=self._dense.init_forward_metadata(batch) if dense else None, requests=requests
+            dense=self._dense.init_forward_metadata(batch) if dense else None,
+            requests=requests,
+            unread_lse=torch.empty(tokens, self._heads, dtype=torch.float32, device=device),
         )
+
+    def _view(self, layer: AttentionLayer, batch: ForwardBatch, plan: SparsePlan) -> _View:
+        """Return what layers of this one's view share in a pass."""
+        found = plan.views.get(layer.view)
+        if found is None or found.batch is not batch:
+            inputs = SparsePass(
+                *(batch.views[layer.view], batch.cu_seqlens_q, plan.requests),
+                queries=batch.max_q_len,
+                launchers=self._launchers,
+            )
+            found = plan.views[layer.view] = _View(batch, inputs)
+        return found
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create what plans of captured passes fill."""
@@ -69,7 +108,7 @@ class TritonSparse(AttentionBackend):
         plan, dense = self.init_forward_metadata(batch), None
         if any(x.index_topk is None for x in layers) and not self._fp8:
             dense = self._dense.init_forward_metadata_capture_cuda_graph(batch)
-        return SparsePlan(dense=dense, requests=plan.requests)
+        return replace(plan, dense=dense, captured=True)
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: SparsePlan
@@ -93,11 +132,8 @@ class TritonSparse(AttentionBackend):
             q_index,
             weights.contiguous(),
             cache,
-            batch.views[layer.view],
-            batch.cu_seqlens_q,
-            metadata.requests,
+            self._view(layer, batch, metadata).inputs,
             layer.index_topk,
-            queries=batch.max_q_len,
             arch=self.config.arch,
         )
 
@@ -116,8 +152,8 @@ class TritonSparse(AttentionBackend):
         Writes token slots into chosen int32 [T, K].
         """
         selecting.select(
-            *(scores, first, scores.shape[0], batch.views[layer.view], batch.cu_seqlens_q),
-            *(metadata.requests, chosen, selecting.selecting(batch.max_q_len)),
+            *(scores, first, scores.shape[0], self._view(layer, batch, metadata).inputs),
+            *(chosen, selecting.selecting(batch.max_q_len)),
             page_size=cache.page_size,
         )
 
@@ -137,7 +173,7 @@ class TritonSparse(AttentionBackend):
     ) -> Output:
         """Attend to the selected slots or, without a selection, to all keys."""
         if topk_indices is None and self._fp8:
-            topk_indices = every_slot(layer, batch, cache.page_size)
+            topk_indices = self._every_slot(layer, cache, batch, metadata)
         if topk_indices is None:
             dense = metadata.dense
             if dense is None:  # a pass of few keys, by a mode that selects
@@ -151,18 +187,32 @@ class TritonSparse(AttentionBackend):
             return empty_attention(q, layer, out, return_lse)
         tokens, heads = q.shape[:2]
         out = q.new_empty(tokens, heads, layer.v_head_dim) if out is None else out
-        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+        lse = metadata.unread_lse
+        if return_lse or lse.shape != (tokens, heads):
+            lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         processors = 0 if self.config.deterministic else self.config.multiprocessors or 1
         arch = self.config.arch
         read = None
         if self._hopper is not None and self._hopper.takes(q, layer, cache):
             read = self._readable(q, layer, cache, batch, topk_indices)
         if self._hopper is not None and read is not None:
-            self._hopper.attend(q, layer, *read, out, lse, processors=processors)
+            more = {"processors": processors, "launchers": self._launchers}
+            self._hopper.attend(q, layer, *read, out, lse, **more)
         else:
             attended = (q, layer, cache, topk_indices, out, lse)
             launch.attend(*attended, processors=processors, arch=arch)
         return (out, lse) if return_lse else out
+
+    def _every_slot(
+        self, layer: AttentionLayer, cache: LayerCache, batch: ForwardBatch, plan: SparsePlan
+    ) -> Tensor:
+        """Select all keys, once for the layers of a view; a graph does it in each replay."""
+        if plan.captured:
+            return every_slot(layer, batch, cache.page_size)
+        view = self._view(layer, batch, plan)
+        if view.every is None:
+            view.every = every_slot(layer, batch, cache.page_size)
+        return view.every
 
     def _readable(
         self,
@@ -175,14 +225,15 @@ class TritonSparse(AttentionBackend):
         """Return latents in the dtype of q and the slots in them; None where FP8 would be too many.
 
         FP8 latents are decoded: those that were selected, or the pages of a pass if they are fewer.
+        Of one query a request, each at most once: the former is one launch.
         """
         if not self._fp8:
             return cache.k, topk_indices
-        view = batch.views[layer.view]
+        view, chosen = batch.views[layer.view], topk_indices.numel()
         held = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size) * cache.page_size
-        if min(held, topk_indices.numel()) > MOST_DECODED:
+        if min(held, chosen) > MOST_DECODED:
             return None
-        if held <= topk_indices.numel():
+        if held <= chosen and (batch.max_q_len > 1 or chosen > MOST_DECODED):
             return gather_pages(layer, cache, batch, topk_indices, q.dtype)
         found: tuple[Tensor, Tensor] = self._hopper.decoded(cache, topk_indices, q.dtype)
         return found

@@ -5,7 +5,8 @@ In the latter each query is a request, and each slot a page.
 
 from __future__ import annotations
 
-import math
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,11 +25,11 @@ from attn_core.backends.triton.portable.arguments import (
     Store,
 )
 from attn_core.backends.triton.sparse.gather import counted, decoded
-from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.triton.merge import merge_states
-from attn_core.runtime.batch import CacheView
+from attn_core.ops.triton.launcher import Launcher, MapOf, alike
+from attn_core.ops.triton.merge import Merge, launch_merge
 from attn_core.runtime.layer import AttentionLayer
 
 __all__ = ["attend", "decoded", "score", "takes"]
@@ -48,6 +49,26 @@ def takes(q: Tensor, layer: AttentionLayer, cache: LayerCache) -> bool:
     return bool(cache.latent_dim) or (cache.k.dtype is q.dtype and rows_fit(cache.k, "NHD"))
 
 
+class Cut(NamedTuple):
+    """How the selection of each query is cut among programs: units of blocks of TILE slots."""
+
+    row_blocks: int
+    per_unit: int
+    units: int
+    programs: int
+
+
+@functools.lru_cache(1024)
+def cut(tokens: int, heads: int, topk: int, processors: int) -> Cut:
+    """Cut into as many units as there are programs to take them; 0 processors always cut alike."""
+    row_blocks, blocks = -(-heads // TILE), -(-topk // TILE)
+    wanted = max(1, processors // (tokens * row_blocks)) if processors else 8
+    per_unit = triton.next_power_of_2(-(-blocks // min(blocks, wanted)))
+    units = -(-blocks // per_unit)
+    parts = min(tokens * units, max(1, (processors or tokens * units) // row_blocks))
+    return Cut(row_blocks, per_unit, units, parts * row_blocks)
+
+
 def attend(
     q: Tensor,
     layer: AttentionLayer,
@@ -57,70 +78,115 @@ def attend(
     lse: Tensor,
     *,
     processors: int,
+    launchers: dict[Any, Any],
 ) -> None:
     """Do what launch.attend does, for what `takes` says.
 
-    latents: [pages, page size, 1, 576] in the dtype of q.
+    latents: [pages, page size, 1, 576] in the dtype of q. launchers: what is kept, of one device.
     """
     if not q.is_contiguous() or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)
-    tokens, heads, dim = q.shape
-    size = latents.shape[1]
+    (tokens, heads, dim), v_dim, size = q.shape, layer.v_head_dim, latents.shape[1]
+    row_blocks, per_unit, units, programs = cut(tokens, heads, topk_indices.shape[1], processors)
+    counts = counted(topk_indices, units, launchers)
+    rows = tokens * units * row_blocks * TILE
+    partial = lse
+    if units > 1:  # outputs, then their LSE
+        partial = torch.empty(rows * (v_dim + 1), dtype=torch.float32, device=q.device)
+    tensors = (q, out, lse, partial, topk_indices, latents)
+    at_q, at_out, at_lse, at_partial, at_slots, at_latents = places = [
+        x.data_ptr() for x in tensors
+    ]
+    like_q, like_out, like_lse, like_partial, *likes = map(alike, tensors, places)
+    at_states = at_partial + 4 * rows * v_dim if units > 1 else at_lse
+    at_counts, width = counts.data_ptr(), 4 * counts.shape[1]
     token = latents.stride(0) if size == 1 else latents.stride(1)
-    strides = (size * token, token, dim)
-    device, row_blocks = q.device, triton.cdiv(heads, TILE)
-    blocks = triton.cdiv(topk_indices.shape[1], TILE)
-    # as many units as there are programs to take them; in deterministic mode always as many
-    wanted = max(1, processors // (tokens * row_blocks)) if processors else 8
-    per_unit = triton.next_power_of_2(triton.cdiv(blocks, min(blocks, wanted)))
-    units = triton.cdiv(blocks, per_unit)
-    counts, ends, indptr = counted(topk_indices, units)
-    partial_out, partial_lse = lse, lse
+    strides, of_out, row = (size * token, token, dim), out.stride(), topk_indices.stride(0)
+    key = (
+        "hopper", heads, v_dim, layer.scale, row_blocks, per_unit, row >> 31, strides, of_out[:2],
+        like_q, like_out, like_lse, like_partial, *likes,
+    )  # fmt: skip
+    launcher = launchers.get(key)
+    if launcher is None:
+        launcher = launchers[key] = _attending(layer, heads, dim, row_blocks, per_unit)
+
+    def given() -> tuple[Any, ...]:
+        descriptor = TensorDescriptor(q, [tokens * heads, dim], [dim, 1], [TILE, PANEL], SWIZZLED)
+        lengths, ends, indptr = counts
+        return (
+            descriptor, Outputs(out, lse, *of_out[:2]), Partials(*states()),
+            Requests(ends, lengths, topk_indices), indptr, indptr, tokens, row,
+            Store(latents, *strides),
+        )  # fmt: skip
+
+    def states() -> tuple[Tensor, Tensor]:
+        whole = units > 1
+        return (partial[: rows * v_dim], partial[rows * v_dim :]) if whole else (lse, lse)
+
+    at_indptr = at_counts + 2 * width
+    launcher.launch(
+        (programs, 1, 1),
+        (
+            MapOf(at_q, (tokens * heads, dim), (dim, 1)), (at_out, at_lse, *of_out[:2]),
+            (at_partial, at_states), (at_counts + width, at_counts, at_slots), at_indptr, at_indptr,
+            tokens, row, (at_latents, *strides),
+        ),
+        given,
+    )  # fmt: skip
     if units > 1:
-        shape = (tokens, units, row_blocks * TILE)
-        partial_out = torch.empty(*shape, layer.v_head_dim, dtype=torch.float32, device=device)
-        partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
+        padded = row_blocks * TILE
+        of_parts = (padded * v_dim, units * padded * v_dim, v_dim, 1, padded, units * padded, 1)
+        merge = Merge(
+            (at_partial, at_states, at_out, at_lse),
+            (like_partial, like_partial, like_out, like_lse),
+            (units, tokens, heads, v_dim),
+            (*of_parts, *of_out, *lse.stride()),
+            base_2=True,
+        )
+        launch_merge(merge, lambda: (*states(), out, lse), launchers)
+
+
+def _attending(
+    layer: AttentionLayer, heads: int, dim: int, row_blocks: int, per_unit: int
+) -> Launcher:
     config = AttentionConfig(
         HEADS=1, GROUP=heads, PAGE=1, HND=False, GATHERS=True, BN=TILE, D=dim, USE_SOFTCAP=False,
         USE_SINKS=False, MASK=0, WINDOW=False, STAGES=2, INT64_OFFSETS=True,
         ROW_BLOCKS=row_blocks, BLOCKS_PER_UNIT=per_unit, BATCH_INVARIANT=True,
     )  # fmt: skip
-    rows = TensorDescriptor(q, [tokens * heads, dim], [dim, 1], [TILE, PANEL], SWIZZLED)
-    parts = min(tokens * units, max(1, (processors or tokens * units) // row_blocks))
-    decode_mla_hopper[(parts * row_blocks,)](
-        rows, Outputs(out, lse, *out.stride()[:2]), Partials(partial_out, partial_lse),
-        Requests(ends, counts, topk_indices), indptr, indptr, tokens, topk_indices.stride(0),
-        Store(latents, *strides), Scales(layer.scale, 1.0, 1.0), config,
-        num_warps=4,
-    )  # fmt: skip
-    if units > 1:
-        states = partial_lse.mul_(math.log(2.0))  # they are in base 2
-        order = (x.transpose(0, 1)[:, :, :heads] for x in (partial_out, states))
-        merge_states(*order, into=(out, lse))
+    return Launcher(decode_mla_hopper, Scales(layer.scale, 1.0, 1.0), config, num_warps=4)
 
 
 def score(
     x: Scoring,
-    view: CacheView,
-    cu_seqlens_q: Tensor,
-    requests: Tensor,
+    q_index: Tensor,
+    weights: Tensor,
+    inputs: SparsePass,
     scores: Tensor,
     first: int,
     count: int,
-    topk: int,
 ) -> None:
     """Do what launch.score does, where `on_hopper` says so."""
-    tokens, heads, dim = x.q_index.shape
-    rows = TensorDescriptor(
-        x.q_index.view(tokens * heads, dim), [tokens * heads, dim], [dim, 1], [heads, dim], BYTES
-    )
-    w_rows = TensorDescriptor(x.weights, [tokens, heads], [heads, 1], [1, heads], PLAIN)
-    columns = triton.cdiv(view.max_seq_len, SCORED_KEYS)
-    many = triton.cdiv(count, MANY_ROWS) * columns >= MANY_PROGRAMS
+    (tokens, heads, dim), shared = q_index.shape, inputs.arguments
+    columns = -(-inputs.longest // SCORED_KEYS)
+    many = -(-count // MANY_ROWS) * columns >= MANY_PROGRAMS
     at_once = MANY_ROWS if many else ROWS
-    table = view.page_table
-    score_prompts_hopper[(triton.cdiv(count, at_once), columns)](
-        rows, w_rows, x.keys, x.scales, *x.strides, table, table.stride(0),
-        view.seq_lens, cu_seqlens_q, requests, first, count, scores, scores.stride(0), at_once,
-        heads, x.constants.PAGE, topk, num_warps=4,
-    )  # fmt: skip
+    of_q, of_w, row = [tokens * heads, dim], [tokens, heads], scores.stride(0)
+
+    def given() -> tuple[Any, ...]:
+        queries = q_index.view(tokens * heads, dim)
+        rows = TensorDescriptor(queries, of_q, [dim, 1], [heads, dim], BYTES)
+        w_rows = TensorDescriptor(weights, of_w, [heads, 1], [1, heads], PLAIN)
+        numbers = (first, count, scores, row, at_once)
+        return rows, w_rows, x.keys[0], x.keys[1], *x.keys[2], *shared.values, *numbers
+
+    x.launcher.launch(
+        (-(-count // at_once), columns, 1),
+        (
+            MapOf(q_index.data_ptr(), (tokens * heads, dim), (dim, 1)),
+            MapOf(weights.data_ptr(), (tokens, heads), (heads, 1)),
+            *(x.addresses[0], x.addresses[1], *x.addresses[2]),
+            *(*shared.addresses, first, count, scores.data_ptr(), row, at_once),
+        ),
+        given,
+    )

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
-from attn_core.backends.triton.sparse.index import index_scores
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.backends.triton.sparse.selecting import VECTOR, select, selecting
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
-from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.layer_cache import LayerCache, split_latents
+from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
 from attn_core.ops.triton.merge import merge_states
-from attn_core.runtime.batch import CacheView
 from attn_core.runtime.layer import AttentionLayer
 
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
@@ -54,72 +53,82 @@ def index_topk(
     q_index: Tensor,
     weights: Tensor,
     cache: LayerCache,
-    view: CacheView,
-    cu_seqlens_q: Tensor,
-    requests: Tensor,
+    inputs: SparsePass,
     topk: int,
     *,
-    queries: int,
     arch: str | None = None,
 ) -> Tensor:
     """Score and select, some queries at a time; see AttentionBackend.index_topk.
 
-    requests: int32 [T], the request of each token. queries: the most that a request has. arch: of
-    the device, as in BackendConfig.
+    arch: of the device, as in BackendConfig.
     """
-    tokens = q_index.shape[0]
-    chosen = torch.empty(tokens, topk, dtype=torch.int32, device=q_index.device)
-    scoring = Scoring.of(q_index, weights, cache, queries, arch)
-    longest = view.max_seq_len
-    columns = triton.cdiv(max(1, longest), 64) * 64  # whole cache lines
+    tokens, longest, device = q_index.shape[0], inputs.longest, q_index.device
+    chosen = torch.empty(tokens, topk, dtype=torch.int32, device=device)
+    columns = -(-max(1, longest) // 64) * 64  # whole cache lines
     rows = max(1, min(tokens, MOST_SCORES // columns))
-    scores = torch.empty(
-        (rows, columns) if longest > topk else (1, VECTOR),
-        dtype=torch.float32,
-        device=q_index.device,
-    )
-    passes = (view, cu_seqlens_q, requests)
+    shape = (rows, columns) if longest > topk else (1, VECTOR)
+    scores = torch.empty(shape, dtype=torch.float32, device=device)
+    how, page_size = selecting(inputs.queries), cache.page_size
     for first in range(0, tokens, rows):
         count = min(rows, tokens - first)
         if longest > topk:
-            score(scoring, *passes, scores, first, count, topk)
-        select(
-            *(scores, first, count, *passes, chosen, selecting(queries)), page_size=cache.page_size
-        )
+            score(q_index, weights, cache, inputs, scores, first, count, topk, arch=arch)
+        select(scores, first, count, inputs, chosen, how, page_size=page_size)
     return chosen
 
 
 def score(
-    scoring: Scoring,
-    view: CacheView,
-    cu_seqlens_q: Tensor,
-    requests: Tensor,
+    q_index: Tensor,
+    weights: Tensor,
+    cache: LayerCache,
+    inputs: SparsePass,
     scores: Tensor,
     first: int,
     count: int,
     topk: int,
+    *,
+    arch: str | None = None,
 ) -> None:
     """Write the scores of some queries from `first` on into scores float32 [count, L].
 
     Of queries that see at most topk keys there are none.
     """
-    x, constants = scoring, scoring.constants
+    x = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
+    if x.bf16:
+        q_index = q_index.to(torch.bfloat16)
     if x.on_hopper:
         from attn_core.backends.triton.sparse import hopper  # other chips may lack what it imports
 
-        hopper.score(x, view, cu_seqlens_q, requests, scores, first, count, topk)
+        hopper.score(x, q_index, weights, inputs, scores, first, count)
         return
-    span = constants.BN
-    if constants.BT == 1:  # as few as give every multiprocessor some programs
-        span = max(span, min(SPAN, view.max_seq_len * count // PROGRAMS // span * span))
-    table = view.page_table
-    grid = (triton.cdiv(count, constants.BT), triton.cdiv(view.max_seq_len, span))
-    index_scores[grid](
-        x.q_index, *x.q_index.stride()[:2], x.weights, x.weights.stride(0), x.keys,
-        x.keys if x.scales is None else x.scales, x.strides, table, table.stride(0),
-        view.seq_lens, cu_seqlens_q, requests, count, first, scores, scores.stride(0), span,
-        topk, constants, **x.options,
+    span, columns = x.constants.BN, inputs.longest
+    if x.constants.BT == 1:  # as few as give every multiprocessor some programs
+        span = max(span, min(SPAN, columns * count // PROGRAMS // span * span))
+    strides, shared = (*q_index.stride()[:2], weights.stride(0)), inputs.arguments
+    row = scores.stride(0)
+    x.launcher.launch(
+        (-(-count // x.constants.BT), -(-columns // span), 1),
+        (
+            q_index.data_ptr(), *strides[:2], weights.data_ptr(), strides[2], *x.addresses,
+            *shared.addresses, count, first, scores.data_ptr(), row, span,
+        ),
+        lambda: (
+            q_index, *strides[:2], weights, strides[2], *x.keys,
+            *shared.values, count, first, scores, row, span,
+        ),
     )  # fmt: skip
+
+
+class _Attending(NamedTuple):
+    """attend_selected for queries and outputs of one form, over one cache at these pointers.
+
+    latents: what it is given of these, their rope parts and scales; addresses: by address.
+    """
+
+    launcher: Launcher
+    pointers: Pointers
+    latents: tuple[Tensor, Tensor, Tensor]
+    addresses: tuple[int, int, int]
 
 
 def attend(
@@ -138,35 +147,71 @@ def attend(
     processors: programs that run at once; the keys of a query are cut until there are as many. 0
     cuts in the same way for every number of queries. arch: of the device, as in BackendConfig.
     """
-    tokens, heads, dim = q.shape
-    v_dim, topk = layer.v_head_dim, topk_indices.shape[1]
+    (tokens, heads, dim), v_dim = q.shape, layer.v_head_dim
+    topk, row = topk_indices.shape[1], topk_indices.stride(0)
+    block_m, block_n, _ = tile = _tile(heads, q.dtype, arch, fp8=cache.latent_dim > 0)
+    blocks, most = -(-heads // block_m), max(1, topk // FEWEST_KEYS)
+    wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
+    keys = (topk + wanted - 1) // wanted
+    keys = -(-keys // block_n) * block_n
+    parts = -(-topk // keys)
+    partial, states = out, lse
+    of_out, of_states = (0, *out.stride()), (0, *lse.stride())
+    if parts > 1:
+        partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
+        states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
+        of_out, of_states = partial.stride(), states.stride()
+    tensors = (q, topk_indices, partial, states)
+    at_q, at_slots, at_out, at_states = places = [x.data_ptr() for x in tensors]
+    token, head, _ = q.stride()
+    key = (
+        "attend", dim, v_dim, heads, topk, arch, token, head, row >> 31, of_out[0] >> 31,
+        of_out[1:3], of_states[0] >> 31, of_states[1], *map(alike, tensors, places),
+    )  # fmt: skip
+    x = cache.launchers.get(key)
+    if x is None or moved(x.pointers):
+        x = cache.launchers[key] = _attending(q, layer, cache, topk, arch, tile)
+    x.launcher.launch(
+        (tokens, blocks, parts),
+        (
+            at_q, token, head, *x.addresses, at_slots, row, keys, layer.scale,
+            at_out, *of_out[:3], at_states, *of_states[:2],
+        ),
+        lambda: (
+            q, token, head, *x.latents, topk_indices, row, keys, layer.scale,
+            partial, *of_out[:3], states, *of_states[:2],
+        ),
+    )  # fmt: skip
+    if parts > 1:
+        merge_states(partial, states, into=(out, lse))
+
+
+def _attending(
+    q: Tensor,
+    layer: AttentionLayer,
+    cache: LayerCache,
+    topk: int,
+    arch: str | None,
+    tile: tuple[int, int, int],
+) -> _Attending:
+    (_, heads, dim), v_dim = q.shape, layer.v_head_dim
+    block_m, block_n, warps = tile
     fp8 = cache.latent_dim > 0
     native = fp8 and multiplies_e4m3(arch)
-    block_m, block_n, warps = _tile(heads, q.dtype, arch, fp8=fp8)
-    blocks = triton.cdiv(heads, block_m)
-    values, scales, rope = cache.latents if fp8 else (cache.k, cache.k, cache.k[..., v_dim:])
+    if fp8:
+        values, scales, rope = split_latents(cache.k, cache.latent_dim)
+    else:
+        values, scales, rope = cache.k, cache.k, cache.k[..., v_dim:]
     constants = AttendConstants(
         *(heads, v_dim, dim - v_dim, cache.page_size, topk, block_m, block_n),
         *(power_of_two(v_dim), power_of_two(dim - v_dim), fp8, native),
         *(x.stride(axis) for x in (values, rope, scales) for axis in (0, 1)),
     )
     stored = values.view(torch.uint8) if fp8 and not native else values
-    most = max(1, topk // FEWEST_KEYS)
-    wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
-    keys = triton.cdiv(triton.cdiv(topk, wanted), block_n) * block_n
-    parts = triton.cdiv(topk, keys)
-    partial, states = out[None], lse[None]
-    if parts > 1:
-        partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
-        states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
-    attend_selected[(tokens, blocks, parts)](
-        q, *q.stride()[:2], stored, rope, scales,
-        topk_indices, topk_indices.stride(0), keys, layer.scale,
-        partial, *partial.stride()[:3], states, *states.stride()[:2], constants,
-        num_warps=warps, num_stages=1 if q.dtype == torch.float32 else 2,
-    )  # fmt: skip
-    if parts > 1:
-        merge_states(partial, states, into=(out, lse))
+    stages = 1 if q.dtype == torch.float32 else 2
+    launcher = Launcher(attend_selected, constants, num_warps=warps, num_stages=stages)
+    addresses = (stored.data_ptr(), rope.data_ptr(), scales.data_ptr())
+    return _Attending(launcher, pointers(cache.k), (stored, rope, scales), addresses)
 
 
 def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:

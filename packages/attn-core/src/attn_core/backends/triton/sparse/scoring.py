@@ -7,9 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_core.backends.triton.sparse.index import index_scores
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
 
 TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 
@@ -40,47 +43,95 @@ class IndexStrides(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The indexer's queries and keys as index_scores takes them."""
+    """How queries of one form are scored over one cache.
 
-    q_index: Tensor
-    weights: Tensor
-    keys: Tensor
-    scales: Tensor | None
-    strides: IndexStrides
+    pointers: where its index keys lie. keys: with the scales, and their strides, as a kernel takes
+    them; addresses: the same by address.
+    launcher: of index_scores, or of Hopper's own kernel for a prompt's queries.
+    bf16: e4m3 queries are multiplied in bf16, which is exact: this chip does not multiply e4m3.
+    """
+
+    launcher: Launcher
+    pointers: Pointers
+    keys: tuple[Tensor, Tensor, IndexStrides]
+    addresses: tuple[int, int, IndexStrides]
     constants: IndexConstants
-    options: dict[str, int]
-    on_hopper: bool  # whether Hopper's own kernel scores a prompt's queries
+    on_hopper: bool
+    bf16: bool
 
     @classmethod
     def of(
-        cls, q_index: Tensor, weights: Tensor, cache: LayerCache, queries: int, arch: str | None
+        cls,
+        q_index: Tensor,
+        weights: Tensor,
+        cache: LayerCache,
+        inputs: SparsePass,
+        scores: Tensor,
+        topk: int,
+        arch: str | None,
     ) -> Scoring:
-        """Choose tiles. queries: the most that a request has. arch: as in BackendConfig."""
-        keys, scales = cache.index_keys
+        """Return what is kept with the cache, or choose kernel and tiles.
+
+        scores: where they are written. arch: of the device, as in BackendConfig.
+        """
+        rows = next((n for n in TOKENS if n >= inputs.queries), TOKENS[-1])
+        by_tma = rows == TOKENS[-1] and q_index.is_contiguous() and weights.is_contiguous()
+        key = (
+            "score", inputs.key, inputs.queries > 1, rows, by_tma, topk, arch, q_index.shape[1:],
+            q_index.stride(), alike(q_index), weights.stride(0), alike(weights), alike(scores),
+        )  # fmt: skip
+        kept: Scoring | None = cache.launchers.get(key)
+        if kept is None or moved(kept.pointers):
+            tiles = (inputs.queries > 1, rows, by_tma)
+            kept = cls._choose(q_index, weights, cache, topk, arch, *tiles)
+            cache.launchers[key] = kept
+        return kept
+
+    @classmethod
+    def _choose(
+        cls,
+        q_index: Tensor,
+        weights: Tensor,
+        cache: LayerCache,
+        topk: int,
+        arch: str | None,
+        prompts: bool,
+        rows: int,
+        by_tma: bool,
+    ) -> Scoring:
+        keys, scales = cache.split_index()
         fp8, fp8_queries = scales is not None, q_index.dtype is torch.float8_e4m3fn
         native = fp8 and fp8_queries and multiplies_e4m3(arch)
-        if fp8_queries and not native:
-            q_index = q_index.to(torch.bfloat16)  # exact, and every chip multiplies it
         _, heads, dim = q_index.shape
         page, token, _ = keys.stride()
         strides = IndexStrides(page, token, 0 if scales is None else scales.stride(0))
-        prompts = queries > 1
         block_n, warps = (256, 8) if native and prompts else (128, 4)
         if q_index.dtype.itemsize == 4:
             block_n = 16
-        rows = next((n for n in TOKENS if n >= queries), TOKENS[-1])
         constants = IndexConstants(
             *(heads, dim, cache.page_size, fp8, native, rows, block_n),
             *(power_of_two(heads), power_of_two(dim)),
         )
-        by_tma = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q_index, weights))
-        fits = heads in (32, 64) and dim == 128 and by_tma and weights.dtype == torch.float32
-        on_hopper = native and is_hopper(arch) and rows == TOKENS[-1] and not q_index.is_cpu
+        aligned = all(x.data_ptr() % 16 == 0 for x in (q_index, weights))
+        fits = heads in (32, 64) and dim == 128 and weights.dtype == torch.float32
+        on_hopper = native and is_hopper(arch) and by_tma and aligned and not q_index.is_cpu
         on_hopper = on_hopper and fits and has_gluon()
-        keys = keys.view(torch.uint8) if fp8 and not native else keys
+        stored = keys.view(torch.uint8) if fp8 and not native else keys
         options = {"num_warps": warps, "num_stages": 1}
         if native:  # two programs share a multiprocessor: one weighs while the other multiplies
             options |= {"num_stages": 4}
             if is_hopper(arch):  # elsewhere some registers would spill
                 options |= {"maxnreg": 128}
-        return cls(q_index, weights, keys, scales, strides, constants, options, on_hopper)
+        if on_hopper:
+            # other chips may lack what it imports
+            from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
+
+            last = (heads, cache.page_size, topk)
+            launcher = Launcher(score_prompts_hopper, *last, num_warps=4)
+        else:
+            launcher = Launcher(index_scores, topk, constants, **options)
+        given = (stored, stored if scales is None else scales, strides)
+        addresses = (given[0].data_ptr(), given[1].data_ptr(), strides)
+        bf16 = fp8_queries and not native
+        where = pointers(cache.index)
+        return cls(launcher, where, given, addresses, constants, on_hopper, bf16)

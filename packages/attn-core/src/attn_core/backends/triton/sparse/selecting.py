@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.topk import select_topk
 from attn_core.backends.triton.tuning import power_of_two
-from attn_core.runtime.batch import CacheView
+from attn_core.ops.triton.launcher import Launcher, alike
 
 ROW = 1 << 18  # scores of a row that one program selects from
 FEW = 16  # queries of a request, up to which there are few rows
@@ -58,9 +58,7 @@ def select(
     scores: Tensor,
     first: int,
     count: int,
-    view: CacheView,
-    cu_seqlens_q: Tensor,
-    requests: Tensor,
+    inputs: SparsePass,
     chosen: Tensor,
     how: Selecting,
     *,
@@ -72,28 +70,71 @@ def select(
     What a query does not see does not count. Rows longer than ROW are cut first: each piece keeps
     its own greatest, which the greatest of all are among.
     """
-    table, topk = view.page_table, chosen.shape[1]
+    topk, columns, narrowed = chosen.shape[1], inputs.longest, 0
     constants = how.constants
     constants = constants._replace(ROOM=max(constants.ROOM, power_of_two(topk + 32)))
-    columns, narrowed = view.max_seq_len, 0
-    span = max(ROW, triton.cdiv(columns, max(1, ROW // topk)))  # what is kept is a row in turn
-    span = triton.cdiv(span, 32) * 32
-    programs = min(max(1, count * triton.cdiv(columns, span)), SELECT_PROGRAMS)
+    span = max(ROW, -(-columns // max(1, ROW // topk)))  # what is kept is a row in turn
+    span = -(-span // 32) * 32
+    programs = min(max(1, count * -(-columns // span)), SELECT_PROGRAMS)
     shape = (programs, constants.ROOM + constants.SEGMENT // 32 + 1)
     scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    kept, into, positions = scores, chosen, chosen
+    into = positions = chosen
     while True:
-        pieces = max(1, triton.cdiv(columns, span))
+        pieces = max(1, -(-columns // span))
+        kept = scores
         if pieces > 1:
             kept = scores.new_empty(count, pieces * topk)
             into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
-        aligned = scores.stride(0) % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0
-        select_topk[(max(1, min(count * pieces, SELECT_PROGRAMS)),)](
-            scores, positions, scores.stride(0), table, table.stride(0), view.seq_lens,
-            cu_seqlens_q, requests, first, count, pieces, span, narrowed, scratch, kept, into,
-            kept.stride(0), topk, page_size, constants, VECTOR if aligned else 1, **how.options,
-        )  # fmt: skip
+        step = _Step(scores, positions, kept, into, scratch)
+        numbers = (first, count, pieces, span, narrowed)
+        _launch(step, numbers, inputs, topk, page_size, how, constants)
         if pieces == 1:
             return
         scores, positions, narrowed, columns = kept, into, span, pieces * topk
-        into, span = chosen, triton.cdiv(max(span, columns), 32) * 32
+        into, span = chosen, -(-max(span, columns) // 32) * 32
+
+
+class _Step(NamedTuple):
+    """The tensors of one launch of select_topk."""
+
+    scores: Tensor
+    positions: Tensor
+    kept: Tensor
+    into: Tensor
+    scratch: Tensor
+
+
+def _launch(
+    step: _Step,
+    numbers: tuple[int, int, int, int, int],
+    inputs: SparsePass,
+    topk: int,
+    page_size: int,
+    how: Selecting,
+    constants: SelectConstants,
+) -> None:
+    """Launch select_topk. numbers: its `first` to `narrowed`."""
+    scores, positions, kept, into, scratch = step
+    places = [x.data_ptr() for x in step]
+    at_scores, at_positions, at_kept, at_into, at_scratch = places
+    row, kept_row = scores.stride(0), kept.stride(0)
+    vector = VECTOR if row % VECTOR == 0 and at_scores % (4 * VECTOR) == 0 else 1
+    key = (
+        "select", inputs.key, how, constants, topk, page_size, vector, row >> 31,
+        *map(alike, step, places),
+    )  # fmt: skip
+    launcher = inputs.launchers.get(key)
+    if launcher is None:
+        last = (topk, page_size, constants, vector)
+        launcher = inputs.launchers[key] = Launcher(select_topk, *last, **how.options)
+    count, pieces, shared = numbers[1], numbers[2], inputs.arguments
+    launcher.launch(
+        (max(1, min(count * pieces, SELECT_PROGRAMS)), 1, 1),
+        (
+            at_scores, at_positions, row, *shared.addresses, *numbers,
+            at_scratch, at_kept, at_into, kept_row,
+        ),
+        lambda: (
+            scores, positions, row, *shared.values, *numbers, scratch, kept, into, kept_row,
+        ),
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,14 +112,21 @@ def descriptors_of(*tokens: Rows, columns: int = 128) -> tuple[TensorDescriptor,
     )
 
 
-def launch_fused(launcher: Launcher, programs: int, inputs: Inputs, args: tuple[Any, ...]) -> None:
-    """Launch it. programs: requests · value heads. args: of fused_gdn_hopper after `inputs`.
+def launch_fused(
+    launcher: Launcher,
+    programs: int,
+    inputs: Inputs,
+    out: Rows,
+    addresses: tuple[Any, ...],
+    given: Callable[[], tuple[Any, ...]],
+) -> None:
+    """Launch it. programs: requests · value heads. addresses: of its arguments after the maps.
 
-    Each of the two groups that carry writes 64 columns of outputs.
+    given: returns these with tensors. Each of the two groups that carry writes 64 columns of out.
     """
-    tokens, out = (inputs.k, inputs.q, inputs.v), args[2]
+    tokens = (inputs.k, inputs.q, inputs.v)
     launcher.launch(
         (programs, 1, 1),
-        (*maps_of(*tokens, out), inputs, *args),
-        lambda: (*descriptors_of(*tokens), *descriptors_of(out, columns=64), inputs, *args),
+        (*maps_of(*tokens, out), *addresses),
+        lambda: (*descriptors_of(*tokens), *descriptors_of(out, columns=64), *given()),
     )

@@ -1,0 +1,40 @@
+"""What the kernels of sparse MLA read in a pass, and how they are launched again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attn_core.ops.triton.launcher import Arguments, alike, numbered
+from attn_core.runtime.batch import CacheView
+
+
+class SparsePass:
+    """What all layers of a view read in a pass.
+
+    requests: int32 [T], the request of each token. queries: the most that a request has.
+    launchers: what is kept for kernels that read no cache; those of a backend serve all its passes.
+    All its tensors are on one device.
+    arguments: the page table, the stride of its rows, seq_lens, cu_seqlens_q and requests.
+    key: of what Triton specialises of these. longest: an upper bound of the keys of a request.
+    """
+
+    __slots__ = ("arguments", "key", "launchers", "longest", "queries")
+
+    def __init__(
+        self,
+        view: CacheView,
+        cu_seqlens_q: Tensor,
+        requests: Tensor,
+        *,
+        queries: int,
+        launchers: dict[Any, Any] | None = None,
+    ) -> None:
+        table, stride = view.page_table, view.page_table.stride(0)
+        tensors = (view.seq_lens, cu_seqlens_q, requests)
+        self.arguments = Arguments(table, stride, *tensors)
+        self.key = numbered(("sparse", stride >> 31, *map(alike, (table, *tensors))))
+        self.longest = view.max_seq_len
+        self.queries = queries
+        self.launchers: dict[Any, Any] = {} if launchers is None else launchers

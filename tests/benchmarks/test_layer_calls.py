@@ -1,0 +1,54 @@
+"""The benchmark of a layer's call times what it names; kernels are not run here."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attn_core.ops import index, kv
+from frozen_launches import recorded_launches
+
+from benchmarks import added, layer_calls
+
+
+def test_each_call_is_recorded_with_its_launches(tmp_path, monkeypatch):
+    for module in (kv, index):
+        module._writer.cache_clear()
+        monkeypatch.setattr(module, "has_triton", lambda device: True)
+    monkeypatch.setattr(added, "ROUNDS", 1)
+    monkeypatch.setattr(added, "CALLS", 2)
+    cases = {x: getattr(layer_calls, x) for x in ("SPARSE", "LINEAR")}
+    small = {"SPARSE": {"batch": 2, "length": 4096}, "LINEAR": {"batch": 2}}
+    for name, more in small.items():
+        reduced = tuple({dataclasses.replace(x, **more) for x in cases[name]})
+        monkeypatch.setattr(layer_calls, name, reduced)
+    path = tmp_path / "calls.json"
+    arguments = ["--device", "cpu", "--only", "dsa|gdn|kda", "--out", str(path)]
+    try:
+        with recorded_launches():
+            assert layer_calls.main(arguments) == 0
+    finally:
+        for module in (kv, index):
+            module._writer.cache_clear()
+    calls = {x["name"]: x for x in json.loads(path.read_text())["calls"]}
+    assert len(calls) == len(cases["SPARSE"]) * 6 + len(cases["LINEAR"])
+    for name, x in calls.items():
+        assert x["us"] > 0
+        assert x["by_triton"] == 0, "all were launched before"
+        if name.endswith(": attend"):
+            assert x["launches"] >= 2, "the write and the attention"
+        elif not name.endswith(": plan"):
+            assert x["launches"] >= 1
+
+
+def test_a_launch_that_triton_binds_is_told_apart():
+    torch.manual_seed(0)
+    from attn_core.ops.triton.merge import merge_states
+
+    out, lse = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4)
+    with recorded_launches():
+        x = layer_calls.measure("merge", lambda: merge_states(out, lse), torch.device("cpu"))
+    assert (x["launches"], x["by_triton"]) == (1, 0)

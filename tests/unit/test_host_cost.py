@@ -1,0 +1,382 @@
+"""What the host does in a layer's call, counted: launches that are repeated, operators of torch.
+
+Kernels are not run: each launch is compared with what Triton would compile for its arguments.
+"""
+
+import collections
+import dataclasses
+import importlib
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attn_core.backends.rows_sparse import triton_sparse
+from attn_core.cache.pool import KVPool
+from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
+from attn_core.runtime.dispatcher import HybridDispatcher
+from attn_core.runtime.layer import AttentionLayer
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from attn_core.backends.triton.linear import launch as linear
+from attn_core.backends.triton.linear import prefill
+from attn_core.backends.triton.sparse import hopper
+from attn_core.backends.triton.sparse.backend import TritonSparse
+from attn_core.ops import index, kv
+from attn_core.ops.triton import merge
+from frozen_launches import Operators, recorded_launches
+from linear_reference import make_linear_layer
+
+HEADS, TOPK, PAGE, LONG = 128, 2048, 64, 65536
+PACKED = "fp8_e4m3"
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Let tensors of the host count as a GPU's: caches are written by kernels too."""
+    for module in (kv, index):
+        module._writer.cache_clear()
+        monkeypatch.setattr(module, "has_triton", lambda device: True)
+    with torch.no_grad(), recorded_launches() as found:
+        yield found
+    for module in (kv, index):
+        module._writer.cache_clear()
+
+
+class Chain:
+    """A layer of sparse MLA over a pool, and its calls in a pass of `queries` a request."""
+
+    def __init__(self, store="bf16", *, requests=3, queries=1, length=LONG, portable=False):
+        self.layer = AttentionLayer(
+            layer_id=0, num_q_heads=HEADS, num_kv_heads=1, head_dim=576, v_head_dim=512,
+            scale=0.07, index_topk=TOPK,
+        )  # fmt: skip
+        self.pool = KVPool(
+            [self.layer], num_pages=8, page_size=PAGE, kv_cache_dtype=store, kind="dsa",
+            index_dim=128, index_dtype="fp8_e4m3",
+        )  # fmt: skip
+        config = BackendConfig(
+            name="triton", row=triton_sparse()[0], layers=(self.layer,), page_size=PAGE,
+            dtype="bf16", kv_cache_dtype=store, device=torch.device("cpu"), arch="sm90",
+            multiprocessors=132, topk=1, num_draft_tokens=queries,
+        )  # fmt: skip
+        self.backend = TritonSparse(config)
+        self.backend._hopper = None if portable else hopper
+        routes = dict.fromkeys(("prefill", "decode", "verify"), self.backend)
+        self.dispatcher = HybridDispatcher(routes, self.pool)
+        self.plan(requests, queries, length)
+
+    def plan(self, requests, queries=1, length=LONG):
+        """Plan a pass of so many requests, and draw its inputs."""
+        tokens = requests * queries
+        mode = ForwardMode.DECODE if queries == 1 else ForwardMode.TARGET_VERIFY
+        view = CacheView(
+            page_table=torch.zeros(requests, length // PAGE, dtype=torch.int32),
+            seq_lens=torch.full((requests,), length, dtype=torch.int32),
+            out_cache_loc=torch.arange(tokens),
+            max_seq_len=length,
+        )
+        self.batch = ForwardBatch(
+            forward_mode=mode,
+            cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32) * queries,
+            positions=torch.arange(tokens),
+            max_q_len=queries,
+            views={"full": view},
+            spec=None if queries == 1 else SpecInfo(topk=1, num_draft_tokens=queries),
+        )
+        self.metadata = self.dispatcher.init_forward_metadata(self.batch)
+        self.q = torch.zeros(tokens, HEADS, 576, dtype=torch.bfloat16)
+        self.k = torch.zeros(tokens, 1, 576, dtype=torch.bfloat16)
+        self.q_index = torch.zeros(tokens, 64, 128, dtype=torch.float8_e4m3fn)
+        self.k_index = torch.zeros(tokens, 128, dtype=torch.bfloat16)
+        self.weights = torch.zeros(tokens, 64)
+
+    def select(self, **changes):
+        """Write index keys and select."""
+        x = SimpleNamespace(**{**vars(self), **changes})
+        index = (x.q_index, x.k_index, x.weights)
+        return self.dispatcher.index_topk(*index, self.layer, self.batch, self.metadata)
+
+    def attend(self, chosen, **changes):
+        """Write latents and attend to a selection."""
+        x = SimpleNamespace(**{"out": None, "return_lse": False, **vars(self), **changes})
+        return self.dispatcher.forward(
+            x.q, x.k, None, self.layer, self.batch, self.metadata,
+            out=x.out, return_lse=x.return_lse, topk_indices=chosen,
+        )  # fmt: skip
+
+
+SELECTED = ["_write_index", "index_scores", "select_topk"]
+ATTENDED = {
+    "bf16": ["_write", "count_slots", "decode_mla_hopper", "_merge"],
+    PACKED: ["_write", "decode_selected", "count_slots", "decode_mla_hopper", "_merge"],
+    "portable": ["_write", "attend_selected", "_merge"],
+}
+
+
+SCRATCH = {"bf16": 2, PACKED: 4, "portable": 2}  # tensors, those of cut selections included
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("way", ATTENDED)
+def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
+    """Neither Triton binds arguments again, nor does torch run an operator but for new tensors."""
+    chain = Chain("bf16" if way == "portable" else way, queries=queries, portable=way == "portable")
+    chosen = chain.select()
+    chain.attend(chosen)
+    assert launches.names(slow=True) == SELECTED + ATTENDED[way]
+    for requests in (3, 4):  # another size is no other kernel
+        chain.plan(requests, queries)
+        with Operators() as ran:
+            chosen = chain.select()
+        assert launches.names(slow=False) == SELECTED
+        assert ran.names == ["empty"] * 3, "the selection, scores, candidates"
+        with Operators() as ran:
+            chain.attend(chosen)
+        assert launches.names(slow=False) == ATTENDED[way]
+        assert ran.names[0] == "new_empty", "the output"
+        assert ran.names[1:] == ["empty"] * SCRATCH[way]
+
+
+def shifted(x, elements=1):
+    """Return a copy that begins so many elements behind an aligned address."""
+    flat = torch.zeros(x.numel() + elements, dtype=x.dtype)
+    return flat[elements:].view(x.shape).copy_(x)
+
+
+def spread(x, times=3):
+    """Return a copy whose heads, or columns, lie in the rows of a wider tensor."""
+    wide = torch.zeros(x.shape[0], x.shape[1] * times, *x.shape[2:], dtype=x.dtype)
+    return wide[:, x.shape[1] : 2 * x.shape[1]].copy_(x)
+
+
+def apart(x):
+    """Return a copy whose tokens lie an odd number of elements apart."""
+    wide = torch.zeros(x.shape[0], x[0].numel() + 1, dtype=x.dtype)
+    return wide[:, :-1].unflatten(1, x.shape[1:]).copy_(x)
+
+
+FORMS = (shifted, spread, apart, lambda x: spread(shifted(x)))
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_other_forms_of_inputs_are_other_launches(way, launches):
+    """Each launch is one that Triton would have compiled alike, whatever came before it."""
+    chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
+    usual = chain.select()
+    chain.attend(usual)
+    for form in FORMS:
+        for name in ("q_index", "weights"):
+            chain.select(**{name: form(getattr(chain, name))})
+        chain.attend(usual, q=form(chain.q))
+        k, k_index = form(chain.k), form(chain.k_index)
+        chain.attend(usual, k=k)
+        chain.select(k_index=k_index)
+        for name, new in (("_write", k), ("_write_index", k_index)):
+            written = [x for x in launches if x.name == name][-1]
+            assert {new.data_ptr(), new.stride(0)} <= written.addresses
+        chain.attend(form(usual))
+        out = torch.zeros(3, HEADS, 512, dtype=torch.bfloat16)
+        chain.attend(usual, out=form(out), return_lse=True)
+        chain.backend.forward(  # as an engine without a dispatcher calls it
+            chain.q, None, None, chain.layer, chain.pool.layer(0), chain.batch, chain.metadata,
+            out=form(out), topk_indices=usual,
+        )  # fmt: skip
+        chain.select()
+        chain.attend(usual)
+    chain.select(q_index=chain.q_index.to(torch.bfloat16))
+    chain.attend(usual, k=chain.k.float())
+    chain.attend(usual[:, :1024].contiguous())
+    if way == "portable":
+        chain.q = chain.q.half()
+        chain.attend(usual)
+    seen = len(launches)
+    for length, requests in ((1024, 1), (LONG, 1), (LONG, 16), (LONG, 200)):
+        chain.plan(requests, 1, length)
+        chain.attend(chain.select())
+    assert len(launches) >= seen + 4 * 4
+
+
+def test_other_pages_and_lengths_are_other_launches(launches):
+    """The plan's tensors may lie anywhere, as those of a static batch do."""
+    chain = Chain()
+    chain.attend(chain.select())
+    batch, view = chain.batch, chain.batch.views["full"]
+    for form in (shifted, spread):
+        tables = {"page_table": form(view.page_table)}
+        others = {} if form is spread else {"seq_lens": form(view.seq_lens)}
+        changed = dataclasses.replace(view, **tables, **others)
+        chain.batch = dataclasses.replace(
+            batch, views={"full": changed}, cu_seqlens_q=shifted(batch.cu_seqlens_q, 3)
+        )
+        chain.metadata = chain.dispatcher.init_forward_metadata(chain.batch)
+        launches.clear()
+        chain.attend(chain.select())
+        assert {"index_scores", "select_topk"} <= {*launches.names(slow=True)}
+    chain.batch = batch
+    chain.metadata = chain.dispatcher.init_forward_metadata(batch)
+    chain.attend(chain.select())
+    assert launches.names(slow=True) == []
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_a_pool_that_moved_is_read_where_it_lies(way, launches):
+    """What is kept holds addresses; an engine may put a pool elsewhere between two passes."""
+    chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
+    cache = chain.pool.layer(0)
+    chain.attend(chain.select())
+    for pool in (cache.k, cache.index):
+        before, held = pool.data_ptr(), pool.view_as(pool)  # so that nothing else lies there
+        pool.set_(torch.zeros_like(pool))
+        launches.clear()
+        chain.attend(chain.select())
+        given = {address for x in launches for address in x.addresses}
+        assert before not in given, held
+        assert pool.data_ptr() in given
+
+
+def test_each_launch_is_queued_on_the_current_stream(launches):
+    chain = Chain()
+    chain.attend(chain.select())
+    for device, stream in ((0, 0), (0, 7), (0, 0)):
+        launches.clear()
+        launches.driver.device, launches.driver.stream = device, stream
+        chain.attend(chain.select())
+        assert {x.stream for x in launches} == {1000 * (device + 1) + stream}
+
+
+def test_devices_have_launchers_of_their_own(launches, monkeypatch):
+    """A compiled kernel is loaded on one device: another one may not launch its function."""
+    monkeypatch.setattr(merge, "_LAUNCHERS", {})
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: launches.driver.device)
+    out, lse = torch.zeros(2, 3, HEADS, 512), torch.zeros(2, 3, HEADS)
+    for launches.driver.device, slow in ((0, ["_merge"]), (1, ["_merge"]), (0, []), (1, [])):
+        merge.merge_states(out, lse)
+        streams = {x.stream for x in launches}
+        assert launches.names(slow=True) == slow
+        assert streams == {1000 * (launches.driver.device + 1)}
+    first, second = Chain(), Chain()
+    assert first.backend._launchers is not second.backend._launchers
+
+
+def test_threads_share_a_backend(launches):
+    """Each has its own scratch; a launcher that two make at once is made twice, no more."""
+    chain, failed = Chain(), []
+    interval = sys.getswitchinterval()
+
+    def passes():
+        try:
+            for _ in range(20):
+                chain.attend(chain.select())
+        except BaseException as error:
+            failed.append(error)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=passes) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    expected = collections.Counter(SELECTED + ATTENDED["bf16"])
+    assert collections.Counter(x.name for x in launches) == dict.fromkeys(expected, 80)
+    assert all(n <= 4 for n in collections.Counter(x.name for x in launches if x.slow).values())
+
+
+LINEAR = ("decode", "verify", "tree", "commit", "prefill", "fused", "ahead")
+
+
+class Linear:
+    """A layer of linear attention over states, as its backend calls the kernels."""
+
+    def __init__(self, kind="gdn"):
+        self.layer = make_linear_layer(kind=kind, heads=(2, 4), dims=(128, 128), gate="softplus")
+        self.g_dims = (4, 128) if kind == "kda" else (4,)
+        self.kept = linear.LinearArguments.of(self.layer, "sm90")
+        self.state = torch.zeros(2, 40, 4, 128, 128)
+        dims = ((4, 128), (2, 128), self.g_dims)
+        self.records = tuple(torch.zeros(2, 40, 4, *x) for x in dims)
+
+    def run(
+        self, operation, requests, *, change=lambda x: x, slots_of=lambda x: x, state=None, **more
+    ):
+        """Run an operation for so many requests, with inputs and slots of some form."""
+        drafts = {"decode": 1, "prefill": 70, "fused": 70, "ahead": 70}.get(operation, 4)
+        tokens = requests * drafts
+        q, k, v = (torch.zeros(tokens, h, 128, dtype=torch.bfloat16) for h in (2, 2, 4))
+        f = torch.zeros(tokens, *self.g_dims, dtype=torch.bfloat16)
+        b = torch.zeros(tokens, 4, dtype=torch.bfloat16)
+        inputs = [change(x) for x in (q, k, v, f, b)]
+        slots = slots_of(torch.arange(requests, dtype=torch.int32))
+        mask = torch.ones(requests, 4, 4, dtype=torch.bool) if operation == "tree" else None
+        state = self.state[0] if state is None else state
+        if operation == "decode":
+            return linear.decode(self.kept, *inputs, state, slots, **more)
+        if operation in ("verify", "tree"):
+            records = tuple(x[0] for x in self.records)
+            return linear.verify(self.kept, *inputs, state, records, slots, tree_mask=mask, **more)
+        if operation == "commit":
+            return linear.commit(self.kept, self.state, self.records, slots, slots, **more)
+        plan = prefill.plan_prefill(
+            self.kept, [drafts] * requests, dtype=torch.bfloat16, device=q.device
+        )
+        plan = dataclasses.replace(
+            plan, processors=132, fused=operation == "fused", ahead=operation == "ahead"
+        )
+        with Operators() as ran:
+            out = prefill.prefill(self.kept, *inputs, state, slots, plan, **more)
+        assert ran.names == ["empty"]
+        return out
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let prefill take Hopper's kernels, as outside of Triton's interpreter."""
+    own = importlib.import_module("attn_core.backends.triton.linear.hopper.launch")
+    monkeypatch.setattr(prefill, "_kernels_of", lambda arch: own)
+
+
+@pytest.mark.parametrize("operation", LINEAR)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_linear_attention_is_launched_again(kind, operation, launches, on_hopper):
+    if kind == "kda" and operation in ("fused", "ahead"):
+        pytest.skip("GDN's kernels")
+    made = Linear(kind)
+    made.run(operation, 3)
+    count = len(launches.names(slow=True))
+    assert count == (2 if operation in ("prefill", "ahead") else 1)
+    for requests in (3, 4, 1):
+        with Operators() as ran:
+            made.run(operation, requests)
+        assert len(launches.names(slow=False)) == count
+        if operation == "decode":
+            assert ran.names[-1] == "new_empty"
+
+
+@pytest.mark.parametrize("operation", LINEAR)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_other_forms_of_linear_inputs_are_other_launches(kind, operation, launches, on_hopper):
+    if kind == "kda" and operation in ("fused", "ahead"):
+        pytest.skip("GDN's kernels")
+    made = Linear(kind)
+    bf16 = made.state[0].bfloat16()
+    for form in (lambda x: x, *FORMS):
+        made.run(operation, 3, change=form)
+        made.run(operation, 3, slots_of=shifted, change=form)
+        if operation != "commit":
+            made.run(operation, 3, change=form, state=bf16)
+        made.run(operation, 3)
+    slots, fresh = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.bool)
+    for places in (
+        {"slots_out": slots}, {"slots_out": shifted(slots)},
+        {"fresh": fresh}, {"fresh": shifted(fresh)},
+        {"slots_out": shifted(slots), "fresh": shifted(fresh)},
+    ):  # fmt: skip
+        made.run(operation, 3, **places)
+    assert launches
