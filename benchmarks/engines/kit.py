@@ -132,6 +132,7 @@ def prepare() -> None:
     def create(runner: Any) -> Any:
         config, pool = runner.model_config, runner.token_to_kv_pool
         runner.is_draft_worker = False
+        kit_sparse.as_files_have_it(config.hf_config)
         head_dim = pool.get_key_buffer(0).shape[-1]
         latent: dict[str, int] = {}
         heads = config.num_key_value_heads
@@ -150,6 +151,7 @@ def prepare() -> None:
         )
         args = runner.server_args
         args.disaggregation_mode = "null"
+        args.disable_radix_cache = True  # sparse prompts of dual chunk attention come whole
         if args.speculative_num_draft_tokens:
             args.speculative_algorithm = "EAGLE"
             args.speculative_eagle_topk = 2  # a chain is a tree too

@@ -86,6 +86,15 @@ def _in_order(run: Callable[[], None]) -> Callable[[], None]:
     return ordered
 
 
+def as_files_have_it(config: Any) -> None:
+    """Put the lines of sparse prompts, which the kit has by layer and in tuples, into lists."""
+    chunks = getattr(config, "dual_chunk_attention_config", None) or {}
+    lines = chunks.get("sparse_attention_config")
+    if isinstance(lines, dict):
+        listed = [{head: list(x) for head, x in lines[layer].items()} for layer in sorted(lines)]
+        config.dual_chunk_attention_config = {**chunks, "sparse_attention_config": listed}
+
+
 class Sparse:
     """What the kit's module of sparse MLA hands over in another form than SGLang's models.
 

@@ -39,3 +39,19 @@ def test_positions_taken_as_slots_fail(tmp_path, engine_environment):
     )
     assert said
     assert all(what.startswith("failed: AssertionError") for what in said.values())
+
+
+def test_dual_chunk_attention_over_three_chunks(tmp_path, engine_environment):
+    """Eager and replayed; a sparse prompt in two parts is refused."""
+    said = outcomes(
+        engine_environment,
+        tmp_path,
+        only=["dual chunk"],
+        cases=["inter_chunk", "succ_chunk", "sparse"],
+    )
+    parts = {what for (_, case), what in said.items() if "cross_page_first_chunk" in case}
+    assert len(parts) == 1
+    assert parts.pop().startswith("refused: request 0 hands over 1 of 16 tokens")
+    others = [what for (_, case), what in said.items() if "cross_page_first_chunk" not in case]
+    assert len(others) > 8
+    assert set(others) == {"passed"}
