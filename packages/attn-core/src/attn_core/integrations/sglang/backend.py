@@ -251,7 +251,6 @@ class AttnCoreBackend(AttentionBackend):
         """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv].
 
         topk_indices: what `select` returned.
-
         Unfolded MLA over a prefix returns [T, Hq, Dv] and its log-sum-exp, [T, Hq].
         """
         tokens = q.shape[0]
