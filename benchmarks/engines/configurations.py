@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.engines.cases import ALONE, FIXED, NEW_TOKENS, OURS, Case, Configuration
+from benchmarks.engines.many_gpus import EAGLE, MANY_GPUS, TREES
 from benchmarks.engines.models import (
     DEEPSEEK_V2_LITE,
     EAGLE_DRAFT,
     GPT_OSS_20B,
     LLAMA_8B,
-    LLAMA_8B_MQA,
     LLAMA_TINY,
     QWEN3_NEXT,
 )
@@ -26,16 +26,6 @@ __all__ = [
     "named",
 ]
 
-_TREES = {
-    "speculative_num_draft_tokens": 8,
-    "speculative_attention_mode": "decode",
-}
-_EAGLE = {
-    **_TREES,
-    "speculative_algorithm": "EAGLE",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 4,  # the draft model runs on the same backend
-}
 _DRAFTED = (  # 32 tokens behind the last state that a prefix cache keeps
     Case(kind="decode", batch=16, length=4128, must=1.05, aim=1.30),
     Case(kind="decode", batch=64, length=2080, must=1.05, aim=1.30),
@@ -51,12 +41,6 @@ _SHARED = (
 _LOGNORMAL = tuple(
     Case(kind="decode", batch=batch, length=1000, sigma=1.0, must=0.98, aim=1.05)
     for batch in (1, 16, 64)
-)
-# must: what one GPU showed on an H200, less 2 points
-_TP2 = {"tp_size": 2}
-_LONG = (  # the shorter one's servers fit beside one another on 80 GB with data parallel ranks
-    Case(kind="decode", batch=16, length=8192, must=0.98, aim=1.05),
-    Case(kind="decode", batch=16, length=32768, must=0.98, aim=1.05),
 )
 _SIZES = tuple((batch, length) for length in (1024, 8192) for batch in (1, 16, 64))
 CONFIGURATIONS: Mapping[str, Configuration] = {
@@ -91,7 +75,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         title="Llama-3.1-8B shape, EAGLE trees of 8 drafts, topk 4",
         model=LLAMA_8B,
         draft_model=EAGLE_DRAFT,
-        arguments=_EAGLE,
+        arguments=EAGLE,
         cases=(
             Case(kind="decode", batch=16, length=4096, must=1.05, aim=1.15),
             Case(kind="decode", batch=64, length=2048, must=1.11, aim=1.25),
@@ -102,7 +86,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         title="Llama-3.1-8B shape, n-gram trees of 8 drafts, breadth 4",
         model=LLAMA_8B,
         arguments={
-            **_TREES,
+            **TREES,
             "speculative_algorithm": "NGRAM",
             "speculative_ngram_max_bfs_breadth": 4,
         },
@@ -131,7 +115,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         model=LLAMA_8B,
         draft_model=EAGLE_DRAFT,
         peers=("fa3", "flashinfer"),
-        arguments=_EAGLE,
+        arguments=EAGLE,
         cases=_LOGNORMAL,
     ),
     "mla": Configuration(
@@ -184,7 +168,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         draft_model=QWEN3_NEXT,
         peers=("fa3",),
         arguments={
-            **_TREES,
+            **TREES,
             "moe_runner_backend": "triton",
             "speculative_algorithm": "EAGLE",
             "speculative_num_steps": 3,
@@ -192,52 +176,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
         },
         cases=_DRAFTED,
     ),
-    "tp2": Configuration(
-        title="Llama-3.1-8B shape, bf16, tensor parallel on 2 GPUs",
-        model=LLAMA_8B,
-        peers=("fa3",),
-        arguments=_TP2,
-        cases=(
-            Case(kind="decode", batch=1, length=1024, must=0.97, aim=0.99),
-            Case(kind="decode", batch=16, length=4096, must=0.98, aim=1.00),
-        ),
-    ),
-    "tp2-fp8": Configuration(
-        title="Llama-3.1-8B shape, FP8 KV cache, tensor parallel on 2 GPUs",
-        model=LLAMA_8B,
-        peers=("fa3",),
-        arguments={**_TP2, "kv_cache_dtype": "fp8_e4m3"},
-        cases=(Case(kind="decode", batch=64, length=4096, must=1.25, aim=1.27),),
-    ),
-    "tp2-eagle": Configuration(
-        title="Llama-3.1-8B shape, EAGLE trees of 8 drafts, topk 4, tensor parallel on 2 GPUs",
-        model=LLAMA_8B,
-        draft_model=EAGLE_DRAFT,
-        peers=("fa3",),
-        arguments={**_TP2, **_EAGLE},
-        cases=(Case(kind="decode", batch=16, length=4096, must=1.11, aim=1.13),),
-    ),
-    "dp2": Configuration(
-        title="Llama-3.1-8B shape, bf16, data-parallel attention on 2 GPUs",
-        model=LLAMA_8B,
-        peers=("fa3", "flashinfer", "triton"),
-        arguments={**_TP2, "dp_size": 2, "enable_dp_attention": True},
-        cases=_LONG,
-    ),
-    "dcp2": Configuration(  # SGLang's ranks share the keys of a KV head that all of them have
-        title="Llama-3.1-8B shape with one KV head, bf16, decode context parallel on 2 GPUs",
-        model=LLAMA_8B_MQA,
-        peers=("triton",),  # the one backend of SGLang 0.5.16 that splits K and V
-        arguments={**_TP2, "dcp_size": 2},
-        cases=_LONG,
-    ),
-    "pp2": Configuration(
-        title="Llama-3.1-8B shape, bf16, pipeline parallel on 2 GPUs",
-        model=LLAMA_8B,
-        peers=("fa3",),
-        arguments={"pp_size": 2, "disable_overlap_schedule": True},
-        cases=(Case(kind="decode", batch=16, length=4096, must=0.98, aim=1.00),),
-    ),
+    **MANY_GPUS,
     "vllm-bf16": Configuration(
         title="Llama-3.1-8B shape, bf16",
         engine="vllm",

@@ -1,10 +1,10 @@
 """Run the attention tests that SGLang ships for its own backends with attn_core.
 
 Run: `python -m benchmarks.engines.kit [--backend attn_core] [--device cuda] [--only gdn kda]
-[--out FILE.json]`.
+[--cases chain] [--out FILE.json]`.
 The cases, runners and expected outputs are those of sglang.test.kits.attention_unittest in SGLang
-0.5.16: dense, windowed and MLA attention, GDN and KDA layers, decode as a graph replays it, chains
-and trees of drafts.
+0.5.16: dense, windowed and MLA attention, sparse MLA (DSA), dual chunk attention, GDN and KDA
+layers, decode as a graph replays it, chains and trees of drafts.
 Prints one line for each case. Exit code 0: none failed; a refusal is no failure.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from benchmarks.engines import kit_linear, record
+from benchmarks.engines import kit_linear, kit_sparse, record
 from benchmarks.engines.configurations import OURS
 
 HEAD_DIM, HIDDEN, CONTEXT = 64, 64, 128
@@ -30,7 +30,7 @@ Case = tuple[str, str, Callable[[], None]]  # group, name, test
 
 
 def cases(backend: str, device: str) -> Iterator[Case]:
-    """Yield every case that the kit has for MHA, MLA, GDN, KDA and verification."""
+    """Yield every case that the kit has for kinds of layers that attn_core serves."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as mla
@@ -98,6 +98,7 @@ def cases(backend: str, device: str) -> Iterator[Case]:
         yield "verify mla", name, call(verify.run_mla_eagle_verify_case, latent, **more)
         replay = in_order(verify.run_mla_eagle_verify_cuda_graph_case, latent, **more)
         yield "verify mla graph", name, replay
+    yield from kit_sparse.cases(backend, device)
     yield from kit_linear.cases(backend, device, DRAFTS)
 
 
@@ -117,7 +118,7 @@ def prepare() -> None:
         speculative_target_verify_runner as verify,
     )
 
-    class Backend(AttnCoreBackend):
+    class Backend(kit_sparse.Sparse, AttnCoreBackend):
         def init_forward_metadata_out_graph(
             self, forward_batch: Any, in_capture: bool = False
         ) -> None:
@@ -130,6 +131,8 @@ def prepare() -> None:
 
     def create(runner: Any) -> Any:
         config, pool = runner.model_config, runner.token_to_kv_pool
+        runner.is_draft_worker = False
+        kit_sparse.as_files_have_it(config.hf_config)
         head_dim = pool.get_key_buffer(0).shape[-1]
         latent: dict[str, int] = {}
         heads = config.num_key_value_heads
@@ -143,11 +146,12 @@ def prepare() -> None:
             scaling=head_dim**-0.5,
             num_kv_heads=heads,
             layer_id=0,
-            sliding_window_size=runner.sliding_window_size or -1,
+            sliding_window_size=getattr(runner, "sliding_window_size", None) or -1,
             **latent,
         )
         args = runner.server_args
         args.disaggregation_mode = "null"
+        args.disable_radix_cache = True  # sparse prompts of dual chunk attention come whole
         if args.speculative_num_draft_tokens:
             args.speculative_algorithm = "EAGLE"
             args.speculative_eagle_topk = 2  # a chain is a tree too
@@ -186,13 +190,15 @@ def main() -> int:
     parser.add_argument("--backend", default=OURS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the groups' names")
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of the cases' names")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     if args.backend == OURS:
         prepare()
     rows = []
     for group, name, test in cases(args.backend, args.device):
-        if not any(part in group for part in args.only):
+        by_group = any(part in group for part in args.only)
+        if not (by_group and any(part in name for part in args.cases)):
             continue
         said = outcome(test)
         rows.append({"group": group, "case": name, "outcome": said})

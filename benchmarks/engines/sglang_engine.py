@@ -38,6 +38,12 @@ def ranks_arguments(named: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def first_port() -> int:
+    """Return a port that engines on other GPUs of the host, started beside these, do not take."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    return 31000 + 4000 * (int(gpu) % 8 if gpu.isdigit() else 0)
+
+
 def arguments(
     configuration: Configuration, backend: str, folder: pathlib.Path, beside: int | None = None
 ) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def arguments(
     if beside is not None:
         tokens = pool_tokens(configuration)
         shared = {"max_total_tokens": tokens, "mem_fraction_static": 0.9}  # of what is left
-        found |= {**shared, "port": 31000 + 500 * beside}
+        found |= {**shared, "port": first_port() + 500 * beside}
     if configuration.draft_model is not None:
         draft = write(folder, "draft", configuration.draft_model)
         found["speculative_draft_model_path"] = draft

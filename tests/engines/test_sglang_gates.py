@@ -110,3 +110,14 @@ def test_an_error_under_the_stand_in_leaves_the_name(server):
     with pytest.raises(ValueError, match="topk"):
         speculative_hook._handle_eagle_family(args)
     assert args.attention_backend == "attn_core"
+
+
+def test_dual_chunk_models_accept_the_name(server):
+    config = CONFIGS["llama"] | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dual_chunk_attention_config": {"chunk_size": 512, "local_size": 128},
+    }
+    assert server(config).get_attention_backends() == ("attn_core", "attn_core")
+    with pytest.raises(ValueError, match="dual_chunk_flash_attn"):
+        server(config, attention_backend="triton")

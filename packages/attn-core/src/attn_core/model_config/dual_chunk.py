@@ -27,7 +27,7 @@ def dual_chunk(keys: Keys) -> DualChunk | None:
     size, local, trained = (keys.count(f"{_NAME}.{part}") for part in sizes)
     threshold = last = None
     if keys.get(_LINES) and keys.get(f"{_NAME}.sparse_attention_enabled") is not False:
-        threshold = keys.count(f"{_NAME}.sparse_attention_threshold") or 32768
+        threshold = _threshold(keys)
         last = keys.count(f"{_NAME}.sparse_attention_last_q")
         (heads,) = keys.need("num_attention_heads")
         for layer in range(len(keys.layers(_LINES) or [])):
@@ -36,6 +36,13 @@ def dual_chunk(keys: Keys) -> DualChunk | None:
         return DualChunk(size or 8192, local or 1024, trained or 0, threshold, last or 64)
     except UsageError as error:
         raise ModelConfigError(f"the config of {keys.owner} has {_NAME}: {error}") from error
+
+
+def _threshold(keys: Keys) -> int:
+    """Return how many tokens a prompt that attends to all of them has at most; 0: none does."""
+    name = f"{_NAME}.sparse_attention_threshold"
+    given = keys.get(name)
+    return 0 if given == 0 and given is not False else keys.count(name) or 32768
 
 
 def read_vertical_slash(

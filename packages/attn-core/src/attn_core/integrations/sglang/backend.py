@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.choice import explained
+from attn_core.integrations.sglang.dual_chunk import read_dual_chunk
 from attn_core.integrations.sglang.encoder import EncoderViews, check_cross_attention
 from attn_core.integrations.sglang.layers import layers_of, with_sinks
 from attn_core.integrations.sglang.linear_layers import served_layers
@@ -82,7 +83,8 @@ class AttnCoreBackend(AttentionBackend):
         index_topk = None
         if self.pool.is_sparse:
             index_topk = check_sparse(args, runner.model_config.hf_config)
-        own, self._unfolded = layers_of(runner.model, self.pool, index_topk)
+        self._chunks = read_dual_chunk(runner)
+        own, self._unfolded = layers_of(runner.model, self.pool, index_topk, self._chunks)
         linear = {layer.requirements for layer in served_layers(runner).values()}
         self._split = split_keys(runner, own, self.pool, bool(linear))
         self.layers = own if self._split is None else self._split.wide
@@ -100,12 +102,12 @@ class AttnCoreBackend(AttentionBackend):
         )
         locked = not self.is_draft_model  # which is another model than the lock's
         self.selection, self.registry = choose(requirements, self.pool.device, locked=locked)
-        draft = " of the draft model" * self.is_draft_model
-        logger.info("attn_core serves attention%s\n%s", draft, explained(self.selection))
+        whose = " of the draft model" * self.is_draft_model
+        logger.info("attn_core serves attention%s\n%s", whose, explained(self.selection))
         if not self.is_draft_model:
             publish(self.selection, args)
-        host_lengths = any(c.row.needs_host_lengths for c in self.selection.roles.values())
-        self.needs_cpu_seq_lens = host_lengths
+        chosen = self.selection.roles.values()
+        self.needs_cpu_seq_lens = host_lengths = any(x.row.needs_host_lengths for x in chosen)
         self.passes = (PassBuilder if self._split is None else self._split.passes)(
             runner.req_to_token_pool.req_to_token,
             self.pool.page_size,
@@ -116,8 +118,7 @@ class AttnCoreBackend(AttentionBackend):
         )
         self._encoder: EncoderViews | None = None
         if check_cross_attention(own.values(), self.pool.page_size, drafts > 0):
-            tables = self.passes.req_to_token
-            self._encoder = EncoderViews(tables, host_lengths=host_lengths)
+            self._encoder = EncoderViews(self.passes.req_to_token, host_lengths=host_lengths)
         self.max_context_len = self.passes.max_context_len  # EAGLE's worker reads this name
         use_short_masks(args)
         self._create_dispatcher = partial(
@@ -250,7 +251,6 @@ class AttnCoreBackend(AttentionBackend):
         """Write the new keys and values, attend; q [T, Hq · D] → [T, Hq · Dv].
 
         topk_indices: what `select` returned.
-
         Unfolded MLA over a prefix returns [T, Hq, Dv] and its log-sum-exp, [T, Hq].
         """
         tokens = q.shape[0]
@@ -261,10 +261,13 @@ class AttnCoreBackend(AttentionBackend):
             return out
         batch, metadata = self._pass
         real = batch.num_tokens
-        heads = q.view(tokens, layer.tp_q_head_num, layer.qk_head_dim)[:real]
         filled = out.view(tokens, layer.tp_q_head_num, layer.v_head_dim)
         if real < tokens:
             filled[real:].zero_()  # padding of data parallelism
+        if self._chunks is None:
+            heads = q.view(tokens, layer.tp_q_head_num, layer.qk_head_dim)[:real]
+        else:
+            heads = self._chunks.queries(q, self.layers[layer.layer_id], forward_batch, batch)
         own = self.layers.get(layer.layer_id)
         if own is None or own.head_dim != layer.qk_head_dim:
             assert k is not None

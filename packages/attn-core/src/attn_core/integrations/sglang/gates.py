@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from attn_core.integrations.choice import BACKEND_ARGUMENTS, LINEAR_ARGUMENTS
 from attn_core.integrations.sglang.server import (
+    CHUNKED,
     DRAFTS,
     LINEAR,
     NAME,
@@ -148,6 +149,11 @@ def _kept_states(function: Callable[..., Any], view: Any, architecture: str) -> 
     return function(view, architecture)
 
 
+def _dual_chunk_model(function: Callable[..., Any], view: Any) -> Any:
+    """Let attn_core serve dual chunk attention, for which SGLang takes one name alone."""
+    return {} if view.attention_backend == NAME else function(view)
+
+
 def _vision_choice(result: None, parser: Any) -> None:
     """Let --mm-attention-backend name attn_core."""
     choices = parser._option_string_actions["--mm-attention-backend"].choices
@@ -214,6 +220,13 @@ GATES = (
         does="a prefix cache with extra_buffer accepts attn_core for linear layers",
         kind="AROUND",
         hook=_kept_states,
+    ),
+    Gate(
+        target="sglang.srt.arg_groups.overrides._attention_backend_dual_chunk",
+        seen=CHUNKED,
+        does="models of dual chunk attention accept attn_core",
+        kind="AROUND",
+        hook=_dual_chunk_model,
     ),
     Gate(
         target="sglang.srt.server_args.ServerArgs.add_cli_args",

@@ -8,17 +8,21 @@ from typing import Any
 from torch import Tensor
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.sglang.dual_chunk import DualChunkModel
 from attn_core.integrations.sglang.pool import EnginePool
 from attn_core.runtime.layer import AttentionLayer
 
 
 def layers_of(
-    model: Any, pool: EnginePool, index_topk: int | None = None
+    model: Any,
+    pool: EnginePool,
+    index_topk: int | None = None,
+    chunks: DualChunkModel | None = None,
 ) -> tuple[dict[int, AttentionLayer], dict[int, AttentionLayer]]:
     """Return the layers that read the pool by their number, and bind each to its part of it.
 
     MLA's unfolded companions, which read no pool, are second, by the id of their module.
-    index_topk: of a model of sparse MLA.
+    index_topk: of a model of sparse MLA. chunks: of one of dual chunk attention.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -41,6 +45,7 @@ def layers_of(
         view = "cross" if module.is_cross_attention else view
         own_sinks = sinks.get(name.rpartition(".")[0])
         layer = to_layer(module, view=view, sinks=own_sinks, index_topk=index_topk)
+        layer = layer if chunks is None else chunks.layer(layer)
         layers[module.layer_id] = layer
         pool.bind(module, layer)
     return layers, unfolded

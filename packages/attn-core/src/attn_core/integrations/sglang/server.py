@@ -20,6 +20,7 @@ TREES = SpecifierSet("==0.5.16.*")  # others build the masks of draft trees in o
 DRAFTS = SpecifierSet("==0.5.16.*")  # whose draft workers call attn_core's backends
 SPARSE = SpecifierSet("==0.5.16.*")  # whose indexers and pool of index keys were read
 LINEAR = SpecifierSet("==0.5.16.*")  # whose pool of states and passes were read
+CHUNKED = SpecifierSet("==0.5.16.*")  # whose rotary embedding of dual chunk attention was read
 SPLIT = SpecifierSet("==0.5.16.*")  # whose slots and groups of decode context parallelism were read
 DRAFTED = ("EAGLE", "EAGLE3", "STANDALONE")  # the algorithms of those workers
 # SGLang's arguments that change what a pass is, and what to do without each
@@ -149,6 +150,11 @@ def captures(args: Any, device_type: str) -> bool:
     return device_type == "cuda" and not off and _graphs(args, "decode") != "disabled"
 
 
+def captures_prefill(args: Any) -> bool:
+    """Say whether a server captures parts of prefill."""
+    return _graphs(args, "prefill") not in ("", "disabled")
+
+
 def _graphs(args: Any, phase: str) -> str:
     """Return how a phase is captured: "full", "breakable", "disabled" …; "" if not resolved."""
     config = getattr(getattr(args, "cuda_graph_config", None), phase, None)
@@ -218,10 +224,9 @@ def check_sparse(args: Any, config: Any) -> int:
         "keys that are always selected (index_init_tokens, index_local_tokens)": any(
             getattr(config, f"index_{x}_tokens", 0) for x in ("init", "local")
         ),
-        "CUDA graphs of prefill (--cuda-graph-backend-prefill disabled leaves them out)": _graphs(
-            args, "prefill"
-        )
-        not in ("", "disabled"),
+        "CUDA graphs of prefill (--cuda-graph-backend-prefill disabled leaves them out)": (
+            captures_prefill(args)
+        ),
     }
     for what, present in refused.items():
         if present:
