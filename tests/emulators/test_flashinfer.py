@@ -386,6 +386,20 @@ def test_a_captured_plan_splits_keys_where_its_workspace_has_room(batch_size, sp
     )
 
 
+def test_without_a_cache_a_layer_that_the_config_lacks_has_room_for_its_partial_results(
+    monkeypatch,
+):
+    """64 query heads per KV head: more than the 128 MiB that a config of no layers asks for."""
+    monkeypatch.setattr("attn_core.runtime.workspace._HELD", {})
+    layer, backend = make_layer(heads=(64, 1), dim=128), make_backend(arch="sm80")
+    q, k = torch.randn(24, 64, 128).bfloat16(), torch.randn(3000, 1, 128).bfloat16()
+    cu_seqlens = (torch.tensor([0, n], dtype=torch.int32) for n in (24, 3000))
+    got = backend.forward_ragged(q, k, k, layer, *cu_seqlens, 24, 3000, causal=False)
+    keys = k.double().squeeze(1)
+    right = (q.double() @ keys.T * layer.scale).softmax(-1) @ keys
+    torch.testing.assert_close(got.double(), right, rtol=0.02, atol=0.01)
+
+
 def test_captured_schedules_are_small():
     layer = make_layer(heads=(32, 8), dim=128)
     batch = make_batch(M.DECODE, [1] * 64, [40] * 64)

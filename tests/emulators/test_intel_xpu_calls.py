@@ -192,6 +192,31 @@ def test_a_row_for_the_cache_refuses_to_do_without():
         serving.backend.forward_ragged(serving.q, k, k, LAYER, *lengths, causal=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_encoders_run_in_causal_order_or_refuse_it(vendor, head_dim):
+    """At head dims 80 and 96 the wheel has kernels for full attention alone."""
+    layer = dataclasses.replace(LAYER, head_dim=head_dim, v_head_dim=head_dim)
+    row = next(r for r in spec().capabilities if r.phases == {Phase.ENCODE})
+    that = Bench(spec=spec(), row=row, torch_device=CPU, arch="bmg").create(
+        (layer,), dtype="bf16", page_size=64
+    )
+    q, k, v = (torch.randn(6, n, head_dim).bfloat16() for n in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32)
+    for causal in (False, True):
+        arguments = (q, k, v, layer, cu_seqlens, cu_seqlens, 4, 4)
+        if causal and head_dim in (80, 96):
+            with pytest.raises(UnsupportedError, match=f"causal .* head dim {head_dim}, for which"):
+                that.forward_ragged(*arguments, causal=True)
+            continue
+        out = that.forward_ragged(*arguments, causal=causal).double()
+        for start, end in ((0, 2), (2, 6)):
+            heads = (x[start:end].double().transpose(0, 1) for x in (q, k, v))
+            one = torch.nn.functional.scaled_dot_product_attention(
+                *heads, is_causal=causal, scale=layer.scale, enable_gqa=True
+            )
+            assert (out[start:end] - one.transpose(0, 1)).abs().max() < 0.02
+
+
 def a_pass(row, **changes):
     """Return a backend of a row and the arguments of a prefill of three tokens after five."""
     layer = AttentionLayer(

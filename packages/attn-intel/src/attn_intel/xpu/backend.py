@@ -32,6 +32,7 @@ from attn_intel.tensors import aligned, alone, loads, without_keys
 from attn_intel.xpu.library import load
 
 NO_WINDOW: Final = (-1, -1)
+NEVER_CAUSAL: Final = frozenset({80, 96})  # head dims of encoders alone, where there is no cache
 
 
 def window_of(window: int | None) -> tuple[int, int]:
@@ -188,6 +189,13 @@ class IntelXPU(AttentionBackend):
             raise UnsupportedError(
                 f"layer {layer.layer_id} attends without a cache, for which the chosen row of "
                 f"{self.config.name} has no kernels; select with LayerRequirements(encoder=True)"
+            )
+        if causal and layer.head_dim in NEVER_CAUSAL:
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: causal attention without a cache at head dim "
+                f"{layer.head_dim}, for which the library of {self.config.name} has no kernel; "
+                "it has one for causal=False, and causal ones for head dims 64, 128 and 256: "
+                "choose another backend for this layer"
             )
         if not (q.shape[0] and k.shape[0]):
             return empty_attention(q, layer, out, return_lse)

@@ -16,6 +16,7 @@ from attn_core import (
 )
 from torch import Tensor
 
+from attn_nvidia.common import workspace_bytes
 from attn_nvidia.common.jit_log import building
 from attn_nvidia.flashinfer.kernels import FA3_DIMS, faster_prefill
 from attn_nvidia.flashinfer.wrappers import PinnedCopy
@@ -59,11 +60,9 @@ class PlannedWrapper:
 class Ragged:
     """Keeps one wrapper per class of layers; the layers of a tower share the plan of the first."""
 
-    def __init__(
-        self, config: BackendConfig, library: Any, processors: int, workspace_bytes: int
-    ) -> None:
+    def __init__(self, config: BackendConfig, library: Any, processors: int, nbytes: int) -> None:
         self._config, self._library = config, library
-        self._processors, self._bytes = processors, workspace_bytes
+        self._processors, self._bytes = processors, nbytes
         self._wrappers: dict[_Key, PlannedWrapper] = {}
         self._recent = UnchangedTensors()
         self._lengths: tuple[Tensor, Tensor] = (torch.empty(0, device="cpu"),) * 2
@@ -86,7 +85,10 @@ class Ragged:
             kernel = "fa3"
             if not self._config.deterministic:
                 kernel = faster_prefill(group, queries, keys, self._processors)
-        scratch = workspace(self._config.device, "flashinfer", self._bytes)
+        # the layer may be one that the config does not list, with more heads than those it lists
+        heads = (group.num_q_heads, group.num_kv_heads)
+        need = workspace_bytes.flashinfer(self._processors, *heads, group.v_head_dim)
+        scratch = workspace(self._config.device, "flashinfer", max(self._bytes, need))
         cap = layer.logit_cap or 0.0
         key = _Key(kernel, group, cap, layer.scale, scratch.data_ptr())
         planned = self._wrappers.get(key)
