@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from attn_core.ops.triton import launcher as module
 from attn_core.ops.triton.launcher import Arguments, Launcher, MapOf
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
@@ -158,15 +158,3 @@ def recorded_launches():
         mock.patch.object(Launcher, "launch", checked),
     ):
         yield launches
-
-
-class Operators(TorchDispatchMode):
-    """Counts torch's operators: names, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))

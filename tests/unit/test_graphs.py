@@ -23,9 +23,9 @@ from graph_passes import (
 from graphed import Graphed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import Operators
 from recording import CONFIG, LAYERS, M, make, qkv
 from recording import batch as small_batch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def serving(topk):
@@ -184,23 +184,11 @@ def test_outputs_keep_their_form_and_lose_the_padded_rows():
             runner.capture(M.DECODE, lambda b, m, wrong=wrong: wrong)
 
 
-class Ops(TorchDispatchMode):
-    """Names the operations that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.append(op.overloadpacket.__name__)
-        return op(*args, **kwargs or {})
-
-
 def test_a_replay_copies_each_table_and_each_dtype_once_and_reads_nothing_back():
     runner = GraphRunner(make()[0], batch_sizes=[2], max_seq_len=ROOM)
     runner.capture(M.DECODE, lambda b, m, *x: x, inputs=qkv(1))
     batch, inputs = passing(M.DECODE, [0, 1], [3, 4]), qkv(2)
-    with Ops() as ops:
+    with Operators() as ops:
         runner.replay(batch, *inputs)
     ran = [x for x in ops.names if x not in ("slice", "detach", "alias")]
     assert ran == ["copy_"] * 2 + ["_foreach_copy_"] * 3, "tables; int32, int64 and the inputs"

@@ -1,13 +1,10 @@
-"""What the host does in a layer's call, counted: launches that are repeated, operators of torch.
+"""What the host does in a call of sparse MLA: repeated launches and torch's operators, counted.
 
 Kernels are not run: each launch is compared with what Triton would compile for its arguments.
 """
 
 import collections
 import dataclasses
-import importlib
-import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +18,14 @@ from attn_core.runtime.layer import AttentionLayer
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from attn_core.backends.triton.linear import launch as linear
-from attn_core.backends.triton.linear import prefill
 from attn_core.backends.triton.sparse import hopper
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.ops import index, kv
 from attn_core.ops.triton import merge
-from frozen_launches import Operators, recorded_launches
-from linear_reference import make_linear_layer
+from forms import FORMS, shifted, spread
+from frozen_launches import recorded_launches
+from operators import Operators
+from threads import at_once
 
 HEADS, TOPK, PAGE, LONG = 128, 2048, 64, 65536
 PACKED = "fp8_e4m3"
@@ -141,27 +138,6 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
         assert ran.names[1:] == ["empty"] * SCRATCH[way]
 
 
-def shifted(x, elements=1):
-    """Return a copy that begins so many elements behind an aligned address."""
-    flat = torch.zeros(x.numel() + elements, dtype=x.dtype)
-    return flat[elements:].view(x.shape).copy_(x)
-
-
-def spread(x, times=3):
-    """Return a copy whose heads, or columns, lie in the rows of a wider tensor."""
-    wide = torch.zeros(x.shape[0], x.shape[1] * times, *x.shape[2:], dtype=x.dtype)
-    return wide[:, x.shape[1] : 2 * x.shape[1]].copy_(x)
-
-
-def apart(x):
-    """Return a copy whose tokens lie an odd number of elements apart."""
-    wide = torch.zeros(x.shape[0], x[0].numel() + 1, dtype=x.dtype)
-    return wide[:, :-1].unflatten(1, x.shape[1:]).copy_(x)
-
-
-FORMS = (shifted, spread, apart, lambda x: spread(shifted(x)))
-
-
 @pytest.mark.parametrize("way", ATTENDED)
 def test_other_forms_of_inputs_are_other_launches(way, launches):
     """Each launch is one that Triton would have compiled alike, whatever came before it."""
@@ -264,119 +240,13 @@ def test_devices_have_launchers_of_their_own(launches, monkeypatch):
 
 def test_threads_share_a_backend(launches):
     """Each has its own scratch; a launcher that two make at once is made twice, no more."""
-    chain, failed = Chain(), []
-    interval = sys.getswitchinterval()
+    chain = Chain()
 
-    def passes():
-        try:
-            for _ in range(20):
-                chain.attend(chain.select())
-        except BaseException as error:
-            failed.append(error)
+    def passes(thread):
+        for _ in range(20):
+            chain.attend(chain.select())
 
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=passes) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failed
+    at_once(passes)
     expected = collections.Counter(SELECTED + ATTENDED["bf16"])
     assert collections.Counter(x.name for x in launches) == dict.fromkeys(expected, 80)
     assert all(n <= 4 for n in collections.Counter(x.name for x in launches if x.slow).values())
-
-
-LINEAR = ("decode", "verify", "tree", "commit", "prefill", "fused", "ahead")
-
-
-class Linear:
-    """A layer of linear attention over states, as its backend calls the kernels."""
-
-    def __init__(self, kind="gdn"):
-        self.layer = make_linear_layer(kind=kind, heads=(2, 4), dims=(128, 128), gate="softplus")
-        self.g_dims = (4, 128) if kind == "kda" else (4,)
-        self.kept = linear.LinearArguments.of(self.layer, "sm90")
-        self.state = torch.zeros(2, 40, 4, 128, 128)
-        dims = ((4, 128), (2, 128), self.g_dims)
-        self.records = tuple(torch.zeros(2, 40, 4, *x) for x in dims)
-
-    def run(
-        self, operation, requests, *, change=lambda x: x, slots_of=lambda x: x, state=None, **more
-    ):
-        """Run an operation for so many requests, with inputs and slots of some form."""
-        drafts = {"decode": 1, "prefill": 70, "fused": 70, "ahead": 70}.get(operation, 4)
-        tokens = requests * drafts
-        q, k, v = (torch.zeros(tokens, h, 128, dtype=torch.bfloat16) for h in (2, 2, 4))
-        f = torch.zeros(tokens, *self.g_dims, dtype=torch.bfloat16)
-        b = torch.zeros(tokens, 4, dtype=torch.bfloat16)
-        inputs = [change(x) for x in (q, k, v, f, b)]
-        slots = slots_of(torch.arange(requests, dtype=torch.int32))
-        mask = torch.ones(requests, 4, 4, dtype=torch.bool) if operation == "tree" else None
-        state = self.state[0] if state is None else state
-        if operation == "decode":
-            return linear.decode(self.kept, *inputs, state, slots, **more)
-        if operation in ("verify", "tree"):
-            records = tuple(x[0] for x in self.records)
-            return linear.verify(self.kept, *inputs, state, records, slots, tree_mask=mask, **more)
-        if operation == "commit":
-            return linear.commit(self.kept, self.state, self.records, slots, slots, **more)
-        plan = prefill.plan_prefill(
-            self.kept, [drafts] * requests, dtype=torch.bfloat16, device=q.device
-        )
-        plan = dataclasses.replace(
-            plan, processors=132, fused=operation == "fused", ahead=operation == "ahead"
-        )
-        with Operators() as ran:
-            out = prefill.prefill(self.kept, *inputs, state, slots, plan, **more)
-        assert ran.names == ["empty"]
-        return out
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Let prefill take Hopper's kernels, as outside of Triton's interpreter."""
-    own = importlib.import_module("attn_core.backends.triton.linear.hopper.launch")
-    monkeypatch.setattr(prefill, "_kernels_of", lambda arch: own)
-
-
-@pytest.mark.parametrize("operation", LINEAR)
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_linear_attention_is_launched_again(kind, operation, launches, on_hopper):
-    if kind == "kda" and operation in ("fused", "ahead"):
-        pytest.skip("GDN's kernels")
-    made = Linear(kind)
-    made.run(operation, 3)
-    count = len(launches.names(slow=True))
-    assert count == (2 if operation in ("prefill", "ahead") else 1)
-    for requests in (3, 4, 1):
-        with Operators() as ran:
-            made.run(operation, requests)
-        assert len(launches.names(slow=False)) == count
-        if operation == "decode":
-            assert ran.names[-1] == "new_empty"
-
-
-@pytest.mark.parametrize("operation", LINEAR)
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_other_forms_of_linear_inputs_are_other_launches(kind, operation, launches, on_hopper):
-    if kind == "kda" and operation in ("fused", "ahead"):
-        pytest.skip("GDN's kernels")
-    made = Linear(kind)
-    bf16 = made.state[0].bfloat16()
-    for form in (lambda x: x, *FORMS):
-        made.run(operation, 3, change=form)
-        made.run(operation, 3, slots_of=shifted, change=form)
-        if operation != "commit":
-            made.run(operation, 3, change=form, state=bf16)
-        made.run(operation, 3)
-    slots, fresh = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.bool)
-    for places in (
-        {"slots_out": slots}, {"slots_out": shifted(slots)},
-        {"fresh": fresh}, {"fresh": shifted(fresh)},
-        {"slots_out": shifted(slots), "fresh": shifted(fresh)},
-    ):  # fmt: skip
-        made.run(operation, 3, **places)
-    assert launches

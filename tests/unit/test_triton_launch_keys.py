@@ -1,7 +1,5 @@
 """What decides whether a launch may be repeated: keys of what Triton specialises, and addresses."""
 
-import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ pytest.importorskip("triton")
 
 from attn_core.ops.triton import launcher as module
 from attn_core.ops.triton.launcher import alike, moved, numbered, pointers
+from threads import at_once
 
 
 def test_a_tensor_that_moved_is_noticed():
@@ -43,18 +42,10 @@ def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
 
 def test_threads_draw_different_numbers(monkeypatch):
     monkeypatch.setattr(module, "_NUMBERS", {})
-    interval, drawn = sys.getswitchinterval(), []
+    drawn = []
 
     def draw(thread):
         drawn.extend(numbered((thread, i)) for i in range(20000))
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=draw, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    at_once(draw, switch_s=1e-6)
     assert len({*drawn}) == 80000
