@@ -143,11 +143,16 @@ def commands(
     page = chosen.page_size or 1
     sglang = f"{inside}python -m sglang.launch_server --model-path MODEL"
     sglang += f" --attention-backend attn_core --page-size {page}"
-    if any(x.kind == "dsa" for x in chosen.requirements.layers):
-        sglang += " --kv-cache-dtype bfloat16 --cuda-graph-backend-prefill disabled"
+    layers = chosen.requirements.layers
+    if any(x.kind == "dsa" for x in layers):
+        sglang += " --kv-cache-dtype bfloat16"
+    if any(x.kind == "dsa" or x.dual_chunk for x in layers):
+        sglang += " --cuda-graph-backend-prefill disabled"
+    if any(x.dual_chunk and x.dual_chunk.sparse_threshold is not None for x in layers):
+        sglang += " --disable-radix-cache --chunked-prefill-size -1"
     vllm = f"{inside}vllm serve MODEL --attention-backend CUSTOM"
     vllm += f" --block-size {page}" if page > BLOCK and not page % BLOCK else ""
-    if any(x.kind == "mla" for x in chosen.requirements.layers):  # else prefill stays vLLM's own
+    if any(x.kind == "mla" for x in layers):  # else prefill stays vLLM's own
         vllm += """ --attention-config '{"mla_prefill_backend": "CUSTOM"}'"""
     for engine, line in (("SGLang", sglang), ("vLLM", vllm)):
         why = unserved(engine, models()[name][0], chosen)
@@ -166,8 +171,6 @@ def unserved(engine: str, config: dict[str, Any], chosen: Selection) -> str:
     if where != "cuda" and not (engine == "SGLang" and where == "cpu"):
         return f"attn-core was not tried inside {engine} on {where}"
     text = json.dumps(config)
-    if any(x.dual_chunk for x in layers):
-        return f"attn-core serves dual chunk attention in transformers, not inside {engine}"
     if "attention_chunk_size" in text:
         return "chunked local attention is refused at the start"
     if "relative_attention" in text:
@@ -180,6 +183,8 @@ def unserved(engine: str, config: dict[str, Any], chosen: Selection) -> str:
         return "encoders and cross attention are refused at the start"
     if any(x.kind == "dsa" for x in layers):
         return "sparse MLA is refused at the start"
+    if any(x.dual_chunk for x in layers):
+        return "attn-core serves dual chunk attention in transformers and SGLang alone"
     if any(x.kind in LINEAR_KINDS for x in layers):
         return "models with linear layers were not tried"
     return ""

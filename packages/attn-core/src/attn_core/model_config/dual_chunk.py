@@ -41,8 +41,8 @@ def dual_chunk(keys: Keys) -> DualChunk | None:
 def _threshold(keys: Keys) -> int:
     """Return how many tokens a prompt that attends to all of them has at most; 0: none does."""
     name = f"{_NAME}.sparse_attention_threshold"
-    given = keys.get(name)
-    return 0 if given == 0 and given is not False else keys.count(name) or 32768
+    value = keys.get(name)
+    return 0 if value == 0 and value is not False else keys.count(name) or 32768
 
 
 def read_vertical_slash(

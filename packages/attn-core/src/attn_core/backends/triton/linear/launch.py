@@ -168,7 +168,7 @@ def decode(
             decode_states, chosen.rows, constants, num_warps=chosen.warps
         )
 
-    def given() -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
         places = slots_of(slots, slots_out, fresh)
         return inputs, weights, layer.numbers, rows_of(out), states_of(state), places
@@ -183,7 +183,7 @@ def decode(
             (at_state, 0, slot_stride),
             at_places,
         ),
-        given,
+        arguments,
     )
     return out
 
@@ -239,7 +239,7 @@ def verify(
         last = (chosen.rows, width, constants)
         launcher = layer.launchers[key] = Launcher(kernel, *last, num_warps=chosen.warps)
 
-    def given() -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         kept = Records(*map(states_of, records))
         bits = slots if tree_mask is None else tree_mask.view(torch.uint8)
         inputs, weights, rows = inputs_of(q, k, v, g, beta), layer.weights_or(q), rows_of(out)
@@ -251,7 +251,7 @@ def verify(
             at_tokens[:5], layer.at_weights_or(at_tokens[0][0]), layer.numbers, at_tokens[5],
             at_states[0], at_places, at_states[1:], at_mask, drafts,
         ),
-        given,
+        arguments,
     )  # fmt: skip
     return out
 

@@ -88,15 +88,15 @@ class TritonSparse(AttentionBackend):
 
     def _view(self, layer: AttentionLayer, batch: ForwardBatch, plan: SparsePlan) -> _View:
         """Return what layers of this one's view share in a pass."""
-        found = plan.views.get(layer.view)
-        if found is None or found.batch is not batch:
+        view = plan.views.get(layer.view)
+        if view is None or view.batch is not batch:
             inputs = SparsePass(
                 *(batch.views[layer.view], batch.cu_seqlens_q, plan.requests),
                 queries=batch.max_q_len,
                 launchers=self._launchers,
             )
-            found = plan.views[layer.view] = _View(batch, inputs)
-        return found
+            view = plan.views[layer.view] = _View(batch, inputs)
+        return view
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Create what plans of captured passes fill."""

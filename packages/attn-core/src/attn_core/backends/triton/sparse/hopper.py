@@ -110,7 +110,7 @@ def attend(
     if launcher is None:
         launcher = launchers[key] = _attending(layer, heads, dim, row_blocks, per_unit)
 
-    def given() -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         descriptor = TensorDescriptor(q, [tokens * heads, dim], [dim, 1], [TILE, PANEL], SWIZZLED)
         lengths, ends, indptr = counts
         return (
@@ -131,7 +131,7 @@ def attend(
             (at_partial, at_states), (at_counts + width, at_counts, at_slots), at_indptr, at_indptr,
             tokens, row, (at_latents, *strides),
         ),
-        given,
+        arguments,
     )  # fmt: skip
     if units > 1:
         padded = row_blocks * TILE
@@ -173,7 +173,7 @@ def score(
     at_once = MANY_ROWS if many else ROWS
     of_q, of_w, row = [tokens * heads, dim], [tokens, heads], scores.stride(0)
 
-    def given() -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         queries = q_index.view(tokens * heads, dim)
         rows = TensorDescriptor(queries, of_q, [dim, 1], [heads, dim], BYTES)
         w_rows = TensorDescriptor(weights, of_w, [heads, 1], [1, heads], PLAIN)
@@ -188,5 +188,5 @@ def score(
             *(x.addresses[0], x.addresses[1], *x.addresses[2]),
             *(*shared.addresses, first, count, scores.data_ptr(), row, at_once),
         ),
-        given,
+        arguments,
     )

@@ -130,8 +130,8 @@ class Scoring(NamedTuple):
             launcher = Launcher(score_prompts_hopper, *last, num_warps=4)
         else:
             launcher = Launcher(index_scores, topk, constants, **options)
-        given = (stored, stored if scales is None else scales, strides)
-        addresses = (given[0].data_ptr(), given[1].data_ptr(), strides)
+        tensors = (stored, stored if scales is None else scales, strides)
+        addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), strides)
         bf16 = fp8_queries and not native
         where = pointers(cache.index)
-        return cls(launcher, where, given, addresses, constants, on_hopper, bf16)
+        return cls(launcher, where, tensors, addresses, constants, on_hopper, bf16)
