@@ -83,7 +83,7 @@ def measure_all(
         del inputs
         gc.collect()
         if number == 1:
-            gc.freeze()  # libraries, of which nothing will go: a collection takes a third of a second
+            gc.freeze()  # libraries stay: later collections pass over them
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
