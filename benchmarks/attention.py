@@ -19,10 +19,12 @@ from attn_core.formatting import near
 from attn_core.plugins.registry import load_plugins
 
 from benchmarks.cases import Case
+from benchmarks.compiling import Field, compile_kernels
 from benchmarks.contestant import Contestant, installed_version
 from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
 from benchmarks.peers.sharing import SHARING
+from benchmarks.regret_tune import part_of
 from benchmarks.results import FOLDER, Report, default_path
 from benchmarks.runner import DeviceLost, measure_all
 from benchmarks.suites import PHASES, SHARED, cases_of
@@ -49,6 +51,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/attention.….json)")
     add("--cases", default="", help="only cases whose name matches this pattern; needs --out")
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
+    add("--compile", action="store_true", help="call everyone once, untimed, in parallel, and end")
+    add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that write one file")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     return parser.parse_args(arguments)
 
@@ -120,12 +124,23 @@ def _output(*command: str) -> str | None:
 
 
 def _without_place(arguments: Sequence[str]) -> list[str]:
-    """Leave away where the results go: it says nothing of them."""
+    """Leave away where results go and which part they are: what is left is said of all."""
     left = list(arguments)
-    while "--out" in left:
-        at = left.index("--out")
-        del left[at : at + 2]
+    for option in ("--out", "--part"):
+        while option in left:
+            at = left.index(option)
+            del left[at : at + 2]
     return left
+
+
+def contestants_of(suite: str, name: str, device: str, names: str) -> tuple[Contestant, ...]:
+    """Return our backend and then the peers. Raises AttnError, and SystemExit as chosen_peers."""
+    peers, registry, on = chosen_peers(names, suite), load_plugins(), torch.device(device)
+    ours = our_backend(name, registry, on, shared_prefix=suite == SHARED)
+    if suite == SHARED:  # every request on its own, too
+        alone = our_backend(name, registry, on)
+        peers = (replace(alone, name=f"{name}-alone"), *peers)
+    return ours, *peers
 
 
 def device_name(device: torch.device) -> str:
@@ -147,16 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [c for c in cases_of(args.phase) if re.search(args.cases, c.name)]
     if not cases:
         raise SystemExit(f"no case of {args.phase} matches {args.cases!r}")
-    peers, path = chosen_peers(args.peers, args.phase), target(args, device_name(device))
-    shares = args.phase == SHARED
+    own = args.ours or ("triton" if device.type == "cuda" else "torch_native")
+    field = Field(contestants_of, (args.phase, own, args.device, args.peers))
     try:
-        name = args.ours or ("triton" if device.type == "cuda" else "torch_native")
-        ours = our_backend(name, load_plugins(), device, shared_prefix=shares)
-        if shares:  # every request on its own, too
-            alone = our_backend(name, load_plugins(), device)
-            peers = (replace(alone, name=f"{name}-alone"), *peers)
+        ours, *peers = field.make(*field.arguments)
     except AttnError as error:
         raise SystemExit(f"--ours: {error}") from None
+    path, (part, parts) = target(args, device_name(device)), args.part
+    if args.compile:
+        compile_kernels(cases, field, device, lambda line: print(line, flush=True))
+        return 0
     torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)
@@ -176,9 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = replace(report, notes=(f"not installed: {', '.join(missing)}",))
         print(report.notes[0], flush=True)
     code = 0
+
+    def keep() -> None:
+        if parts == 1:
+            report.save(path)
+        else:
+            report.join(path, [c.name for c in cases])
+
     try:
         for measured in measure_all(
-            cases,
+            cases[part - 1 :: parts],
             ours,
             lambda case: peers_of(case, peers),
             device=device,
@@ -189,10 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say=lambda line: print(line, flush=True),
         ):
             report = replace(report, cases=(*report.cases, measured))
-            report.save(path)  # what was measured survives whatever comes next
+            keep()  # what was measured survives whatever comes next
     except DeviceLost as lost:
         report = replace(report, notes=(*report.notes, str(lost)))
-        report.save(path)
+        keep()
         print(lost, file=sys.stderr)
         code = 1
     for ratio, measured in report.ranked[:5]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from attn_core.costs.store import locked
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 PATTERN = "attention.*.json"
@@ -127,6 +129,24 @@ class Report:
             )
             cases.append(replace(m, peers=m.peers + others))
         return replace(self, cases=tuple(cases))
+
+    def join(self, path: pathlib.Path, order: Sequence[str]) -> None:
+        """Write the report with the cases that other parts of the same run have written there.
+
+        order: the names of all cases. Another run's file is replaced.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            there, whole = load(path) if path.exists() else self, self
+            run = ("suite", "device", "versions", "command")
+            if all(getattr(there, name) == getattr(self, name) for name in run):
+                own = {m.name for m in self.cases}
+                cases = (*self.cases, *(m for m in there.cases if m.name not in own))
+                cases = tuple(sorted(cases, key=lambda m: order.index(m.name)))
+                whole = replace(
+                    there, cases=cases, notes=tuple(dict.fromkeys((*there.notes, *self.notes)))
+                )
+            whole.save(path)
 
     def save(self, path: pathlib.Path) -> None:
         """Write the report; best peers and ratios are added for whoever reads the JSON."""

@@ -82,6 +82,8 @@ def measure_all(
         yield measured
         del inputs
         gc.collect()
+        if number == 1:
+            gc.freeze()  # libraries stay: later collections pass over them
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

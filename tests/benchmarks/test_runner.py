@@ -9,6 +9,7 @@ import time
 import types
 
 import fake_peers
+import noting
 import pytest
 import torch
 from attn_core.plugins.registry import load_plugins
@@ -16,6 +17,7 @@ from small_cases import CASES
 
 from benchmarks import attention, timing
 from benchmarks.cases import build
+from benchmarks.compiling import Field, compile_kernels
 from benchmarks.contestant import Contestant
 from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
@@ -275,10 +277,43 @@ def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     assert "worst" in raw
 
 
+def test_parts_of_a_run_write_one_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "cases_of", lambda phase: CASES[:3])
+    monkeypatch.setattr(attention, "measure_ceilings", lambda timer, device: CEILINGS)
+    path = tmp_path / "out.json"
+    run = ["--device", "cpu", "--phase", "decode", "--peers", "none", "--out", str(path)]
+    assert attention.main([*run, "--part", "2/2"]) == 0
+    assert [m.name for m in load(path).cases] == [CASES[1].name]
+    assert attention.main([*run, "--part", "1/2"]) == 0
+    joined = load(path)
+    assert [m.name for m in joined.cases] == [c.name for c in CASES[:3]]
+    assert all(m.ours.counts for m in joined.cases)
+    whole = "python -m benchmarks.attention --device cpu --phase decode --peers none"
+    assert joined.command == whole
+    # another run's file is replaced
+    other = dataclasses.replace(joined, versions={"commit": "another"})
+    other.save(path)
+    dataclasses.replace(joined, cases=joined.cases[:1]).join(path, [c.name for c in CASES])
+    assert [m.name for m in load(path).cases] == [CASES[0].name]
+
+
+def test_everyone_is_called_before_anything_is_timed(tmp_path):
+    """Ours and PyTorch's with each case, others with the least of a kind; a fault ends nothing."""
+    cases = [CASES[0], dataclasses.replace(CASES[0], batch=1), CASES[2], CASES[4]]
+    field, said = Field(noting.make, (str(tmp_path), "ours,each,peer,faulty")), []
+    compile_kernels(cases, field, CPU, said.append)
+    wanted = {f"{name} {c.name}" for name in ("ours", "each") for c in (*cases[:3],)}
+    wanted |= {f"{name} {c.name}" for name in ("peer", "faulty") for c in cases[1:3]}
+    wanted.add(f"ours {CASES[4].name}")  # of a phase that no peer has
+    assert {x.name for x in tmp_path.iterdir()} == {x.replace("/", "-") for x in wanted}
+    assert said[-1] == f"compiled: {len(wanted)} of {len(wanted)} calls"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--device", "cpu", "--peers", "fa33"], "fa3"),
+        (["--device", "cpu", "--part", "3/2"], "2"),
         (["--device", "cpu", "--ours", "tritn"], "triton"),
         (["--device", "cpu", "--cases", "nothing such"], "no case"),
         *([] if torch.cuda.is_available() else [(["--phase", "decode"], "no GPU")]),

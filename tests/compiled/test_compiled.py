@@ -28,6 +28,7 @@ SPILLS |= {"prepare_gdn_hopper": 24, "prepare_gdn_ahead": 36, "scan_alone": 6}
 SPILLS |= {"fused_gdn_hopper": 16}
 # Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.
 SPILLS |= {("sm80", "prepare_gdn"): 34, ("sm80", "prepare_kda"): 6}
+SPILLS |= {("sm89", "prepare_gdn"): 28, ("sm89", "prepare_kda"): 18, ("sm89", "index_scores"): 4}
 SPILLS |= {("sm120", "prepare_gdn"): 2, ("sm120", "prepare_kda"): 13, ("sm100", "prepare_kda"): 6}
 SPILLS |= {("sm100", "scan_chunks"): 2}  # of keys of 64 channels
 # Addresses of checkpoints, and of the three tiles of keys and queries that KDA prepares.

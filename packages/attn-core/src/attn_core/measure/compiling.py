@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from attn_core.measure.spread import work
 SIZES, SIZES_OF_CPU = 12, 1
 MOST_PROCESSES = 24
 OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several run at a time
+_T = TypeVar("_T")
 
 
 def calls(todo: Sequence[Job], known: Profile, most_bytes: float, sizes: int = SIZES) -> list[Job]:
@@ -85,25 +87,8 @@ def _called(
         return
     context = multiprocessing.get_context("spawn")
     count = min(processes, len(listed))
-    with concurrent.futures.ProcessPoolExecutor(count, context, _begin) as pool:
+    with concurrent.futures.ProcessPoolExecutor(count, context, leave_cores) as pool:
         yield from in_turns(listed, lambda job: pool.submit(call_once, job, device, arch))
-
-
-def in_turns(listed: Sequence[Job], submit: Callable[[Job], Future[None]]) -> Iterator[None]:
-    """Submit every job; the first of each library alone, the others of it when that is done.
-
-    They would wait for the same compiler, and processes that wait compile nothing else.
-    """
-    rest: dict[object, list[Job]] = {}
-    for job in listed:
-        rest.setdefault(_library(job), []).append(job)
-    running = {submit(jobs.pop(0)): name for name, jobs in rest.items()}
-    while running:
-        done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-        for one in done:
-            for job in rest.pop(running.pop(one), []):
-                running[submit(job)] = None
-            yield one.result()
 
 
 def _library(job: Job) -> object:
@@ -113,7 +98,28 @@ def _library(job: Job) -> object:
     return name, form.kind, form.head_dim, form.store, size.phase, size.tree
 
 
-def _begin() -> None:
+def in_turns(
+    listed: Sequence[_T],
+    submit: Callable[[_T], Future[None]],
+    library: Callable[[Any], object] = _library,
+) -> Iterator[None]:
+    """Submit every job; the first of each library alone, the others of it when that is done.
+
+    They would wait for the same compiler, and processes that wait compile nothing else.
+    """
+    rest: dict[object, list[_T]] = {}
+    for job in listed:
+        rest.setdefault(library(job), []).append(job)
+    running = {submit(jobs.pop(0)): name for name, jobs in rest.items()}
+    while running:
+        done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+        for one in done:
+            for job in rest.pop(running.pop(one), []):
+                running[submit(job)] = None
+            yield one.result()
+
+
+def leave_cores() -> None:
     """Leave cores to the other processes' compilers: ninja's callers', and torch's own."""
     os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // OF_CORES)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

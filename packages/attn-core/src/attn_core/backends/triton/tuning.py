@@ -136,9 +136,12 @@ def decode_launch(
         launch = replace(launch, warps=8, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
-    if v_dim > 256 and arch.startswith(("sm120", "gfx")):
-        warps = 8 if arch == "sm120" and store_bytes == 1 else 4
+    small = arch in ("sm86", "sm89", "sm120")
+    if v_dim > 256 and (small or arch.startswith("gfx")):
+        warps = 8 if small and store_bytes == 1 else 4
         launch = replace(launch, block_m=16, block_n=32, warps=warps)
+    if v_dim > 256 and small:
+        launch = replace(launch, ctas_per_sm=1)  # two would not fit shared memory
     if v_dim > 256 and launch.block_m == 16 and arch in ("sm100", "sm103"):
         launch = replace(launch, block_n=32)  # beside 64 keys some registers spill
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
