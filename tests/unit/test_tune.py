@@ -233,7 +233,7 @@ def test_what_is_far_slower_six_times_in_a_row_is_measured_no_more(registry, mon
         done.append(names)
         keys = [Key(c.spec.name, c.digest, form, size) for c in candidates]
         costs = {k: Cost(us[k.backend], us[k.backend], us[k.backend], 0.0) for k in keys}
-        return costs, {}, 0.0
+        return costs, {}, Spent()
 
     monkeypatch.setattr(sessions, "run", run_)
     todo = [j for j in planned(fruit, grid=True) if j.size.phase == "decode"][:12]
@@ -324,13 +324,16 @@ def test_preparing_draws_once_checks_once_and_collects_nothing(registry, monkeyp
     )
     todo = planned(twin)
     inputs._drawn.cache_clear()
+    sampled, sample = [], inputs.sample
+    monkeypatch.setattr(inputs, "sample", lambda *x: sampled.append(sample(*x)) or sampled[-1])
     for module, name in ((torch, "randn"), (gc, "collect"), (inputs, "attend_request")):
         counted(module, name)
     steps, profile = run(todo)
     assert len(profile.costs) == 2 * len(todo) > 10
     assert calls["randn"] == 1  # of one dtype
     assert calls["collect"] == 0  # nothing refers to a shape that is done
-    requests = sum(len({0, job.size.requests // 2, job.size.requests - 1}) for job in todo)
+    assert len(sampled) == len(todo)  # once for all backends
+    requests = sum(map(len, sampled))
     assert calls["attend_request"] == 4 * requests  # fp32: the truth and three yardsticks
     assert len(steps) == len(todo)
 
@@ -347,7 +350,7 @@ def test_what_each_part_of_preparing_takes_is_told_apart(registry, monkeypatch):
     taken = step.spent.by_backend()
     names = {c.spec.name for c in step.job.candidates}
     assert taken.keys() == names | {"all"}
-    assert {*taken.pop("all")} == {"inputs", "rounds", "release"}
+    assert {*taken.pop("all")} == {"inputs", "compare", "rounds", "release"}
     assert {*taken["torch_native"]} == {"create", "plan", "first call", "check"}
     assert all(0.2 <= taken[name]["create"] < 20 for name in names)
 

@@ -38,6 +38,10 @@ class Candidate:
     def digest(self) -> str:
         return row_key(self.row)
 
+    def rounds(self, form: Form) -> bool:
+        """Say whether it rounds queries and probabilities to the FP8 of the cache."""
+        return self.row.quantizes_q_to_fp8 and form.store.startswith("fp8")
+
 
 @dataclass(frozen=True)
 class Job:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal, cast
 
 import torch
@@ -14,13 +17,14 @@ from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache
 from attn_core.cache.page_table import num_pages_for, slot_table
 from attn_core.cache.pool import KVPool
 from attn_core.costs.shapes import Form, Pass
+from attn_core.measure.answers import CHOSEN, Answers, Rows, Solve, Span, sample
 from attn_core.measure.spread import lengths
 from attn_core.ops.kv import read_kv
 from attn_core.ops.quant import to_fp8
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.testing.oracle import attend_request, tree_mask, yardstick
-from attn_core.testing.tolerance import Measure, require, within_budget
+from attn_core.testing.oracle import attend_request, tree_mask
+from attn_core.testing.tolerance import Measure, require
 
 MODES = {
     "prefill": ForwardMode.EXTEND,
@@ -28,35 +32,39 @@ MODES = {
     "verify": ForwardMode.TARGET_VERIFY,
 }
 SOFT_CAP = 30.0
-CHECKED = 4  # queries of each checked request
 DRAWN = (1 << 24) - 3  # values, then they repeat; no multiple of a row, so that no two are alike
 
 
 def bytes_of(form: Form, size: Pass) -> int:
-    """Return the bytes of a pass's K and V, and of its queries and output."""
+    """Return the bytes of a pass's K and V, of its new tokens, and of its queries and outputs."""
     heads, kv_heads = form.q_heads or 1, form.kv_heads or 1
     width = (form.head_dim or 1) + (0 if form.kind == "mla" else (form.v_head_dim or 1))
     stored = size.kv_tokens * kv_heads * width * TORCH_DTYPES[form.store].itemsize
-    return stored + 2 * size.queries * heads * width * TORCH_DTYPES[form.dtype].itemsize
+    new = size.queries * (2 * heads + kv_heads) * width * TORCH_DTYPES[form.dtype].itemsize
+    return stored + new
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
     """What every candidate is called with; the new tokens are in the pool already.
 
-    q [T, Hq, D]. parents: of the drafts of every request's tree. answers: what is right, by whether
-    it is rounded: of each checked request the rows of the output, the truth and the yardstick.
+    q [T, Hq, D]; k [T, Hkv, D] and v [T, Hkv, Dv] (None for MLA): the new tokens, which engines
+    hand over too. parents: of the drafts of every request's tree. answers: of sampled rows, by
+    whether the yardstick rounds. span: of all outputs that were checked.
     """
 
     form: Form
     size: Pass
     q: Tensor
+    k: Tensor
+    v: Tensor | None
     pool: KVPool
     cache: LayerCache
     batch: ForwardBatch
     layer: AttentionLayer
     parents: list[int] | None
-    answers: dict[bool, list[tuple[list[int], Tensor, Tensor]]] = field(default_factory=dict)
+    answers: dict[bool, Answers] = field(default_factory=dict)
+    span: Span = field(default_factory=Span)
 
     def poison(self) -> None:
         """Leave NaN in the block that the allocator hands out next for an output.
@@ -67,50 +75,62 @@ class Inputs:
         torch.full(shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
 
     def check(self, out: Tensor, *, rounds: bool) -> Measure:
-        """Compare some queries of some requests with the float64 oracle; raise CheckFailed.
+        """Compare sampled rows of an output with the float64 oracle; raise CheckFailed.
 
         rounds: the kernel rounds queries and probabilities to the store's FP8.
         """
         if rounds not in self.answers:
-            self.answers[rounds] = [*self._answers(rounds)]
-        out = out.view(-1, self.layer.num_q_heads, self.layer.v_head_dim)
-        require(bool(out.isfinite().all()), f"{self.size}: not all values are finite")
-        worst = Measure()
-        for rows, truth, plain in self.answers[rounds]:
-            got = out[torch.tensor(rows, device=out.device)]
-            one = within_budget(str(self.size), got, truth, plain, self.q.dtype)
-            worst = max(worst, one, key=lambda m: m.ratio)
-        return worst
+            keys, starts = self._lengths
+            counts = [b - a for a, b in pairwise(starts)]
+            rows = sample(f"{self.form}: {self.size}", keys, counts, self.form.page_size or 1)
+            self.answers[rounds] = self._answers(rows, rounds)
+        out = self._finite(out)
+        measure = self.answers[rounds].check(str(self.size), out)
+        self.span.add(out)
+        return measure
 
-    def _answers(self, rounds: bool) -> list[tuple[list[int], Tensor, Tensor]]:
-        starts = self.batch.cu_seqlens_q.tolist()
-        keys, found = self.batch.views["full"].seq_lens_host or (), []
+    def disputed(self) -> Rows:
+        """Return the row in which the outputs that passed the check differ most, if any does."""
+        return self.span.disputed(self._lengths[1])
+
+    def check_rows(self, out: Tensor, rows: Rows, *, rounds: bool) -> Measure:
+        """Compare disputed rows with the oracle; raise CheckFailed."""
+        answers = self._answers(rows, rounds, times=CHOSEN)
+        return answers.check(str(self.size), self._finite(out))
+
+    @cached_property
+    def _lengths(self) -> tuple[Sequence[int], list[int]]:
+        """Return the keys of each request, and where its queries begin."""
+        keys = self.batch.views["full"].seq_lens_host
+        assert keys is not None  # of a batch that build() made
+        return keys, self.batch.cu_seqlens_q.tolist()
+
+    def _finite(self, out: Tensor) -> Tensor:
+        require(bool(out.isfinite().all()), f"{self.size}: not all values are finite")
+        return out.view(-1, self.layer.num_q_heads, self.layer.v_head_dim)
+
+    def _answers(self, rows: Rows, rounds: bool, times: float = 1.0) -> Answers:
+        keys, starts = self._lengths
         table, layer = self.batch.views["full"].page_table, self.layer
         store = TORCH_DTYPES[self.form.store]
-        for b in sorted({0, self.size.requests // 2, self.size.requests - 1}):
-            n, s = starts[b + 1] - starts[b], keys[b]
-            picked = sorted({0, n - 1, *random.Random(b).sample(range(n), min(n, CHECKED - 2))})
-            slots = slot_table(table[b : b + 1], self.form.page_size or 1, s)[0]
+
+        def solver(b: int, queries: Sequence[int]) -> Solve:
+            slots = slot_table(table[b : b + 1], self.form.page_size or 1, keys[b])[0]
             k, v = read_kv(self.cache, slots, torch.float32)
-            v = k[..., : layer.v_head_dim] if v is None else v
+            values = k[..., : layer.v_head_dim] if v is None else v
             q = self.q[starts[b] : starts[b + 1]]
 
-            def solve(
-                dtype: torch.dtype, order: int, q: Tensor = q, k: Tensor = k, v: Tensor = v,
-                picked: list[int] = picked,
-            ) -> tuple[Tensor, Tensor]:  # fmt: skip
-                out, lse = attend_request(
-                    q, k, v, dtype=dtype, causal=True, scale=layer.scale,
+            def solve(dtype: torch.dtype, order: int) -> tuple[Tensor, Tensor]:
+                return attend_request(
+                    q, k, values, dtype=dtype, causal=True, scale=layer.scale,
                     window=layer.sliding_window, parents=self.parents, logit_cap=layer.logit_cap,
-                    sinks=layer.sinks, queries=picked, order=order,
+                    sinks=layer.sinks, queries=queries, order=order,
                     rounds=store if rounds and dtype != torch.float64 else None,
                 )  # fmt: skip
-                return out, lse
 
-            truth = solve(torch.float64, 0)
-            plain = yardstick(solve, self.q.dtype, truth)
-            found.append(([starts[b] + i for i in picked], truth[0], plain[0]))
-        return found
+            return solve
+
+        return Answers.of(rows, starts, solver, self.q.dtype, times=times)
 
 
 def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs:
@@ -169,16 +189,32 @@ def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs
     )
     q = torch.empty(size.queries, heads, d, dtype=TORCH_DTYPES[form.dtype], device=device)
     _fill(q, 0)
+    k, v = read_kv(cache, _new_slots(table, page, keys, queries), q.dtype)
     return Inputs(
         form=form,
         size=size,
         q=q,
+        k=k,
+        v=v,
         pool=pool,
         cache=cache,
         batch=batch,
         layer=layer,
         parents=parents,
     )
+
+
+def _new_slots(
+    table: Tensor, page_size: int, keys: Sequence[int], queries: Sequence[int]
+) -> Tensor:
+    """Return the token slots of all new tokens, int64 [T]; they end the keys of each request."""
+    counts = torch.tensor(queries, device=table.device)
+    request = torch.repeat_interleave(counts)
+    ends = torch.tensor(keys, device=table.device)[request]
+    behind = counts.cumsum(0)[request] - torch.arange(len(request), device=table.device)
+    at = ends - behind
+    page = table[request, at // page_size].long()
+    return page * page_size + at % page_size
 
 
 def _fill(store: Tensor, number: int) -> None:

@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from attn_core.measure.candidates import Candidate, Job
 from attn_core.measure.inputs import Inputs, build, bytes_of
 from attn_core.measure.spent import ALL, Spent
 from attn_core.measure.spread import work
-from attn_core.measure.timing import Call, clock_of, measure
+from attn_core.measure.timing import clock_of, measure
 from attn_core.runtime.backend import BackendConfig, create_backend
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
 from attn_core.testing.tolerance import CheckFailed
@@ -65,6 +66,7 @@ def session(
     """Yield every job when it is done, with what was measured; done jobs of `known` are left out.
 
     minutes: no job begins after them, or if it would, by what was measured so far, not end in time.
+    What compiles in between is not counted.
     """
     end = time.monotonic() + 60 * minutes
     clock, seen = clock_of(device), known
@@ -95,6 +97,7 @@ def session(
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         part = Profile(environment=environment, costs=costs, bad=bad, date=now)
         seen = seen.merged(part)
+        end += spent.compiling
         _count(slow, most, part)
         yield Step(job, part, spent=spent)
 
@@ -111,23 +114,24 @@ def run(
 ) -> tuple[dict[Key, Cost], dict[Key, str], Spent]:
     """Check every candidate on one shape and time those that are right, in turns.
 
-    Returns the times, who failed and why, and what took how long.
+    Where their outputs differ most, all are compared with the oracle. Returns the times, who failed
+    and why, and what took how long.
     """
     spent = Spent()
     with spent.on(ALL, "inputs"):
         inputs = build(form, size, device)
-    calls: dict[Key, Call] = {}
-    bad: dict[Key, str] = {}
+    named = {Key(c.spec.name, c.digest, form, size): c for c in candidates}
+    calls, bad = dict[Key, Callable[[], Tensor]](), dict[Key, str]()
     with torch.no_grad():
-        for c in candidates:
-            key = Key(c.spec.name, c.digest, form, size)
-            try:
+        for key, c in named.items():
+            with _noting(bad, key, c, device):
                 calls[key] = checked(c, inputs, arch, spent)
-            except CheckFailed as failure:
-                bad[key] = _short(f"wrong: {failure}")
-            except Exception as error:  # a plugin's code: what it raises is the finding
-                bad[key] = _short(f"{type(error).__name__}: {error}")
-                _usable(device, c, error)
+        with spent.on(ALL, "compare"):
+            rows = inputs.disputed()
+            for key in calls if rows else ():
+                with _noting(bad, key, named[key], device):
+                    inputs.check_rows(calls[key](), rows, rounds=named[key].rounds(form))
+        calls = {key: call for key, call in calls.items() if key not in bad}
         names = {str(i): key for i, key in enumerate(calls)}
         with spent.on(ALL, "rounds"):
             timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
@@ -138,18 +142,37 @@ def run(
     return {names[i]: cost for i, cost in timed.items()}, bad, spent
 
 
-def checked(candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent) -> Call:
+@contextmanager
+def _noting(
+    bad: dict[Key, str], key: Key, candidate: Candidate, device: torch.device
+) -> Iterator[None]:
+    """Note why a candidate failed, if it does; raise where it left the device unusable."""
+    try:
+        yield
+    except CheckFailed as failure:
+        bad[key] = _short(f"wrong: {failure}")
+    except Exception as error:  # a plugin's code: what it raises is the finding
+        bad[key] = _short(f"{type(error).__name__}: {error}")
+        _usable(device, candidate, error)
+
+
+def checked(
+    candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent
+) -> Callable[[], Tensor]:
     """Prepare a pass, call it once and return its call. Raises CheckFailed where it is wrong."""
     name, device = candidate.spec.name, inputs.pool.device
     call = prepare(candidate, inputs, arch, spent)
-    inputs.poison()
-    with spent.on(name, "first call"):
+
+    def first() -> Tensor:
+        inputs.poison()
         out = call()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+        return out
+
+    out = spent.settled(name, "first call", first)
     with spent.on(name, "check"):
-        fp8 = candidate.row.quantizes_q_to_fp8 and inputs.form.store.startswith("fp8")
-        inputs.check(out, rounds=fp8)
+        inputs.check(out, rounds=candidate.rounds(inputs.form))
     return call
 
 
@@ -176,13 +199,12 @@ def prepare(
     )
     refuse_layer(config, layer)
     refuse_drafts(config, batch)
-    with spent.on(candidate.spec.name, "create"):
-        backend = create_backend(candidate.spec, config)
-    with spent.on(candidate.spec.name, "plan"):
-        metadata = backend.init_forward_metadata(batch)
+    spec = candidate.spec
+    backend = spent.settled(spec.name, "create", lambda: create_backend(spec, config))
+    metadata = spent.settled(spec.name, "plan", lambda: backend.init_forward_metadata(batch))
 
     def call() -> Tensor:
-        out = backend.forward(inputs.q, None, None, layer, inputs.cache, batch, metadata)
+        out = backend.forward(inputs.q, inputs.k, inputs.v, layer, inputs.cache, batch, metadata)
         return out if isinstance(out, Tensor) else out[0]
 
     return call

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
+T = TypeVar("T")
 ALL = "all"  # in place of a backend: what is done once for all of them, as inputs and rounds are
+COMPILING = "compiling"
 SAID_S = 0.5
+LONG_S = 0.25  # what takes longer may have compiled something, and is done twice
 
 
 class Spent:
     """Seconds by backend and part.
 
-    Parts of a backend: create, plan, first call, check. Kernels that were not compiled before are
-    compiled in a first call, in some libraries in a plan.
+    Parts of a backend: create, plan, first call, check, and compiling: what the first time alone
+    takes of the first three, where a library compiles or loads kernels.
     """
 
     def __init__(self, seconds: Mapping[tuple[str, str], float] | None = None) -> None:
@@ -29,6 +33,25 @@ class Spent:
             yield
         finally:
             self.seconds[backend, part] += time.monotonic() - begin  # type: ignore[assignment]
+
+    def settled(self, backend: str, part: str, do: Callable[[], T]) -> T:
+        """Return what `do` returns; if it takes long, again, and the difference was compiling."""
+        begin = time.monotonic()
+        with self.on(backend, part):
+            found = do()
+        if (first := time.monotonic() - begin) > LONG_S:
+            begin = time.monotonic()
+            with self.on(backend, part):
+                found = do()
+            once = max(0.0, first - (time.monotonic() - begin))
+            self.seconds[backend, part] -= once  # type: ignore[assignment]
+            self.seconds[backend, COMPILING] += once  # type: ignore[assignment]
+        return found
+
+    @property
+    def compiling(self) -> float:
+        """The seconds of compiling and loading, of all backends."""
+        return sum(s for (_, part), s in self.seconds.items() if part == COMPILING)
 
     def add(self, other: Spent) -> None:
         """Add the seconds of another measurement."""

@@ -29,22 +29,35 @@ def visible_keys(
     parents: draft i hangs on draft parents[i] (-1: on the prefix); it sees the prefix, its
     ancestors and itself. A window W keeps the keys less than W positions before the query.
     """
+    row, rest = _seen(query, num_queries, num_keys, causal, window, parents)
+    return [*row, *rest]
+
+
+def _seen(
+    query: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    window: int | None,
+    parents: Sequence[int] | None,
+) -> tuple[range, list[int]]:
+    """Return the keys that a query sees: those that lie in a row, and those behind them."""
     if not causal:
-        return list(range(num_keys))
+        return range(num_keys), []
     prefix = num_keys - num_queries
     if parents is None:
         own = prefix + query
-        return list(range(0 if window is None else max(0, own - window + 1), own + 1))
+        return range(0 if window is None else max(0, own - window + 1), own + 1), []
 
     def path(draft: int) -> list[int]:
         return [] if draft < 0 else [*path(parents[draft]), draft]
 
     drafts = path(query)
     if window is None:
-        return [*range(prefix), *(prefix + i for i in drafts)]
+        return range(prefix), [prefix + i for i in drafts]
     first = prefix + len(drafts) - window  # position
     kept = [prefix + i for i in drafts if prefix + len(path(i)) - 1 >= first]
-    return [*range(max(0, first), prefix), *kept]
+    return range(min(max(0, first), prefix), prefix), kept
 
 
 def tree_mask(parents: Sequence[int]) -> Tensor:
@@ -192,22 +205,27 @@ def attend_request(
         dims = torch.randperm(q.shape[-1], generator=rng)
         q, k = q[..., dims], k[..., dims]
     rotations = q.unsqueeze(1) if dual_chunk is None else q  # [n, 1 or 3, Hq, D]
-    in_turn = [products_in_turn(x, k) for x in rotations.unbind(1)] if order == 1 else None
+    picks = range(n) if queries is None else queries
+    in_turn = None
+    if order == 1:
+        in_turn = [products_in_turn(x[[*picks]], k) for x in rotations.unbind(1)]
     outs, lses = [q.new_zeros(0, q.shape[-2], v.shape[2])], [q.new_zeros(0, q.shape[-2])]
-    for i in range(n) if queries is None else queries:
+    for number, i in enumerate(picks):
+        row, rest = range(0), []
         if selected is not None:
-            seen = selected[i].tolist()
+            rest = selected[i].tolist()
         else:
-            seen = visible_keys(i, n, s, causal=causal, window=window, parents=parents)
+            row, rest = _seen(i, n, s, causal, window, parents)
         picked: Tensor | slice
         if order > 1:
-            turns = torch.randperm(len(seen), generator=rng)
-            picked = torch.tensor(seen, dtype=torch.int64)[turns]
-        elif seen and seen == list(range(seen[0], seen[-1] + 1)):
-            picked = slice(seen[0], seen[-1] + 1)
+            seen = torch.tensor([*row, *rest], dtype=torch.int64)
+            picked = seen[torch.randperm(len(seen), generator=rng)]
+        elif not rest:
+            picked = slice(row.start, row.stop)
         else:
-            picked = torch.tensor(seen, dtype=torch.int64)
-        products = None if in_turn is None else [x[i][:, picked] for x in in_turn]
+            ends = torch.tensor(rest, dtype=torch.int64, device=k.device)
+            picked = torch.cat([torch.arange(row.start, row.stop, device=k.device), ends])
+        products = None if in_turn is None else [x[number][:, picked] for x in in_turn]
         if dual_chunk is not None:
             length = dual_chunk.chunk_len
             apart = (s - n + i) // length - torch.arange(s)[picked] // length
