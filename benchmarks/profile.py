@@ -1,8 +1,8 @@
-"""Write what a plugin ships as a measured profile: `python -m benchmarks.profile`.
+"""Write what a plugin ships as measured profiles: `python -m benchmarks.profile`.
 
-Its points are the timed shapes of the records of `benchmarks.attention` of one device, and what
-`attn tune --out` measured there (TUNED). A form of layers that was tuned has no points of records:
-both would not compare. `--check` fails if the file is another.
+The points of a device are the timed shapes of its records of `benchmarks.attention`, and what
+`attn tune --out benchmarks/results/tune.DEVICE.profile.json` measured there. A form of layers that
+was tuned has no points of records: both would not compare. `--check` fails if a file is another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
@@ -20,8 +20,10 @@ from attn_core.costs.store import read_profile
 from benchmarks.results import FOLDER, Measured, Report, load
 
 PROFILES = pathlib.Path(__file__).parent.parent / "packages/attn-nvidia/src/attn_nvidia/profiles"
-RECORDS = ("attention.nvidia-h200.grid.json", "attention.nvidia-h200.all.json")
-TUNED = "tune.nvidia-h200.json"  # optional
+RECORDS = {  # of benchmarks.attention, by device
+    "nvidia-h200": ("attention.nvidia-h200.grid.json", "attention.nvidia-h200.all.json"),
+    "nvidia-h100-80gb-hbm3": (),
+}
 BACKENDS = ("fa3", "flashinfer", "triton")  # the others take too few of these shapes
 VERSIONS = ("torch", "triton", "attn-core", "sglang-kernel", "flashinfer-python")
 PHASES = {"prefill": "prefill", "extend": "prefill", "decode": "decode", "fp8": "decode"}
@@ -69,29 +71,30 @@ def costs(cases: Iterator[Measured]) -> Iterator[tuple[Key, Cost]]:
             yield Key(name, "", form_of(case), size_of(case)), cost
 
 
-def tuned() -> Profile:
+def tuned(device: str) -> Profile:
     """Return what `attn tune` measured on the device, if that is recorded."""
-    path = FOLDER / TUNED
+    path = FOLDER / f"tune.{device}.profile.json"
     return read_profile(path) if path.exists() else Profile()
 
 
-def profile(reports: Mapping[str, Report], own: Profile) -> Profile:
-    """Return the profile of one device, from its records by file name and what was tuned there."""
-    (device,) = {report.device for report in reports.values()}
-    cases = {case.name: case for report in reports.values() for case in report.cases}
-    newest = max(reports.values(), key=lambda report: report.date)
-    versions = {name: newest.versions.get(name) for name in VERSIONS}
-    environment = {"device": device} | {k: v for k, v in versions.items() if v}
+def profile(reports: Sequence[Report], own: Profile) -> Profile:
+    """Return the profile of one device, from its records and from what was tuned there."""
+    cases = {case.name: case for report in reports for case in report.cases}
+    newest = max(reports, key=lambda report: report.date, default=None)
+    named: Mapping[str, str | None] = own.environment
+    if newest is not None:
+        named = {**newest.versions, "device": newest.device}
+    environment = {name: x for name in ("device", *VERSIONS) if (x := named.get(name))}
     shared = {k: v for k, v in own.environment.items() if k in environment}
     if differs := Profile(environment=environment).differences(shared) if shared else []:
-        raise SystemExit(f"{TUNED} is of another environment: {'; '.join(differs)}")
+        raise SystemExit(f"what was tuned is of another environment: {'; '.join(differs)}")
     forms = {key.form for key in own.costs}
     recorded = {k: c for k, c in costs(iter(cases.values())) if k.form not in forms}
     return Profile(
         environment=environment,
         costs={**recorded, **own.costs},
         bad=own.bad,
-        date=max(newest.date, own.date),
+        date=max(own.date, newest.date if newest else ""),
     )
 
 
@@ -101,20 +104,29 @@ def text_of(made: Profile) -> str:
     return text.replace('{"backend"', '\n{"backend"') + "\n"
 
 
+def shipped() -> Iterator[tuple[pathlib.Path, str]]:
+    """Yield each profile that the records make: its path in attn-nvidia, and its text."""
+    for device, names in RECORDS.items():
+        made = profile([load(FOLDER / name) for name in names], tuned(device))
+        if made.costs:
+            yield PROFILES / f"{device}.json", text_of(made)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     args = parser.parse_args()
-    path = PROFILES / "nvidia-h200.json"
-    text = text_of(profile({name: load(FOLDER / name) for name in RECORDS}, tuned()))
-    if args.check:
-        same = path.exists() and path.read_text() == text
-        print(f"{path.name} is {'what' if same else 'not what'} the records say")
-        return 0 if same else 1
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    print(f"wrote {path}: {text.count(chr(10))} lines")
-    return 0
+    same = True
+    for path, text in shipped():
+        if args.check:
+            equal = path.exists() and path.read_text() == text
+            print(f"{path.name} is {'what' if equal else 'not what'} the records say")
+            same = same and equal
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            print(f"wrote {path}: {text.count(chr(10))} lines")
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
