@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.memory import zeros
 from attn_core.runtime.backend import AttentionBackend, BackendConfig
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -111,7 +112,7 @@ def mla_case(batch: int, length: int, heads: int) -> Case:
     latents = torch.randn(batch, 1, length, dim, dtype=torch.bfloat16)
     pages = batch * length // PAGE
     table = (torch.randperm(pages) + 1).view(batch, -1).int()
-    pool = torch.full((pages + 1, PAGE, 1, dim), torch.nan, dtype=torch.bfloat16)
+    pool = zeros((pages + 1, PAGE, 1, dim), torch.bfloat16, "cpu").fill_(torch.nan)
     pool[table.flatten().long()] = latents.reshape(pages, PAGE, 1, dim)
     layer = AttentionLayer(
         layer_id=0, num_q_heads=heads, num_kv_heads=1, head_dim=dim, v_head_dim=LATENT, scale=scale

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from attn_core.backends.torch_native.backend import TorchNative
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.memory import zeros
 from attn_core.runtime.backend import AttentionBackend, BackendConfig
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -96,7 +97,7 @@ def paged(
 
     def pool(x: Tensor) -> Tensor:
         rows = x.transpose(1, 2).reshape(pages, page_size, shape.kv_heads, shape.head_dim)
-        out = torch.full((pages + 1, *rows.shape[1:]), torch.nan, dtype=x.dtype)
+        out = zeros((pages + 1, *rows.shape[1:]), x.dtype, "cpu").fill_(torch.nan)
         out[table.flatten().long()] = rows
         return out
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
 
 from attn_core.cache.layer_cache import (
     FP4_BLOCK,
@@ -18,6 +17,7 @@ from attn_core.cache.layer_cache import (
     Scale,
     latent_bytes,
 )
+from attn_core.cache.memory import zeros
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
 
@@ -109,24 +109,20 @@ class KVPool:
             check_latents(layer)
         shape = (pages, size, heads) if self.layout == "NHD" else (pages, heads, size)
 
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            with torch.inference_mode(False):  # passes of either mode write it
-                return torch.zeros(shape, dtype=dtype, device=self.device)
-
         store, per_byte = TORCH_DTYPES[self.kv_cache_dtype], 2 if fp4 else 1
-        kv = [zeros((*shape, d // per_byte), store) for d in dims]
+        kv = [zeros((*shape, d // per_byte), store, self.device) for d in dims]
         if packed:
             size_of_token = latent_bytes(layer.head_dim, layer.v_head_dim)
-            kv = [zeros((*shape, size_of_token), torch.uint8)]
-        blocks = [zeros((*shape, d // FP4_BLOCK), torch.float8_e4m3fn) for d in dims if fp4]
+            kv = [zeros((*shape, size_of_token), torch.uint8, self.device)]
+        blocks = [
+            zeros((*shape, d // FP4_BLOCK), torch.float8_e4m3fn, self.device) for d in dims if fp4
+        ]
         index, own = None, self._index_layers is None or layer.layer_id in self._index_layers
         if self.index_dim and own:
             fp8 = self.index_dtype == "fp8_e4m3"
-            index = (
-                zeros((pages, size * (self.index_dim + SCALE_BYTES)), torch.uint8)
-                if fp8
-                else zeros((pages, size, self.index_dim), TORCH_DTYPES[self.index_dtype])
-            )
+            keys = (size * (self.index_dim + SCALE_BYTES),) if fp8 else (size, self.index_dim)
+            index_store = torch.uint8 if fp8 else TORCH_DTYPES[self.index_dtype]
+            index = zeros((pages, *keys), index_store, self.device)
         return LayerCache(
             k=kv[0],
             v=kv[1] if len(kv) > 1 else None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.cache.memory import zeros
 from attn_core.errors import UsageError
 
 CHUNK_SIZE = 64  # new tokens of a request between two checkpoints of its state
@@ -118,20 +119,19 @@ class StatePool:
         hk, hv, k, v, g = _dims(first)
         slots, n = (len(layers), num_slots), num_drafts
 
-        def zeros(*dims: int, store: str = "fp32") -> Tensor:
-            with torch.inference_mode(False):  # passes of either mode write it
-                return torch.zeros(*slots, *dims, dtype=TORCH_DTYPES[store], device=device)
+        def states(*dims: int, store: str = "fp32") -> Tensor:
+            return zeros((*slots, *dims), TORCH_DTYPES[store], device)
 
         c = conv_channels
         self._own(
             [x.layer_id for x in layers],
             StateCache(
-                state=zeros(hv, v, k, store=dtype),
-                u=zeros(n, hv, v) if n else None,
-                k=zeros(n, hk, k) if n else None,
-                g=zeros(n, *g) if n else None,
-                conv=zeros(c, conv_width - 1, store=conv_dtype) if c else None,
-                conv_drafts=zeros(n, c, store=conv_dtype) if c and n else None,
+                state=states(hv, v, k, store=dtype),
+                u=states(n, hv, v) if n else None,
+                k=states(n, hk, k) if n else None,
+                g=states(n, *g) if n else None,
+                conv=states(c, conv_width - 1, store=conv_dtype) if c else None,
+                conv_drafts=states(n, c, store=conv_dtype) if c and n else None,
             ),
         )
 
