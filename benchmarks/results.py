@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attn_core.costs.store import locked
-
 FOLDER = pathlib.Path(__file__).parent / "results"
 PATTERN = "attention.*.json"
 SCHEMA = 1
@@ -135,6 +133,8 @@ class Report:
 
         order: the names of all cases. Another run's file is replaced.
         """
+        from attn_core.costs.store import locked  # whoever reads results has no attn_core
+
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
             there, whole = load(path) if path.exists() else self, self

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 from attn_core import cli  # noqa: E402
+from attn_core.cache.memory import zeros
 from attn_core.cli import generate as generate_module  # noqa: E402
 from attn_core.errors import OutOfPagesError, UsageError  # noqa: E402
 from attn_core.integrations.transformers import chat as chat_module  # noqa: E402
@@ -580,17 +581,16 @@ def test_memory_that_is_short_ends_the_text_and_keeps_it(
     monkeypatch.setattr("attn_core.integrations.transformers.paged_cache._SLACK", 4)
     text, pieces = load(model, page_size=4), []
     prompt = encode(text.tokenizer, PROMPT, chat=False)
-    zeros = torch.zeros
 
-    def short(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if "device" in kwargs and len(pieces) > 3:
+    def short(*args: Any) -> torch.Tensor:
+        if len(pieces) > 3:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return zeros(*args, **kwargs)
+        return zeros(*args)
 
-    monkeypatch.setattr(torch, "zeros", short)
-    with pytest.raises(OutOfPagesError, match="does not fit on cpu"):
-        list(generate(text, prompt, pieces.append, max_new_tokens=60))
-    monkeypatch.setattr(torch, "zeros", zeros)
+    with monkeypatch.context() as patched:
+        patched.setattr("attn_core.cache.pool.zeros", short)
+        with pytest.raises(OutOfPagesError, match="does not fit on cpu"):
+            list(generate(text, prompt, pieces.append, max_new_tokens=60))
     assert len(pieces) > 3
     assert expected_text(model, PROMPT, 60).startswith("".join(pieces))
 

@@ -27,7 +27,7 @@ def flags_at(address):
     return []
 
 
-@pytest.mark.parametrize("dtype", {*TORCH_DTYPES.values(), torch.uint8}, ids=str)
+@pytest.mark.parametrize("dtype", dict.fromkeys([*TORCH_DTYPES.values(), torch.uint8]), ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 70_000])
 def test_a_cache_is_zeros(dtype, tokens):
     cache = zeros((tokens, 2, 32), dtype, "cpu")

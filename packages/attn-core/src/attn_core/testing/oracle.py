@@ -46,8 +46,8 @@ def _seen(
         return range(num_keys), []
     prefix = num_keys - num_queries
     if parents is None:
-        own = prefix + query
-        return range(0 if window is None else max(0, own - window + 1), own + 1), []
+        end = max(0, prefix + query + 1)  # of more queries than keys, the first see none
+        return range(0 if window is None else max(0, end - window), end), []
 
     def path(draft: int) -> list[int]:
         return [] if draft < 0 else [*path(parents[draft]), draft]
