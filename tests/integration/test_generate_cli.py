@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 from attn_core import cli  # noqa: E402
-from attn_core.cache.memory import zeros
+from attn_core.cache.memory import zeros  # noqa: E402
 from attn_core.cli import generate as generate_module  # noqa: E402
 from attn_core.errors import OutOfPagesError, UsageError  # noqa: E402
 from attn_core.integrations.transformers import chat as chat_module  # noqa: E402
