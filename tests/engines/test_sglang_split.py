@@ -39,8 +39,8 @@ class Engine:
     """One rank: its backend, and the new tokens of each pass, alike on all ranks."""
 
     def __init__(self, rank, size, page, backend="torch_native"):
-        os.environ["ATTN_PREFILL_ATTENTION_BACKEND"] = "torch_native"
-        os.environ["ATTN_DECODE_ATTENTION_BACKEND"] = backend
+        named = {"PREFILL": "torch_native", "DECODE": backend}
+        variables = {f"ATTN_{role}_ATTENTION_BACKEND": name for role, name in named.items()}
         torch.manual_seed(0)
         self.rank, self.size, self.heads = rank, size, HEADS // size
         self.module = attention(heads=self.heads, kv_heads=1, dim=DIM)
@@ -48,7 +48,10 @@ class Engine:
         self.run = runner([self.module], pool, page * size, dcp_size=size)
         self.run.page_size = page
         self.run.model_config.get_total_num_kv_heads = lambda: 1
-        with mock.patch.object(choice, "load_plugins", interpreted):
+        with (
+            mock.patch.dict(os.environ, variables),
+            mock.patch.object(choice, "load_plugins", interpreted),
+        ):
             self.backend = AttnCoreBackend(self.run)
 
     def tokens(self, made, seed):

@@ -292,6 +292,7 @@ def runner(modules, requests, **args):
         device="cpu",
         dtype=torch.float32,
         is_draft_worker=False,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace()),
         req_to_token_pool=requests,
         token_to_kv_pool=None,
         model=torch.nn.ModuleList(modules),
