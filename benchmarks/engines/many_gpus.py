@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.engines.cases import Case, Configuration
-from benchmarks.engines.models import EAGLE_DRAFT, LLAMA_8B, LLAMA_8B_MQA
+from benchmarks.engines.models import EAGLE_DRAFT, LLAMA_8B, LLAMA_8B_MQA, QWEN3_8B
 
 TREES = {
     "speculative_num_draft_tokens": 8,
@@ -74,8 +74,8 @@ _SIXTEEN = Case(kind="decode", batch=16, length=4096, must=0.98, aim=1.00)
 MANY_GPUS: Mapping[str, Configuration] = {
     **_tensor_parallel(2, (_ONE, _SIXTEEN)),
     "dp2": Configuration(
-        title="Llama-3.1-8B shape, bf16, data-parallel attention on 2 GPUs",
-        model=LLAMA_8B,
+        title="Qwen3-8B shape with 32 layers, bf16, data-parallel attention on 2 GPUs",
+        model=QWEN3_8B,  # SGLang's Llama has no data-parallel attention
         peers=("fa3", "flashinfer", "triton"),
         arguments={"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
         cases=_LONG,

@@ -32,9 +32,9 @@ def pool_bytes(configuration: Configuration) -> int:
 
 
 def gigabytes(configuration: Configuration) -> float:
-    """Return what an engine takes of each GPU; infinite for models other than plain Llamas."""
+    """Return what an engine takes of each GPU; infinite where layers are not like a Llama's."""
     model = configuration.model
-    if model["model_type"] != "llama":
+    if model["model_type"] not in ("llama", "qwen3"):
         return math.inf
     hidden, layers = model["hidden_size"], model["num_hidden_layers"]
     heads = 2 * (model["num_attention_heads"] + model["num_key_value_heads"])  # q, o, k, v

@@ -36,6 +36,15 @@ LLAMA_8B: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 LLAMA_8B_MQA: Mapping[str, Any] = {**LLAMA_8B, "num_key_value_heads": 1}
+QWEN3_8B: Mapping[str, Any] = {  # without the 4 layers more that Qwen3-8B has
+    **LLAMA_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "intermediate_size": 12288,
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+}
 LLAMA_TINY: Mapping[str, Any] = {
     **LLAMA_8B,
     "hidden_size": 64,

@@ -31,23 +31,30 @@ from benchmarks.engines.configurations import OURS
 from benchmarks.engines.processes import kill, last_error
 from benchmarks.engines.run import LOGS
 from benchmarks.engines.run import device as gpu_name
-from benchmarks.engines.sglang_engine import QUIET, SHARED, ranks_arguments
+from benchmarks.engines.sglang_engine import QUIET, SHARED, ports, ranks_arguments
 from benchmarks.results import FOLDER, slug
 
 ONE = "one"  # GPU
 ONE_HEAD = "one-kv-head"  # one GPU, and one KV head of the model
+ONE_QWEN3 = "one-qwen3"  # SGLang's Llama has no data-parallel attention, its Qwen3 has
 KINDS: Mapping[str, Mapping[str, Any]] = {
     ONE: {},
     "tp": {"tp_size": 2},
     "dp": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "pp": {"pp_size": 2, "disable_overlap_schedule": True},
     ONE_HEAD: {},
+    ONE_QWEN3: {},
     "dcp": {"tp_size": 2, "dcp_size": 2},
 }
 PEER = "fa3"
 # SGLang's fa3 does not split keys, and its ranks only share keys of KV heads that all of them have
 PEERS = {ONE_HEAD: "triton", "dcp": "triton"}
-ONES = {"dcp": ONE_HEAD}
+ONES = {"dcp": ONE_HEAD, "dp": ONE_QWEN3}
+MODELS: Mapping[str, Mapping[str, Any]] = {  # kind of one GPU → what differs from the soak's model
+    ONE: {},
+    ONE_HEAD: {"num_key_value_heads": 1},
+    ONE_QWEN3: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
 SPLIT = ("tp", "dp", "pp", "dcp")
 LENGTHS = (1, 700, 3, 64, 257, 1500, 5, 128)
 NEW = 24  # greedy tokens of each prompt
@@ -79,7 +86,7 @@ def arguments(kind: str, backend: str, model: str, device: str, number: int) -> 
         "sampling_backend": "pytorch",
         "decode_log_interval": 10000,
         "log_level": "info",
-        "port": 31000 + 500 * number,
+        **ports(number),
         "base_gpu_id": number % 2 if kind not in SPLIT else 0,
         **KINDS[kind],
         **ranks_arguments(KINDS[kind]),
@@ -154,10 +161,15 @@ def judge(kind: str, ours: Difference, peers: Difference, what: str) -> list[str
     return wrong
 
 
+def one_gpu(kind: str) -> str:
+    """Return the kind of one GPU that has the model of a kind."""
+    return kind if kind in MODELS else ONES.get(kind, ONE)
+
+
 def engines(kind: str) -> list[Named]:
     """Return the engines that a kind needs: on one GPU and on two, ours and the peer's."""
     pair = (OURS, PEERS.get(kind, PEER))
-    return [(k, backend) for k in (ONES.get(kind, ONE), kind) for backend in pair]
+    return [(k, backend) for k in (one_gpu(kind), kind) for backend in pair]
 
 
 def rows(
@@ -263,17 +275,16 @@ def compare(args: argparse.Namespace) -> int:
     path = args.out or FOLDER / f"sglang-parallel.{slug(gpu)}.json"
     end, made = time.monotonic() + args.seconds, []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
-        models = {kind: pathlib.Path(folder, kind) for kind in (ONE, ONE_HEAD)}
+        models = {kind: pathlib.Path(folder, kind) for kind in MODELS}
         for kind, model in models.items():
             model.mkdir()
-            heads = CONFIG["num_key_value_heads"] if kind == ONE else 1
-            write_model(model, {**CONFIG, "num_key_value_heads": heads}, seed=1)
+            write_model(model, {**CONFIG, **MODELS[kind]}, seed=1)
         runs = {
             (kind, backend): pool.submit(
                 run_one,
                 kind,
                 backend,
-                models[ONE_HEAD if kind in PEERS else ONE],
+                models[one_gpu(kind)],
                 number,
                 end,
                 args,

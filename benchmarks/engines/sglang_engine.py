@@ -38,10 +38,15 @@ def ranks_arguments(named: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def first_port() -> int:
-    """Return a port that engines on other GPUs of the host, started beside these, do not take."""
+def ports(number: int) -> dict[str, int]:
+    """Return the ports of an engine, the number-th among those started together on its GPUs.
+
+    Engines on other GPUs of the host take others. All are below those that Linux hands out itself:
+    SGLang picks a free one for NCCL and opens it later, when another engine may have taken it.
+    """
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    return 31000 + 4000 * (int(gpu) % 8 if gpu.isdigit() else 0)
+    first = 10000 + 2800 * (int(gpu) % 8 if gpu.isdigit() else 0) + 280 * number
+    return {"port": first, "nccl_port": first + 260}  # data parallel ranks take first + 233 to 239
 
 
 def arguments(
@@ -73,7 +78,7 @@ def arguments(
     if beside is not None:
         tokens = pool_tokens(configuration)
         shared = {"max_total_tokens": tokens, "mem_fraction_static": 0.9}  # of what is left
-        found |= {**shared, "port": first_port() + 500 * beside}
+        found |= {**shared, **ports(beside)}
     if configuration.draft_model is not None:
         draft = write(folder, "draft", configuration.draft_model)
         found["speculative_draft_model_path"] = draft

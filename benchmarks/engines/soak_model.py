@@ -42,11 +42,11 @@ def write_model(folder: pathlib.Path, config: dict[str, Any], seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes(config).items():
-        if len(shape) == 1:
-            weights[name] = torch.ones(shape, dtype=dtype)
-            continue
         # queries and keys are sharper, so that a token attends to few others
-        gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+        gain = 2.0 if any(f"{x}_{y}" in name for x in "qk" for y in ("proj", "norm")) else 1.0
+        if len(shape) == 1:
+            weights[name] = torch.full(shape, gain, dtype=dtype)
+            continue
         scale = 1.0 if "embed" in name else gain * shape[1] ** -0.5
         weights[name] = (torch.randn(shape, generator=generator) * scale).to(dtype)
     (folder / "config.json").write_text(json.dumps(config))
@@ -54,7 +54,7 @@ def write_model(folder: pathlib.Path, config: dict[str, Any], seed: int) -> None
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of every weight of a Llama."""
+    """Return name → shape of every weight of a Llama or a Qwen3."""
     hidden, inner, vocabulary = (
         config[k] for k in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -73,5 +73,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }
+        if config["model_type"] == "qwen3":
+            of_layer |= {f"self_attn.{x}_norm": (config["head_dim"],) for x in "qk"}
         found |= {f"model.layers.{layer}.{n}.weight": shape for n, shape in of_layer.items()}
     return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}

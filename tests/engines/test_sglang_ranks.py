@@ -49,22 +49,34 @@ def test_prompts_split_over_ranks_are_refused_by_their_flag():
         AttnCoreBackend(run)
 
 
+def test_a_pool_with_other_heads_than_the_layers_is_refused():
+    """Data-parallel attention with a model whose class splits its heads over all ranks."""
+    from attn_core.integrations.sglang.backend import AttnCoreBackend
+
+    with pytest.raises(UnsupportedError, match="has 2 KV heads on this rank, and SGLang's pool 4"):
+        AttnCoreBackend(runner([attention()], mha_pool(heads=4), 1))
+
+
 @pytest.mark.long
 def test_two_ranks_answer_as_one(tmp_path, engine_environment):
-    """Whole servers, with tensor and with pipeline parallelism: prompts and greedy tokens."""
+    """Whole servers, split by heads, layers and requests: prompts and greedy tokens."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32}
-    write_model(tmp_path, {**CONFIG, **shape, "torch_dtype": "float32"}, seed=1)
     script, found = pathlib.Path(__file__).parents[1] / "support/engine_ranks.py", {}
-    for kind in (parallel.ONE, "tp", "pp"):
-        out = tmp_path / f"{kind}.json"
-        command = [sys.executable, str(script), kind, OURS, str(tmp_path), str(out)]
+    for kind in (parallel.ONE, "tp", "pp", parallel.ONE_QWEN3, "dp"):
+        one = parallel.one_gpu(kind)
+        out, model = tmp_path / f"{kind}.json", tmp_path / one
+        if kind == one:
+            model.mkdir()
+            config = {**CONFIG, **shape, **parallel.MODELS[one], "torch_dtype": "float32"}
+            write_model(model, config, seed=1)
+        command = [sys.executable, str(script), kind, OURS, str(model), str(out)]
         done = subprocess.run(
             command, env=engine_environment, capture_output=True, text=True, timeout=900
         )
         assert out.exists(), done.stderr[-3000:]
         found[kind] = json.loads(out.read_text())
-    for kind in ("tp", "pp"):
-        apart = parallel.difference(found[parallel.ONE], found[kind])
+    for kind in ("tp", "pp", "dp"):
+        apart = parallel.difference(found[parallel.one_gpu(kind)], found[kind])
         assert apart["worst"] < 1e-3
         assert not apart["not_finite"]
         assert apart["compared"] > 1000

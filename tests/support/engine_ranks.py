@@ -13,8 +13,9 @@ import sys
 import sglang.srt.utils.common  # noqa: F401  # patched below
 import torch
 from engine_logits import without_own_kernels
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-from benchmarks.engines.parallel import ONE, serve_one
+from benchmarks.engines.parallel import KINDS, serve_one
 
 
 def without_pinning(function):
@@ -29,11 +30,13 @@ def without_pinning(function):
 without_own_kernels()
 torch.Tensor.pin_memory = lambda self, *args, **named: self
 torch.tensor, torch.empty = map(without_pinning, (torch.tensor, torch.empty))
+for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # registered for devices alone
+    setattr(GroupCoordinator, name, getattr(GroupCoordinator, f"_{name}"))
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
 
 
 if __name__ == "__main__":
     kind, backend, model, out = sys.argv[1:]
-    if kind not in (ONE, "pp"):  # SGLang binds each rank's threads to cores
+    if "tp_size" in KINDS[kind]:  # SGLang binds each rank's threads to cores
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     pathlib.Path(out).write_text(json.dumps(serve_one(kind, backend, model, "cpu", 0)))

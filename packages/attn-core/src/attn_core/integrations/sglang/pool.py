@@ -77,6 +77,7 @@ class EnginePool:
         stores = [self.pool.get_key_buffer(layer.layer_id)]
         if not self.is_latent:
             stores.append(self.pool.get_value_buffer(layer.layer_id))
+            check_heads(layer, stores[0].shape[-2])
         pages = [x.view(-1, self.page_size, *x.shape[-2:]) for x in stores]
         self._layers[layer.layer_id] = LayerCache(
             k=pages[0],
@@ -98,6 +99,20 @@ class EnginePool:
         if self.pool.layer_transfer_counter is not None:
             self.pool.get_key_buffer(layer_id)
         return self._layers[layer_id]
+
+
+def check_heads(layer: AttentionLayer, heads: int) -> None:
+    """Raise UnsupportedError for a pool that SGLang made for other KV heads than the layer's.
+
+    With data-parallel attention every rank's pool has all heads. SGLang's class of the model may
+    still split them over the ranks: its Llama does (0.5.16), its Qwen3 does not.
+    """
+    if heads != layer.num_kv_heads:
+        raise UnsupportedError(
+            f"layer {layer.layer_id} has {layer.num_kv_heads} KV heads on this rank, and SGLang's "
+            f"pool {heads} (attn_core serves equal counts): the model splits its heads over all "
+            "ranks, also under --enable-dp-attention; start without that flag"
+        )
 
 
 def scale_of(module: Any, name: str) -> float:
