@@ -61,7 +61,7 @@ FIXED: Mapping[str, tuple[Case, ...]] = {
     ),
     "prefill": tuple(
         Case(phase="prefill", batch=b, length=s, queries=None)
-        for b, s in ((1, 1024), (1, 4096), (1, 16384), (16, 1024), (4, 4096))
+        for b, s in ((1, 1024), (1, 4096), (1, 16384), (1, 24000), (16, 1024), (4, 4096))
     ),
     "extend": tuple(
         Case(phase="extend", batch=b, length=s, queries=n, page_size=page)
@@ -69,7 +69,8 @@ FIXED: Mapping[str, tuple[Case, ...]] = {
         for page in (1, 16, 64, 128)
     ),
     "mla": tuple(
-        _mla("mla", heads, b, s)
+        replace(_mla("mla", heads, b, s), kv_dtype=store)
+        for store in ("bf16", "fp8_e4m3")
         for heads in (128, 16)
         for b, s in ((1, 4096), (16, 4096), (64, 8192))
     ),

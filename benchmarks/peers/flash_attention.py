@@ -17,6 +17,12 @@ def _no_trees(case: Case) -> str:
     return "tree masks (takes causal masks)" if case.tree else ""
 
 
+def _fa3_refuses(case: Case) -> str:
+    if case.kind == "mla" and case.kv_dtype != case.dtype:
+        return f"latents in {case.kv_dtype} (takes {case.dtype})"
+    return _no_trees(case)
+
+
 def _fa3(inputs: Inputs) -> Call:
     module = importlib.import_module("sgl_kernel.flash_attn")
     case, batch, cache = inputs.case, inputs.batch, inputs.cache
@@ -96,7 +102,7 @@ FA3 = Contestant(
     module="sgl_kernel.flash_attn",
     phases=frozenset({"decode", "verify", "prefill", "extend", "mla", "mla-verify", "fp8"}),
     prepare=_fa3,
-    refuses=_no_trees,
+    refuses=_fa3_refuses,
 )
 FA4 = Contestant(
     name="fa4",

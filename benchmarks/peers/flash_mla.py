@@ -38,6 +38,8 @@ def _prepare(inputs: Inputs) -> Call:
 
 
 def _refuses(case: Case) -> str:
+    if case.kv_dtype != case.dtype:
+        return f"latents in {case.kv_dtype} (this call takes {case.dtype})"
     return "" if case.page_size == PAGE else f"page_size {case.page_size} (takes {PAGE})"
 
 

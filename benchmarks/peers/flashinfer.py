@@ -133,6 +133,10 @@ def _no_trees(case: Case) -> str:
     return "tree masks (fa2 alone takes them)" if case.tree else ""
 
 
+def _no_fp8(case: Case) -> str:
+    return "" if case.kv_dtype == case.dtype else f"latents in {case.kv_dtype} (fa3 alone)"
+
+
 def _mla(backend: str) -> Callable[[Inputs], Call]:
     def prepare(inputs: Inputs) -> Call:
         case, csr = inputs.case, _csr(inputs)
@@ -185,5 +189,5 @@ FLASHINFER: tuple[Contestant, ...] = (
     _contestant("fa3", _PREFILL, _prefill("fa3"), _no_trees),
     _contestant("fa2", _PREFILL, _prefill("fa2")),
     _contestant("mla-fa3", _LATENT, _mla("fa3")),
-    _contestant("mla-fa2", _LATENT, _mla("fa2")),
+    _contestant("mla-fa2", _LATENT, _mla("fa2"), _no_fp8),
 )
