@@ -199,3 +199,11 @@ class KernelSharedInnerGroupNotMerged(Edited):
     kernel = merge.merge_splits
     before = "tl.static_range(1, 3)"
     after = "tl.static_range(1, 2)"
+
+
+class KernelRowsOfTheFirstBlock(Edited):
+    """Every block of a request's rows attends for the rows of the first one."""
+
+    kernel = decode.decode_splits
+    before = "row = row_block * BM + tl.arange(0, BM)"
+    after = "row = tl.arange(0, BM)"
