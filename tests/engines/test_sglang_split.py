@@ -97,7 +97,7 @@ class Engine:
                 continue
             made = Pass(DECODE, (*ROWS, 0), (*prefix, 0), (*new, 1))
             batch = made.batch(self.run)
-            batch.out_cache_loc[-1] = 0
+            batch.out_cache_loc = batch.out_cache_loc[:-1]  # SGLang does not pad these
             backend.init_forward_metadata_out_graph(batch)
             out = self.attend(made, batch, seed)
             for name, view in backend.planned[0].views.items():

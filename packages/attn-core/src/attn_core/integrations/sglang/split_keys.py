@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attn_core.errors import UnsupportedError
 from attn_core.integrations.sglang.page_tables import Tables
@@ -76,6 +77,7 @@ class SplitPasses(PassBuilder):
         """Return the new tokens' slots on this rank; those of other ranks write the dummy slot."""
         slots = engine_batch.out_cache_loc[:num_tokens].long()
         slots = torch.where(slots % self.size == self.rank, slots // self.size, 0)
+        slots = pad(slots, (0, num_tokens - len(slots)))  # padded requests write it, too
         if static is None or static.window_slots is None:
             return slots
         return static.window_slots[:num_tokens].copy_(slots)
