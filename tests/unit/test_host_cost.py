@@ -95,13 +95,13 @@ class Chain:
         """Write index keys and select."""
         x = SimpleNamespace(**{**vars(self), **changes})
         index = (x.q_index, x.k_index, x.weights)
-        return self.dispatcher.index_topk(*index, self.layer, self.batch, self.metadata)
+        return self.dispatcher.index_topk(*index, self.layer, self.batch, x.metadata)
 
     def attend(self, chosen, **changes):
         """Write latents and attend to a selection."""
         x = SimpleNamespace(**{"out": None, "return_lse": False, **vars(self), **changes})
         return self.dispatcher.forward(
-            x.q, x.k, None, self.layer, self.batch, self.metadata,
+            x.q, x.k, None, self.layer, self.batch, x.metadata,
             out=x.out, return_lse=x.return_lse, topk_indices=chosen,
         )  # fmt: skip
 
@@ -131,6 +131,10 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
             chosen = chain.select()
         assert launches.names(slow=False) == SELECTED
         assert ran.names == ["empty"] * 3, "the selection, scores, candidates"
+        with Operators() as ran:
+            chain.select()
+        assert launches.names(slow=False) == SELECTED
+        assert ran.names == ["empty"], "layers of a pass share their scratch"
         with Operators() as ran:
             chain.attend(chosen)
         assert launches.names(slow=False) == ATTENDED[way]
@@ -239,12 +243,13 @@ def test_devices_have_launchers_of_their_own(launches, monkeypatch):
 
 
 def test_threads_share_a_backend(launches):
-    """Each has its own scratch; a launcher that two make at once is made twice, no more."""
+    """Each has a plan, so its own scratch; what two make at once is made twice, no more."""
     chain = Chain()
+    plans = [chain.dispatcher.init_forward_metadata(chain.batch) for _ in range(4)]
 
     def passes(thread):
         for _ in range(20):
-            chain.attend(chain.select())
+            chain.attend(chain.select(metadata=plans[thread]), metadata=plans[thread])
 
     at_once(passes)
     expected = collections.Counter(SELECTED + ATTENDED["bf16"])

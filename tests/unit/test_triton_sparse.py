@@ -181,7 +181,7 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
 @pytest.mark.parametrize("span", [128, 256])
 def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
     """Tokens of some requests pass by keys, or spans of keys by one; no more is written."""
-    monkeypatch.setattr(launch, "SPAN", span)
+    monkeypatch.setattr(scoring, "SPAN", span)
     rng, topk, heads, dim = torch.Generator().manual_seed(3), 16, 3, 32
     seen, tokens = [300, 40], sum(queries)
     keys = torch.randn(24, PAGE, dim, generator=rng).to(torch.float8_e4m3fn)

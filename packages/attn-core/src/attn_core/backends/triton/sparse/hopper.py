@@ -1,7 +1,4 @@
-"""Launch Hopper's kernels of sparse MLA: scores of prompts, and latent decode over selections.
-
-In the latter each query is a request, and each slot a page.
-"""
+"""Launch Hopper's latent decode over selections: each query is a request, and each slot a page."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.hopper.common import AttentionConfig
@@ -25,20 +21,13 @@ from attn_core.backends.triton.portable.arguments import (
     Store,
 )
 from attn_core.backends.triton.sparse.gather import counted, decoded
-from attn_core.backends.triton.sparse.passes import SparsePass
-from attn_core.backends.triton.sparse.scoring import Scoring
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.launcher import Launcher, MapOf, alike
 from attn_core.ops.triton.merge import Merge, launch_merge
 from attn_core.runtime.layer import AttentionLayer
 
-__all__ = ["attend", "decoded", "score", "takes"]
+__all__ = ["attend", "decoded", "takes"]
 TILE = 64  # query heads, and keys of a block
-SCORED_KEYS = 256  # of a program
-ROWS, MANY_ROWS = 64, 256  # queries that pass by them, where there are few programs and many
-MANY_PROGRAMS = 1024
-BYTES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-PLAIN = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def takes(q: Tensor, layer: AttentionLayer, cache: LayerCache) -> bool:
@@ -155,38 +144,3 @@ def _attending(
         ROW_BLOCKS=row_blocks, BLOCKS_PER_UNIT=per_unit, BATCH_INVARIANT=True,
     )  # fmt: skip
     return Launcher(decode_mla_hopper, Scales(layer.scale, 1.0, 1.0), config, num_warps=4)
-
-
-def score(
-    x: Scoring,
-    q_index: Tensor,
-    weights: Tensor,
-    inputs: SparsePass,
-    scores: Tensor,
-    first: int,
-    count: int,
-) -> None:
-    """Do what launch.score does, where `on_hopper` says so."""
-    (tokens, heads, dim), shared = q_index.shape, inputs.arguments
-    columns = -(-inputs.longest // SCORED_KEYS)
-    many = -(-count // MANY_ROWS) * columns >= MANY_PROGRAMS
-    at_once = MANY_ROWS if many else ROWS
-    of_q, of_w, row = [tokens * heads, dim], [tokens, heads], scores.stride(0)
-
-    def arguments() -> tuple[Any, ...]:
-        queries = q_index.view(tokens * heads, dim)
-        rows = TensorDescriptor(queries, of_q, [dim, 1], [heads, dim], BYTES)
-        w_rows = TensorDescriptor(weights, of_w, [heads, 1], [1, heads], PLAIN)
-        numbers = (first, count, scores, row, at_once)
-        return rows, w_rows, x.keys[0], x.keys[1], *x.keys[2], *shared.values, *numbers
-
-    x.launcher.launch(
-        (-(-count // at_once), columns, 1),
-        (
-            MapOf(q_index.data_ptr(), (tokens * heads, dim), (dim, 1)),
-            MapOf(weights.data_ptr(), (tokens, heads), (heads, 1)),
-            *(x.addresses[0], x.addresses[1], *x.addresses[2]),
-            *(*shared.addresses, first, count, scores.data_ptr(), row, at_once),
-        ),
-        arguments,
-    )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
-from attn_core.backends.triton.sparse.passes import SparsePass
-from attn_core.backends.triton.sparse.scoring import Scoring
-from attn_core.backends.triton.sparse.selecting import VECTOR, select, selecting
+from attn_core.backends.triton.sparse.passes import MOST_KEPT, SparsePass
+from attn_core.backends.triton.sparse.scoring import Scores, Scoring
+from attn_core.backends.triton.sparse.selecting import VECTOR, Step, selecting, steps
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
 from attn_core.cache.layer_cache import LayerCache, split_latents
 from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
@@ -19,8 +20,6 @@ from attn_core.runtime.layer import AttentionLayer
 
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
 FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
-SPAN = 1024  # keys that pass by one query at most
-PROGRAMS = 1024  # that score, at the least
 
 
 class AttendConstants(NamedTuple):
@@ -49,6 +48,17 @@ class AttendConstants(NamedTuple):
     SCALES_TOKEN: int
 
 
+class _Selection(NamedTuple):
+    """How a pass selects for queries of one form: the launches of some queries at a time.
+
+    scored_by: the key of Scoring in a cache. form: that of Scoring; -1 without scores.
+    """
+
+    scored_by: tuple[str, int]
+    form: int
+    parts: list[tuple[Scores | None, list[Step]]]
+
+
 def index_topk(
     q_index: Tensor,
     weights: Tensor,
@@ -62,19 +72,58 @@ def index_topk(
 
     arch: of the device, as in BackendConfig.
     """
-    tokens, longest, device = q_index.shape[0], inputs.longest, q_index.device
-    chosen = torch.empty(tokens, topk, dtype=torch.int32, device=device)
+    key = (
+        "index_topk", topk, q_index.shape, q_index.stride(), alike(q_index), weights.stride(),
+        alike(weights),
+    )  # fmt: skip
+    chosen = torch.empty(q_index.shape[0], topk, dtype=torch.int32, device=q_index.device)
+    scoring: Scoring | None = None
+    found: _Selection | None = inputs.kept.get(key)
+    if found is not None and found.form >= 0:
+        scoring = cache.launchers.get(found.scored_by)
+        if scoring is None or moved(scoring.pointers) or scoring.form != found.form:
+            found = None
+    if found is None:
+        found, scoring = _selection(key, q_index, weights, cache, inputs, chosen, arch)
+    for scores, steps_ in found.parts:
+        if scores is not None and scoring is not None:
+            scoring.run(scores, q_index, weights)
+        for step in steps_:
+            step.run(chosen)
+    return chosen
+
+
+def _selection(
+    key: Hashable,
+    q_index: Tensor,
+    weights: Tensor,
+    cache: LayerCache,
+    inputs: SparsePass,
+    chosen: Tensor,
+    arch: str | None,
+) -> tuple[_Selection, Scoring | None]:
+    """Return the launches for queries of one form, and how they are scored in this cache.
+
+    The pass keeps them with their scratch, unless that is large.
+    """
+    (tokens, topk), longest = chosen.shape, inputs.longest
     columns = -(-max(1, longest) // 64) * 64  # whole cache lines
     rows = max(1, min(tokens, MOST_SCORES // columns))
     shape = (rows, columns) if longest > topk else (1, VECTOR)
-    scores = torch.empty(shape, dtype=torch.float32, device=device)
-    how, page_size = selecting(inputs.queries), cache.page_size
+    scores = torch.empty(shape, dtype=torch.float32, device=chosen.device)
+    how, scoring, parts = selecting(inputs.queries), None, []
+    of = (q_index, weights, inputs, scores, topk, arch)
+    if longest > topk:
+        scoring = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
     for first in range(0, tokens, rows):
-        count = min(rows, tokens - first)
-        if longest > topk:
-            score(q_index, weights, cache, inputs, scores, first, count, topk, arch=arch)
-        select(scores, first, count, inputs, chosen, how, page_size=page_size)
-    return chosen
+        span = (first, min(rows, tokens - first))
+        launch = scoring and scoring.scores(q_index, weights, inputs, scores, *span)
+        selects = steps(scores, *span, inputs, chosen, how, page_size=cache.page_size)
+        parts.append((launch, selects))
+    found = _Selection(Scoring.key(*of), -1 if scoring is None else scoring.form, parts)
+    if scores.nbytes <= MOST_KEPT:
+        inputs.kept[key] = found
+    return found, scoring
 
 
 def score(
@@ -94,29 +143,7 @@ def score(
     Of queries that see at most topk keys there are none.
     """
     x = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
-    if x.bf16:
-        q_index = q_index.to(torch.bfloat16)
-    if x.on_hopper:
-        from attn_core.backends.triton.sparse import hopper  # other chips may lack what it imports
-
-        hopper.score(x, q_index, weights, inputs, scores, first, count)
-        return
-    span, columns = x.constants.BN, inputs.longest
-    if x.constants.BT == 1:  # as few as give every multiprocessor some programs
-        span = max(span, min(SPAN, columns * count // PROGRAMS // span * span))
-    strides, shared = (*q_index.stride()[:2], weights.stride(0)), inputs.arguments
-    row = scores.stride(0)
-    x.launcher.launch(
-        (-(-count // x.constants.BT), -(-columns // span), 1),
-        (
-            q_index.data_ptr(), *strides[:2], weights.data_ptr(), strides[2], *x.addresses,
-            *shared.addresses, count, first, scores.data_ptr(), row, span,
-        ),
-        lambda: (
-            q_index, *strides[:2], weights, strides[2], *x.keys,
-            *shared.values, count, first, scores, row, span,
-        ),
-    )  # fmt: skip
+    x.run(x.scores(q_index, weights, inputs, scores, first, count), q_index, weights)
 
 
 class _Attending(NamedTuple):

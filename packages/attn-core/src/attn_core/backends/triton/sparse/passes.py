@@ -9,6 +9,8 @@ from torch import Tensor
 from attn_core.ops.triton.launcher import Arguments, alike, numbered
 from attn_core.runtime.batch import CacheView
 
+MOST_KEPT = 1 << 26  # bytes of a tensor of scratch that a pass keeps between its layers
+
 
 class SparsePass:
     """What all layers of a view read in a pass.
@@ -18,9 +20,10 @@ class SparsePass:
     All its tensors are on one device.
     arguments: the page table, the stride of its rows, seq_lens, cu_seqlens_q and requests.
     key: of what Triton specialises of these. longest: an upper bound of the keys of a request.
+    kept: what layers with inputs of one form share, scratch included: they run one after another.
     """
 
-    __slots__ = ("arguments", "key", "launchers", "longest", "queries")
+    __slots__ = ("arguments", "kept", "key", "launchers", "longest", "queries")
 
     def __init__(
         self,
@@ -38,3 +41,4 @@ class SparsePass:
         self.longest = view.max_seq_len
         self.queries = queries
         self.launchers: dict[Any, Any] = {} if launchers is None else launchers
+        self.kept: dict[Any, Any] = {}
