@@ -133,7 +133,9 @@ def test_a_selection_in_parts(processors):
         slots[row, :count] = torch.randperm(480, generator=rng)[:count].int()
     out, lse = torch.full((4, 3, 32), torch.nan), torch.full((4, 3), torch.nan)
     cache = LayerCache(k=latents, v=None)
-    launch.attend(q, layer, cache, slots, out, lse, processors=processors)
+    more = {"processors": processors, "launchers": {}}
+    attention = launch.Attention.of(q, layer, cache, slots, out, lse, **more)
+    attention.run(q, cache, slots, out, lse)
     for row, count in enumerate(counts):
         keys = latents.view(-1, 48)[slots[row, :count].long()].double()
         scores = q[row].double() @ keys.T * 0.2
@@ -218,33 +220,45 @@ def on_hopper(monkeypatch):
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from attn_core.backends.triton.sparse import hopper
 
-    ways, create, portable = [], TritonSparse.__init__, launch.attend
+    ways, create, portable = [], TritonSparse.__init__, launch.Attention.of
 
-    def gathered(q, layer, latents, slots, out, lse, *, processors, launchers):
-        tokens = torch.arange(len(slots) + 1, dtype=torch.int32)
-        counts, order, first = gather.counted(slots, 3, launchers)[:, : len(tokens)]
-        assert torch.equal(counts[:-1], (slots >= 0).sum(1).int())
-        assert torch.equal(order, tokens)
-        assert torch.equal(first, 3 * tokens)
-        assert latents.dtype is q.dtype
-        ways.append("gathered")
-        cache = LayerCache(k=latents, v=None)
-        portable(q, layer, cache, slots, out, lse, processors=processors)
+    class Gathered:
+        """Attends as Hopper's kernel does, over what a source brings."""
 
-    def decoded(*args):
-        ways.append("decoded")
-        return gather.decoded(*args)
+        def __init__(self, layer, source, more):
+            self.layer, self.source, self.more = layer, source, more
+            source.units = 3
+
+        def run(self, q, cache, topk_indices, out, lse):
+            latents, slots, counts, _ = self.source.bring(cache, topk_indices)
+            tokens = torch.arange(len(slots) + 1, dtype=torch.int32)
+            counts, order, first = counts[:, : len(tokens)]
+            assert torch.equal(counts[:-1], (slots >= 0).sum(1).int())
+            assert counts[-1] == 0
+            assert torch.equal(order, tokens)
+            assert torch.equal(first, 3 * tokens)
+            assert latents.dtype is q.dtype
+            if type(self.source) is gather.Selected:
+                ways.append("decoded")
+            ways.append("gathered")
+            cache = LayerCache(k=latents, v=None)
+            attention = portable(q, self.layer, cache, slots, out, lse, **self.more)
+            attention.run(q, cache, slots, out, lse)
+
+        @classmethod
+        def of(cls, q, layer, source, latents, slots, out, lse, **more):
+            return cls(layer, source, more)
 
     def attend(*args, **more):
         ways.append("portable")
-        portable(*args, **more)
+        return portable(*args, **more)
 
     def init(self, config):
         create(self, config)
-        self._hopper = SimpleNamespace(takes=hopper.takes, attend=gathered, decoded=decoded)
+        self._hopper = SimpleNamespace(takes=hopper.takes, Attention=Gathered)
 
     monkeypatch.setattr(TritonSparse, "__init__", init)
-    monkeypatch.setattr(launch, "attend", attend)
+    monkeypatch.setattr(launch.Attention, "of", attend)
     return ways
 
 
