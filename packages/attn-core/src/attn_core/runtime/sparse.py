@@ -161,13 +161,13 @@ def check_indexer(
             f"index_topk: layer {layer.layer_id} has index_topk {layer.index_topk}, the chosen row "
             f"of {config.name} is of kind {config.row.kind!r} (expected a number and 'dsa')"
         )
-    tokens = batch.num_tokens
-    if q_index.dim() != 3 or q_index.shape[0] != tokens or q_index.stride(-1) != 1:
+    tokens, shape = batch.num_tokens, q_index.shape
+    if len(shape) != 3 or shape[0] != tokens or q_index.stride(-1) != 1:
         raise BatchError(
             f"layer {layer.layer_id}: q_index {list(q_index.shape)} (expected [{tokens}, index "
             "heads, index dim], its last dimension dense)"
         )
-    _, heads, dim = q_index.shape
+    _, heads, dim = shape
     if weights.shape != (tokens, heads) or weights.dtype != torch.float32:
         raise BatchError(
             f"layer {layer.layer_id}: weights {weights.dtype} {list(weights.shape)} (expected "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,16 +190,19 @@ class TritonSparse(AttentionBackend):
             refuse_call(self.config, return_lse=return_lse, sparse=True)
         if not batch.num_tokens:
             return empty_attention(q, layer, out, return_lse)
-        tokens, heads = q.shape[:2]
-        out = q.new_empty(tokens, heads, layer.v_head_dim) if out is None else out
+        shape = tokens, heads, _ = q.shape
+        of_out: Hashable = None
+        if out is None:
+            out = q.new_empty(tokens, heads, layer.v_head_dim)
+        else:
+            of_out = (out.stride(), alike(out))
         lse = metadata.unread_lse
         if return_lse or lse.shape != (tokens, heads):
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         kept = self._view(layer, batch, metadata).inputs.kept
         key = (
-            "attend", q.shape, q.stride(), alike(q), _stored(cache), topk_indices.shape,
-            topk_indices.stride(0), alike(topk_indices), out.stride(), alike(out), alike(lse),
-            layer.scale, layer.v_head_dim,
+            "attend", shape, q.stride(), alike(q), of_out, _stored(cache), topk_indices.shape,
+            topk_indices.stride(0), alike(topk_indices), layer.scale, layer.v_head_dim,
         )  # fmt: skip
         attention = kept.get(key)
         if attention is None:

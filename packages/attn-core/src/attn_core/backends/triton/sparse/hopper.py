@@ -20,7 +20,7 @@ from attn_core.backends.triton.portable.arguments import (
     Scales,
     Store,
 )
-from attn_core.backends.triton.sparse.gather import Source
+from attn_core.backends.triton.sparse.gather import Brought, Source
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.launcher import Launcher, MapOf, alike
 from attn_core.ops.triton.merge import Merge
@@ -132,38 +132,40 @@ class Attention(NamedTuple):
         """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H]."""
         if self.copies:
             q = q.clone(memory_format=torch.contiguous_format)
-        latents, slots, counts, at_counts = self.source.bring(cache, topk_indices)
-        rows, of_out, (tokens, row, strides) = self.rows, self.of_out, self.numbers
+        brought = self.source.bring(cache, topk_indices)
+        rows, (tokens, row, strides) = self.rows, self.numbers
+        latents, slots, _, (at_lengths, at_ends, at_indptr) = brought
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         at_partial = self.at_partial or (at_lse, at_lse)
-        at_lengths, at_ends, at_indptr = at_counts
-
-        def parts() -> tuple[Tensor, Tensor]:
-            if (partial := self.partial) is None:
-                return lse, lse
-            states = partial.numel() // (out.shape[2] + 1)
-            return partial[:-states], partial[-states:]
-
-        def tensors() -> tuple[Any, ...]:
-            descriptor = TensorDescriptor(q, [*rows], [rows[1], 1], [TILE, PANEL], SWIZZLED)
-            lengths, ends, indptr = counts
-            return (
-                descriptor, Outputs(out, lse, *of_out), Partials(*parts()),
-                Requests(ends, lengths, slots), indptr, indptr, tokens, row,
-                Store(latents, *strides),
-            )  # fmt: skip
-
         self.launcher.launch(
             (self.programs, 1, 1),
             (
-                MapOf(q.data_ptr(), rows, (rows[1], 1)), (at_out, at_lse, *of_out), at_partial,
+                MapOf(q.data_ptr(), rows, (rows[1], 1)), (at_out, at_lse, *self.of_out), at_partial,
                 (at_ends, at_lengths, slots.data_ptr()), at_indptr, at_indptr, tokens, row,
                 (latents.data_ptr(), *strides),
             ),
-            tensors,
+            lambda: self._tensors(q, brought, out, lse),
         )  # fmt: skip
         if self.merge is not None:
-            self.merge.run((*at_partial, at_out, at_lse), lambda: (*parts(), out, lse))
+            addresses = (*at_partial, at_out, at_lse)
+            self.merge.run(addresses, lambda: (*self._parts(out, lse), out, lse))
+
+    def _tensors(self, q: Tensor, brought: Brought, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        """Return the arguments with tensors."""
+        latents, slots, (lengths, ends, indptr), _ = brought
+        rows, (tokens, row, strides) = self.rows, self.numbers
+        return (
+            TensorDescriptor(q, [*rows], [rows[1], 1], [TILE, PANEL], SWIZZLED),
+            Outputs(out, lse, *self.of_out), Partials(*self._parts(out, lse)),
+            Requests(ends, lengths, slots), indptr, indptr, tokens, row, Store(latents, *strides),
+        )  # fmt: skip
+
+    def _parts(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs and LSE of the units."""
+        if (partial := self.partial) is None:
+            return lse, lse
+        states = partial.numel() // (out.shape[2] + 1)
+        return partial[:-states], partial[-states:]
 
 
 def _attending(
