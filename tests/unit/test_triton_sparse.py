@@ -200,7 +200,7 @@ def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
     w = torch.randn(tokens, heads, generator=rng)
     inputs = SparsePass(view, ends, requests, queries=max(queries))
     scores = torch.full((tokens, 300), torch.nan)
-    assert scoring.Scoring.of(q, w, cache, inputs, scores, topk, "sm90").constants.NATIVE
+    assert scoring.Scoring.of(q, w, cache, inputs, scores, topk, "sm90")[1].constants.NATIVE
     launch.score(q, w, cache, inputs, scores, 0, tokens, topk, arch="sm90")
     for t in range(tokens):
         r = int(requests[t])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.scoring import IndexStrides, Scores
-from attn_core.ops.triton.launcher import Arguments, Launcher, MapOf
+from attn_core.ops.triton.launcher import Launcher, MapOf
 
 SCORED_KEYS = 256  # of a program
 ROWS, MANY_ROWS = 64, 256  # queries that pass by them, where there are few programs and many
@@ -27,13 +26,13 @@ def scorer(
     return Launcher(score_prompts_hopper, *last, num_warps=4)
 
 
-def scores(longest: int, shared: tuple[Any, ...], scores: Tensor, first: int, count: int) -> Scores:
-    """Return the launch of some queries. shared: what all layers of a pass are given."""
-    columns = -(-longest // SCORED_KEYS)
+def scores(inputs: SparsePass, scores: Tensor, first: int, count: int) -> Scores:
+    """Return the launch of some queries."""
+    columns = -(-inputs.longest // SCORED_KEYS)
     many = -(-count // MANY_ROWS) * columns >= MANY_PROGRAMS
     at_once = MANY_ROWS if many else ROWS
-    grid = (-(-count // at_once), columns, 1)
-    return Scores(grid, Arguments(*shared, first, count, scores, scores.stride(0), at_once))
+    behind = (first, count, scores, scores.stride(0), at_once)
+    return Scores((-(-count // at_once), columns, 1), inputs.arguments.between((), behind))
 
 
 def score(launcher: Launcher, launch: Scores, q_index: Tensor, weights: Tensor) -> None:

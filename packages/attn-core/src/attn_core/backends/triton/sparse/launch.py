@@ -120,15 +120,15 @@ def _selection(
     shape = (rows, columns) if longest > topk else (1, VECTOR)
     scores = torch.empty(shape, dtype=torch.float32, device=chosen.device)
     how, scoring, parts = selecting(inputs.queries), None, []
-    of = (q_index, weights, inputs, scores, topk, arch)
+    scored_by = ("", 0)
     if longest > topk:
-        scoring = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
+        scored_by, scoring = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
     for first in range(0, tokens, rows):
         span = (first, min(rows, tokens - first))
         launch = scoring and scoring.scores(q_index, weights, inputs, scores, *span)
         selects = steps(scores, *span, inputs, chosen, how, page_size=cache.page_size)
         parts.append((launch, selects))
-    found = _Selection(Scoring.key(*of), -1 if scoring is None else scoring.form, parts)
+    found = _Selection(scored_by, -1 if scoring is None else scoring.form, parts)
     if scores.nbytes <= MOST_KEPT:
         inputs.kept[key] = found
     return found, scoring
@@ -150,7 +150,7 @@ def score(
 
     Of queries that see at most topk keys there are none.
     """
-    x = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
+    _, x = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
     x.run(x.scores(q_index, weights, inputs, scores, first, count), q_index, weights)
 
 

@@ -86,34 +86,24 @@ class Scoring(NamedTuple):
         scores: Tensor,
         topk: int,
         arch: str | None,
-    ) -> Scoring:
-        """Return what is kept with the cache, or choose kernel and tiles.
+    ) -> tuple[tuple[str, int], Scoring]:
+        """Return what is kept with the cache and its key, or choose kernel and tiles.
 
         scores: where they are written. arch: of the device, as in BackendConfig.
         """
-        key = cls.key(q_index, weights, inputs, scores, topk, arch)
+        rows = next((n for n in TOKENS if n >= inputs.queries), TOKENS[-1])
+        by_tma = rows == TOKENS[-1] and q_index.is_contiguous() and weights.is_contiguous()
+        tiles = (inputs.queries > 1, rows, by_tma)
+        of = (
+            inputs.key, tiles, topk, arch, q_index.shape[1:], q_index.stride(), alike(q_index),
+            weights.stride(0), alike(weights), alike(scores),
+        )  # fmt: skip
+        key = ("score", numbered(of))
         kept: Scoring | None = cache.launchers.get(key)
         if kept is None or moved(kept.pointers):
-            tiles = _tiles(q_index, weights, inputs.queries)
             kept = cls._choose(q_index, weights, cache, topk, arch, *tiles)
             cache.launchers[key] = kept
-        return kept
-
-    @staticmethod
-    def key(
-        q_index: Tensor,
-        weights: Tensor,
-        inputs: SparsePass,
-        scores: Tensor,
-        topk: int,
-        arch: str | None,
-    ) -> tuple[str, int]:
-        """Return the key by which a cache keeps it."""
-        of = (
-            inputs.key, _tiles(q_index, weights, inputs.queries), topk, arch, q_index.shape[1:],
-            q_index.stride(), alike(q_index), weights.stride(0), alike(weights), alike(scores),
-        )  # fmt: skip
-        return "score", numbered(of)
+        return key, kept
 
     def scores(
         self,
@@ -125,9 +115,9 @@ class Scoring(NamedTuple):
         count: int,
     ) -> Scores:
         """Return the launch for queries and weights like these, from `first` on."""
-        columns, shared = inputs.longest, inputs.arguments.values
+        columns = inputs.longest
         if self.on_hopper:
-            launch: Scores = _hopper().scores(columns, shared, scores, first, count)
+            launch: Scores = _hopper().scores(inputs, scores, first, count)
             return launch
         if self.bf16:
             q_index = q_index.to(torch.bfloat16)
@@ -137,7 +127,7 @@ class Scoring(NamedTuple):
         grid = (-(-count // self.constants.BT), -(-columns // span), 1)
         strides = (*q_index.stride()[:2], weights.stride(0))
         numbers = (count, first, scores, scores.stride(0), span)
-        return Scores(grid, Arguments(*strides, *shared, *numbers))
+        return Scores(grid, inputs.arguments.between(strides, numbers))
 
     def run(self, launch: Scores, q_index: Tensor, weights: Tensor) -> None:
         """Launch it."""
@@ -193,13 +183,6 @@ class Scoring(NamedTuple):
         bf16 = fp8_queries and not native
         form = numbered((constants, on_hopper, bf16))
         return cls(launcher, pointers(cache.index), constants, on_hopper, bf16, form)
-
-
-def _tiles(q_index: Tensor, weights: Tensor, queries: int) -> tuple[bool, int, bool]:
-    """Say whether requests have several queries, how many pass by keys, and whether TMA may."""
-    rows = next((n for n in TOKENS if n >= queries), TOKENS[-1])
-    by_tma = rows == TOKENS[-1] and q_index.is_contiguous() and weights.is_contiguous()
-    return queries > 1, rows, by_tma
 
 
 def _hopper() -> Any:

@@ -126,10 +126,8 @@ def steps(
         launcher = _launcher(
             (scores, positions, scratch, kept, to), inputs, topk, page_size, how, constants
         )
-        arguments = Arguments(
-            *(scores, positions, scores.stride(0), *inputs.arguments.values, *numbers),
-            *(scratch, kept, kept.stride(0)),
-        )
+        behind = (*numbers, scratch, kept, kept.stride(0))
+        arguments = inputs.arguments.between((scores, positions, scores.stride(0)), behind)
         grid = (max(1, min(count * pieces, SELECT_PROGRAMS)), 1, 1)
         found.append(Step(launcher, grid, arguments, into))
         if into is None:
