@@ -18,7 +18,7 @@ from attn_core.runtime.layer import AttentionLayer
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from attn_core.backends.triton.sparse import hopper
+from attn_core.backends.triton.sparse import hopper, passes
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.ops import index, kv
 from attn_core.ops.triton import merge
@@ -144,6 +144,30 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
             chain.attend(chosen)
         assert launches.names(slow=False) == ATTENDED[way]
         assert ran.names == ["new_empty"], "layers of a pass share their scratch"
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_a_graph_keeps_no_scratch_between_layers(way, launches):
+    """Layers of all graphs share one pool of memory, which what a plan held would grow."""
+    chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
+    chain.dispatcher.init_cuda_graph_state(8, 8)
+    chain.metadata = chain.dispatcher.init_forward_metadata_capture_cuda_graph(chain.batch)
+    for _ in range(2):
+        with Operators() as ran:
+            chain.attend(chain.select())
+        made = [x for x in ran.names if x in ("empty", "new_empty")]
+        assert len(made) == 3 + 1 + SCRATCH[way]
+
+
+def test_scratch_that_is_large_is_not_kept(launches, monkeypatch):
+    chain = Chain(PACKED)
+    chain.attend(chain.select())
+    inputs = chain.metadata.views["full"].inputs
+    assert len(inputs.kept) == 2
+    monkeypatch.setattr(passes, "MOST_KEPT", 1 << 10)
+    chain.plan(3)
+    chain.attend(chain.select())
+    assert chain.metadata.views["full"].inputs.kept == {}
 
 
 @pytest.mark.parametrize("way", ATTENDED)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.backend import Schedules, Triton
 from attn_core.backends.triton.sparse import gather, launch, selecting
-from attn_core.backends.triton.sparse.passes import MOST_KEPT, SparsePass
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
@@ -99,6 +99,7 @@ class TritonSparse(AttentionBackend):
                 *(batch.views[layer.view], batch.cu_seqlens_q, plan.requests),
                 queries=batch.max_q_len,
                 launchers=self._launchers,
+                keeps=not plan.captured,
             )
             view = plan.views[layer.view] = _View(batch, inputs)
         return view
@@ -199,17 +200,16 @@ class TritonSparse(AttentionBackend):
         lse = metadata.unread_lse
         if return_lse or lse.shape != (tokens, heads):
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-        kept = self._view(layer, batch, metadata).inputs.kept
+        inputs = self._view(layer, batch, metadata).inputs
         key = (
             "attend", shape, q.stride(), alike(q), of_out, _stored(cache), topk_indices.shape,
             topk_indices.stride(0), alike(topk_indices), layer.scale, layer.v_head_dim,
         )  # fmt: skip
-        attention = kept.get(key)
+        attention = inputs.kept.get(key)
         if attention is None:
             asked = (q, layer, cache, batch, topk_indices, out, lse)
-            attention, nbytes = self._attention(*asked)
-            if nbytes <= MOST_KEPT:
-                kept[key] = attention
+            attention = self._attention(*asked)
+            inputs.keep(key, attention, attention.nbytes)
         attention.run(q, cache, topk_indices, out, lse)
         return (out, lse) if return_lse else out
 
@@ -233,8 +233,8 @@ class TritonSparse(AttentionBackend):
         topk_indices: Tensor,
         out: Tensor,
         lse: Tensor,
-    ) -> tuple[Any, int]:
-        """Return how tensors like these attend in a pass, and the bytes of latents that it holds.
+    ) -> Any:
+        """Return how tensors like these attend in a pass.
 
         Hopper's kernel reads latents in the dtype of q. FP8 latents are decoded: those that were
         selected, or the pages of a pass if they are fewer; where there are too many, the portable
@@ -248,7 +248,7 @@ class TritonSparse(AttentionBackend):
         if hopper is not None and hopper.takes(q, layer, cache):
             if not self._fp8:
                 source = gather.Source(slots, self._launchers)
-                return hopper.Attention.of(q, layer, source, cache.k, slots, out, lse, **more), 0
+                return hopper.Attention.of(q, layer, source, cache.k, slots, out, lse, **more)
             view, chosen = batch.views[layer.view], slots.numel()
             pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
             held = pages * cache.page_size
@@ -260,9 +260,9 @@ class TritonSparse(AttentionBackend):
                     decoded = gather.Selected(slots, self._launchers, cache, q.dtype)
                 latents, slots = decoded.latents, decoded.slots
                 attention = hopper.Attention.of(q, layer, decoded, latents, slots, out, lse, **more)
-                return attention, latents.nbytes
+                return attention
         more["arch"] = config.arch
-        return launch.Attention.of(q, layer, cache, slots, out, lse, **more), 0
+        return launch.Attention.of(q, layer, cache, slots, out, lse, **more)
 
     def forward_ragged(
         self,

@@ -98,8 +98,10 @@ class Source:
     """Brings the latents of a cache as they are, and counts the selected slots of each query.
 
     topk_indices: like those of all layers. launchers: what is kept, of one device.
-    units: of work for a query, set by who attends.
+    units: of work for a query, set by who attends. nbytes: of the latents that it holds.
     """
+
+    nbytes = 0
 
     def __init__(self, topk_indices: Tensor, launchers: dict[Any, Any]) -> None:
         self.tokens, self.topk = topk_indices.shape
@@ -155,6 +157,7 @@ class Selected(Source):
         device, dim = topk_indices.device, cache.latent_dim + cache.latents[2].shape[-1]
         self.latents = torch.empty(topk_indices.numel(), 1, 1, dim, dtype=dtype, device=device)
         self.slots = torch.empty(topk_indices.shape, dtype=torch.int32, device=device)
+        self.nbytes = self.latents.nbytes
         self._to = (self.latents.data_ptr(), self.slots.data_ptr(), self.at_work[0])
         of = (self.topk, self.row >> 31, alike(topk_indices), dtype)
         self._decoder = ("decode", numbered(of))

@@ -126,6 +126,11 @@ class Attention(NamedTuple):
             (tokens, row, strides), partial, at_partial, merge,
         )  # fmt: skip
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its scratch."""
+        return self.source.nbytes + (0 if self.partial is None else self.partial.nbytes)
+
     def run(
         self, q: Tensor, cache: LayerCache, topk_indices: Tensor, out: Tensor, lse: Tensor
     ) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
-from attn_core.backends.triton.sparse.passes import MOST_KEPT, SparsePass
+from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.scoring import Scores, Scoring
 from attn_core.backends.triton.sparse.selecting import VECTOR, Step, selecting, steps
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
@@ -129,8 +129,7 @@ def _selection(
         selects = steps(scores, *span, inputs, chosen, how, page_size=cache.page_size)
         parts.append((launch, selects))
     found = _Selection(scored_by, -1 if scoring is None else scoring.form, parts)
-    if scores.nbytes <= MOST_KEPT:
-        inputs.kept[key] = found
+    inputs.keep(key, found, scores.nbytes)
     return found, scoring
 
 
@@ -227,6 +226,11 @@ class Attention(NamedTuple):
         numbers = (token, head, row, keys, layer.scale, *of_out[:3], *of_states[:2])
         grid = (tokens, blocks, parts)
         return cls(("attend", numbered(key)), v_dim, arch, tile, grid, numbers, partial, merge)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its scratch."""
+        return 0 if self.partial is None else self.partial[0].nbytes
 
     def run(
         self, q: Tensor, cache: LayerCache, topk_indices: Tensor, out: Tensor, lse: Tensor
