@@ -159,6 +159,26 @@ def test_a_graph_keeps_no_scratch_between_layers(way, launches):
         assert len(made) == 3 + 1 + SCRATCH[way]
 
 
+def test_pages_of_a_prompt_are_decoded_by_kernels(launches):
+    """Where a pass has fewer tokens than it selects, all its FP8 pages are decoded."""
+    chain = Chain(PACKED, queries=4, length=4096)
+    chosen = chain.select()
+    chain.attend(chosen)
+    attended = ["count_slots", "decode_pages", "place_slots", "decode_mla_hopper"]
+    assert [x for x in launches.names(slow=True) if x in attended] == attended
+    with Operators() as ran:
+        chain.attend(chosen)
+    assert [x for x in launches.names(slow=False) if x in attended] == attended
+    assert ran.names == ["new_empty"], "layers of a pass share their scratch"
+    cache = chain.pool.layer(0)
+    moved = torch.zeros_like(cache.k)
+    cache.k.set_(moved)
+    chain.attend(chosen)
+    assert sum(moved.data_ptr() in x.addresses for x in launches) == 2, (
+        "the write, and what decodes"
+    )
+
+
 def test_scratch_that_is_large_is_not_kept(launches, monkeypatch):
     chain = Chain(PACKED)
     chain.attend(chain.select())

@@ -80,7 +80,22 @@ class _Gatherer(NamedTuple):
     decode: Launcher
     find: Launcher
     pointers: Pointers
-    dim: int
+
+
+Gathered = tuple[Tensor, Tensor, Tensor]
+
+
+def empty_pages(
+    cache: LayerCache, pages: int, topk_indices: Tensor, dtype: torch.dtype
+) -> Gathered:
+    """Return what gather_pages fills: latents of so many pages, their places, and slots."""
+    size, device = cache.page_size, topk_indices.device
+    dim = cache.latent_dim + cache.latents[2].shape[-1]
+    return (
+        torch.empty(pages, size, 1, dim, dtype=dtype, device=device),
+        torch.empty(cache.num_pages, dtype=torch.int32, device=device),
+        torch.empty(topk_indices.shape, dtype=torch.int32, device=device),
+    )
 
 
 def gather_pages(
@@ -90,6 +105,7 @@ def gather_pages(
     longest: int,
     topk_indices: Tensor,
     dtype: torch.dtype,
+    into: Gathered | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pages of a pass in `dtype`, [n, page size, 1, D], and the selected slots in them.
 
@@ -97,10 +113,11 @@ def gather_pages(
     topk_indices int32 [T, K]: keys of the requests, or -1. What lies in pages behind a request's
     keys may be anything. Two launches, bit for bit what attn_core.ops.kv.read_pages reads; only the
     payload of a NaN may differ. Never syncs.
+    into: of empty_pages, to be filled.
     """
     size, (tokens, topk) = cache.page_size, topk_indices.shape
     columns = -(-longest // size)
-    pages, device = page_table.shape[0] * columns, page_table.device
+    pages = page_table.shape[0] * columns
     stride, row = page_table.stride(0), topk_indices.stride(0)
     key = (
         "pages", dtype, stride >> 31, row >> 31, alike(page_table), alike(seq_lens),
@@ -109,9 +126,7 @@ def gather_pages(
     x: _Gatherer | None = cache.launchers.get(key)
     if x is None or moved(x.pointers):
         x = cache.launchers[key] = _gatherer(cache)
-    latents = torch.empty(pages, size, 1, x.dim, dtype=dtype, device=device)
-    place = torch.empty(cache.num_pages, dtype=torch.int32, device=device)
-    found = torch.empty(tokens, topk, dtype=torch.int32, device=device)
+    latents, place, found = into or empty_pages(cache, pages, topk_indices, dtype)
     at_place = place.data_ptr()
     if pages:
         x.decode.launch(
@@ -142,4 +157,4 @@ def _gatherer(cache: LayerCache) -> _Gatherer:
         num_warps=4,
     )
     find = Launcher(place_slots, cache.page_size, _SLOTS, num_warps=4)
-    return _Gatherer(decode, find, pointers(cache.k), cache.latent_dim + width)
+    return _Gatherer(decode, find, pointers(cache.k))

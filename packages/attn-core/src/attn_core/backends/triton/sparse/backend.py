@@ -255,7 +255,7 @@ class TritonSparse(AttentionBackend):
             if min(held, chosen) <= MOST_DECODED:
                 decoded: gather.Pages | gather.Selected
                 if held <= chosen and (batch.max_q_len > 1 or chosen > MOST_DECODED):
-                    decoded = gather.Pages(slots, self._launchers, layer, cache, batch, q.dtype)
+                    decoded = gather.Pages(slots, self._launchers, view, cache, q.dtype)
                 else:
                     decoded = gather.Selected(slots, self._launchers, cache, q.dtype)
                 latents, slots = decoded.latents, decoded.slots

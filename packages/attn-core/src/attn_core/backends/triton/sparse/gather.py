@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_core.backends.triton.sparse.passes import MOST_KEPT
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
+from attn_core.ops.triton.gather import empty_pages, gather_pages
 from attn_core.ops.triton.launcher import (
     Launcher,
     Pointers,
@@ -21,9 +23,7 @@ from attn_core.ops.triton.launcher import (
     numbered,
     pointers,
 )
-from attn_core.runtime.batch import ForwardBatch
-from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.sparse import gather_pages
+from attn_core.runtime.batch import CacheView
 
 GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 _ROWS = 16  # latents that a program decodes
@@ -179,30 +179,31 @@ class Selected(Source):
 class Pages(Source):
     """Brings the FP8 latents of all pages of a pass, decoded to `dtype`.
 
-    latents, slots: like those that it brings.
+    latents, slots: like those that it brings, and these where they are few.
     """
 
     def __init__(
         self,
         topk_indices: Tensor,
         launchers: dict[Any, Any],
-        layer: AttentionLayer,
+        view: CacheView,
         cache: LayerCache,
-        batch: ForwardBatch,
         dtype: torch.dtype,
     ) -> None:
         super().__init__(topk_indices, launchers)
-        self._of, self._dtype = (layer, batch), dtype
-        dim = cache.latent_dim + cache.latents[2].shape[-1]
-        self.latents = cache.k.new_empty(1, cache.page_size, 1, dim, dtype=dtype)
-        self.slots = topk_indices.new_empty(self.tokens, self.topk)
+        self._of, self._dtype = (view.page_table, view.seq_lens, view.max_seq_len), dtype
+        pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
+        few = pages * cache.page_size * cache.k.shape[-1] * dtype.itemsize <= MOST_KEPT
+        made = empty_pages(cache, pages if few else 0, topk_indices, dtype)
+        self.latents, _, self.slots = made
+        self._into = made if few else None
+        self.nbytes = self.latents.nbytes
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
         """Decode them, and count."""
-        (layer, batch), work = self._of, self.work
         self.count(topk_indices)
-        latents, slots = gather_pages(layer, cache, batch, topk_indices, self._dtype)
-        return latents, slots, work, self.at_work
+        read = gather_pages(cache, *self._of, topk_indices, self._dtype, self._into)
+        return *read, self.work, self.at_work
 
 
 def _decoder(cache: LayerCache, topk: int) -> _Decoder:
