@@ -91,7 +91,10 @@ def mla_calls(device: torch.device) -> Iterator[tuple[str, Call]]:
 
 
 def sparse_calls(case: SparseCase, device: torch.device) -> Iterator[tuple[str, Call]]:
-    """Yield the two calls of a layer: write index keys and select; write latents and attend."""
+    """Yield the two calls of a layer: write index keys and select; write latents and attend.
+
+    A pass's first layer prepares the launches of the others, so it is timed with the plan, too.
+    """
     x = sparse_cases.build(case, device)
     for store in STORES:
         backend, _ = sparse_cases.backend_of("triton", x, store)
@@ -117,6 +120,14 @@ def _chain(
     yield f"{name}: index_topk", select
     yield f"{name}: attend", attend
     yield f"{name}: plan", lambda: serve.init_forward_metadata(x.batch)
+
+    def first() -> object:
+        made = serve.init_forward_metadata(x.batch)
+        indexed = (x.q_index, x.k_index, x.weights, x.layer, x.batch, made)
+        selected = serve.index_topk(*indexed)
+        return serve.forward(x.q, k, None, x.layer, x.batch, made, topk_indices=selected)
+
+    yield f"{name}: plan and first layer", first
 
 
 def linear_calls(case: LinearCase, device: torch.device) -> Iterator[tuple[str, Call]]:
@@ -213,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, call in calls():
             found.append(measure(name, call, device))
             x = found[-1]
-            over = "" if x["us"] <= LIMIT_US or name.endswith("plan") else f" OVER {LIMIT_US:g}"
+            over = "" if x["us"] <= LIMIT_US or ": plan" in name else f" OVER {LIMIT_US:g}"
             print(
                 f"{name:<48} {x['us']:7.1f} µs ({x['p20']:.1f} to {x['p80']:.1f}), "
                 f"{x['launches']} launches, {x['by_triton']} by Triton{over}",

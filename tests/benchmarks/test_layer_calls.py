@@ -34,7 +34,7 @@ def test_each_call_is_recorded_with_its_launches(tmp_path, monkeypatch):
         for module in (kv, index):
             module._writer.cache_clear()
     calls = {x["name"]: x for x in json.loads(path.read_text())["calls"]}
-    assert len(calls) == len(cases["SPARSE"]) * 6 + len(cases["LINEAR"])
+    assert len(calls) == len(cases["SPARSE"]) * 8 + len(cases["LINEAR"])
     for name, x in calls.items():
         assert x["us"] > 0
         assert x["by_triton"] == 0, "all were launched before"

@@ -131,17 +131,18 @@ def test_matrix_instructions_are_those_that_the_docs_name(arch, of_prompts, of_s
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_hot_launches_of_sparse_mla(arch):
     """Over FP8 latents; test_every_launch has those over 16 bits too."""
-    names = ("dsa-decode-fp8", "write-latents", "write-index-fp8", "score-prompts")
+    names = ("dsa-decode-fp8", "write-latents", "write-index-fp8", "score-prompts", "gather-pages")
     sites = judged(arch, *names, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     attends = ["attend_selected"]
     if arch == "sm90":
-        attends = ["decode_selected", "count_slots", "decode_mla_hopper"]
+        attends = ["decode_selected", "decode_mla_hopper"]
     assert [[k["name"] for k in site["kernels"]] for site in sites] == [
         ["index_scores", "select_topk", *attends, "_merge"],
         ["_write"],
         ["_write_index"],
         ["score_prompts_hopper" if arch == "sm90" else "index_scores"],
+        ["decode_pages", "place_slots"],
     ]
 
 

@@ -57,7 +57,7 @@ SELECTED = {  # way → what attends to a selection on Hopper; elsewhere "portab
     "portable": ("attend_selected",),
     "gathered": ("count_slots", "decode_mla_hopper"),
     "cut": ("count_slots", "decode_mla_hopper", "_merge"),
-    "decoded": ("decode_selected", "count_slots", "decode_mla_hopper"),
+    "decoded": ("decode_selected", "decode_mla_hopper"),
 }
 
 

@@ -13,6 +13,7 @@ from attn_core.backends.triton.scheduler import UNSPLIT_KEYS
 from attn_core.backends.triton.sparse.launch import score as score_queries
 from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.cache.pool import KVPool
+from attn_core.ops.triton.gather import gather_pages
 from attn_core.ops.triton.index import write_index
 from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.latents import write_latents
@@ -150,6 +151,18 @@ def read(store, kind, chip):
     read_pages(pool.layer(0), meta(7, dtype=torch.int64), torch.bfloat16)
 
 
+def gather(chip):
+    """Launch for the pages of a prompt over FP8 latents of sparse MLA, and its selected slots."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype="fp8_e4m3", device=META, kind="dsa"
+    )
+    table, lengths, slots = (meta(*x, dtype=torch.int32) for x in ((2, 64), (2,), (70, 2048)))
+    gather_pages(pool.layer(0), table, lengths, 4096, slots, torch.bfloat16)
+
+
 def decode(**more):
     return replace(_DECODE, **more)
 
@@ -271,6 +284,7 @@ WRITES: dict[str, Launch] = {
     "write-index": partial(write_keys, "bf16"),
     "write-index-fp8": partial(write_keys, "fp8_e4m3"),
     "write-tensor-scales": partial(write, "fp8_e4m3", "NHD", tensor_scales=True),
+    "gather-pages": gather,
     "read-fp8": partial(read, "fp8_e4m3", "mla"),
     "read-e5m2": partial(read, "fp8_e5m2", "mha"),
     "read-fp4": partial(read, "fp4_e2m1", "mha"),

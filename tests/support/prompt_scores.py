@@ -40,7 +40,7 @@ def check_scores(heads, lengths, queries):
     columns = -(-max(lengths) // 64) * 64
     first, count = 3, tokens - 3
     own, portable = torch.full((2, count, columns), torch.nan, device="cuda")
-    assert scoring.Scoring.of(q, w, cache, inputs, own, TOPK, "sm90").on_hopper
+    assert scoring.Scoring.of(q, w, cache, inputs, own, TOPK, "sm90")[1].on_hopper
     launch.score(q, w, cache, inputs, own, first, count, TOPK, arch="sm90")
     with mock.patch.object(scoring, "has_gluon", return_value=False):  # and a cache of its own
         launch.score(q, w, replace(cache), inputs, portable, first, count, TOPK, arch="sm90")

@@ -37,10 +37,10 @@ def test_each_query_scores_the_keys_that_it_sees(page, at_once):
     scores = torch.full((count, 512), torch.nan)
     kernel = load("index_hopper", SPARSE).score_prompts_hopper
     launch(
-        kernel, (-(-count // at_once), 2), q.flatten(0, 1), w, Pointer(stored),
-        Pointer(scales), page * DIM, DIM, page, Pointer(table), most,
+        kernel, (-(-count // at_once), 2), q.flatten(0, 1), w, Pointer(table), most,
         Pointer(torch.tensor(lengths)), Pointer(ends), Pointer(requests), first, count,
-        Pointer(scores), 512, at_once, HEADS, page, TOPK,
+        Pointer(scores), 512, at_once, Pointer(stored), Pointer(scales), page * DIM, DIM, page,
+        HEADS, page, TOPK,
     )  # fmt: skip
     for t in range(first, tokens + padding):
         r = int(requests[t])

@@ -18,7 +18,7 @@ from attn_core.runtime.layer import AttentionLayer
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from attn_core.backends.triton.sparse import hopper
+from attn_core.backends.triton.sparse import hopper, passes
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.ops import index, kv
 from attn_core.ops.triton import merge
@@ -95,13 +95,13 @@ class Chain:
         """Write index keys and select."""
         x = SimpleNamespace(**{**vars(self), **changes})
         index = (x.q_index, x.k_index, x.weights)
-        return self.dispatcher.index_topk(*index, self.layer, self.batch, self.metadata)
+        return self.dispatcher.index_topk(*index, self.layer, self.batch, x.metadata)
 
     def attend(self, chosen, **changes):
         """Write latents and attend to a selection."""
         x = SimpleNamespace(**{"out": None, "return_lse": False, **vars(self), **changes})
         return self.dispatcher.forward(
-            x.q, x.k, None, self.layer, self.batch, self.metadata,
+            x.q, x.k, None, self.layer, self.batch, x.metadata,
             out=x.out, return_lse=x.return_lse, topk_indices=chosen,
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class Chain:
 SELECTED = ["_write_index", "index_scores", "select_topk"]
 ATTENDED = {
     "bf16": ["_write", "count_slots", "decode_mla_hopper", "_merge"],
-    PACKED: ["_write", "decode_selected", "count_slots", "decode_mla_hopper", "_merge"],
+    PACKED: ["_write", "decode_selected", "decode_mla_hopper", "_merge"],
     "portable": ["_write", "attend_selected", "_merge"],
 }
 
@@ -132,10 +132,62 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
         assert launches.names(slow=False) == SELECTED
         assert ran.names == ["empty"] * 3, "the selection, scores, candidates"
         with Operators() as ran:
+            chain.select()
+        assert launches.names(slow=False) == SELECTED
+        assert ran.names == ["empty"], "layers of a pass share their scratch"
+        with Operators() as ran:
             chain.attend(chosen)
         assert launches.names(slow=False) == ATTENDED[way]
         assert ran.names[0] == "new_empty", "the output"
         assert ran.names[1:] == ["empty"] * SCRATCH[way]
+        with Operators() as ran:
+            chain.attend(chosen)
+        assert launches.names(slow=False) == ATTENDED[way]
+        assert ran.names == ["new_empty"], "layers of a pass share their scratch"
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_a_graph_keeps_no_scratch_between_layers(way, launches):
+    """Layers of all graphs share one pool of memory, which what a plan held would grow."""
+    chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
+    chain.dispatcher.init_cuda_graph_state(8, 8)
+    chain.metadata = chain.dispatcher.init_forward_metadata_capture_cuda_graph(chain.batch)
+    for _ in range(2):
+        with Operators() as ran:
+            chain.attend(chain.select())
+        made = [x for x in ran.names if x in ("empty", "new_empty")]
+        assert len(made) == 3 + 1 + SCRATCH[way]
+
+
+def test_pages_of_a_prompt_are_decoded_by_kernels(launches):
+    """Where a pass has fewer tokens than it selects, all its FP8 pages are decoded."""
+    chain = Chain(PACKED, queries=4, length=4096)
+    chosen = chain.select()
+    chain.attend(chosen)
+    attended = ["count_slots", "decode_pages", "place_slots", "decode_mla_hopper"]
+    assert [x for x in launches.names(slow=True) if x in attended] == attended
+    with Operators() as ran:
+        chain.attend(chosen)
+    assert [x for x in launches.names(slow=False) if x in attended] == attended
+    assert ran.names == ["new_empty"], "layers of a pass share their scratch"
+    cache = chain.pool.layer(0)
+    moved = torch.zeros_like(cache.k)
+    cache.k.set_(moved)
+    chain.attend(chosen)
+    assert sum(moved.data_ptr() in x.addresses for x in launches) == 2, (
+        "the write, and what decodes"
+    )
+
+
+def test_scratch_that_is_large_is_not_kept(launches, monkeypatch):
+    chain = Chain(PACKED)
+    chain.attend(chain.select())
+    inputs = chain.metadata.views["full"].inputs
+    assert len(inputs.kept) == 2
+    monkeypatch.setattr(passes, "MOST_KEPT", 1 << 10)
+    chain.plan(3)
+    chain.attend(chain.select())
+    assert chain.metadata.views["full"].inputs.kept == {}
 
 
 @pytest.mark.parametrize("way", ATTENDED)
@@ -239,12 +291,13 @@ def test_devices_have_launchers_of_their_own(launches, monkeypatch):
 
 
 def test_threads_share_a_backend(launches):
-    """Each has its own scratch; a launcher that two make at once is made twice, no more."""
+    """Each has a plan, so its own scratch; what two make at once is made twice, no more."""
     chain = Chain()
+    plans = [chain.dispatcher.init_forward_metadata(chain.batch) for _ in range(4)]
 
     def passes(thread):
         for _ in range(20):
-            chain.attend(chain.select())
+            chain.attend(chain.select(metadata=plans[thread]), metadata=plans[thread])
 
     at_once(passes)
     expected = collections.Counter(SELECTED + ATTENDED["bf16"])

@@ -133,7 +133,9 @@ def test_a_selection_in_parts(processors):
         slots[row, :count] = torch.randperm(480, generator=rng)[:count].int()
     out, lse = torch.full((4, 3, 32), torch.nan), torch.full((4, 3), torch.nan)
     cache = LayerCache(k=latents, v=None)
-    launch.attend(q, layer, cache, slots, out, lse, processors=processors)
+    more = {"processors": processors, "launchers": {}}
+    attention = launch.Attention.of(q, layer, cache, slots, out, lse, **more)
+    attention.run(q, cache, slots, out, lse)
     for row, count in enumerate(counts):
         keys = latents.view(-1, 48)[slots[row, :count].long()].double()
         scores = q[row].double() @ keys.T * 0.2
@@ -181,7 +183,7 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
 @pytest.mark.parametrize("span", [128, 256])
 def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
     """Tokens of some requests pass by keys, or spans of keys by one; no more is written."""
-    monkeypatch.setattr(launch, "SPAN", span)
+    monkeypatch.setattr(scoring, "SPAN", span)
     rng, topk, heads, dim = torch.Generator().manual_seed(3), 16, 3, 32
     seen, tokens = [300, 40], sum(queries)
     keys = torch.randn(24, PAGE, dim, generator=rng).to(torch.float8_e4m3fn)
@@ -198,7 +200,7 @@ def test_fp8_is_scored_as_it_is_stored(queries, span, monkeypatch):
     w = torch.randn(tokens, heads, generator=rng)
     inputs = SparsePass(view, ends, requests, queries=max(queries))
     scores = torch.full((tokens, 300), torch.nan)
-    assert scoring.Scoring.of(q, w, cache, inputs, scores, topk, "sm90").constants.NATIVE
+    assert scoring.Scoring.of(q, w, cache, inputs, scores, topk, "sm90")[1].constants.NATIVE
     launch.score(q, w, cache, inputs, scores, 0, tokens, topk, arch="sm90")
     for t in range(tokens):
         r = int(requests[t])
@@ -218,33 +220,47 @@ def on_hopper(monkeypatch):
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from attn_core.backends.triton.sparse import hopper
 
-    ways, create, portable = [], TritonSparse.__init__, launch.attend
+    ways, create, portable = [], TritonSparse.__init__, launch.Attention.of
 
-    def gathered(q, layer, latents, slots, out, lse, *, processors, launchers):
-        tokens = torch.arange(len(slots) + 1, dtype=torch.int32)
-        counts, order, first = gather.counted(slots, 3, launchers)[:, : len(tokens)]
-        assert torch.equal(counts[:-1], (slots >= 0).sum(1).int())
-        assert torch.equal(order, tokens)
-        assert torch.equal(first, 3 * tokens)
-        assert latents.dtype is q.dtype
-        ways.append("gathered")
-        cache = LayerCache(k=latents, v=None)
-        portable(q, layer, cache, slots, out, lse, processors=processors)
+    class Gathered:
+        """Attends as Hopper's kernel does, over what a source brings."""
 
-    def decoded(*args):
-        ways.append("decoded")
-        return gather.decoded(*args)
+        nbytes = 0
+
+        def __init__(self, layer, source, more):
+            self.layer, self.source, self.more = layer, source, more
+            source.units = 3
+
+        def run(self, q, cache, topk_indices, out, lse):
+            latents, slots, counts, _ = self.source.bring(cache, topk_indices)
+            tokens = torch.arange(len(slots) + 1, dtype=torch.int32)
+            counts, order, first = counts[:, : len(tokens)]
+            assert torch.equal(counts[:-1], (slots >= 0).sum(1).int())
+            assert counts[-1] == 0
+            assert torch.equal(order, tokens)
+            assert torch.equal(first, 3 * tokens)
+            assert latents.dtype is q.dtype
+            if type(self.source) is gather.Selected:
+                ways.append("decoded")
+            ways.append("gathered")
+            cache = LayerCache(k=latents, v=None)
+            attention = portable(q, self.layer, cache, slots, out, lse, **self.more)
+            attention.run(q, cache, slots, out, lse)
+
+        @classmethod
+        def of(cls, q, layer, source, latents, slots, out, lse, **more):
+            return cls(layer, source, more)
 
     def attend(*args, **more):
         ways.append("portable")
-        portable(*args, **more)
+        return portable(*args, **more)
 
     def init(self, config):
         create(self, config)
-        self._hopper = SimpleNamespace(takes=hopper.takes, attend=gathered, decoded=decoded)
+        self._hopper = SimpleNamespace(takes=hopper.takes, Attention=Gathered)
 
     monkeypatch.setattr(TritonSparse, "__init__", init)
-    monkeypatch.setattr(launch, "attend", attend)
+    monkeypatch.setattr(launch.Attention, "of", attend)
     return ways
 
 

@@ -133,7 +133,7 @@ class HybridDispatcher(Planner):
         layer_id = layer.layer_id
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
-        q, dense = readable(q), fillable(out)
+        q, dense = readable(q), None if out is None else fillable(out)
         if k is not None:
             k, v = readable(k), None if v is None else readable(v)
             slots = batch.views[layer.view].out_cache_loc if route.writes else None

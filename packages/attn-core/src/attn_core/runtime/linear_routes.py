@@ -183,7 +183,8 @@ class LinearRoutes:
         if not parts:
             self.backend(batch.forward_mode)  # says why
         check_linear(q, k, v, g, beta, layer, batch, out)
-        refuse_gradients(out, q)
+        if out is not None:
+            refuse_gradients(out, q)
         if self.check_values:
             check_values(k, g, beta, layer)
         state, dense = self.states.layer(layer.layer_id), fillable(out)
@@ -211,6 +212,9 @@ class LinearRoutes:
         if len(parts) > 1:
             result = dense
         assert result is not None
+        trained = q.requires_grad or k.requires_grad or v.requires_grad
+        if out is dense and not (trained or g.requires_grad or beta.requires_grad):
+            return result
         return cast(Tensor, returned(result, out, dense, q, k, v, g, beta))
 
     def commit(self, batch: ForwardBatch, parts: tuple[LinearPart, ...], accepted: Tensor) -> None:

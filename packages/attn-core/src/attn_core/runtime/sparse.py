@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache as cached
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import slot_table
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.ops.index import write_index
-from attn_core.ops.kv import read_pages
+from attn_core.ops.kv import has_triton, read_pages
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -88,9 +91,14 @@ def gather_pages(
     """Return the pages of a pass in `dtype`, [n, page size, 1, D], and the selected slots in them.
 
     For kernels that read no FP8. Of a page that several requests share there are copies; any of
-    them serves all. Never syncs.
+    them serves all. What lies in pages behind a request's keys may be anything. On a GPU with
+    Triton FP8 latents are two launches. Never syncs.
     """
     view, size = batch.views[layer.view], cache.page_size
+    gather = _gatherer(topk_indices.device.type) if cache.latent_dim else None
+    if gather is not None:
+        of = (view.page_table, view.seq_lens, view.max_seq_len)
+        return gather(cache, *of, topk_indices, dtype)
     pages = view.page_table[:, : -(-view.max_seq_len // size)].flatten()
     latents, _ = read_pages(cache, pages, dtype)
     place = torch.empty(cache.num_pages, dtype=torch.int32, device=pages.device)
@@ -98,6 +106,16 @@ def gather_pages(
     page = topk_indices.clamp(min=0) // size
     slots = place[page.long()] * size + topk_indices % size
     return latents, torch.where(topk_indices < 0, -1, slots)
+
+
+@cached
+def _gatherer(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what gathers FP8 latents on a type of device, None for torch's own operators."""
+    if not has_triton(device_type):
+        return None
+    from attn_core.ops.triton.gather import gather_pages
+
+    return gather_pages
 
 
 def check_topk(topk_indices: Tensor | None, layer: AttentionLayer, batch: ForwardBatch) -> None:
@@ -143,13 +161,13 @@ def check_indexer(
             f"index_topk: layer {layer.layer_id} has index_topk {layer.index_topk}, the chosen row "
             f"of {config.name} is of kind {config.row.kind!r} (expected a number and 'dsa')"
         )
-    tokens = batch.num_tokens
-    if q_index.dim() != 3 or q_index.shape[0] != tokens or q_index.stride(-1) != 1:
+    tokens, shape = batch.num_tokens, q_index.shape
+    if len(shape) != 3 or shape[0] != tokens or q_index.stride(-1) != 1:
         raise BatchError(
             f"layer {layer.layer_id}: q_index {list(q_index.shape)} (expected [{tokens}, index "
             "heads, index dim], its last dimension dense)"
         )
-    _, heads, dim = q_index.shape
+    _, heads, dim = shape
     if weights.shape != (tokens, heads) or weights.dtype != torch.float32:
         raise BatchError(
             f"layer {layer.layer_id}: weights {weights.dtype} {list(weights.shape)} (expected "

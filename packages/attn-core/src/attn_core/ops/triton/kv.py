@@ -150,18 +150,17 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     pools of any strides but that of the last dimension, 1. One launch; allocates nothing and never
     syncs. Raises UsageError for shapes that do not fit.
     """
-    other = k if v is None else v
-    at_k, at_v, at_slots = k.data_ptr(), other.data_ptr(), slots.data_ptr()
-    key = (
-        v is None, alike(k, at_k), alike(other, at_v), alike(slots, at_slots),
-        slots.stride(), k.stride(), other.stride(),
-    )  # fmt: skip
+    at_k, at_slots = k.data_ptr(), slots.data_ptr()
+    at_v, other, of_v, v_shape = at_k, k, None, None
+    if v is not None:
+        at_v, other, v_shape = v.data_ptr(), v, v.shape
+        of_v = (alike(v, at_v), v.stride())
+    key = (alike(k, at_k), k.stride(), of_v, alike(slots, at_slots), slots.stride())
     writer = cache.launchers.get(key)
     if writer is None or moved(writer.pointers):
         writer = cache.launchers[key] = _Writer(cache, k, v, slots)
-    shapes = (slots.shape, k.shape, other.shape)
     last, grid, rows = writer.work
-    if shapes != last:
+    if (slots.shape, k.shape, v_shape) != last:
         grid, rows = writer.plan(cache, k, v, slots)
     writer.launcher.launch(grid, (at_k, at_v, at_slots, rows), (k, other, slots, rows))
 
@@ -209,12 +208,12 @@ class _Writer:
         Raises UsageError for shapes that do not fit.
         """
         heads, dim, v_dim = _heads(cache)
-        count, other = slots.shape[0], k if v is None else v
+        count = slots.shape[0]
         if k.shape != (count, heads, dim) or (v is not None and v.shape != (count, heads, v_dim)):
             raise _misfit(cache, k, v, slots)
         rows = count * heads
         grid = (-(-rows // self._rows), self._columns, self._sides)
-        self.work = ((slots.shape, k.shape, other.shape), grid, rows)
+        self.work = ((slots.shape, k.shape, None if v is None else v.shape), grid, rows)
         return grid, rows
 
 

@@ -36,6 +36,13 @@ class Arguments:
         self.values = values
         self.addresses: tuple[Any, ...] = _addresses(values)
 
+    def between(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> Arguments:
+        """Return these between others; only the others are turned into addresses."""
+        whole = Arguments.__new__(Arguments)
+        whole.values = (*before, *self.values, *after)
+        whole.addresses = (*_addresses(before), *self.addresses, *_addresses(after))
+        return whole
+
 
 class Launcher:
     """One kernel with its last arguments and options, for others that Triton specialises alike.

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.ops.triton.launcher import Launcher, alike, alike_number, numbered
+from attn_core.ops.triton.launcher import Grid, Launcher, alike, alike_number, numbered
 
 _TILE = 2048  # numbers that a program merges at a time
 
@@ -67,18 +67,45 @@ def _merge(
 
 
 class Merge(NamedTuple):
-    """What is merged: n partial states of T tokens and H heads, and where they lie.
+    """The launch that merges n partial states of T tokens and H heads: its numbers too."""
 
-    addresses: of out, lse, merged and total. alike: what Triton specialises of these tensors.
-    shape: (n, T, H, Dv). strides: of out (part, token, head, dim), lse (part, token, head), merged
-    (token, head, dim) and total (token, head). base_2: of the partial lse; else it is natural.
-    """
+    launcher: Launcher
+    grid: Grid
+    numbers: tuple[int, ...]
 
-    addresses: tuple[int, int, int, int]
-    alike: tuple[Hashable, ...]
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, ...]
-    base_2: bool = False
+    @classmethod
+    def of(
+        cls,
+        like: tuple[Hashable, ...],
+        shape: tuple[int, int, int, int],
+        strides: tuple[int, ...],
+        launchers: dict[Any, Any],
+        *,
+        base_2: bool = False,
+    ) -> Merge:
+        """Return the launch for tensors that are alike.
+
+        like: what is `alike` of out, lse, merged and total. shape: (n, T, H, Dv), without a zero.
+        strides: of out (part, token, head, dim), lse (part, token, head), merged (token, head, dim)
+        and total (token, head). launchers: what one device keeps. base_2: of the partial lse; else
+        it is natural.
+        """
+        programs, numbers, same = _numbers(shape, strides)
+        dim = shape[-1]
+        key = ("merge", like, same, dim, base_2)
+        launcher = launchers.get(key)
+        if launcher is None:
+            block = triton.next_power_of_2(dim)
+            unit = math.log(2.0) if base_2 else 1.0
+            launcher = launchers[key] = Launcher(_merge, dim, block, _rows(block), unit)
+        return cls(launcher, (programs, 1, 1), numbers)
+
+    def run(
+        self, addresses: tuple[int, int, int, int], tensors: Callable[[], tuple[Tensor, ...]]
+    ) -> None:
+        """Launch it. addresses: of out, lse, merged and total; tensors: returns these."""
+        numbers = self.numbers
+        self.launcher.launch(self.grid, (*addresses, *numbers), tensors, numbers)
 
 
 def merge_states(
@@ -93,33 +120,16 @@ def merge_states(
     parts, tokens, heads, dim = out.shape
     if into is None:
         into = out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:], dtype=torch.float32)
+    if not tokens * heads:
+        return into
     tensors = (out, lse, *into)
     at_out, at_lse, at_merged, at_total = addresses = tuple(x.data_ptr() for x in tensors)
     like = tuple(map(alike, tensors, addresses))
     strides = tuple(n for x in tensors for n in x.stride())
     launchers = _LAUNCHERS.setdefault(out.get_device(), {})
-    shape = (parts, tokens, heads, dim)
-    merge = Merge((at_out, at_lse, at_merged, at_total), like, shape, strides)
-    launch_merge(merge, lambda: tensors, launchers)
+    merge = Merge.of(like, (parts, tokens, heads, dim), strides, launchers)
+    merge.run((at_out, at_lse, at_merged, at_total), lambda: tensors)
     return into
-
-
-def launch_merge(
-    merge: Merge, tensors: Callable[[], tuple[Tensor, ...]], launchers: dict[Any, Any]
-) -> None:
-    """Launch it. tensors: returns those at the addresses. launchers: what one device keeps."""
-    addresses, like, shape, strides, base_2 = merge
-    programs, numbers, same = _numbers(shape, strides)
-    if not programs:
-        return
-    dim = shape[-1]
-    key = ("merge", like, same, dim, base_2)
-    launcher = launchers.get(key)
-    if launcher is None:
-        block = triton.next_power_of_2(dim)
-        unit = math.log(2.0) if base_2 else 1.0
-        launcher = launchers[key] = Launcher(_merge, dim, block, _rows(block), unit)
-    launcher.launch((programs, 1, 1), (*addresses, *numbers), lambda: (*tensors(), *numbers))
 
 
 @functools.lru_cache(1024)  # of a batch size there is one

@@ -17,7 +17,7 @@ _TILE = 2048  # numbers that a program reads
 
 
 @triton.jit
-def _e4m3(bits):
+def e4m3(bits):
     """Return the float32 numbers of e4m3 codes in int32; chips without float8 agree."""
     size = bits & 0x7F
     normal = ((size + (120 << 3)) << 20).to(tl.float32, bitcast=True)
@@ -64,14 +64,14 @@ def dequantize_pages(
         block_at = page * blocks_page + inner * blocks_token + head * blocks_head
         scaled = here[:, None] & (b < DIM // 16)[None, :]
         block = tl.load(blocks + block_at[:, None] + b[None, :], mask=scaled, other=0)
-        unit = _e4m3(block.to(tl.int32)) * scale
+        unit = e4m3(block.to(tl.int32)) * scale
         x = tl.join(_e2m1(codes & 15), _e2m1(codes >> 4))
         x = tl.reshape(x, (ROWS, COLUMNS // 16, 16)) * unit[:, :, None]
         x = tl.reshape(x, (ROWS, COLUMNS))
     else:
         bits = tl.load(pool + at[:, None] + d[None, :], mask=tile, other=0)
         if FORMAT == E4M3:
-            x = _e4m3(bits.to(tl.int32)) * scale
+            x = e4m3(bits.to(tl.int32)) * scale
         else:  # e5m2 is the upper byte of a float16
             x = (bits.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32) * scale
     tl.store(out + row[:, None] * DIM + d[None, :], x.to(out.dtype.element_ty), mask=tile)

@@ -6,18 +6,25 @@ the elements of a head are adjacent. A slot of a state is contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.linear.arguments import Constants, Numbers, Records, Weights
+from attn_core.backends.triton.linear.arguments import (
+    Constants,
+    Inputs,
+    Numbers,
+    Records,
+    Rows,
+    Weights,
+)
 from attn_core.backends.triton.linear.decode import commit_drafts, decode_states
 from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
 from attn_core.backends.triton.linear.operands import (
+    at_slots_of,
     inputs_of,
     like,
     placed,
@@ -40,13 +47,15 @@ from attn_core.ops.triton.launcher import Launcher, alike
 class PrefillKernels(NamedTuple):
     """The two kernels of prefill, or one alone that does both, in the place of `scan`.
 
-    rows: of V of a program of `scan`. ahead: they run at once.
+    rows: of V of a program of `scan`. ahead: they run at once. descriptors: what one alone copies
+    tokens by, of inputs and outputs.
     """
 
     prepare: Launcher | None
     scan: Launcher
     rows: int
     ahead: bool
+    descriptors: Callable[[Inputs, Rows], tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +64,7 @@ class LinearArguments:
 
     arch: "sm90", "gfx942" or another architecture.
     common: the constants of all launches, without those of a pass.
+    launchers: with the programs of a request.
     prefills: launchers of prefill's kernels.
     """
 
@@ -62,7 +72,7 @@ class LinearArguments:
     numbers: Numbers
     weights: Weights | None
     common: Constants
-    launchers: dict[Hashable, Launcher] = field(default_factory=dict)
+    launchers: dict[Hashable, tuple[Launcher, int]] = field(default_factory=dict)
     prefills: dict[Hashable, PrefillKernels] = field(default_factory=dict)
 
     @classmethod
@@ -96,13 +106,6 @@ class LinearArguments:
             return "ieee"  # AMD's matrix units multiply float32
         return "tf32x3" if dtype == torch.float32 else "tf32"
 
-    @cached_property
-    def decode_tiles(self) -> dict[torch.dtype, int]:
-        """How many programs decode has for a request, by the dtype of its state."""
-        common, stores = self.common, (torch.float32, torch.bfloat16)
-        rows = {x: decode_launch(self.arch, common.V, common.K, x.itemsize).rows for x in stores}
-        return {store: common.HV * common.V // n for store, n in rows.items()}
-
     def weights_or(self, unread: Tensor) -> Weights:
         """Return the weights of the gate; without one `unread`, any tensor."""
         return self.weights or Weights(unread, unread)
@@ -112,9 +115,9 @@ class LinearArguments:
         weights = self.weights
         return (unread, unread) if weights is None else weights.addresses()
 
-    def programs(self, slots: Tensor, chosen: Launch) -> int:
-        """Return how many tiles the states of a batch have."""
-        return slots.shape[0] * self.common.HV * self.common.V // chosen.rows
+    def tiles(self, chosen: Launch) -> int:
+        """Return how many tiles the states of a request have."""
+        return self.common.HV * self.common.V // chosen.rows
 
 
 def decode(
@@ -151,22 +154,18 @@ def decode(
     at_beta, like_beta = placed(beta)
     at_out, like_out = placed(out)
     (at_state, slot_stride, _), like_state = placed(state)
-    at_slots = slots.data_ptr()
-    at_places, like_places = (at_slots, at_slots, at_slots), alike(slots, at_slots)
-    if slots_out is not None or fresh is not None:
-        places = slots_of(slots, slots_out, fresh)
-        at_places, like_places = places.addresses(), tuple(map(alike, places))
+    at_places, like_places = at_slots_of(slots, slots_out, fresh)
     key = (
         "decode", fresh is None, like_q, like_k, like_v, like_g, like_beta, like_out, like_state,
         like_places,
     )  # fmt: skip
-    launcher = layer.launchers.get(key)
-    if launcher is None:
+    found = layer.launchers.get(key)
+    if found is None:
         chosen = decode_launch(layer.arch, common.V, common.K, state.dtype.itemsize)
         constants = common._replace(FRESH=fresh is not None)
-        launcher = layer.launchers[key] = Launcher(
-            decode_states, chosen.rows, constants, num_warps=chosen.warps
-        )
+        launcher = Launcher(decode_states, chosen.rows, constants, num_warps=chosen.warps)
+        found = layer.launchers[key] = (launcher, layer.tiles(chosen))
+    launcher, tiles = found
 
     def arguments() -> tuple[Any, ...]:
         inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
@@ -174,7 +173,7 @@ def decode(
         return inputs, weights, layer.numbers, rows_of(out), states_of(state), places
 
     launcher.launch(
-        (count * layer.decode_tiles[state.dtype], 1, 1),
+        (count * tiles, 1, 1),
         (
             (at_q, at_k, at_v, at_g, at_beta),
             layer.at_weights_or(at_q[0]),
@@ -219,34 +218,33 @@ def verify(
     if not batch:
         return out
     drafts, common = v.shape[0] // batch, layer.common
-    mask = slots if tree_mask is None else tree_mask
     width = max(2 if common.PER_CHANNEL else 16, 1 << (drafts - 1).bit_length())
     at_tokens, like_tokens = zip(*map(placed, (q, k, v, g, beta, out)), strict=True)
     at_states, like_states = zip(*map(placed_slots, (state, *records)), strict=True)
-    places = slots_of(slots, slots_out, fresh)
-    at_mask, at_places = mask.data_ptr(), places.addresses()
-    key = (
-        *("verify", width, fresh is None, tree_mask is None),
-        *(like_tokens, like_states, *map(alike, places, at_places), alike(mask, at_mask)),
-    )
-    per_channel = common.PER_CHANNEL
-    chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=per_channel)
-    launcher = layer.launchers.get(key)
-    if launcher is None:
-        tree, starts = tree_mask is not None, fresh is not None
+    at_places, like_places = at_slots_of(slots, slots_out, fresh)
+    at_mask, like_mask = at_places[0], None
+    if tree_mask is not None:
+        at_mask, like_mask = tree_mask.data_ptr(), alike(tree_mask)
+    key = ("verify", width, fresh is None, like_mask, like_tokens, like_states, like_places)
+    found = layer.launchers.get(key)
+    if found is None:
+        tree, starts, per_channel = tree_mask is not None, fresh is not None, common.PER_CHANNEL
         constants = common._replace(FRESH=starts, TREE=tree, PRECISION=layer.precision(v.dtype))
-        kernel = verify_kda if per_channel else verify_gdn
-        last = (chosen.rows, width, constants)
-        launcher = layer.launchers[key] = Launcher(kernel, *last, num_warps=chosen.warps)
+        chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=per_channel)
+        kernel, last = verify_kda if per_channel else verify_gdn, (chosen.rows, width, constants)
+        launcher = Launcher(kernel, *last, num_warps=chosen.warps)
+        found = layer.launchers[key] = (launcher, layer.tiles(chosen))
+    launcher, tiles = found
 
     def arguments() -> tuple[Any, ...]:
         kept = Records(*map(states_of, records))
         bits = slots if tree_mask is None else tree_mask.view(torch.uint8)
         inputs, weights, rows = inputs_of(q, k, v, g, beta), layer.weights_or(q), rows_of(out)
+        places = slots_of(slots, slots_out, fresh)
         return inputs, weights, layer.numbers, rows, states_of(state), places, kept, bits, drafts
 
     launcher.launch(
-        (layer.programs(slots, chosen), 1, 1),
+        (batch * tiles, 1, 1),
         (
             at_tokens[:5], layer.at_weights_or(at_tokens[0][0]), layer.numbers, at_tokens[5],
             at_states[0], at_places, at_states[1:], at_mask, drafts,
@@ -285,16 +283,15 @@ def commit(
         *like((stored, *kept)),
         *map(alike, (*places, mask, accepted)),
     )
-    chosen = commit_launch(layer.arch, layer.common.V, layer.common.K)
-    launcher = layer.launchers.get(key)
-    if launcher is None:
+    found = layer.launchers.get(key)
+    if found is None:
         tree, starts = tree_mask is not None, fresh is not None
-        launcher = layer.launchers[key] = Launcher(
-            commit_drafts,
-            *(chosen.rows, layer.common._replace(FRESH=starts, TREE=tree)),
-            num_warps=chosen.warps,
-        )
+        chosen = commit_launch(layer.arch, layer.common.V, layer.common.K)
+        constants = layer.common._replace(FRESH=starts, TREE=tree)
+        launcher = Launcher(commit_drafts, chosen.rows, constants, num_warps=chosen.warps)
+        found = layer.launchers[key] = (launcher, layer.tiles(chosen))
+    launcher, tiles = found
     launcher.launch(
-        (layer.programs(slots, chosen), state.shape[0], 1),
+        (batch * tiles, state.shape[0], 1),
         (stored, places, kept, accepted, mask, drafts),
     )

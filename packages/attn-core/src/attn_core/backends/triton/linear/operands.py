@@ -37,6 +37,17 @@ def slots_of(slots: Tensor, slots_out: Tensor | None, fresh: Tensor | None) -> S
     return Slots(slots, out, slots if fresh is None else fresh)
 
 
+def at_slots_of(
+    slots: Tensor, slots_out: Tensor | None, fresh: Tensor | None
+) -> tuple[tuple[int, int, int], Hashable]:
+    """Return the addresses of what slots_of returns, and what Triton specialises of it."""
+    at = slots.data_ptr()
+    if slots_out is None and fresh is None:
+        return (at, at, at), alike(slots, at)
+    places = slots_of(slots, slots_out, fresh)
+    return places.addresses(), tuple(map(alike, places))
+
+
 def states_of(x: Tensor, *, layers: bool = False) -> States:
     """Return one layer's slots [slots, …], or those of all layers [layers, slots, …]."""
     strides = x.stride()

@@ -17,6 +17,7 @@ from triton import knobs
 from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs, Rows, Workspace
 from attn_core.backends.triton.linear.launch import LinearArguments, PrefillKernels
 from attn_core.backends.triton.linear.operands import (
+    at_slots_of,
     inputs_of,
     placed,
     placed_slots,
@@ -36,7 +37,7 @@ from attn_core.backends.triton.linear.tuning import (
 )
 from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
-from attn_core.ops.triton.launcher import Arguments, Launcher, alike
+from attn_core.ops.triton.launcher import Arguments, Launcher, MapOf, alike
 
 CHUNK = 64
 _HOPPER = "attn_core.backends.triton.linear.hopper.launch"
@@ -151,19 +152,21 @@ def prefill(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     if not plan.batch:
         return out
-    common, places = layer.common, slots_of(slots, slots_out, fresh)
-    spots = slots if checkpoints is None else checkpoints
+    common = layer.common
     at_tokens, like_tokens = zip(*map(placed, (q, k, v, g, beta, out)), strict=True)
     at_state, like_state = placed_slots(state)
-    at_places, at_spots = places.addresses(), spots.data_ptr()
+    at_places, like_places = at_slots_of(slots, slots_out, fresh)
+    at_spots, like_spots = at_places[0], None
+    if checkpoints is not None:
+        at_spots, like_spots = checkpoints.data_ptr(), alike(checkpoints)
     key = (
-        *("prefill", fresh is None, checkpoints is None, plan.alone, plan.ahead, plan.fused),
-        *(like_tokens, like_state, *map(alike, places, at_places), alike(spots, at_spots)),
+        *("prefill", fresh is None, plan.alone, plan.ahead, plan.fused),
+        *(like_tokens, like_state, like_places, like_spots),
     )
-    inputs, rows = inputs_of(q, k, v, g, beta), rows_of(out)
     kernels = layer.prefills.get(key)
     if kernels is None:
         constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
+        inputs, rows = inputs_of(q, k, v, g, beta), rows_of(out)
         kernels = layer.prefills[key] = _kernels(layer, constants, inputs, rows, plan)
     at_inputs, at_out = at_tokens[:5], at_tokens[5]
     prepares = (at_inputs, layer.at_weights_or(at_inputs[0][0]), layer.numbers)
@@ -171,18 +174,31 @@ def prefill(
     at_chunks, at_work = plan.shared.addresses
 
     def preparing() -> tuple[Any, ...]:
-        return inputs, layer.weights_or(q), layer.numbers
+        return inputs_of(q, k, v, g, beta), layer.weights_or(q), layer.numbers
 
     def carrying() -> tuple[Any, ...]:
-        return rows, states_of(state), places, spots
+        places = slots_of(slots, slots_out, fresh)
+        return rows_of(out), states_of(state), places, slots if checkpoints is None else checkpoints
 
-    if kernels.prepare is None:
-        importlib.import_module(_HOPPER).launch_fused(
-            *(kernels.scan, plan.batch * common.HV, inputs, rows),
-            (*prepares, *carries, at_chunks),
-            lambda: (*preparing(), *carrying(), plan.chunks),
-        )
+    descriptors = kernels.descriptors
+    if descriptors is not None:
+        (at_q, q_row, _), (at_k, k_row, _), (at_v, v_row, _), *_ = at_tokens
+        tokens, wide = v.shape[0], common.HV * common.V
+        keys, values = (tokens, common.HV // common.GROUP * common.K), (tokens, wide)
+        maps = (
+            MapOf(at_k, keys, (k_row, 1)), MapOf(at_q, keys, (q_row, 1)),
+            MapOf(at_v, values, (v_row, 1)), MapOf(at_out[0], values, (at_out[1], 1)),
+        )  # fmt: skip
+        kernels.scan.launch(
+            (plan.batch * common.HV, 1, 1),
+            (*maps, *prepares, *carries, at_chunks),
+            lambda: (
+                *descriptors(inputs_of(q, k, v, g, beta), rows_of(out)), *preparing(), *carrying(),
+                plan.chunks,
+            ),
+        )  # fmt: skip
         return out
+    assert kernels.prepare is not None
     sizes = (plan.num_chunks, plan.scans, plan.processors) if kernels.ahead else ()
     programs = 4 * plan.processors if kernels.ahead else plan.num_chunks * common.HV
     if programs:
@@ -194,7 +210,7 @@ def prefill(
     kernels.scan.launch(
         (plan.batch * common.HV * common.V // kernels.rows, 1, 1),
         (at_inputs, *carries, at_chunks, at_work),
-        lambda: (inputs, *carrying(), *plan.shared.values),
+        lambda: (inputs_of(q, k, v, g, beta), *carrying(), *plan.shared.values),
     )
     return out
 

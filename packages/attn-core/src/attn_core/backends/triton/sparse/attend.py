@@ -36,8 +36,8 @@ def load_values(latents, scales, page, inner, used, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["keys", "row_stride", "out_split", "lse_split"])
 def attend_selected(
-    q, q_token, q_head, latents, rope_parts, scales, topk_indices, row_stride, keys, scale, out,
-    out_split, out_token, out_head, lse, lse_split, lse_token,
+    q, topk_indices, out, lse, q_token, q_head, row_stride, keys, scale, out_split, out_token,
+    out_head, lse_split, lse_token, latents, rope_parts, scales,
     C: tl.constexpr,
 ):  # fmt: skip
     """Attend with C.BM heads of a token to a part of its slots, `keys` of them or fewer.

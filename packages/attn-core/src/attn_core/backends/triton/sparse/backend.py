@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,17 +11,18 @@ import torch
 from torch import Tensor
 
 from attn_core.backends.triton.backend import Schedules, Triton
-from attn_core.backends.triton.sparse import launch, selecting
+from attn_core.backends.triton.sparse import gather, launch, selecting
 from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.triton.launcher import Pointers, alike, moved, numbered, pointers
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.sparse import dense_pass, every_slot, gather_pages
+from attn_core.runtime.sparse import dense_pass, every_slot
 
 MOST_DECODED = 1 << 20  # FP8 latents that are decoded at once: 1.1 GiB
 
@@ -57,7 +59,10 @@ class _View:
 
 
 class TritonSparse(AttentionBackend):
-    """Nothing is read to the host and lengths stay on the device, so that graphs serve them all."""
+    """Nothing is read to the host and lengths stay on the device, so that graphs serve them all.
+
+    A plan is not safe for concurrent streams: the layers of its pass share their scratch.
+    """
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
@@ -94,6 +99,7 @@ class TritonSparse(AttentionBackend):
                 *(batch.views[layer.view], batch.cu_seqlens_q, plan.requests),
                 queries=batch.max_q_len,
                 launchers=self._launchers,
+                keeps=not plan.captured,
             )
             view = plan.views[layer.view] = _View(batch, inputs)
         return view
@@ -185,22 +191,26 @@ class TritonSparse(AttentionBackend):
             refuse_call(self.config, return_lse=return_lse, sparse=True)
         if not batch.num_tokens:
             return empty_attention(q, layer, out, return_lse)
-        tokens, heads = q.shape[:2]
-        out = q.new_empty(tokens, heads, layer.v_head_dim) if out is None else out
+        shape = tokens, heads, _ = q.shape
+        of_out: Hashable = None
+        if out is None:
+            out = q.new_empty(tokens, heads, layer.v_head_dim)
+        else:
+            of_out = (out.stride(), alike(out))
         lse = metadata.unread_lse
         if return_lse or lse.shape != (tokens, heads):
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-        processors = 0 if self.config.deterministic else self.config.multiprocessors or 1
-        arch = self.config.arch
-        read = None
-        if self._hopper is not None and self._hopper.takes(q, layer, cache):
-            read = self._readable(q, layer, cache, batch, topk_indices)
-        if self._hopper is not None and read is not None:
-            more = {"processors": processors, "launchers": self._launchers}
-            self._hopper.attend(q, layer, *read, out, lse, **more)
-        else:
-            attended = (q, layer, cache, topk_indices, out, lse)
-            launch.attend(*attended, processors=processors, arch=arch)
+        inputs = self._view(layer, batch, metadata).inputs
+        key = (
+            "attend", shape, q.stride(), alike(q), of_out, _stored(cache), topk_indices.shape,
+            topk_indices.stride(0), alike(topk_indices), layer.scale, layer.v_head_dim,
+        )  # fmt: skip
+        attention = inputs.kept.get(key)
+        if attention is None:
+            asked = (q, layer, cache, batch, topk_indices, out, lse)
+            attention = self._attention(*asked)
+            inputs.keep(key, attention, attention.nbytes)
+        attention.run(q, cache, topk_indices, out, lse)
         return (out, lse) if return_lse else out
 
     def _every_slot(
@@ -214,29 +224,45 @@ class TritonSparse(AttentionBackend):
             view.every = every_slot(layer, batch, cache.page_size)
         return view.every
 
-    def _readable(
+    def _attention(
         self,
         q: Tensor,
         layer: AttentionLayer,
         cache: LayerCache,
         batch: ForwardBatch,
         topk_indices: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return latents in the dtype of q and the slots in them; None where FP8 would be too many.
+        out: Tensor,
+        lse: Tensor,
+    ) -> Any:
+        """Return how tensors like these attend in a pass.
 
-        FP8 latents are decoded: those that were selected, or the pages of a pass if they are fewer.
-        Of one query a request, each at most once: the former is one launch.
+        Hopper's kernel reads latents in the dtype of q. FP8 latents are decoded: those that were
+        selected, or the pages of a pass if they are fewer; where there are too many, the portable
+        kernel reads them. Of one query a request, each is selected at most once: decoding those is
+        one launch.
         """
-        if not self._fp8:
-            return cache.k, topk_indices
-        view, chosen = batch.views[layer.view], topk_indices.numel()
-        held = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size) * cache.page_size
-        if min(held, chosen) > MOST_DECODED:
-            return None
-        if held <= chosen and (batch.max_q_len > 1 or chosen > MOST_DECODED):
-            return gather_pages(layer, cache, batch, topk_indices, q.dtype)
-        found: tuple[Tensor, Tensor] = self._hopper.decoded(cache, topk_indices, q.dtype)
-        return found
+        config = self.config
+        processors = 0 if config.deterministic else config.multiprocessors or 1
+        more: Any = {"processors": processors, "launchers": self._launchers}
+        hopper, slots = self._hopper, topk_indices
+        if hopper is not None and hopper.takes(q, layer, cache):
+            if not self._fp8:
+                source = gather.Source(slots, self._launchers)
+                return hopper.Attention.of(q, layer, source, cache.k, slots, out, lse, **more)
+            view, chosen = batch.views[layer.view], slots.numel()
+            pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
+            held = pages * cache.page_size
+            if min(held, chosen) <= MOST_DECODED:
+                decoded: gather.Pages | gather.Selected
+                if held <= chosen and (batch.max_q_len > 1 or chosen > MOST_DECODED):
+                    decoded = gather.Pages(slots, self._launchers, view, cache, q.dtype)
+                else:
+                    decoded = gather.Selected(slots, self._launchers, cache, q.dtype)
+                latents, slots = decoded.latents, decoded.slots
+                attention = hopper.Attention.of(q, layer, decoded, latents, slots, out, lse, **more)
+                return attention
+        more["arch"] = config.arch
+        return launch.Attention.of(q, layer, cache, slots, out, lse, **more)
 
     def forward_ragged(
         self,
@@ -258,3 +284,13 @@ class TritonSparse(AttentionBackend):
         return self._dense.forward_ragged(
             q, k, v, layer, *lengths, causal=causal, out=out, return_lse=return_lse
         )
+
+
+def _stored(cache: LayerCache) -> int:
+    """Return a number that is equal for caches whose latents are stored alike."""
+    x: tuple[Pointers, int] | None = cache.launchers.get("stored")
+    if x is None or moved(x[0]):
+        k = cache.k
+        of = (k.shape[1:], k.stride(), alike(k), k.numel() > 0, cache.latent_dim)
+        x = cache.launchers["stored"] = (pointers(k), numbered(("stored", *of)))
+    return x[1]

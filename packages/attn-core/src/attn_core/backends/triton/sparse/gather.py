@@ -12,47 +12,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_core.backends.triton.sparse.passes import MOST_KEPT
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.triton.gather import empty_pages, gather_pages
+from attn_core.ops.triton.launcher import (
+    Launcher,
+    Pointers,
+    alike,
+    moved,
+    numbered,
+    pointers,
+)
+from attn_core.runtime.batch import CacheView
 
 GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 _ROWS = 16  # latents that a program decodes
 
 
-@triton.jit(do_not_specialize=["row_stride", "work_stride", "units", "tokens"])
-def count_slots(
-    topk_indices, row_stride, work, work_stride, units, tokens,
-    TOPK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write rows int32 [tokens + 1]: the slots of each query, its number, and its first unit."""
-    token = tl.program_id(0)
+@triton.jit
+def _count(topk_indices, row_stride, token, work, units, tokens, TOPK, BLOCK: tl.constexpr):
+    """Write to work int32 [3, stride] the slots of a query, its number, and its first unit."""
     n = tl.arange(0, BLOCK)
-    own = topk_indices + token.to(tl.int64) * row_stride
     here = (n < TOPK) & (token < tokens)
-    slot = tl.load(own + n, mask=here, other=-1)
+    slot = tl.load(topk_indices + token.to(tl.int64) * row_stride + n, mask=here, other=-1)
+    stride = tokens // 4 * 4 + 4
     tl.store(work + token, tl.sum((slot >= 0).to(tl.int32)))
-    tl.store(work + work_stride + token, token)
-    tl.store(work + 2 * work_stride + token, token * units)
+    tl.store(work + stride + token, token)
+    tl.store(work + 2 * stride + token, token * units)
 
 
-@triton.jit(do_not_specialize=["row_stride"])
+@triton.jit(do_not_specialize=["row_stride", "units", "tokens"])
+def count_slots(
+    topk_indices, row_stride, work, units, tokens, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count the slots of each query, and of one more than there are."""
+    _count(topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK)
+
+
+@triton.jit(do_not_specialize=["row_stride", "units", "tokens"])
 def decode_selected(
-    values, scales, rope_parts, topk_indices, row_stride, out, places,
-    PAGE: tl.constexpr, TOPK: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr,
-    BDR: tl.constexpr, ROWS: tl.constexpr,
+    topk_indices, row_stride, out, places, work, units, tokens, values, scales, rope_parts,
+    PAGE: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, DV: tl.constexpr,
+    DR: tl.constexpr, BDR: tl.constexpr, ROWS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, SCALES_PAGE: tl.constexpr,
     SCALES_TOKEN: tl.constexpr, ROPE_PAGE: tl.constexpr, ROPE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Decode ROWS selected latents of a query into out [T, TOPK, DV + DR], and say where they are.
 
-    places int32 [T, TOPK] are their slots in out, -1 where nothing is selected.
+    places int32 [T, TOPK] are their slots in out, -1 where nothing is selected. The first programs
+    of each query do what count_slots does.
     """
     token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _count(
+            topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK
+        )  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(topk_indices + token * row_stride + n, mask=n < TOPK, other=-1)
+    here = (n < TOPK) & (token < tokens)
+    slot = tl.load(topk_indices + token * row_stride + n, mask=here, other=-1)
     used = slot >= 0
     row = token * TOPK + n
-    tl.store(places + row, tl.where(used, row, -1).to(tl.int32), mask=n < TOPK)
+    tl.store(places + row, tl.where(used, row, -1).to(tl.int32), mask=here)
     page = (slot // PAGE).to(tl.int64)
     inner = slot % PAGE
     to = out + row[:, None] * (DV + DR)
@@ -71,27 +91,49 @@ def decode_selected(
     tl.store(to + DV + r[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
-def counted(topk_indices: Tensor, units: int, launchers: dict[Any, Any]) -> Tensor:
-    """Return int32 [3, T + 1]: the slots of each query, its number, its first unit of work.
+Brought = tuple[Tensor, Tensor, Tensor, tuple[int, int, int]]
 
-    Each row is aligned to 16 bytes. launchers: what is kept, of one device.
+
+class Source:
+    """Brings the latents of a cache as they are, and counts the selected slots of each query.
+
+    topk_indices: like those of all layers. launchers: what is kept, of one device.
+    units: of work for a query, set by who attends. nbytes: of the latents that it holds.
     """
-    (tokens, topk), row = topk_indices.shape, topk_indices.stride(0)
-    width = -(-(tokens + 1) // 4) * 4
-    work = torch.empty(3, width, dtype=torch.int32, device=topk_indices.device)
-    at_slots, at_work = topk_indices.data_ptr(), work.data_ptr()
-    key = ("count", topk, row >> 31, alike(topk_indices, at_slots))
-    launcher = launchers.get(key)
-    if launcher is None:
-        block = triton.next_power_of_2(topk)
-        launcher = launchers[key] = Launcher(count_slots, topk, block, num_warps=4)
-    numbers = (width, units, tokens)
-    launcher.launch(
-        (tokens + 1, 1, 1),
-        (at_slots, row, at_work, *numbers),
-        lambda: (topk_indices, row, work, *numbers),
-    )
-    return work
+
+    nbytes = 0
+
+    def __init__(self, topk_indices: Tensor, launchers: dict[Any, Any]) -> None:
+        self.tokens, self.topk = topk_indices.shape
+        self.row, self.units, self.launchers = topk_indices.stride(0), 1, launchers
+        width = self.tokens // 4 * 4 + 4  # each row is aligned to 16 bytes
+        self.work = torch.empty(3, width, dtype=torch.int32, device=topk_indices.device)
+        at = self.work.data_ptr()
+        self.at_work = (at, at + 4 * width, at + 8 * width)
+        self.counts = self._counting(topk_indices)
+
+    def _counting(self, topk_indices: Tensor) -> Launcher:
+        key = ("count", self.topk, self.row >> 31, alike(topk_indices))
+        launcher: Launcher | None = self.launchers.get(key)
+        if launcher is None:
+            block = triton.next_power_of_2(self.topk)
+            launcher = Launcher(count_slots, self.topk, block, num_warps=4)
+            self.launchers[key] = launcher
+        return launcher
+
+    def count(self, topk_indices: Tensor) -> None:
+        """Write int32 [3, T + 1]: the slots of each query, its number, its first unit of work."""
+        numbers = (self.units, self.tokens)
+        self.counts.launch(
+            (self.tokens + 1, 1, 1),
+            (topk_indices.data_ptr(), self.row, self.at_work[0], *numbers),
+            (topk_indices, self.row, self.work, *numbers),
+        )
+
+    def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
+        """Return latents, the slots in them, and what `count` writes, with its addresses."""
+        self.count(topk_indices)
+        return cache.k, topk_indices, self.work, self.at_work
 
 
 class _Decoder(NamedTuple):
@@ -99,28 +141,69 @@ class _Decoder(NamedTuple):
 
     launcher: Launcher
     pointers: Pointers
-    latents: tuple[Tensor, Tensor, Tensor]
-    addresses: tuple[Any, ...]
-    dim: int
 
 
-def decoded(cache: LayerCache, topk_indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decode selected FP8 latents to `dtype`, [T · K, 1, 1, D]; and their slots in it [T, K]."""
-    (tokens, topk), row = topk_indices.shape, topk_indices.stride(0)
-    at_slots = topk_indices.data_ptr()
-    key = ("decode", topk, row >> 31, alike(topk_indices, at_slots), dtype)
-    decoder = cache.launchers.get(key)
-    if decoder is None or moved(decoder.pointers):
-        decoder = cache.launchers[key] = _decoder(cache, topk)
-    launcher, _, latents, addresses, dim = decoder
-    out = torch.empty(tokens * topk, 1, 1, dim, dtype=dtype, device=topk_indices.device)
-    places = torch.empty(tokens, topk, dtype=torch.int32, device=topk_indices.device)
-    launcher.launch(
-        (tokens, -(-topk // _ROWS), 1),
-        (*addresses, at_slots, row, out.data_ptr(), places.data_ptr()),
-        lambda: (*latents, topk_indices, row, out, places),
-    )
-    return out, places
+class Selected(Source):
+    """Brings the FP8 latents that are selected, decoded to `dtype`: [T · K, 1, 1, D]."""
+
+    def __init__(
+        self,
+        topk_indices: Tensor,
+        launchers: dict[Any, Any],
+        cache: LayerCache,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(topk_indices, launchers)
+        device, dim = topk_indices.device, cache.latent_dim + cache.latents[2].shape[-1]
+        self.latents = torch.empty(topk_indices.numel(), 1, 1, dim, dtype=dtype, device=device)
+        self.slots = torch.empty(topk_indices.shape, dtype=torch.int32, device=device)
+        self.nbytes = self.latents.nbytes
+        self._to = (self.latents.data_ptr(), self.slots.data_ptr(), self.at_work[0])
+        of = (self.topk, self.row >> 31, alike(topk_indices), dtype)
+        self._decoder = ("decode", numbered(of))
+
+    def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
+        """Decode them in one launch, which counts them too."""
+        decoder: _Decoder | None = cache.launchers.get(self._decoder)
+        if decoder is None or moved(decoder.pointers):
+            decoder = cache.launchers[self._decoder] = _decoder(cache, self.topk)
+        numbers = (self.units, self.tokens)
+        decoder.launcher.launch(
+            (self.tokens + 1, -(-self.topk // _ROWS), 1),
+            (topk_indices.data_ptr(), self.row, *self._to, *numbers),
+            (topk_indices, self.row, self.latents, self.slots, self.work, *numbers),
+        )
+        return self.latents, self.slots, self.work, self.at_work
+
+
+class Pages(Source):
+    """Brings the FP8 latents of all pages of a pass, decoded to `dtype`.
+
+    latents, slots: like those that it brings, and these where they are few.
+    """
+
+    def __init__(
+        self,
+        topk_indices: Tensor,
+        launchers: dict[Any, Any],
+        view: CacheView,
+        cache: LayerCache,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(topk_indices, launchers)
+        self._of, self._dtype = (view.page_table, view.seq_lens, view.max_seq_len), dtype
+        pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
+        few = pages * cache.page_size * cache.k.shape[-1] * dtype.itemsize <= MOST_KEPT
+        made = empty_pages(cache, pages if few else 0, topk_indices, dtype)
+        self.latents, _, self.slots = made
+        self._into = made if few else None
+        self.nbytes = self.latents.nbytes
+
+    def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
+        """Decode them, and count."""
+        self.count(topk_indices)
+        read = gather_pages(cache, *self._of, topk_indices, self._dtype, self._into)
+        return *read, self.work, self.at_work
 
 
 def _decoder(cache: LayerCache, topk: int) -> _Decoder:
@@ -128,9 +211,9 @@ def _decoder(cache: LayerCache, topk: int) -> _Decoder:
     v_dim, rope_dim = cache.latent_dim, rope.shape[-1]
     launcher = Launcher(
         decode_selected,
-        *(cache.page_size, topk, v_dim, rope_dim, triton.next_power_of_2(rope_dim), _ROWS),
+        *(*latents, cache.page_size, topk, triton.next_power_of_2(topk), v_dim, rope_dim),
+        *(triton.next_power_of_2(rope_dim), _ROWS),
         *(x.stride(axis) for x in (values, scales, rope) for axis in (0, 1)),
         num_warps=4,
     )
-    addresses = tuple(x.data_ptr() for x in latents)
-    return _Decoder(launcher, pointers(cache.k), latents, addresses, v_dim + rope_dim)
+    return _Decoder(launcher, pointers(cache.k))

@@ -1,7 +1,4 @@
-"""Launch Hopper's kernels of sparse MLA: scores of prompts, and latent decode over selections.
-
-In the latter each query is a request, and each slot a page.
-"""
+"""Launch Hopper's latent decode over selections: each query is a request, and each slot a page."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_core.backends.triton.hopper.common import AttentionConfig
@@ -24,21 +20,13 @@ from attn_core.backends.triton.portable.arguments import (
     Scales,
     Store,
 )
-from attn_core.backends.triton.sparse.gather import counted, decoded
-from attn_core.backends.triton.sparse.passes import SparsePass
-from attn_core.backends.triton.sparse.scoring import Scoring
+from attn_core.backends.triton.sparse.gather import Brought, Source
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.launcher import Launcher, MapOf, alike
-from attn_core.ops.triton.merge import Merge, launch_merge
+from attn_core.ops.triton.merge import Merge
 from attn_core.runtime.layer import AttentionLayer
 
-__all__ = ["attend", "decoded", "score", "takes"]
 TILE = 64  # query heads, and keys of a block
-SCORED_KEYS = 256  # of a program
-ROWS, MANY_ROWS = 64, 256  # queries that pass by them, where there are few programs and many
-MANY_PROGRAMS = 1024
-BYTES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-PLAIN = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def takes(q: Tensor, layer: AttentionLayer, cache: LayerCache) -> bool:
@@ -69,81 +57,120 @@ def cut(tokens: int, heads: int, topk: int, processors: int) -> Cut:
     return Cut(row_blocks, per_unit, units, parts * row_blocks)
 
 
-def attend(
-    q: Tensor,
-    layer: AttentionLayer,
-    latents: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    processors: int,
-    launchers: dict[Any, Any],
-) -> None:
-    """Do what launch.attend does, for what `takes` says.
+class Attention(NamedTuple):
+    """How queries of one form attend in a pass, with its scratch.
 
-    latents: [pages, page size, 1, 576] in the dtype of q. launchers: what is kept, of one device.
+    source: brings the latents in the dtype of q. copies: queries are made contiguous first.
+    rows: the shape of the queries as TMA reads them. numbers: the tokens, the stride of a row of
+    slots, and of latents in a page, a token and a head. partial: outputs and then LSE of the
+    units, where there are several, and their addresses; merge: what merges them.
     """
-    if not q.is_contiguous() or q.data_ptr() % 16:
-        q = q.clone(memory_format=torch.contiguous_format)
-    (tokens, heads, dim), v_dim, size = q.shape, layer.v_head_dim, latents.shape[1]
-    row_blocks, per_unit, units, programs = cut(tokens, heads, topk_indices.shape[1], processors)
-    counts = counted(topk_indices, units, launchers)
-    rows = tokens * units * row_blocks * TILE
-    partial = lse
-    if units > 1:  # outputs, then their LSE
-        partial = torch.empty(rows * (v_dim + 1), dtype=torch.float32, device=q.device)
-    tensors = (q, out, lse, partial, topk_indices, latents)
-    at_q, at_out, at_lse, at_partial, at_slots, at_latents = places = [
-        x.data_ptr() for x in tensors
-    ]
-    like_q, like_out, like_lse, like_partial, *likes = map(alike, tensors, places)
-    at_states = at_partial + 4 * rows * v_dim if units > 1 else at_lse
-    at_counts, width = counts.data_ptr(), 4 * counts.shape[1]
-    token = latents.stride(0) if size == 1 else latents.stride(1)
-    strides, of_out, row = (size * token, token, dim), out.stride(), topk_indices.stride(0)
-    key = (
-        "hopper", heads, v_dim, layer.scale, row_blocks, per_unit, row >> 31, strides, of_out[:2],
-        like_q, like_out, like_lse, like_partial, *likes,
-    )  # fmt: skip
-    launcher = launchers.get(key)
-    if launcher is None:
-        launcher = launchers[key] = _attending(layer, heads, dim, row_blocks, per_unit)
 
-    def arguments() -> tuple[Any, ...]:
-        descriptor = TensorDescriptor(q, [tokens * heads, dim], [dim, 1], [TILE, PANEL], SWIZZLED)
-        lengths, ends, indptr = counts
-        return (
-            descriptor, Outputs(out, lse, *of_out[:2]), Partials(*states()),
-            Requests(ends, lengths, topk_indices), indptr, indptr, tokens, row,
-            Store(latents, *strides),
+    launcher: Launcher
+    source: Source
+    copies: bool
+    rows: tuple[int, int]
+    programs: int
+    of_out: tuple[int, ...]
+    numbers: tuple[int, int, tuple[int, int, int]]
+    partial: Tensor | None
+    at_partial: tuple[int, int] | None
+    merge: Merge | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        layer: AttentionLayer,
+        source: Source,
+        latents: Tensor,
+        slots: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        processors: int,
+        launchers: dict[Any, Any],
+    ) -> Attention:
+        """Return it for tensors like these, where `takes` says that it serves them.
+
+        latents: [pages, page size, 1, 576], and slots in them, like what the source brings.
+        launchers: what is kept, of one device.
+        """
+        copies = not q.is_contiguous() or q.data_ptr() % 16 != 0
+        (tokens, heads, dim), v_dim, size = q.shape, layer.v_head_dim, latents.shape[1]
+        row_blocks, per_unit, units, programs = cut(tokens, heads, source.topk, processors)
+        token = latents.stride(0) if size == 1 else latents.stride(1)
+        strides, of_out, row = (size * token, token, dim), out.stride(), slots.stride(0)
+        partial, at_partial, merge, written = None, None, None, lse
+        if units > 1:
+            padded, rows = row_blocks * TILE, tokens * units * row_blocks * TILE
+            written = torch.empty(rows * (v_dim + 1), dtype=torch.float32, device=q.device)
+            partial, at = written, written.data_ptr()
+            at_partial = (at, at + 4 * rows * v_dim)
+            of_parts = (padded * v_dim, units * padded * v_dim, v_dim, 1, padded, units * padded, 1)
+            merge = Merge.of(
+                tuple(map(alike, (written, written, out, lse))), (units, tokens, heads, v_dim),
+                (*of_parts, *of_out, *lse.stride()), launchers, base_2=True,
+            )  # fmt: skip
+        like_q = q.dtype if copies else alike(q)
+        key = (
+            "hopper", heads, v_dim, layer.scale, row_blocks, per_unit, row >> 31, strides,
+            of_out[:2], like_q, *map(alike, (out, lse, written, slots, latents)),
+        )  # fmt: skip
+        launcher = launchers.get(key)
+        if launcher is None:
+            launcher = launchers[key] = _attending(layer, heads, dim, row_blocks, per_unit)
+        source.units = units
+        return cls(
+            launcher, source, copies, (tokens * heads, dim), programs, of_out[:2],
+            (tokens, row, strides), partial, at_partial, merge,
         )  # fmt: skip
 
-    def states() -> tuple[Tensor, Tensor]:
-        whole = units > 1
-        return (partial[: rows * v_dim], partial[rows * v_dim :]) if whole else (lse, lse)
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its scratch."""
+        return self.source.nbytes + (0 if self.partial is None else self.partial.nbytes)
 
-    at_indptr = at_counts + 2 * width
-    launcher.launch(
-        (programs, 1, 1),
-        (
-            MapOf(at_q, (tokens * heads, dim), (dim, 1)), (at_out, at_lse, *of_out[:2]),
-            (at_partial, at_states), (at_counts + width, at_counts, at_slots), at_indptr, at_indptr,
-            tokens, row, (at_latents, *strides),
-        ),
-        arguments,
-    )  # fmt: skip
-    if units > 1:
-        padded = row_blocks * TILE
-        of_parts = (padded * v_dim, units * padded * v_dim, v_dim, 1, padded, units * padded, 1)
-        merge = Merge(
-            (at_partial, at_states, at_out, at_lse),
-            (like_partial, like_partial, like_out, like_lse),
-            (units, tokens, heads, v_dim),
-            (*of_parts, *of_out, *lse.stride()),
-            base_2=True,
-        )
-        launch_merge(merge, lambda: (*states(), out, lse), launchers)
+    def run(
+        self, q: Tensor, cache: LayerCache, topk_indices: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H]."""
+        if self.copies:
+            q = q.clone(memory_format=torch.contiguous_format)
+        brought = self.source.bring(cache, topk_indices)
+        rows, (tokens, row, strides) = self.rows, self.numbers
+        latents, slots, _, (at_lengths, at_ends, at_indptr) = brought
+        at_out, at_lse = out.data_ptr(), lse.data_ptr()
+        at_partial = self.at_partial or (at_lse, at_lse)
+        self.launcher.launch(
+            (self.programs, 1, 1),
+            (
+                MapOf(q.data_ptr(), rows, (rows[1], 1)), (at_out, at_lse, *self.of_out), at_partial,
+                (at_ends, at_lengths, slots.data_ptr()), at_indptr, at_indptr, tokens, row,
+                (latents.data_ptr(), *strides),
+            ),
+            lambda: self._tensors(q, brought, out, lse),
+        )  # fmt: skip
+        if self.merge is not None:
+            addresses = (*at_partial, at_out, at_lse)
+            self.merge.run(addresses, lambda: (*self._parts(out, lse), out, lse))
+
+    def _tensors(self, q: Tensor, brought: Brought, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        """Return the arguments with tensors."""
+        latents, slots, (lengths, ends, indptr), _ = brought
+        rows, (tokens, row, strides) = self.rows, self.numbers
+        return (
+            TensorDescriptor(q, [*rows], [rows[1], 1], [TILE, PANEL], SWIZZLED),
+            Outputs(out, lse, *self.of_out), Partials(*self._parts(out, lse)),
+            Requests(ends, lengths, slots), indptr, indptr, tokens, row, Store(latents, *strides),
+        )  # fmt: skip
+
+    def _parts(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs and LSE of the units."""
+        if (partial := self.partial) is None:
+            return lse, lse
+        states = partial.numel() // (out.shape[2] + 1)
+        return partial[:-states], partial[-states:]
 
 
 def _attending(
@@ -155,38 +182,3 @@ def _attending(
         ROW_BLOCKS=row_blocks, BLOCKS_PER_UNIT=per_unit, BATCH_INVARIANT=True,
     )  # fmt: skip
     return Launcher(decode_mla_hopper, Scales(layer.scale, 1.0, 1.0), config, num_warps=4)
-
-
-def score(
-    x: Scoring,
-    q_index: Tensor,
-    weights: Tensor,
-    inputs: SparsePass,
-    scores: Tensor,
-    first: int,
-    count: int,
-) -> None:
-    """Do what launch.score does, where `on_hopper` says so."""
-    (tokens, heads, dim), shared = q_index.shape, inputs.arguments
-    columns = -(-inputs.longest // SCORED_KEYS)
-    many = -(-count // MANY_ROWS) * columns >= MANY_PROGRAMS
-    at_once = MANY_ROWS if many else ROWS
-    of_q, of_w, row = [tokens * heads, dim], [tokens, heads], scores.stride(0)
-
-    def arguments() -> tuple[Any, ...]:
-        queries = q_index.view(tokens * heads, dim)
-        rows = TensorDescriptor(queries, of_q, [dim, 1], [heads, dim], BYTES)
-        w_rows = TensorDescriptor(weights, of_w, [heads, 1], [1, heads], PLAIN)
-        numbers = (first, count, scores, row, at_once)
-        return rows, w_rows, x.keys[0], x.keys[1], *x.keys[2], *shared.values, *numbers
-
-    x.launcher.launch(
-        (-(-count // at_once), columns, 1),
-        (
-            MapOf(q_index.data_ptr(), (tokens * heads, dim), (dim, 1)),
-            MapOf(weights.data_ptr(), (tokens, heads), (heads, 1)),
-            *(x.addresses[0], x.addresses[1], *x.addresses[2]),
-            *(*shared.addresses, first, count, scores.data_ptr(), row, at_once),
-        ),
-        arguments,
-    )

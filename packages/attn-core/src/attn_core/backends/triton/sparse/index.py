@@ -56,8 +56,8 @@ def weigh(key, query, w):
 
 @triton.jit(do_not_specialize=["tokens", "first", "span", "table_stride", "row_stride"])
 def index_scores(
-    q, q_token, q_head, weights, weights_token, keys, scales, strides, page_table, table_stride,
-    seq_lens, cu_seqlens_q, requests, tokens, first, scores, row_stride, span,
+    q, weights, q_token, q_head, weights_token, page_table, table_stride, seq_lens, cu_seqlens_q,
+    requests, tokens, first, scores, row_stride, span, keys, scales, strides,
     TOPK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Score `span` keys for C.BT tokens. Keys stay while tokens pass, or one token while keys do.

@@ -147,9 +147,9 @@ def score_rows(
 
 @gluon.jit(do_not_specialize=["at_once", "count", "first", "row_stride", "table_stride"])
 def score_prompts_hopper(
-    rows, w_rows, ptr, scales, page_stride, token_stride, scales_stride,
-    page_table, table_stride, seq_lens, cu_seqlens_q, requests, first, count, scores, row_stride,
-    at_once, HEADS: gl.constexpr, PAGE: gl.constexpr, TOPK: gl.constexpr,
+    rows, w_rows, page_table, table_stride, seq_lens, cu_seqlens_q, requests, first, count, scores,
+    row_stride, at_once, ptr, scales, page_stride, token_stride, scales_stride,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, TOPK: gl.constexpr,
 ):  # fmt: skip
     """Do what index_scores does, 2 · KEYS keys for some tokens at once, whose q TMA brings."""
     keys = Keys(ptr, scales, page_stride, token_stride, scales_stride)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_core.backends.triton.sparse.attend import attend_selected
 from attn_core.backends.triton.sparse.passes import SparsePass
-from attn_core.backends.triton.sparse.scoring import Scoring
-from attn_core.backends.triton.sparse.selecting import VECTOR, select, selecting
+from attn_core.backends.triton.sparse.scoring import Scores, Scoring
+from attn_core.backends.triton.sparse.selecting import VECTOR, Step, selecting, steps
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
 from attn_core.cache.layer_cache import LayerCache, split_latents
-from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
-from attn_core.ops.triton.merge import merge_states
+from attn_core.ops.triton.launcher import (
+    Grid,
+    Launcher,
+    Pointers,
+    alike,
+    moved,
+    numbered,
+    pointers,
+)
+from attn_core.ops.triton.merge import Merge
 from attn_core.runtime.layer import AttentionLayer
 
 MOST_SCORES = 1 << 26  # float32 numbers that exist at once: 256 MiB
 FEWEST_KEYS = 128  # of a query that a program attends to, where they are cut
-SPAN = 1024  # keys that pass by one query at most
-PROGRAMS = 1024  # that score, at the least
 
 
 class AttendConstants(NamedTuple):
@@ -49,6 +56,17 @@ class AttendConstants(NamedTuple):
     SCALES_TOKEN: int
 
 
+class _Selection(NamedTuple):
+    """How a pass selects for queries of one form: the launches of some queries at a time.
+
+    scored_by: the key of Scoring in a cache. form: that of Scoring; -1 without scores.
+    """
+
+    scored_by: tuple[str, int]
+    form: int
+    parts: list[tuple[Scores | None, list[Step]]]
+
+
 def index_topk(
     q_index: Tensor,
     weights: Tensor,
@@ -62,19 +80,57 @@ def index_topk(
 
     arch: of the device, as in BackendConfig.
     """
-    tokens, longest, device = q_index.shape[0], inputs.longest, q_index.device
-    chosen = torch.empty(tokens, topk, dtype=torch.int32, device=device)
+    key = (
+        "index_topk", topk, q_index.shape, q_index.stride(), alike(q_index), weights.stride(),
+        alike(weights),
+    )  # fmt: skip
+    chosen = torch.empty(q_index.shape[0], topk, dtype=torch.int32, device=q_index.device)
+    scoring: Scoring | None = None
+    found: _Selection | None = inputs.kept.get(key)
+    if found is not None and found.form >= 0:
+        scoring = cache.launchers.get(found.scored_by)
+        if scoring is None or moved(scoring.pointers) or scoring.form != found.form:
+            found = None
+    if found is None:
+        found, scoring = _selection(key, q_index, weights, cache, inputs, chosen, arch)
+    for scores, steps_ in found.parts:
+        if scores is not None and scoring is not None:
+            scoring.run(scores, q_index, weights)
+        for step in steps_:
+            step.run(chosen)
+    return chosen
+
+
+def _selection(
+    key: Hashable,
+    q_index: Tensor,
+    weights: Tensor,
+    cache: LayerCache,
+    inputs: SparsePass,
+    chosen: Tensor,
+    arch: str | None,
+) -> tuple[_Selection, Scoring | None]:
+    """Return the launches for queries of one form, and how they are scored in this cache.
+
+    The pass keeps them with their scratch, unless that is large.
+    """
+    (tokens, topk), longest = chosen.shape, inputs.longest
     columns = -(-max(1, longest) // 64) * 64  # whole cache lines
     rows = max(1, min(tokens, MOST_SCORES // columns))
     shape = (rows, columns) if longest > topk else (1, VECTOR)
-    scores = torch.empty(shape, dtype=torch.float32, device=device)
-    how, page_size = selecting(inputs.queries), cache.page_size
+    scores = torch.empty(shape, dtype=torch.float32, device=chosen.device)
+    how, scoring, parts = selecting(inputs.queries), None, []
+    scored_by = ("", 0)
+    if longest > topk:
+        scored_by, scoring = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
     for first in range(0, tokens, rows):
-        count = min(rows, tokens - first)
-        if longest > topk:
-            score(q_index, weights, cache, inputs, scores, first, count, topk, arch=arch)
-        select(scores, first, count, inputs, chosen, how, page_size=page_size)
-    return chosen
+        span = (first, min(rows, tokens - first))
+        launch = scoring and scoring.scores(q_index, weights, inputs, scores, *span)
+        selects = steps(scores, *span, inputs, chosen, how, page_size=cache.page_size)
+        parts.append((launch, selects))
+    found = _Selection(scored_by, -1 if scoring is None else scoring.form, parts)
+    inputs.keep(key, found, scores.nbytes)
+    return found, scoring
 
 
 def score(
@@ -93,108 +149,116 @@ def score(
 
     Of queries that see at most topk keys there are none.
     """
-    x = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
-    if x.bf16:
-        q_index = q_index.to(torch.bfloat16)
-    if x.on_hopper:
-        from attn_core.backends.triton.sparse import hopper  # other chips may lack what it imports
-
-        hopper.score(x, q_index, weights, inputs, scores, first, count)
-        return
-    span, columns = x.constants.BN, inputs.longest
-    if x.constants.BT == 1:  # as few as give every multiprocessor some programs
-        span = max(span, min(SPAN, columns * count // PROGRAMS // span * span))
-    strides, shared = (*q_index.stride()[:2], weights.stride(0)), inputs.arguments
-    row = scores.stride(0)
-    x.launcher.launch(
-        (-(-count // x.constants.BT), -(-columns // span), 1),
-        (
-            q_index.data_ptr(), *strides[:2], weights.data_ptr(), strides[2], *x.addresses,
-            *shared.addresses, count, first, scores.data_ptr(), row, span,
-        ),
-        lambda: (
-            q_index, *strides[:2], weights, strides[2], *x.keys,
-            *shared.values, count, first, scores, row, span,
-        ),
-    )  # fmt: skip
+    _, x = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
+    x.run(x.scores(q_index, weights, inputs, scores, first, count), q_index, weights)
 
 
 class _Attending(NamedTuple):
-    """attend_selected for queries and outputs of one form, over one cache at these pointers.
-
-    latents: what it is given of these, their rope parts and scales; addresses: by address.
-    """
+    """attend_selected for queries and outputs of one form, over one cache at these pointers."""
 
     launcher: Launcher
     pointers: Pointers
-    latents: tuple[Tensor, Tensor, Tensor]
-    addresses: tuple[int, int, int]
 
 
-def attend(
-    q: Tensor,
-    layer: AttentionLayer,
-    cache: LayerCache,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    processors: int,
-    arch: str | None = None,
-) -> None:
-    """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H].
+class Attention(NamedTuple):
+    """How queries of one form attend in a pass: the cut of their selections, and its scratch.
 
-    processors: programs that run at once; the keys of a query are cut until there are as many. 0
-    cuts in the same way for every number of queries. arch: of the device, as in BackendConfig.
+    attending: the key of _Attending in a cache; the next three make one. numbers: the arguments of
+    attend_selected behind its tensors. partial: outputs and LSE of the parts, where there are
+    several; merge: what merges them.
     """
-    (tokens, heads, dim), v_dim = q.shape, layer.v_head_dim
-    topk, row = topk_indices.shape[1], topk_indices.stride(0)
-    block_m, block_n, _ = tile = _tile(heads, q.dtype, arch, fp8=cache.latent_dim > 0)
-    blocks, most = -(-heads // block_m), max(1, topk // FEWEST_KEYS)
-    wanted = most if not processors else min(most, -(-2 * processors // max(1, tokens * blocks)))
-    keys = (topk + wanted - 1) // wanted
-    keys = -(-keys // block_n) * block_n
-    parts = -(-topk // keys)
-    partial, states = out, lse
-    of_out, of_states = (0, *out.stride()), (0, *lse.stride())
-    if parts > 1:
-        partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device)
-        states = torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device)
-        of_out, of_states = partial.stride(), states.stride()
-    tensors = (q, topk_indices, partial, states)
-    at_q, at_slots, at_out, at_states = places = [x.data_ptr() for x in tensors]
-    token, head, _ = q.stride()
-    key = (
-        "attend", dim, v_dim, heads, topk, arch, token, head, row >> 31, of_out[0] >> 31,
-        of_out[1:3], of_states[0] >> 31, of_states[1], *map(alike, tensors, places),
-    )  # fmt: skip
-    x = cache.launchers.get(key)
-    if x is None or moved(x.pointers):
-        x = cache.launchers[key] = _attending(q, layer, cache, topk, arch, tile)
-    x.launcher.launch(
-        (tokens, blocks, parts),
-        (
-            at_q, token, head, *x.addresses, at_slots, row, keys, layer.scale,
-            at_out, *of_out[:3], at_states, *of_states[:2],
-        ),
-        lambda: (
-            q, token, head, *x.latents, topk_indices, row, keys, layer.scale,
-            partial, *of_out[:3], states, *of_states[:2],
-        ),
-    )  # fmt: skip
-    if parts > 1:
-        merge_states(partial, states, into=(out, lse))
+
+    attending: tuple[str, int]
+    v_dim: int
+    arch: str | None
+    tile: tuple[int, int, int]
+    grid: Grid
+    numbers: tuple[float, ...]
+    partial: tuple[Tensor, Tensor] | None
+    merge: Merge | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        layer: AttentionLayer,
+        cache: LayerCache,
+        topk_indices: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        processors: int,
+        launchers: dict[Any, Any],
+        arch: str | None = None,
+    ) -> Attention:
+        """Return it for tensors like these.
+
+        processors: programs that run at once; the keys of a query are cut until there are as many.
+        0 cuts in the same way for every number of queries. launchers: what is kept, of one device.
+        arch: of the device, as in BackendConfig.
+        """
+        (tokens, heads, dim), v_dim = q.shape, layer.v_head_dim
+        topk, row = topk_indices.shape[1], topk_indices.stride(0)
+        block_m, block_n, _ = tile = _tile(heads, q.dtype, arch, fp8=cache.latent_dim > 0)
+        blocks, most = -(-heads // block_m), max(1, topk // FEWEST_KEYS)
+        programs = max(1, tokens * blocks)
+        wanted = most if not processors else min(most, -(-2 * processors // programs))
+        keys = (topk + wanted - 1) // wanted
+        keys = -(-keys // block_n) * block_n
+        parts = -(-topk // keys)
+        partial, merge = None, None
+        written = (out, lse)
+        of_out, of_states = (0, *out.stride()), (0, *lse.stride())
+        if parts > 1:
+            partial = written = (
+                torch.empty(parts, *out.shape, dtype=torch.float32, device=q.device),
+                torch.empty(parts, *lse.shape, dtype=torch.float32, device=q.device),
+            )
+            of_out, of_states = partial[0].stride(), partial[1].stride()
+            like = tuple(map(alike, (*partial, out, lse)))
+            strides = (*of_out, *of_states, *out.stride(), *lse.stride())
+            merge = Merge.of(like, (parts, tokens, heads, v_dim), strides, launchers)
+        token, head, _ = q.stride()
+        key = (
+            dim, v_dim, heads, topk, arch, token, head, row >> 31, of_out[0] >> 31, of_out[1:3],
+            of_states[0] >> 31, of_states[1], *map(alike, (q, topk_indices, *written)),
+        )  # fmt: skip
+        numbers = (token, head, row, keys, layer.scale, *of_out[:3], *of_states[:2])
+        grid = (tokens, blocks, parts)
+        return cls(("attend", numbered(key)), v_dim, arch, tile, grid, numbers, partial, merge)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its scratch."""
+        return 0 if self.partial is None else self.partial[0].nbytes
+
+    def run(
+        self, q: Tensor, cache: LayerCache, topk_indices: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H]."""
+        x: _Attending | None = cache.launchers.get(self.attending)
+        if x is None or moved(x.pointers):
+            made = _attending(q, self.v_dim, cache, topk_indices.shape[1], self.arch, self.tile)
+            x = cache.launchers[self.attending] = made
+        to, states = self.partial or (out, lse)
+        tensors, numbers = (q, topk_indices, to, states), self.numbers
+        at_to, at_states = to.data_ptr(), states.data_ptr()
+        args = (q.data_ptr(), topk_indices.data_ptr(), at_to, at_states, *numbers)
+        x.launcher.launch(self.grid, args, tensors, numbers)
+        if self.merge is not None:
+            addresses = (at_to, at_states, out.data_ptr(), lse.data_ptr())
+            self.merge.run(addresses, lambda: (to, states, out, lse))
 
 
 def _attending(
     q: Tensor,
-    layer: AttentionLayer,
+    v_dim: int,
     cache: LayerCache,
     topk: int,
     arch: str | None,
     tile: tuple[int, int, int],
 ) -> _Attending:
-    (_, heads, dim), v_dim = q.shape, layer.v_head_dim
+    _, heads, dim = q.shape
     block_m, block_n, warps = tile
     fp8 = cache.latent_dim > 0
     native = fp8 and multiplies_e4m3(arch)
@@ -209,9 +273,9 @@ def _attending(
     )
     stored = values.view(torch.uint8) if fp8 and not native else values
     stages = 1 if q.dtype == torch.float32 else 2
-    launcher = Launcher(attend_selected, constants, num_warps=warps, num_stages=stages)
-    addresses = (stored.data_ptr(), rope.data_ptr(), scales.data_ptr())
-    return _Attending(launcher, pointers(cache.k), (stored, rope, scales), addresses)
+    last = (stored, rope, scales, constants)
+    launcher = Launcher(attend_selected, *last, num_warps=warps, num_stages=stages)
+    return _Attending(launcher, pointers(cache.k))
 
 
 def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tuple[int, int, int]:

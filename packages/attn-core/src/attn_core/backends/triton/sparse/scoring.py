@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +13,19 @@ from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.triton.launcher import (
+    Arguments,
+    Grid,
+    Launcher,
+    Pointers,
+    alike,
+    moved,
+    numbered,
+    pointers,
+)
 
+SPAN = 1024  # keys that pass by one query at most
+PROGRAMS = 1024  # that score, at the least
 TOKENS = (1, 4, 16, 64)  # that pass by the keys which a program scores; compiled for each
 
 
@@ -42,22 +54,27 @@ class IndexStrides(NamedTuple):
     scales_page: int
 
 
+class Scores(NamedTuple):
+    """A launch of scores in a pass: its grid, and its arguments behind queries and weights."""
+
+    grid: Grid
+    arguments: Arguments
+
+
 class Scoring(NamedTuple):
     """How queries of one form are scored over one cache.
 
-    pointers: where its index keys lie. keys: with the scales, and their strides, as a kernel takes
-    them; addresses: the same by address.
+    pointers: where its index keys lie. form: equal where `scores` returns the same.
     launcher: of index_scores, or of Hopper's own kernel for a prompt's queries.
     bf16: e4m3 queries are multiplied in bf16, which is exact: this chip does not multiply e4m3.
     """
 
     launcher: Launcher
     pointers: Pointers
-    keys: tuple[Tensor, Tensor, IndexStrides]
-    addresses: tuple[int, int, IndexStrides]
     constants: IndexConstants
     on_hopper: bool
     bf16: bool
+    form: int
 
     @classmethod
     def of(
@@ -69,23 +86,59 @@ class Scoring(NamedTuple):
         scores: Tensor,
         topk: int,
         arch: str | None,
-    ) -> Scoring:
-        """Return what is kept with the cache, or choose kernel and tiles.
+    ) -> tuple[tuple[str, int], Scoring]:
+        """Return what is kept with the cache and its key, or choose kernel and tiles.
 
         scores: where they are written. arch: of the device, as in BackendConfig.
         """
         rows = next((n for n in TOKENS if n >= inputs.queries), TOKENS[-1])
         by_tma = rows == TOKENS[-1] and q_index.is_contiguous() and weights.is_contiguous()
-        key = (
-            "score", inputs.key, inputs.queries > 1, rows, by_tma, topk, arch, q_index.shape[1:],
-            q_index.stride(), alike(q_index), weights.stride(0), alike(weights), alike(scores),
+        tiles = (inputs.queries > 1, rows, by_tma)
+        of = (
+            inputs.key, tiles, topk, arch, q_index.shape[1:], q_index.stride(), alike(q_index),
+            weights.stride(0), alike(weights), alike(scores),
         )  # fmt: skip
+        key = ("score", numbered(of))
         kept: Scoring | None = cache.launchers.get(key)
         if kept is None or moved(kept.pointers):
-            tiles = (inputs.queries > 1, rows, by_tma)
             kept = cls._choose(q_index, weights, cache, topk, arch, *tiles)
             cache.launchers[key] = kept
-        return kept
+        return key, kept
+
+    def scores(
+        self,
+        q_index: Tensor,
+        weights: Tensor,
+        inputs: SparsePass,
+        scores: Tensor,
+        first: int,
+        count: int,
+    ) -> Scores:
+        """Return the launch for queries and weights like these, from `first` on."""
+        columns = inputs.longest
+        if self.on_hopper:
+            launch: Scores = _hopper().scores(inputs, scores, first, count)
+            return launch
+        if self.bf16:
+            q_index = q_index.to(torch.bfloat16)
+        span = self.constants.BN
+        if self.constants.BT == 1:  # as few as give every multiprocessor some programs
+            span = max(span, min(SPAN, columns * count // PROGRAMS // span * span))
+        grid = (-(-count // self.constants.BT), -(-columns // span), 1)
+        strides = (*q_index.stride()[:2], weights.stride(0))
+        numbers = (count, first, scores, scores.stride(0), span)
+        return Scores(grid, inputs.arguments.between(strides, numbers))
+
+    def run(self, launch: Scores, q_index: Tensor, weights: Tensor) -> None:
+        """Launch it."""
+        if self.bf16:
+            q_index = q_index.to(torch.bfloat16)
+        if self.on_hopper:
+            _hopper().score(self.launcher, launch, q_index, weights)
+            return
+        grid, arguments = launch
+        args = (q_index.data_ptr(), weights.data_ptr(), *arguments.addresses)
+        self.launcher.launch(grid, args, (q_index, weights), arguments.values)
 
     @classmethod
     def _choose(
@@ -123,15 +176,15 @@ class Scoring(NamedTuple):
             if is_hopper(arch):  # elsewhere some registers would spill
                 options |= {"maxnreg": 128}
         if on_hopper:
-            # other chips may lack what it imports
-            from attn_core.backends.triton.sparse.index_hopper import score_prompts_hopper
-
-            last = (heads, cache.page_size, topk)
-            launcher = Launcher(score_prompts_hopper, *last, num_warps=4)
+            launcher = _hopper().scorer(keys, scales, strides, heads, cache.page_size, topk)
         else:
-            launcher = Launcher(index_scores, topk, constants, **options)
-        tensors = (stored, stored if scales is None else scales, strides)
-        addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), strides)
+            of_keys = (stored, stored if scales is None else scales, strides)
+            launcher = Launcher(index_scores, *of_keys, topk, constants, **options)
         bf16 = fp8_queries and not native
-        where = pointers(cache.index)
-        return cls(launcher, where, tensors, addresses, constants, on_hopper, bf16)
+        form = numbered((constants, on_hopper, bf16))
+        return cls(launcher, pointers(cache.index), constants, on_hopper, bf16, form)
+
+
+def _hopper() -> Any:
+    """Import what scores on Hopper: other chips may lack what it imports in turn."""
+    return importlib.import_module("attn_core.backends.triton.sparse.index_launch")

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.backends.triton.sparse.topk import select_topk
 from attn_core.backends.triton.tuning import power_of_two
-from attn_core.ops.triton.launcher import Launcher, alike
+from attn_core.ops.triton.launcher import Arguments, Grid, Launcher, alike
 
 ROW = 1 << 18  # scores of a row that one program selects from
 FEW = 16  # queries of a request, up to which there are few rows
@@ -54,6 +54,24 @@ def selecting(queries: int) -> Selecting:
     return WIDE if queries <= FEW else NARROW
 
 
+class Step(NamedTuple):
+    """One launch of select_topk, with all that is known before the tensor of the selection.
+
+    into: what it writes in its place, of rows that are cut.
+    """
+
+    launcher: Launcher
+    grid: Grid
+    arguments: Arguments
+    into: Tensor | None
+
+    def run(self, chosen: Tensor) -> None:
+        """Launch it; chosen: int32 [T, K]."""
+        into = chosen if self.into is None else self.into
+        args = (into.data_ptr(), *self.arguments.addresses)
+        self.launcher.launch(self.grid, args, (into,), self.arguments.values)
+
+
 def select(
     scores: Tensor,
     first: int,
@@ -67,8 +85,26 @@ def select(
     """Write the slots of the greatest scores of some queries into chosen int32 [T, K].
 
     scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
-    What a query does not see does not count. Rows longer than ROW are cut first: each piece keeps
-    its own greatest, which the greatest of all are among.
+    What a query does not see does not count.
+    """
+    for step in steps(scores, first, count, inputs, chosen, how, page_size=page_size):
+        step.run(chosen)
+
+
+def steps(
+    scores: Tensor,
+    first: int,
+    count: int,
+    inputs: SparsePass,
+    chosen: Tensor,
+    how: Selecting,
+    *,
+    page_size: int,
+) -> list[Step]:
+    """Return the launches of `select`, for tensors like `chosen`, too. They hold their scratch.
+
+    Rows longer than ROW are cut first: each piece keeps its own greatest, which the greatest of all
+    are among.
     """
     topk, columns, narrowed = chosen.shape[1], inputs.longest, 0
     constants = how.constants
@@ -78,63 +114,45 @@ def select(
     programs = min(max(1, count * -(-columns // span)), SELECT_PROGRAMS)
     shape = (programs, constants.ROOM + constants.SEGMENT // 32 + 1)
     scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    into = positions = chosen
+    positions, found = scratch, []
     while True:
         pieces = max(1, -(-columns // span))
-        kept = scores
+        kept, into = scores, None
         if pieces > 1:
             kept = scores.new_empty(count, pieces * topk)
             into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
-        step = _Step(scores, positions, kept, into, scratch)
+        to = chosen if into is None else into
         numbers = (first, count, pieces, span, narrowed)
-        _launch(step, numbers, inputs, topk, page_size, how, constants)
-        if pieces == 1:
-            return
+        launcher = _launcher(
+            (scores, positions, scratch, kept, to), inputs, topk, page_size, how, constants
+        )
+        behind = (*numbers, scratch, kept, kept.stride(0))
+        arguments = inputs.arguments.between((scores, positions, scores.stride(0)), behind)
+        grid = (max(1, min(count * pieces, SELECT_PROGRAMS)), 1, 1)
+        found.append(Step(launcher, grid, arguments, into))
+        if into is None:
+            return found
         scores, positions, narrowed, columns = kept, into, span, pieces * topk
-        into, span = chosen, -(-max(span, columns) // 32) * 32
+        span = -(-max(span, columns) // 32) * 32
 
 
-class _Step(NamedTuple):
-    """The tensors of one launch of select_topk."""
-
-    scores: Tensor
-    positions: Tensor
-    kept: Tensor
-    into: Tensor
-    scratch: Tensor
-
-
-def _launch(
-    step: _Step,
-    numbers: tuple[int, int, int, int, int],
+def _launcher(
+    tensors: tuple[Tensor, ...],
     inputs: SparsePass,
     topk: int,
     page_size: int,
     how: Selecting,
     constants: SelectConstants,
-) -> None:
-    """Launch select_topk. numbers: its `first` to `narrowed`."""
-    scores, positions, kept, into, scratch = step
-    places = [x.data_ptr() for x in step]
-    at_scores, at_positions, at_kept, at_into, at_scratch = places
-    row, kept_row = scores.stride(0), kept.stride(0)
-    vector = VECTOR if row % VECTOR == 0 and at_scores % (4 * VECTOR) == 0 else 1
+) -> Launcher:
+    """Return select_topk for tensors that are alike. tensors: the scores are the first one."""
+    scores, row = tensors[0], tensors[0].stride(0)
+    vector = VECTOR if row % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0 else 1
     key = (
         "select", inputs.key, how, constants, topk, page_size, vector, row >> 31,
-        *map(alike, step, places),
+        *map(alike, tensors),
     )  # fmt: skip
-    launcher = inputs.launchers.get(key)
+    launcher: Launcher | None = inputs.launchers.get(key)
     if launcher is None:
         last = (topk, page_size, constants, vector)
         launcher = inputs.launchers[key] = Launcher(select_topk, *last, **how.options)
-    count, pieces, shared = numbers[1], numbers[2], inputs.arguments
-    launcher.launch(
-        (max(1, min(count * pieces, SELECT_PROGRAMS)), 1, 1),
-        (
-            at_scores, at_positions, row, *shared.addresses, *numbers,
-            at_scratch, at_kept, at_into, kept_row,
-        ),
-        lambda: (
-            scores, positions, row, *shared.values, *numbers, scratch, kept, into, kept_row,
-        ),
-    )  # fmt: skip
+    return launcher

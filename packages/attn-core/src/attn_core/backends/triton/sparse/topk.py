@@ -190,8 +190,8 @@ def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, ROOM: tl.constex
     ]
 )  # fmt: skip
 def select_topk(
-    scores, positions, row_stride, page_table, table_stride, seq_lens, cu_seqlens_q, requests,
-    first, rows, pieces, span, narrowed, scratch, kept_scores, chosen, kept_stride,
+    chosen, scores, positions, row_stride, page_table, table_stride, seq_lens, cu_seqlens_q,
+    requests, first, rows, pieces, span, narrowed, scratch, kept_scores, kept_stride,
     TOPK: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Select the greatest scores of queries; what it writes is in the order of the keys.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -17,7 +14,7 @@ from attn_core.backends.triton.linear.hopper.prepare_kda import prepare_kda_hopp
 from attn_core.backends.triton.linear.hopper.scan import scan_hopper
 from attn_core.backends.triton.linear.hopper.scan_alone import scan_alone
 from attn_core.backends.triton.linear.launch import PrefillKernels
-from attn_core.ops.triton.launcher import Launcher, MapOf
+from attn_core.ops.triton.launcher import Launcher
 
 
 def copied(*rows: Rows) -> bool:
@@ -93,40 +90,20 @@ def fused(constants: Constants, inputs: Inputs, out: Rows) -> PrefillKernels | N
         return None
     if any(x.head_stride != 128 or x.token_stride < x.ptr.shape[1] * 128 for x in tokens):
         return None
-    return PrefillKernels(None, Launcher(fused_gdn_hopper, constants, num_warps=4), 128, False)
+    launcher = Launcher(fused_gdn_hopper, constants, num_warps=4)
+    return PrefillKernels(None, launcher, 128, ahead=False, descriptors=descriptors)
 
 
-def maps_of(*tokens: Rows) -> tuple[MapOf, ...]:
-    """Return how TMA reads tokens [T, H, D] whose heads lie side by side: as rows [T, H · D]."""
-    return tuple(
-        MapOf(x.ptr.data_ptr(), (x.ptr.shape[0], x.ptr.shape[1] * 128), (x.token_stride, 1))
-        for x in tokens
-    )
+def descriptors(inputs: Inputs, out: Rows) -> tuple[TensorDescriptor, ...]:
+    """Return how TMA reads tokens [T, H, D] whose heads lie side by side: as rows [T, H · D].
 
-
-def descriptors_of(*tokens: Rows, columns: int = 128) -> tuple[TensorDescriptor, ...]:
-    """Return the same as Triton takes it: 64 tokens at a time, and so many columns of a head."""
-    return tuple(
-        TensorDescriptor(x.ptr, [*of.shape], [*of.strides], [64, columns], SWIZZLED)
-        for x, of in zip(tokens, maps_of(*tokens), strict=True)
-    )
-
-
-def launch_fused(
-    launcher: Launcher,
-    programs: int,
-    inputs: Inputs,
-    out: Rows,
-    addresses: tuple[Any, ...],
-    given: Callable[[], tuple[Any, ...]],
-) -> None:
-    """Launch it. programs: requests · value heads. addresses: of its arguments after the maps.
-
-    given: returns these with tensors. Each of the two groups that carry writes 64 columns of out.
+    64 at a time, of k, q and v. Each of the two groups that carry writes 64 columns of out.
     """
-    tokens = (inputs.k, inputs.q, inputs.v)
-    launcher.launch(
-        (programs, 1, 1),
-        (*maps_of(*tokens, out), *addresses),
-        lambda: (*descriptors_of(*tokens), *descriptors_of(out, columns=64), *given()),
-    )
+    copied = ((inputs.k, 128), (inputs.q, 128), (inputs.v, 128), (out, 64))
+    return tuple(
+        TensorDescriptor(
+            x.ptr, [x.ptr.shape[0], x.ptr.shape[1] * 128], [x.token_stride, 1], [64, columns],
+            SWIZZLED,
+        )
+        for x, columns in copied
+    )  # fmt: skip

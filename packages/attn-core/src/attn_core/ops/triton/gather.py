@@ -1,0 +1,160 @@
+"""Decode the pages of a pass from FP8 latents of sparse MLA, and find selected slots in them."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernel: a parameter is a pointer or a number, which no annotation says.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
+from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.triton.read import e4m3
+
+_GROUP = tl.constexpr(LATENT_BLOCK)  # values of a latent that share a scale
+_ROWS = 16  # latents that a program decodes
+_SLOTS = 1024  # slots that a program finds
+
+
+@triton.jit(do_not_specialize=["table_stride", "columns", "rows"])
+def decode_pages(
+    page_table, table_stride, seq_lens, columns, rows, out, place, values, scales, rope_parts,
+    PAGE: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BDR: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, SCALES_PAGE: tl.constexpr,
+    SCALES_TOKEN: tl.constexpr, ROPE_PAGE: tl.constexpr, ROPE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Decode ROWS tokens of the first `columns` pages of each request into out [rows, DV + DR].
+
+    Pages behind a request's keys are left out. place int32 [pages] says where a page is in out; of
+    one that several requests share, any of its copies.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = row // PAGE
+    inner = row % PAGE
+    request = number // columns
+    column = number % columns
+    here = row < rows
+    length = tl.load(seq_lens + request, mask=here, other=0)
+    used = here & (column * PAGE < length)
+    page = tl.load(page_table + request * table_stride + column, mask=used, other=0).to(tl.int64)
+    tl.store(place + page, number.to(tl.int32), mask=used & (inner == 0))
+    to = out + row[:, None] * (DV + DR)
+    at = page * PAGE_STRIDE + inner * TOKEN_STRIDE
+    at_scale = page * SCALES_PAGE + inner * SCALES_TOKEN
+    for group in tl.static_range(DV // _GROUP):
+        d = group * _GROUP + tl.arange(0, _GROUP)
+        bits = tl.load(values + at[:, None] + d[None, :], mask=used[:, None], other=0)
+        scale = tl.load(scales + at_scale + group, mask=used, other=0.0)
+        x = e4m3(bits.to(tl.int32)) * scale[:, None]
+        tl.store(to + d[None, :], x.to(out.dtype.element_ty), mask=used[:, None])
+    r = tl.arange(0, BDR)
+    inside = used[:, None] & (r < DR)[None, :]
+    of_token = rope_parts + (page * ROPE_PAGE + inner * ROPE_TOKEN)[:, None]
+    y = tl.load(of_token + r[None, :], mask=inside, other=0.0)
+    tl.store(to + DV + r[None, :], y.to(tl.float32).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_stride", "topk"])
+def place_slots(
+    topk_indices, row_stride, place, found, topk, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the slots of a query among the pages that decode_pages decoded; -1 stays."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = n < topk
+    slot = tl.load(topk_indices + token * row_stride + n, mask=here, other=-1)
+    used = slot >= 0
+    number = tl.load(place + slot // PAGE, mask=used, other=0)
+    new = tl.where(used, number * PAGE + slot % PAGE, -1)
+    tl.store(found + token * topk + n, new, mask=here)
+
+
+class _Gatherer(NamedTuple):
+    """Decodes into one dtype, from one cache that lies at these pointers, and finds slots."""
+
+    decode: Launcher
+    find: Launcher
+    pointers: Pointers
+
+
+Gathered = tuple[Tensor, Tensor, Tensor]
+
+
+def empty_pages(
+    cache: LayerCache, pages: int, topk_indices: Tensor, dtype: torch.dtype
+) -> Gathered:
+    """Return what gather_pages fills: latents of so many pages, their places, and slots."""
+    size, device = cache.page_size, topk_indices.device
+    dim = cache.latent_dim + cache.latents[2].shape[-1]
+    return (
+        torch.empty(pages, size, 1, dim, dtype=dtype, device=device),
+        torch.empty(cache.num_pages, dtype=torch.int32, device=device),
+        torch.empty(topk_indices.shape, dtype=torch.int32, device=device),
+    )
+
+
+def gather_pages(
+    cache: LayerCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    longest: int,
+    topk_indices: Tensor,
+    dtype: torch.dtype,
+    into: Gathered | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the pages of a pass in `dtype`, [n, page size, 1, D], and the selected slots in them.
+
+    page_table int32 [B, columns], seq_lens int32 [B], longest: an upper bound of these.
+    topk_indices int32 [T, K]: keys of the requests, or -1. What lies in pages behind a request's
+    keys may be anything. Two launches, bit for bit what attn_core.ops.kv.read_pages reads; only the
+    payload of a NaN may differ. Never syncs.
+    into: of empty_pages, to be filled.
+    """
+    size, (tokens, topk) = cache.page_size, topk_indices.shape
+    columns = -(-longest // size)
+    pages = page_table.shape[0] * columns
+    stride, row = page_table.stride(0), topk_indices.stride(0)
+    key = (
+        "pages", dtype, stride >> 31, row >> 31, alike(page_table), alike(seq_lens),
+        alike(topk_indices),
+    )  # fmt: skip
+    x: _Gatherer | None = cache.launchers.get(key)
+    if x is None or moved(x.pointers):
+        x = cache.launchers[key] = _gatherer(cache)
+    latents, place, found = into or empty_pages(cache, pages, topk_indices, dtype)
+    at_place = place.data_ptr()
+    if pages:
+        x.decode.launch(
+            (-(-pages * size // _ROWS), 1, 1),
+            (
+                page_table.data_ptr(), stride, seq_lens.data_ptr(), columns, pages * size,
+                latents.data_ptr(), at_place,
+            ),
+            (page_table, stride, seq_lens, columns, pages * size, latents, place),
+        )  # fmt: skip
+    if tokens:
+        x.find.launch(
+            (tokens, -(-topk // _SLOTS), 1),
+            (topk_indices.data_ptr(), row, at_place, found.data_ptr(), topk),
+            (topk_indices, row, place, found, topk),
+        )
+    return latents, found
+
+
+def _gatherer(cache: LayerCache) -> _Gatherer:
+    values, scales, rope = split_latents(cache.k, cache.latent_dim)
+    inner, width = 2 if cache.layout == "HND" else 1, rope.shape[-1]
+    decode = Launcher(
+        decode_pages,
+        *(values.view(torch.uint8), scales, rope, cache.page_size, cache.latent_dim, width),
+        *(triton.next_power_of_2(max(1, width)), _ROWS),
+        *(x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)),
+        num_warps=4,
+    )
+    find = Launcher(place_slots, cache.page_size, _SLOTS, num_warps=4)
+    return _Gatherer(decode, find, pointers(cache.k))
