@@ -55,19 +55,22 @@ class TileItem(NamedTuple):
 def next_item(order, sizes, CONFIG: gl.constexpr, FIRST: gl.constexpr):
     """Take an item; return tile · HEADS + head and the sequence, -1 and any at the end.
 
-    FIRST: the one that is the program's own. heads_at_once heads take turns: their keys fit the
-    cache. A sequence's last tile comes first, since it sees most keys, as the longest does.
+    FIRST: the one that is the program's own. The longest sequence comes first with all its heads: a
+    long one that began late would end alone. heads_at_once of its heads take turns: their keys fit
+    the cache. A sequence's last tile comes first, since it sees most keys.
     """
     item = gl.program_id(0)
     if not FIRST:
         item = gl.atomic_add(order.counter, 1, sem="relaxed") + gl.num_programs(0)
     num_tiles = gl.load(order.tile_offsets + sizes.batch)
-    turn_items = num_tiles * sizes.heads_at_once
-    first_head = item // turn_items * sizes.heads_at_once
-    rest = item % turn_items
-    position = rest // sizes.heads_at_once
-    place = find_seq_idx(order.tile_offsets, sizes.batch, position, 1)
-    tile = gl.load(order.tile_offsets + place + 1) - 1 - position
+    place = find_seq_idx(order.tile_offsets, sizes.batch, item, CONFIG.HEADS)
+    before = gl.load(order.tile_offsets + place)
+    tiles = gl.load(order.tile_offsets + place + 1) - before
+    rest = item - before * CONFIG.HEADS
+    turn_items = gl.maximum(tiles * sizes.heads_at_once, 1)
+    first_head = rest // turn_items * sizes.heads_at_once
+    rest = rest % turn_items
+    tile = tiles - 1 - rest // sizes.heads_at_once
     taken = tile * CONFIG.HEADS + first_head + rest % sizes.heads_at_once
     taken = gl.where(item < num_tiles * CONFIG.HEADS, taken, -1)
     return taken, gl.load(order.request_order + place)
