@@ -34,8 +34,9 @@ class TileItem(NamedTuple):
     """One tile of a KV head: where its rows lie and which keys they see.
 
     index: of the tile in its sequence. kv_start: the first row of its keys where there are no
-    pages. first_key, first_block … first_block + num_blocks: what any row sees. unmasked_low …
-    unmasked_high: the keys that every row sees.
+    pages. first_key, first_block … first_block + num_blocks: what any row sees, or of that one of
+    `parts`, whose state has a slot of its own. unmasked_low … unmasked_high: the keys that every
+    row sees.
     """
 
     head: Any
@@ -49,6 +50,8 @@ class TileItem(NamedTuple):
     num_blocks: Any
     unmasked_low: Any
     unmasked_high: Any
+    parts: Any
+    slot: Any
 
 
 @gluon.jit
@@ -106,13 +109,25 @@ def pop_item(queue, turn):
 
 
 @gluon.jit
-def tile_item(item, seq, requests, sizes, CONFIG: gl.constexpr):
-    """Return the tile of an item of a sequence."""
+def tile_index(item, q_len, CONFIG: gl.constexpr):
+    """Return which tile of its sequence an item is, and which part of its keys."""
+    index = item // CONFIG.HEADS
+    part = 0
+    if CONFIG.CUT_TILES:  # the same part of all tiles comes together: they read the same keys
+        tiles = gl.maximum((q_len * CONFIG.GROUP + TILE_ROWS - 1) // TILE_ROWS, 1)
+        part = index // tiles
+        index = index % tiles
+    return index, part
+
+
+@gluon.jit
+def tile_item(item, seq, requests, cuts, sizes, CONFIG: gl.constexpr):
+    """Return the tile of an item of a sequence. cuts: KeyParts."""
     GROUP: gl.constexpr = CONFIG.GROUP
     head = item % CONFIG.HEADS
-    index = item // CONFIG.HEADS
     q_start = gl.load(requests.cu_seqlens_q + seq)
     q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+    index, part = tile_index(item, q_len, CONFIG)
     kv_start = 0
     if CONFIG.PAGE == 0:
         kv_start = gl.load(requests.seq_lens + seq)
@@ -133,9 +148,17 @@ def tile_item(item, seq, requests, sizes, CONFIG: gl.constexpr):
             first_key = gl.maximum(context_len + first_query - sizes.window + 1, 0)
             unmasked_low = gl.maximum(context_len + last_query - sizes.window + 1, 0)
     first_block = first_key // CONFIG.BN
-    # one block that no row sees, where none is seen
-    num_blocks = gl.maximum((end_key + CONFIG.BN - 1) // CONFIG.BN - first_block, 1)
+    num_blocks = (end_key + CONFIG.BN - 1) // CONFIG.BN - first_block
+    parts = 1
+    slot = 0
+    if CONFIG.CUT_TILES:
+        parts = gl.load(cuts.counts + seq)
+        slot = gl.load(cuts.slots + seq) + item
+        blocks_of_part = (num_blocks + parts - 1) // parts
+        first_block += part * blocks_of_part
+        num_blocks = gl.minimum(num_blocks - part * blocks_of_part, blocks_of_part)
+    num_blocks = gl.maximum(num_blocks, 1)  # one that no row sees, where none is seen
     return TileItem(
         head, index, q_start, q_len, kv_start, seq_len, first_key, first_block, num_blocks,
-        unmasked_low, unmasked_high,
+        unmasked_low, unmasked_high, parts, slot,
     )  # fmt: skip
