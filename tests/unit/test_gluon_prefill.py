@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 
 from attn_core.backends.triton.portable.arguments import KeyParts, MergeConstants, Outputs
 from attn_core.backends.triton.portable.merge import merge_tiles
+from edited import edited
 from emulated_gluon import HOPPER, Pointer, launch, load
 
 D = 64  # one panel of a block: how wider ones lie in shared memory is not emulated
@@ -37,8 +39,8 @@ class Prompts:
         self.k, self.v = (draw(sum(self.keys), heads[1]) for _ in range(2))
 
     def right(self, scale, window=None, sinks=None, cap=None):
-        """Return the outputs in float64."""
-        found, at_q, at_k = [], 0, 0
+        """Return the outputs and their LSE in float64."""
+        found, sums, at_q, at_k = [], [], 0, 0
         for n, m in zip(self.queries, self.keys, strict=True):
             q = self.q[at_q : at_q + n].double()
             k, v = (
@@ -52,10 +54,11 @@ class Prompts:
             s = s.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 s = torch.cat((s, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+            sums.append(s.logsumexp(-1).T)
             p = s.softmax(-1)[..., :m]
             found.append(torch.einsum("hqk,khd->qhd", p, v))
             at_q, at_k = at_q + n, at_k + m
-        return torch.cat(found)
+        return torch.cat(found), torch.cat(sums)
 
     def paged(self, page, layout):
         """Return pages that hold the keys, shuffled, those of the values, and the table."""
@@ -149,9 +152,9 @@ def attend(
             MergeConstants(heads, prompts.group, D, D, sinks is not None),
         )  # fmt: skip
     assert order.counter.flat.tolist() == [0, 0], "as the next launch wants to find it"
-    want = prompts.right(scale, window or None, sinks, cap)
+    want, sums = prompts.right(scale, window or None, sinks, cap)
     torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
-    assert lse.isfinite().all()
+    torch.testing.assert_close(lse.double(), sums, atol=1e-4, rtol=1e-4)
     return out, lse
 
 
@@ -218,3 +221,22 @@ def test_parts_are_merged_in_one_order():
     prompts = Prompts(*PREFIXED)
     a, b = (attend(prompts, page=16, parts=(3, 1, 2), programs=n) for n in (1, 7))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("total = total * shrink + weight", "total += weight"),
+        ("acc = acc * shrink[:, None] + x", "acc = acc + x"),
+        ("(before + part * tiles + tile)", "(before + part + tile * count)"),
+        ("turn * ROWS, BM, count *", "turn * ROWS, BM, 2 * count *"),
+        ("lse, mask=live)", "lse * 1.01, mask=live)"),
+    ],
+)
+def test_a_fault_of_the_merge_is_seen(before, after):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    prompts, kernel = Prompts(*PREFIXED, heads=(7, 1)), merge_tiles.fn
+    new = {kernel: edited(kernel, before, after)}
+    with mock.patch.dict(InterpretedFunction.rewritten_fn, new), pytest.raises(AssertionError):
+        attend(prompts, page=16, parts=(4, 2, 3))
