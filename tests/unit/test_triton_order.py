@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -16,6 +16,12 @@ from attn_core.backends.triton.portable.arguments import KeyParts
 from attn_core.backends.triton.portable.plan_tiles import LEAST_UNITS, UNIT, most_slots
 from attn_core.backends.triton.schedule import TILE_ROWS, Tiles, fill_order
 from triton_server import DEVICE
+
+
+def heads_of(group, heads):
+    """Return what the plan reads of a group of layers."""
+    return SimpleNamespace(window=None, view="full", num_queries_per_kv=group, num_kv_heads=heads)
+
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5)), min_size=1, max_size=150)
 
@@ -43,7 +49,7 @@ def test_the_longest_request_comes_first(requests, group, paged):
         tiles=0,
         processors=1,
     )
-    fill_order(order, starts(queries), lengths, group, 2, paged=paged)
+    fill_order(order, starts(queries), lengths, heads_of(group, 2), paged=paged)
     places = sorted(range(len(requests)), key=lambda b: -keys[b])
     assert request_order.tolist() == places, "equal ones keep their order"
     tiles = [-(-queries[b] * group // TILE_ROWS) for b in places]
@@ -63,7 +69,7 @@ def planned(requests, group=4, heads=8, programs=132):
         choices=(), min_queries=0, request_order=order, tile_offsets=offsets, counter=ends,
         longest=0, tiles=0, processors=programs, parts=parts,
     )  # fmt: skip
-    fill_order(tiles, ends, keys, group, heads, paged=True)
+    fill_order(tiles, ends, keys, heads_of(group, heads), paged=True)
     return [x.tolist() for x in (counts, slots, offsets, order)]
 
 
@@ -71,9 +77,7 @@ def may_be_cut(requests, group=4, heads=8, programs=132):
     """Say what the host expects of these."""
     queries, keys = zip(*requests, strict=True)
     rows = -(-sum(queries) * group // TILE_ROWS) + len(requests)
-    of_group = SimpleNamespace(
-        window=None, view="full", num_queries_per_kv=group, num_kv_heads=heads
-    )
+    of_group = heads_of(group, heads)
     shape = Shape("sm90", programs, of_group, "bf16", "bf16", 64, 1, max(keys), rows * heads)
     view = SimpleNamespace(seq_lens_host=keys)
     batch = SimpleNamespace(query_lens_host=queries, views={"full": view})
@@ -88,16 +92,17 @@ PREFIXED = st.lists(
 
 
 @given(requests=PREFIXED, programs=st.sampled_from([3, 132]))
+@example(requests=[(0, 9000), (1, 70)], programs=132)
 @settings(max_examples=30, deadline=None)
 def test_the_plan_of_cut_tiles_holds_together(requests, programs):
     counts, slots, offsets, order = planned(requests, programs=programs)
     tiles = [-(-n * 4 // TILE_ROWS) for n, _ in requests]
     assert offsets == [0, *accumulate(tiles[b] * counts[b] for b in order)]
     assert [slots[b] for b in order] == [8 * x for x in offsets[:-1]]
-    units = [-(-m // UNIT) for _, m in requests]
-    shortest_cut = min((u for u, c in zip(units, counts, strict=True) if c > 1), default=1 << 30)
-    assert all(c == 1 for u, c in zip(units, counts, strict=True) if u < shortest_cut)
-    assert all(2 * u > c * LEAST_UNITS for u, c in zip(units, counts, strict=True) if c > 1)
+    found = [(-(-m // UNIT), c) for (n, m), c in zip(requests, counts, strict=True) if n]
+    shortest_cut = min((u for u, c in found if c > 1), default=1 << 30)
+    assert all(c == 1 for u, c in found if u < shortest_cut)
+    assert all(2 * u > c * LEAST_UNITS for u, c in found if c > 1)
     cut = [8 * n * c for n, c in zip(tiles, counts, strict=True) if c > 1]
     assert sum(cut) <= most_slots(programs)
     assert all(

@@ -15,6 +15,7 @@ from attn_core.backends.triton.portable.plan_tiles import order_requests
 from attn_core.backends.triton.shared import Sharing, fill_spans, spans_of
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
+from attn_core.runtime.layer import LayerGroup
 
 PLANNED_REQUESTS = 1024  # which one program plans at a time
 TILE_ROWS = 128  # of a tile of a prompt on Hopper: (query, head of the group) pairs
@@ -182,18 +183,20 @@ def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal
 
 
 def fill_order(
-    tiles: Tiles, cu_seqlens_q: Tensor, lengths: Tensor, group: int, heads: int, *, paged: bool
+    tiles: Tiles, cu_seqlens_q: Tensor, lengths: Tensor, group: LayerGroup, *, paged: bool
 ) -> None:
     """Fill the order of `tiles` for a batch: one small launch, which a CUDA graph can record.
 
     lengths: keys of each request, int32 [batch]; not paged: their cu_seqlens, int32 [batch + 1].
-    group: query heads of each of the KV heads, of which there are `heads`.
     """
     batch, block, order = tiles.request_order.shape[0], 64, tiles.request_order
     counts, slots = (order, order) if tiles.parts is None else tiles.parts[:2]
     tensors = (cu_seqlens_q, lengths, tiles.tile_offsets, order, counts, slots)
-    programs = 0 if tiles.parts is None else tiles.processors
-    constants = (group, TILE_ROWS, tiles.min_queries, paged, block, heads, programs)
+    programs, rows = 0 if tiles.parts is None else tiles.processors, TILE_ROWS
+    constants = (
+        *(group.num_queries_per_kv, rows, tiles.min_queries, paged, block),
+        *(group.num_kv_heads, programs),
+    )
     key = (constants, cu_seqlens_q.device, *map(alike, tensors))
     launcher = _ORDERS.get(key)
     if launcher is None:

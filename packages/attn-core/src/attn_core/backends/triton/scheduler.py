@@ -111,8 +111,7 @@ class Scheduler:
         inputs = Pass(requests, q, causal=group.causal)
         tiles = self._tiles(group, inputs, longest, None)
         if tiles.ordered:
-            heads = (group.num_queries_per_kv, group.num_kv_heads)
-            fill_order(tiles, cu_seqlens_q, cu_seqlens_k, *heads, paged=False)
+            fill_order(tiles, cu_seqlens_q, cu_seqlens_k, group, paged=False)
         return inputs, tiles
 
     def fill(self, schedule: Schedule, group: LayerGroup, batch: ForwardBatch) -> None:
@@ -123,8 +122,7 @@ class Scheduler:
             requests = Requests(cu_seqlens_q, seq_lens, view.page_table)
             fill_split(schedule.split, requests, group.window, causal=group.causal)
         if schedule.tiles is not None and schedule.tiles.ordered:
-            heads = (group.num_queries_per_kv, group.num_kv_heads)
-            fill_order(schedule.tiles, cu_seqlens_q, seq_lens, *heads, paged=True)
+            fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group, paged=True)
 
     def _shape(self, group: LayerGroup, inputs: Pass, longest: int) -> Shape:
         config, tokens = self.config, inputs.positions.shape[0]
