@@ -44,6 +44,44 @@ def test_heads_take_turns_in_twos_of_four(page):
     requests.check(got, q, queries)
 
 
+@pytest.mark.parametrize(
+    ("dim", "page", "more"),
+    [
+        (64, 64, {}),
+        (128, 1, {}),
+        (128, 16, {"logit_cap": 30.0}),
+        (256, 64, {}),
+        (128, 64, {"sinks": torch.linspace(-1, 12, 8)}),
+    ],
+    ids=str,
+)
+def test_keys_of_long_tiles_are_cut(dim, page, more):
+    """A sink counts once, whatever the parts; a part that begins in a tile's own queries too."""
+    more = {k: v.to(DEVICE) if k == "sinks" else v for k, v in more.items()}
+    lengths, queries = [9_000, 300, 2_500, 1_300, 70], [130, 200, 1, 600, 0]
+    requests = Requests(make_layer(dim=dim, **more), lengths, page=page)
+    q = requests.draw(sum(queries))
+    with launches() as names:
+        got = requests.attend(requests.batch(queries), q)
+    assert {"extend_hopper", "merge_tiles"} <= {*names}
+    requests.check(got, q, queries)
+    again = requests.attend(requests.batch(queries), q)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "whoever took them"
+
+
+def test_no_keys_are_cut_in_deterministic_mode():
+    """A request has the same bits alone and beside others."""
+    lengths, queries = [9_000, 300], [130, 200]
+    requests = Requests(make_layer(), lengths, page=64)
+    q = requests.draw(sum(queries))
+    with launches() as names:
+        got = requests.attend(requests.batch(queries), q, deterministic=True)
+    assert "merge_tiles" not in names
+    requests.check(got, q, queries)
+    alone = requests.attend(requests.batch([0, 200]), q[130:], deterministic=True)
+    assert all(torch.equal(a[130:], b) for a, b in zip(got, alone, strict=True))
+
+
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_captured_pass_of_many_queries_serves_other_lengths(page):
     """One graph, whose requests have other queries and other keys at each replay."""

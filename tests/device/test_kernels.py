@@ -25,6 +25,7 @@ LENGTHS, PROMPTS = (300, 17, 64, 5), (200, 17, 0, 1)
 DRAFTS = 5
 PORTABLE = {"extend_hopper": "extend_tiles", "decode_hopper": "decode_splits"}
 PORTABLE |= {"decode_mla_hopper": "decode_splits", "order_requests": "_write"}
+PORTABLE |= {"merge_tiles": "_write"}
 ORDERED, CUT = ("_write", "order_requests"), ("_write", "plan_splits", "merge_splits")
 LATENT = {"layer": {"heads": 1, "group": 64, "dim": 576, "v_dim": 512}}
 # name → what runs on Hopper, and the pass: prompts, drafts or, by default, one query a request
@@ -36,6 +37,10 @@ PASSES = {
         {"prompts": True, "page": 64, "layout": "HND", "layer": {"dim": 64, "sliding_window": 50}},
     ),
     "prompts-256": ((*ORDERED, "extend_hopper"), {"prompts": True, "layer": {"dim": 256}}),
+    "prompts-cut": (
+        (*ORDERED, "extend_hopper", "merge_tiles"),
+        {"prompts": True, "lengths": (1500, *LENGTHS[1:])},
+    ),
     "prompts-80": (("_write", "extend_tiles"), {"prompts": True, "layer": {"dim": 80}}),
     "prompts-fp8": (("_write", "extend_tiles"), {"prompts": True, "store": "fp8_e4m3"}),
     "prompts-fp4": (("_write", "extend_tiles"), {"prompts": True, "store": "fp4_e2m1"}),
@@ -66,9 +71,9 @@ def test_a_pass_stays_in_its_memory(name):
     kernels, made = PASSES[name]
     made = {"page": 16, **made}
     prompts, drafts = made.pop("prompts", False), made.pop("drafts", False)
-    layer = make_layer(**made.pop("layer", {}))
+    layer, lengths = make_layer(**made.pop("layer", {})), made.pop("lengths", LENGTHS)
     with launches() as names:
-        requests = Requests(layer, LENGTHS, **made)
+        requests = Requests(layer, lengths, **made)
         queries = [*PROMPTS] if prompts else [DRAFTS if drafts else 1] * len(LENGTHS)
         mode, spec, trees = ForwardMode.EXTEND, None, None
         if drafts:

@@ -1,9 +1,17 @@
 """Hopper's kernel of prompts, emulated on a CPU: against float64, query by query."""
 
 from collections import namedtuple
+from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
+from attn_core.backends.triton.portable.arguments import KeyParts, MergeConstants, Outputs
+from attn_core.backends.triton.portable.merge import merge_tiles
+from edited import edited
 from emulated_gluon import HOPPER, Pointer, launch, load
 
 D = 64  # one panel of a block: how wider ones lie in shared memory is not emulated
@@ -31,8 +39,8 @@ class Prompts:
         self.k, self.v = (draw(sum(self.keys), heads[1]) for _ in range(2))
 
     def right(self, scale, window=None, sinks=None, cap=None):
-        """Return the outputs in float64."""
-        found, at_q, at_k = [], 0, 0
+        """Return the outputs and their LSE in float64."""
+        found, sums, at_q, at_k = [], [], 0, 0
         for n, m in zip(self.queries, self.keys, strict=True):
             q = self.q[at_q : at_q + n].double()
             k, v = (
@@ -46,10 +54,11 @@ class Prompts:
             s = s.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 s = torch.cat((s, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+            sums.append(s.logsumexp(-1).T)
             p = s.softmax(-1)[..., :m]
             found.append(torch.einsum("hqk,khd->qhd", p, v))
             at_q, at_k = at_q + n, at_k + m
-        return torch.cat(found)
+        return torch.cat(found), torch.cat(sums)
 
     def paged(self, page, layout):
         """Return pages that hold the keys, shuffled, those of the values, and the table."""
@@ -69,18 +78,29 @@ class Prompts:
         return *pools, table
 
 
-def attend(prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=None, programs=3):
-    """Run the kernel over pages, or with page 0 over K and V side by side."""
+def attend(
+    prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=None, programs=3, parts=None
+):
+    """Run the kernel over pages, or with page 0 over K and V side by side.
+
+    parts: into how many the keys of each request are cut; merge_tiles follows then.
+    """
     modules = load("prefill", HOPPER)
     common, queue = load("common", HOPPER), load("tile_queue", HOPPER)
     batch, heads = len(prompts.keys), prompts.kv_heads
     ends = torch.tensor([0, *prompts.queries]).cumsum(0).int()
     rank = sorted(range(batch), key=lambda b: -prompts.keys[b])
-    tiles = [-(-prompts.queries[b] * prompts.group // 128) for b in rank]
+    counts = parts or [1] * batch
+    tiles = [-(-prompts.queries[b] * prompts.group // 128) * counts[b] for b in rank]
+    offsets, rank = (torch.tensor(x).int() for x in ([0, *accumulate(tiles)], rank))
     order = queue.TileOrder(
-        Pointer(torch.tensor([0, *tiles]).cumsum(0).int()),
-        Pointer(torch.tensor(rank).int()),
-        Pointer(torch.zeros(2, dtype=torch.int32)),
+        Pointer(offsets), Pointer(rank), Pointer(torch.zeros(2, dtype=torch.int32))
+    )
+    slots = torch.empty(batch, dtype=torch.int32)
+    slots[rank.long()] = offsets[:-1] * heads
+    states = torch.full((sum(tiles) * heads, 128, D + 1), torch.nan)
+    cuts = KeyParts(
+        torch.tensor(counts).int(), slots, states[..., :D].contiguous(), states[..., D].contiguous()
     )
 
     lengths, table, stride = torch.tensor(prompts.keys).int(), ends, 0
@@ -111,7 +131,7 @@ def attend(prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=No
     config = common.AttentionConfig(
         HEADS=heads, GROUP=prompts.group, PAGE=page, HND=layout == "HND",
         GATHERS=0 < page < 8, BN=bn, D=D, USE_SOFTCAP=cap is not None, USE_SINKS=sinks is not None,
-        MASK=1, WINDOW=window > 0, STAGES=2, INT64_OFFSETS=False,
+        MASK=1, WINDOW=window > 0, STAGES=2, INT64_OFFSETS=False, CUT_TILES=parts is not None,
     )  # fmt: skip
     scale = D**-0.5
     q = prompts.q.contiguous()
@@ -120,14 +140,21 @@ def attend(prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=No
         tuple_of("ptr token_stride head_stride", Pointer(q), *q.stride()[:2]),
         tuple_of("ptr lse token_stride head_stride", Pointer(out), Pointer(lse), *out.stride()[:2]),
         tuple_of("cu_seqlens_q seq_lens page_table", *map(Pointer, (ends, lengths, table))),
-        order, batch, 1, stride, rows(k), rows(v), store(k), store(v),
+        order, KeyParts(*map(Pointer, cuts)), batch, 1, stride,
+        rows(k), rows(v), store(k), store(v),
         Pointer(torch.zeros(1) if sinks is None else sinks),
         tuple_of("qk cap v", scale, cap or 1.0, 1.0), window, config,
     )  # fmt: skip
+    if parts:
+        merge_tiles[(len(states), 3)](
+            Outputs(out, lse, *out.stride()[:2]), cuts, ends, offsets, rank, batch,
+            torch.zeros(1) if sinks is None else sinks, 1.0, 128, 8, False,
+            MergeConstants(heads, prompts.group, D, D, sinks is not None),
+        )  # fmt: skip
     assert order.counter.flat.tolist() == [0, 0], "as the next launch wants to find it"
-    want = prompts.right(scale, window or None, sinks, cap)
+    want, sums = prompts.right(scale, window or None, sinks, cap)
     torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
-    assert lse.isfinite().all()
+    torch.testing.assert_close(lse.double(), sums, atol=1e-4, rtol=1e-4)
     return out, lse
 
 
@@ -167,3 +194,49 @@ def test_own_keys_and_pages_give_the_same(page, more):
     mine, other = attend(prompts, page=page, **more), attend(prompts, page=1, **more)
     for a, b in zip(mine, other, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parts": (1, 1, 1)},
+        {"parts": (3, 1, 2)},
+        {"parts": (2, 2, 4), "programs": 1},
+        {"parts": (4, 2, 9), "heads": (7, 1)},
+        {"parts": (3, 1, 2), "sinks": torch.tensor([0.5, 1.0, -1.0, 3.0])},
+        {"parts": (3, 1, 2), "cap": 5.0, "bn": 128},
+    ],
+    ids=str,
+)
+def test_parts_of_keys_are_merged(page, more):
+    """Of nine parts of five blocks some have no keys; the tiles of a request end at other keys."""
+    heads = {k: more[k] for k in ("heads",) if k in more}
+    rest = {k: v for k, v in more.items() if k != "heads"}
+    attend(Prompts(*PREFIXED, **heads), page=page, **rest)
+
+
+def test_parts_are_merged_in_one_order():
+    """Whoever takes them."""
+    prompts = Prompts(*PREFIXED)
+    a, b = (attend(prompts, page=16, parts=(3, 1, 2), programs=n) for n in (1, 7))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("total = total * shrink + weight", "total += weight"),
+        ("acc = acc * shrink[:, None] + x", "acc = acc + x"),
+        ("(before + part * tiles + tile)", "(before + part + tile * count)"),
+        ("turn * ROWS, BM, count *", "turn * ROWS, BM, 2 * count *"),
+        ("lse, mask=live)", "lse * 1.01, mask=live)"),
+    ],
+)
+def test_a_fault_of_the_merge_is_seen(before, after):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    prompts, kernel = Prompts(*PREFIXED, heads=(7, 1)), merge_tiles.fn
+    new = {kernel: edited(kernel, before, after)}
+    with mock.patch.dict(InterpretedFunction.rewritten_fn, new), pytest.raises(AssertionError):
+        attend(prompts, page=16, parts=(4, 2, 3))

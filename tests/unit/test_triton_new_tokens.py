@@ -74,6 +74,28 @@ def test_others_read_the_cache(requests, config):
     assert schedule.new is None
 
 
+LONG_PREFIX = ((5000, 65), (90, 20))
+
+
+@pytest.mark.parametrize(
+    ("requests", "config", "cut"),
+    [
+        (LONG_PREFIX, {}, True),
+        (LONG_PREFIX, {"deterministic": True}, False),
+        (LONG_PREFIX, {"layer": replace(WIDE, sliding_window=64)}, False),
+        (((1000, 65), (90, 20)), {}, False),
+        (((5000, 65), (4000, 40), (4000, 40)), {}, False),  # others fill the rest
+        (((1500, 1500), (90, 90)), {}, False),
+    ],
+)
+def test_keys_of_appends_to_long_prefixes_may_be_cut(requests, config, cut):
+    """Three processors: two tiles of each of two heads."""
+    parts = plan(requests, **config).tiles.parts
+    assert (parts is not None) == cut
+    if cut:
+        assert parts.out.shape == (12 * 128, 64)
+
+
 def test_lengths_that_the_host_does_not_know_decide_nothing():
     batch, _ = Server(*PROMPTS).batch(M.EXTEND)
     view = replace(batch.views["full"], seq_lens_host=None)

@@ -1,24 +1,21 @@
 """What each program takes in a pass: parts of keys of short queries, tiles of prompts."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# Triton compiles the kernels: a parameter is a pointer, a tile or a constant.
-
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Part, Pass
-from attn_core.backends.triton.portable.arguments import Partials, Requests, Spans
+from attn_core.backends.triton.portable.arguments import KeyParts, Partials, Requests, Spans
 from attn_core.backends.triton.portable.plan_splits import plan_splits
+from attn_core.backends.triton.portable.plan_tiles import order_requests
 from attn_core.backends.triton.shared import Sharing, fill_spans, spans_of
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
+from attn_core.runtime.layer import LayerGroup
 
 PLANNED_REQUESTS = 1024  # which one program plans at a time
 TILE_ROWS = 128  # of a tile of a prompt on Hopper: (query, head of the group) pairs
@@ -112,6 +109,7 @@ class Tiles(Part):
     tile_offsets: int32 [batch + 1], the tiles that come before each of them, and all tiles.
     Only kernels that take this order read these two. counter: int32 [2], zeros, for such kernels.
     longest: an upper bound of the keys of a request. tiles: of the tiles of all requests and heads.
+    parts: where the keys of tiles may be cut; tile_offsets then counts a tile once for each part.
     """
 
     min_queries: int
@@ -121,12 +119,14 @@ class Tiles(Part):
     longest: int
     tiles: int
     processors: int
+    parts: KeyParts | None = None
 
     @property
     def key(self) -> int:
         tensors = (self.tile_offsets, self.request_order, self.counter)
         kernels = ((x.kernel, x.launch) for x in self.choices)
-        return numbered((self.min_queries, *kernels, *map(alike, tensors)))
+        parts = None if self.parts is None else tuple(map(alike, self.parts))
+        return numbered((self.min_queries, parts, *kernels, *map(alike, tensors)))
 
     @property
     def ordered(self) -> bool:
@@ -183,15 +183,20 @@ def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal
 
 
 def fill_order(
-    tiles: Tiles, cu_seqlens_q: Tensor, lengths: Tensor, group: int, *, paged: bool
+    tiles: Tiles, cu_seqlens_q: Tensor, lengths: Tensor, group: LayerGroup, *, paged: bool
 ) -> None:
     """Fill the order of `tiles` for a batch: one small launch, which a CUDA graph can record.
 
     lengths: keys of each request, int32 [batch]; not paged: their cu_seqlens, int32 [batch + 1].
     """
-    batch, block = tiles.request_order.shape[0], 64
-    tensors = (cu_seqlens_q, lengths, tiles.tile_offsets, tiles.request_order)
-    constants = (group, TILE_ROWS, tiles.min_queries, paged, block)
+    batch, block, order = tiles.request_order.shape[0], 64, tiles.request_order
+    counts, slots = (order, order) if tiles.parts is None else tiles.parts[:2]
+    tensors = (cu_seqlens_q, lengths, tiles.tile_offsets, order, counts, slots)
+    programs, rows = 0 if tiles.parts is None else tiles.processors, TILE_ROWS
+    constants = (
+        *(group.num_queries_per_kv, rows, tiles.min_queries, paged, block),
+        *(group.num_kv_heads, programs),
+    )
     key = (constants, cu_seqlens_q.device, *map(alike, tensors))
     launcher = _ORDERS.get(key)
     if launcher is None:
@@ -200,57 +205,3 @@ def fill_order(
 
 
 _ORDERS: dict[Hashable, Launcher] = {}
-
-
-@triton.jit
-def _counts(
-    cu,
-    lengths,
-    b,
-    batch,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    MIN_QUERIES: tl.constexpr,
-    PAGED: tl.constexpr,
-):
-    """Return the keys and the tiles of requests; those beyond the batch have neither."""
-    valid = b < batch
-    queries = tl.load(cu + b + 1, mask=valid, other=0) - tl.load(cu + b, mask=valid, other=0)
-    if MIN_QUERIES:
-        queries = tl.where(queries < MIN_QUERIES, 0, queries)
-    keys = tl.load(lengths + b, mask=valid, other=0)
-    if not PAGED:
-        keys = tl.load(lengths + b + 1, mask=valid, other=0) - keys
-    return keys, (queries * GROUP + ROWS - 1) // ROWS
-
-
-@triton.jit(do_not_specialize=["batch"])
-def order_requests(
-    cu,
-    lengths,
-    tile_offsets,
-    request_order,
-    batch,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    MIN_QUERIES: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rank BLOCK requests by counting: as many come before one as have more keys."""
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keys, tiles = _counts(cu, lengths, own, batch, GROUP, ROWS, MIN_QUERIES, PAGED)
-    rank = tl.zeros([BLOCK], tl.int32)
-    offset = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, batch, BLOCK):
-        b = start + tl.arange(0, BLOCK)
-        b_keys, b_tiles = _counts(cu, lengths, b, batch, GROUP, ROWS, MIN_QUERIES, PAGED)
-        equal = b_keys[None, :] == keys[:, None]
-        before = (b_keys[None, :] > keys[:, None]) | (equal & (b[None, :] < own[:, None]))
-        before = before & (b < batch)[None, :]
-        rank += tl.sum(before.to(tl.int32), 1)
-        offset += tl.sum(tl.where(before, b_tiles[None, :], 0), 1)
-    valid = own < batch
-    tl.store(request_order + rank, own, mask=valid)
-    tl.store(tile_offsets + rank, offset, mask=valid)
-    tl.store(tile_offsets + rank + 1, offset + tiles, mask=valid & (rank == batch - 1))

@@ -7,10 +7,12 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from attn_core.backends.triton.cut_tiles import may_cut
 from attn_core.backends.triton.kernel import Choice, Pass, Shape
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.new_tokens import are_all_keys, new_tokens
-from attn_core.backends.triton.portable.arguments import Requests
+from attn_core.backends.triton.portable.arguments import KeyParts, Requests
+from attn_core.backends.triton.portable.plan_tiles import most_slots
 from attn_core.backends.triton.schedule import (
     PLANNED_REQUESTS,
     TILE_ROWS,
@@ -72,7 +74,7 @@ class Scheduler:
 
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, aligned alike for every batch size."""
-        rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (2, requests)
+        rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
         columns = -(-(most + 2) // 4) * 4
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
@@ -109,7 +111,7 @@ class Scheduler:
         inputs = Pass(requests, q, causal=group.causal)
         tiles = self._tiles(group, inputs, longest, None)
         if tiles.ordered:
-            fill_order(tiles, cu_seqlens_q, cu_seqlens_k, group.num_queries_per_kv, paged=False)
+            fill_order(tiles, cu_seqlens_q, cu_seqlens_k, group, paged=False)
         return inputs, tiles
 
     def fill(self, schedule: Schedule, group: LayerGroup, batch: ForwardBatch) -> None:
@@ -120,7 +122,7 @@ class Scheduler:
             requests = Requests(cu_seqlens_q, seq_lens, view.page_table)
             fill_split(schedule.split, requests, group.window, causal=group.causal)
         if schedule.tiles is not None and schedule.tiles.ordered:
-            fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group.num_queries_per_kv, paged=True)
+            fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group, paged=True)
 
     def _shape(self, group: LayerGroup, inputs: Pass, longest: int) -> Shape:
         config, tokens = self.config, inputs.positions.shape[0]
@@ -253,13 +255,18 @@ class Scheduler:
         min_queries: int = 0,
     ) -> Tiles:
         shape, size = self._shape(group, inputs, longest), inputs.size
-        choices, order, offsets = [], self._no_order, self._no_order
+        choices, order, offsets, parts = [], self._no_order, self._no_order, None
         for kernel in self._kernels.prefill:
             if launch := kernel.choose(shape, None):
                 choices.append(Choice(kernel, launch))
         if choices[0].kernel.takes_order:
             buffer = self.buffer(size) if static is None else static
             offsets, order = buffer[0, : size + 1], buffer[1, :size]
+            batch, fixed = inputs.batch, self.config.deterministic
+            if batch is not None and not fixed and may_cut(shape, batch, longest, min_queries):
+                rows = most_slots(self._processors) * TILE_ROWS
+                partials = self._partials(rows, group.v_head_dim)
+                parts = KeyParts(buffer[2, :size], buffer[3, :size], *partials)
         return Tiles(
             choices=tuple(choices),
             min_queries=min_queries,
@@ -269,6 +276,7 @@ class Scheduler:
             longest=longest,
             tiles=shape.tiles,
             processors=self._processors,
+            parts=parts,
         )
 
     def _unread_lse(self, tokens: int, heads: int) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from attn_core.backends.triton.kernel import Call, Kernel, Launchers, Pass, PassLaunch
 from attn_core.backends.triton.portable.arguments import MergeConstants, Scales, Split
-from attn_core.backends.triton.portable.merge import merge_splits
-from attn_core.backends.triton.schedule import Cuts, SplitKV
+from attn_core.backends.triton.portable.merge import merge_splits, merge_tiles
+from attn_core.backends.triton.portable.plan_tiles import most_slots
+from attn_core.backends.triton.schedule import Cuts, SplitKV, Tiles
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Arguments, Grid, Launcher
 from attn_core.runtime.layer import AttentionLayer
@@ -66,13 +67,39 @@ def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:
 
 def _merge_launcher(layer: AttentionLayer, kept: _Kept, cuts: Cuts) -> Launcher:
     columns, rows, partials, warps = cuts.merge_tile
-    heads, width = layer.num_kv_heads, power_of_two(layer.v_head_dim)
-    group, sinks = layer.num_q_heads // heads, layer.sinks is not None
     return Launcher(
         merge_splits,
         *(kept.sinks, kept.scales.v),
         *(cuts.launch.block_m, rows, columns, partials, cuts.overlap, constants_of(cuts)),
-        MergeConstants(heads, group, layer.v_head_dim, width, sinks),
+        _merged(layer),
         num_warps=warps,
         **({"launch_pdl": True} if cuts.overlap else {}),
     )
+
+
+_MERGERS = 4  # programs of merge_tiles that take rows of a part
+_MERGED_ROWS = 8  # at a time
+
+
+def merge_of_tiles(inputs: Pass, part: Tiles) -> tuple[Grid, Arguments] | None:
+    """Return the grid of merge_tiles and its arguments in a pass; None where no keys are cut."""
+    if part.parts is None:
+        return None
+    shared = (part.parts, inputs.requests.cu_seqlens_q, part.tile_offsets, part.request_order)
+    return (most_slots(part.processors), _MERGERS, 1), Arguments(*shared, inputs.size)
+
+
+def tiles_merger(layer: AttentionLayer, kept: _Kept, tile_rows: int, *, overlap: bool) -> Launcher:
+    """Return the launcher of merge_tiles. overlap: whether the device can launch it early."""
+    return Launcher(
+        merge_tiles,
+        *(kept.sinks, kept.scales.v, tile_rows, _MERGED_ROWS, overlap, _merged(layer)),
+        num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+def _merged(layer: AttentionLayer) -> MergeConstants:
+    heads, width = layer.num_kv_heads, power_of_two(layer.v_head_dim)
+    group, sinks = layer.num_q_heads // heads, layer.sinks is not None
+    return MergeConstants(heads, group, layer.v_head_dim, width, sinks)

@@ -39,7 +39,8 @@ class AttentionConfig(NamedTuple):
     offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of 64 rows that
     a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
-    whether requests read keys together; TILE_UNITS and PLANNED_QUOTA, see Split.
+    whether requests read keys together; TILE_UNITS and PLANNED_QUOTA, see Split. CUT_TILES: whether
+    keys of tiles of prompts may be cut.
     """
 
     HEADS: int
@@ -62,6 +63,7 @@ class AttentionConfig(NamedTuple):
     SHARED: bool = False
     TILE_UNITS: int = 0
     PLANNED_QUOTA: bool = False
+    CUT_TILES: bool = False
 
 
 @gluon.jit

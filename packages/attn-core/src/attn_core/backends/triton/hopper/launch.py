@@ -32,8 +32,14 @@ from attn_core.backends.triton.kernel import (
     Shape,
 )
 from attn_core.backends.triton.masks import MASK_TREE
+from attn_core.backends.triton.portable.arguments import KeyParts
 from attn_core.backends.triton.schedule import TILE_ROWS, SplitKV, Tiles
-from attn_core.backends.triton.split import SplitKernel, constants_of
+from attn_core.backends.triton.split import (
+    SplitKernel,
+    constants_of,
+    merge_of_tiles,
+    tiles_merger,
+)
 from attn_core.backends.triton.tuning import Launch, heads_at_once, hopper_block, hopper_launch
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.triton.launcher import Arguments, Launcher, MapOf
@@ -65,17 +71,19 @@ class HopperPrefill(Kernel[Tiles]):
 
     def pass_launch(self, call: Call, launch: Launch, part: Tiles) -> PassLaunch:
         """Return how the layers of this call's group launch it in this pass."""
-        inputs, layer = call.inputs, call.layer
+        inputs, layer, parts = call.inputs, call.layer, part.parts
         key_bytes = 2 * layer.head_dim * call.q.element_size()
         return PassLaunch(
-            (min(part.tiles, part.processors), 1, 1),
+            (part.processors if parts else min(part.tiles, part.processors), 1, 1),
             Arguments(
                 inputs.requests,
                 TileOrder(part.tile_offsets, part.request_order, part.counter),
+                parts or KeyParts(*(part.request_order,) * 4),  # not read
                 inputs.size,
                 heads_at_once(layer.num_kv_heads, part.longest, key_bytes),
                 inputs.table_stride,
             ),
+            merge_of_tiles(inputs, part),
         )
 
     def make_launchers(
@@ -88,10 +96,16 @@ class HopperPrefill(Kernel[Tiles]):
             extend_hopper,
             *(*kept.rows(rows), kept.k, kept.v, kept.sinks, kept.scales),
             call.layer.sliding_window or 0,
-            config_of(call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS),
+            config_of(
+                call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS,
+                CUT_TILES=part.parts is not None,
+            ),
             num_warps=4,
+        )  # fmt: skip
+        merge = (
+            None if part.parts is None else tiles_merger(call.layer, kept, TILE_ROWS, overlap=True)
         )
-        return self.launchers(call, attend)
+        return self.launchers(call, attend)._replace(merge=merge)
 
     def launchers(self, call: Call, attend: Launcher) -> Launchers:
         """Return a launcher with the copy of queries that 16-byte copies cannot read."""

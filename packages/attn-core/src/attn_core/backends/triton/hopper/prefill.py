@@ -23,13 +23,20 @@ from attn_core.backends.triton.hopper.common import (
     row_offsets,
     zero_tail,
 )
-from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, softmax_step, store_output
+from attn_core.backends.triton.hopper.softmax import (
+    KeyMask,
+    add_sink,
+    softmax_step,
+    store_output,
+    store_part,
+)
 from attn_core.backends.triton.hopper.tile_queue import (
     TILE_ROWS,
     leave_counter,
     next_item,
     pop_item,
     push_item,
+    tile_index,
     tile_item,
 )
 
@@ -38,7 +45,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its nam
 
 @gluon.jit
 def load_keys_values(
-    queue, keys, values, k_rows, v_rows, k, v, requests, order, sizes, CONFIG: gl.constexpr
+    queue, keys, values, k_rows, v_rows, k, v, requests, order, cuts, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Take items and fill both channels with the blocks of each, the last one first."""
     WARPS: gl.constexpr = 4 if CONFIG.GATHERS else 1
@@ -49,7 +56,7 @@ def load_keys_values(
     item, seq = next_item(order, sizes, CONFIG, FIRST=True)
     push_item(queue, turn, item, seq, WARPS)
     while item >= 0:
-        tile = tile_item(item, seq, requests, sizes, CONFIG)
+        tile = tile_item(item, seq, requests, cuts, sizes, CONFIG)
         pages = requests.page_table + seq.to(gl.int64) * sizes.table_stride
         item_after = -1
         seq_after = 0
@@ -99,7 +106,8 @@ def load_q_tile(
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     q_start = gl.load(requests.cu_seqlens_q + seq)
     q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
-    rows = item // CONFIG.HEADS * TILE_ROWS + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
+    index, _ = tile_index(item, q_len, CONFIG)
+    rows = index * TILE_ROWS + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, B))
     columns = gl.arange(0, D, gl.SliceLayout(0, B))
     offsets = row_offsets(q, q_start, item % CONFIG.HEADS, rows, GROUP)
     valid = (rows // GROUP < q_len)[:, None] & (columns >= 0)[None, :] & (item >= 0)
@@ -107,6 +115,20 @@ def load_q_tile(
         q_tile, q.ptr + offsets[:, None] + columns[None, :], mask=valid
     )
     async_copy.commit_group()
+
+
+@gluon.jit
+def finish(acc, m_i, l_i, out, sinks, scales, tile, first_row, CONFIG: gl.constexpr):
+    """Store the outputs of the 64 rows of a tile from first_row on: they have met all keys."""
+    if CONFIG.USE_SINKS:
+        rows = first_row + gl.arange(0, 64, m_i.type.layout)
+        heads = sinks + tile.head * CONFIG.GROUP
+        acc, m_i, l_i = add_sink(acc, m_i, l_i, heads, rows % CONFIG.GROUP)
+    empty = l_i == 0.0
+    l_i = gl.where(empty, 1.0, l_i)
+    store_output(
+        acc, m_i, l_i, empty, out, scales.v, tile.q_start, tile.q_len, tile.head, first_row, CONFIG
+    )
 
 
 @gluon.jit
@@ -118,6 +140,7 @@ def attend(
     q,
     out,
     requests,
+    cuts,
     sinks,
     scales,
     sizes,
@@ -138,7 +161,7 @@ def attend(
     item, seq = pop_item(queue, turn)
     load_q_tile(q, q_tile, requests, item, seq, HALF, CONFIG)
     while item >= 0:
-        tile = tile_item(item, seq, requests, sizes, CONFIG)
+        tile = tile_item(item, seq, requests, cuts, sizes, CONFIG)
         async_copy.wait_group(0)
         barrier()
         hopper.fence_async_shared()
@@ -202,14 +225,13 @@ def attend(
         values.release(step)
         step += 1
 
-        if CONFIG.USE_SINKS:
-            acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks + tile.head * GROUP, rows % GROUP)
-        empty = l_i == 0.0
-        l_i = gl.where(empty, 1.0, l_i)
-        store_output(
-            acc, m_i, l_i, empty, out, scales.v, tile.q_start, tile.q_len, tile.head, first_row,
-            CONFIG,
-        )  # fmt: skip
+        if CONFIG.CUT_TILES:
+            if tile.parts > 1:
+                store_part(acc, m_i, l_i, cuts, tile.slot, HALF, CONFIG)
+            else:
+                finish(acc, m_i, l_i, out, sinks, scales, tile, first_row, CONFIG)
+        else:
+            finish(acc, m_i, l_i, out, sinks, scales, tile, first_row, CONFIG)
         item = next_item
         seq = next_seq
 
@@ -220,6 +242,7 @@ def extend_hopper(
     out,
     requests,
     order,
+    cuts,
     batch,
     heads_at_once,
     table_stride,
@@ -235,7 +258,7 @@ def extend_hopper(
     """Do what extend_tiles does, with 128 rows a tile; a program takes one tile after another.
 
     k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN) or BN, 64] at a
-    time.
+    time. cuts: KeyParts, which merge_tiles reads then, if CUT_TILES.
     """
     sizes = Sizes(batch, window, 0, table_stride, heads_at_once)
     T: gl.constexpr = q.ptr.dtype.element_ty
@@ -250,17 +273,25 @@ def extend_hopper(
         [
             (
                 attend,
-                (queue, q_tiles, keys, values, q, out, requests, sinks, scales, sizes, 0, CONFIG),
+                (
+                    queue, q_tiles, keys, values, q, out, requests, cuts, sinks, scales, sizes, 0,
+                    CONFIG,
+                ),
             ),
             (
                 attend,
-                (queue, q_tiles, keys, values, q, out, requests, sinks, scales, sizes, 1, CONFIG),
+                (
+                    queue, q_tiles, keys, values, q, out, requests, cuts, sinks, scales, sizes, 1,
+                    CONFIG,
+                ),
             ),
             (
                 load_keys_values,
-                (queue, keys, values, k_rows, v_rows, k, v, requests, order, sizes, CONFIG),
+                (
+                    queue, keys, values, k_rows, v_rows, k, v, requests, order, cuts, sizes, CONFIG,
+                ),
             ),
         ],
         [4, 4 if CONFIG.GATHERS else 1],
         [224 if CONFIG.GATHERS else 240, 56 if CONFIG.GATHERS else 24],
-    )
+    )  # fmt: skip

@@ -145,6 +145,22 @@ def store_output(
 
 
 @gluon.jit
+def store_part(acc, m_i, l_i, partial, slot, half, CONFIG: gl.constexpr):
+    """Store the state of 64 rows, half 0 or 1 of a tile, in a slot of KeyParts or Partials."""
+    empty = l_i == 0.0
+    l_i = gl.where(empty, 1.0, l_i)
+    D: gl.constexpr = CONFIG.D
+    O: gl.constexpr = acc.type.layout  # noqa: E741
+    at = slot.to(gl.int64) * 128 + half * 64
+    normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
+    rows = at + gl.arange(0, 64, gl.SliceLayout(1, O))
+    columns = gl.arange(0, D, gl.SliceLayout(0, O))
+    gl.store(partial.out + rows[:, None] * D + columns[None, :], normalized)
+    lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
+    gl.store(partial.lse + at + gl.arange(0, 64, m_i.type.layout), lse)
+
+
+@gluon.jit
 def store_lse(
     m_i,
     l_i,

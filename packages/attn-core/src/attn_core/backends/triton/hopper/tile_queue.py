@@ -34,8 +34,9 @@ class TileItem(NamedTuple):
     """One tile of a KV head: where its rows lie and which keys they see.
 
     index: of the tile in its sequence. kv_start: the first row of its keys where there are no
-    pages. first_key, first_block … first_block + num_blocks: what any row sees. unmasked_low …
-    unmasked_high: the keys that every row sees.
+    pages. first_key, first_block … first_block + num_blocks: what any row sees, or of that one of
+    `parts`, whose state has a slot of its own. unmasked_low … unmasked_high: the keys that every
+    row sees.
     """
 
     head: Any
@@ -49,25 +50,30 @@ class TileItem(NamedTuple):
     num_blocks: Any
     unmasked_low: Any
     unmasked_high: Any
+    parts: Any
+    slot: Any
 
 
 @gluon.jit
 def next_item(order, sizes, CONFIG: gl.constexpr, FIRST: gl.constexpr):
     """Take an item; return tile · HEADS + head and the sequence, -1 and any at the end.
 
-    FIRST: the one that is the program's own. heads_at_once heads take turns: their keys fit the
-    cache. A sequence's last tile comes first, since it sees most keys, as the longest does.
+    FIRST: the one that is the program's own. The longest sequence comes first with all its heads: a
+    long one that began late would end alone. heads_at_once of its heads take turns: their keys fit
+    the cache. A sequence's last tile comes first, since it sees most keys.
     """
     item = gl.program_id(0)
     if not FIRST:
         item = gl.atomic_add(order.counter, 1, sem="relaxed") + gl.num_programs(0)
     num_tiles = gl.load(order.tile_offsets + sizes.batch)
-    turn_items = num_tiles * sizes.heads_at_once
-    first_head = item // turn_items * sizes.heads_at_once
-    rest = item % turn_items
-    position = rest // sizes.heads_at_once
-    place = find_seq_idx(order.tile_offsets, sizes.batch, position, 1)
-    tile = gl.load(order.tile_offsets + place + 1) - 1 - position
+    place = find_seq_idx(order.tile_offsets, sizes.batch, item, CONFIG.HEADS)
+    before = gl.load(order.tile_offsets + place)
+    tiles = gl.load(order.tile_offsets + place + 1) - before
+    rest = item - before * CONFIG.HEADS
+    turn_items = gl.maximum(tiles * sizes.heads_at_once, 1)
+    first_head = rest // turn_items * sizes.heads_at_once
+    rest = rest % turn_items
+    tile = tiles - 1 - rest // sizes.heads_at_once
     taken = tile * CONFIG.HEADS + first_head + rest % sizes.heads_at_once
     taken = gl.where(item < num_tiles * CONFIG.HEADS, taken, -1)
     return taken, gl.load(order.request_order + place)
@@ -103,13 +109,25 @@ def pop_item(queue, turn):
 
 
 @gluon.jit
-def tile_item(item, seq, requests, sizes, CONFIG: gl.constexpr):
-    """Return the tile of an item of a sequence."""
+def tile_index(item, q_len, CONFIG: gl.constexpr):
+    """Return which tile of its sequence an item is, and which part of its keys."""
+    index = item // CONFIG.HEADS
+    part = 0
+    if CONFIG.CUT_TILES:  # the same part of all tiles comes together: they read the same keys
+        tiles = gl.maximum((q_len * CONFIG.GROUP + TILE_ROWS - 1) // TILE_ROWS, 1)
+        part = index // tiles
+        index = index % tiles
+    return index, part
+
+
+@gluon.jit
+def tile_item(item, seq, requests, cuts, sizes, CONFIG: gl.constexpr):
+    """Return the tile of an item of a sequence. cuts: KeyParts."""
     GROUP: gl.constexpr = CONFIG.GROUP
     head = item % CONFIG.HEADS
-    index = item // CONFIG.HEADS
     q_start = gl.load(requests.cu_seqlens_q + seq)
     q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
+    index, part = tile_index(item, q_len, CONFIG)
     kv_start = 0
     if CONFIG.PAGE == 0:
         kv_start = gl.load(requests.seq_lens + seq)
@@ -130,9 +148,17 @@ def tile_item(item, seq, requests, sizes, CONFIG: gl.constexpr):
             first_key = gl.maximum(context_len + first_query - sizes.window + 1, 0)
             unmasked_low = gl.maximum(context_len + last_query - sizes.window + 1, 0)
     first_block = first_key // CONFIG.BN
-    # one block that no row sees, where none is seen
-    num_blocks = gl.maximum((end_key + CONFIG.BN - 1) // CONFIG.BN - first_block, 1)
+    num_blocks = (end_key + CONFIG.BN - 1) // CONFIG.BN - first_block
+    parts = 1
+    slot = 0
+    if CONFIG.CUT_TILES:
+        parts = gl.load(cuts.counts + seq)
+        slot = gl.load(cuts.slots + seq) + item
+        blocks_of_part = (num_blocks + parts - 1) // parts
+        first_block += part * blocks_of_part
+        num_blocks = gl.minimum(num_blocks - part * blocks_of_part, blocks_of_part)
+    num_blocks = gl.maximum(num_blocks, 1)  # one that no row sees, where none is seen
     return TileItem(
         head, index, q_start, q_len, kv_start, seq_len, first_key, first_block, num_blocks,
-        unmasked_low, unmasked_high,
+        unmasked_low, unmasked_high, parts, slot,
     )  # fmt: skip

@@ -51,6 +51,19 @@ class Partials(NamedTuple):
     lse: Any
 
 
+class KeyParts(NamedTuple):
+    """How the keys of long tiles are cut: counts, slots int32 [batch], see order_requests.
+
+    counts: the parts of each tile of a request. Where it is not 1, item i of the request leaves its
+    state in slot slots + i of out, lse: Partials of TILE_ROWS rows.
+    """
+
+    counts: Any
+    slots: Any
+    out: Any
+    lse: Any
+
+
 class Requests(NamedTuple):
     """cu_seqlens_q int32 [batch + 1], seq_lens int32 [batch], page_table int32 [batch, columns]."""
 
