@@ -43,7 +43,7 @@ class Cuts:
     blocks_per_unit: int  # blocks of keys that no two programs share
     overlap: bool  # the merge is launched before the partials are complete
     merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
-    planned_quota: bool = False  # plan_splits chooses what a program takes
+    planned_quota: bool = False  # plan_splits chooses what a program takes, see choose_quota
     sharing: Sharing | None = None
     planners: dict[Hashable, Launcher] = field(default_factory=dict, init=False)  # of plan_splits
 
@@ -71,7 +71,7 @@ class SplitKV(Part):
     """How the keys of requests with few queries are split among programs (stream-K).
 
     work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared, and with
-    cuts.planned_quota the quota behind it.
+    cuts.planned_quota the quota and tile units behind it.
     buffer: int32 [BUFFER_ROWS, columns], of plan_shared, None without. counter: int32 [1], zero.
     partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
     All layers share them: one runs after the other.

@@ -73,7 +73,7 @@ class Scheduler:
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, aligned alike for every batch size."""
         rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (2, requests)
-        columns = -(-(most + 2) // 4) * 4
+        columns = -(-(most + 3) // 4) * 4
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
@@ -171,7 +171,7 @@ class Scheduler:
             rows += (1 + LEVELS) * inputs.tokens * group.num_q_heads
             plan, indptrs = self.buffer(size) if static is None else static, 2 * size + 1
         elif cuts.planned_quota:
-            indptrs += 1
+            indptrs += 2
         partial_out, partial_lse = self._partials(rows, width)
         if plan is None:
             indptr = torch.empty(indptrs, dtype=torch.int32, device=self.config.device)
