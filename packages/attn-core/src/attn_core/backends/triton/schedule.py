@@ -144,6 +144,7 @@ class Schedule:
     are two launches: in one, the tile of a prompt would set the registers and the shared memory of
     programs that wait for memory most of their time, and fewer of these would run at once.
     new: the same tiles over a pass's own K and V, where these are all keys, and what they read.
+    chunk: the queries of the requests that prompts over latents became; 0 where none did.
     """
 
     inputs: Pass
@@ -152,6 +153,7 @@ class Schedule:
     split: SplitKV | None = None
     tiles: Tiles | None = None
     new: tuple[Pass, Tiles] | None = None
+    chunk: int = 0
 
 
 def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Pass, Shape
+from attn_core.backends.triton.latent_prompts import chunk_queries, in_chunks
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.new_tokens import are_all_keys, new_tokens
 from attn_core.backends.triton.portable.arguments import Requests
@@ -85,7 +86,14 @@ class Scheduler:
             queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
         )
         one = tiles = new = None
-        if split and (even or not self.config.deterministic):
+        chunk = 0
+        if self._latent and not (split or static is not None or self.config.deterministic):
+            shape = self._shape(group, inputs, longest)
+            chunk = chunk_queries(self._kernels.decode, shape, inputs.tokens)
+        if chunk:
+            inputs = in_chunks(inputs, chunk)
+            one = self._split(group, inputs, longest, chunk, None)
+        elif split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static, even=even)
         elif static is None and self._decodes(batch, longest):
             one = self._split(group, inputs, longest, 1, None, max_queries=1)
@@ -97,7 +105,7 @@ class Scheduler:
                 new = new_tokens(self._kernels.new_tokens, own, batch, tiles)
         lse = self._unread_lse(inputs.tokens, group.num_q_heads)
         schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles)
-        schedule.new = new
+        schedule.new, schedule.chunk = new, chunk
         self.fill(schedule, group, batch)
         return schedule
 
@@ -118,6 +126,7 @@ class Scheduler:
         seq_lens = view.seq_lens
         if schedule.split is not None:
             requests = Requests(cu_seqlens_q, seq_lens, view.page_table)
+            requests = schedule.inputs.requests if schedule.chunk else requests
             fill_split(schedule.split, requests, group.window, causal=group.causal)
         if schedule.tiles is not None and schedule.tiles.ordered:
             fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group.num_queries_per_kv, paged=True)
@@ -204,9 +213,8 @@ class Scheduler:
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
         store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
-        sharing = None
-        if shares:
-            sharing = sharing_of(group, queries, config.page_size, store_bytes)
+        shared = (group, queries, config.page_size, store_bytes)
+        sharing = sharing_of(*shared) if shares else None
         launch = decode_launch(
             self._arch,
             rows if sharing is None else SHARED_TILE_ROWS,
