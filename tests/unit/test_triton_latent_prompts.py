@@ -28,14 +28,14 @@ def test_each_chunk_sees_the_keys_as_far_as_its_last_query():
     requests = Requests(latents(), (70, 19, 21, 40), page=16)
     batch = requests.batch([17, 1, 0, 8])
     [group] = {LayerGroup.of(requests.layer)}
-    got = in_chunks(Pass.of(group, batch), 8)
+    got = in_chunks(Pass.of(group, batch), 8, 3)
     cu, lengths, table = got.requests
     begins, own = [0, 8, 16, 17, 18], [0, 0, 0, 1, 3]
     size = len(own)
-    assert got.size == 16
+    assert (got.size, requests.table.shape[1], table.shape[1]) == (16, 5, 3)
     assert cu.tolist() == begins + [26] * (17 - size)
     assert lengths[:size].tolist() == [61, 69, 70, 19, 40]
-    assert torch.equal(table[:size], requests.table[own])
+    assert torch.equal(table[:size], requests.table[own, :3])
     assert (got.tokens, got.batch, got.mask) == (26, batch, Pass.of(group, batch).mask)
 
 

@@ -139,7 +139,9 @@ class Triton(AttentionBackend):
         inputs, lse = schedule.inputs, schedule.unread_lse
         if inputs.batch is not batch:  # planned for another with the same lengths
             inputs = Pass.of(layer.group, batch)
-            inputs = in_chunks(inputs, schedule.chunk) if schedule.chunk else inputs
+            if schedule.chunk:
+                pages = -(-schedule.longest // self.config.page_size)
+                inputs = in_chunks(inputs, schedule.chunk, pages)
         if return_lse or inputs is not schedule.inputs:
             lse = _lse(inputs, layer)
         new = schedule.new

@@ -4,15 +4,22 @@ All heads of a query read the same latents, so that few queries fill a tile. A p
 of consecutive queries: each is a request that sees the keys as far as its own last query.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton compiles the kernel: a parameter is a pointer, a tile or a constant.
+
 from __future__ import annotations
 
-import torch
+from collections.abc import Hashable
+
+import triton
+import triton.language as tl
 
 from attn_core.backends.triton.kernel import Kernel, Pass, Shape
 from attn_core.backends.triton.portable.arguments import Requests
 from attn_core.backends.triton.schedule import PLANNED_REQUESTS, SplitKV
 from attn_core.backends.triton.tuning import decode_launch, power_of_two
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.ops.triton.launcher import Launcher, alike
 
 CHUNK_ROWS = 128  # of a chunk: two tiles, side by side, read each key from memory once
 MAX_CHUNK = 16  # queries
@@ -34,20 +41,68 @@ def chunk_queries(kernels: tuple[Kernel[SplitKV], ...], shape: Shape, tokens: in
     return queries
 
 
-def in_chunks(inputs: Pass, queries: int) -> Pass:
-    """Return a pass whose requests are chunks of as many `queries` of those of `inputs`.
+def in_chunks(inputs: Pass, queries: int, pages: int) -> Pass:
+    """Return a pass whose requests are chunks of `queries` of those of `inputs`: one small launch.
 
-    Nothing is read on the host: behind the last chunk there are requests without queries.
+    pages: of a request at most. Nothing is read on the host: behind the last chunk there are
+    requests without queries.
     """
     cu, seq_lens, page_table = inputs.requests
-    counts = (cu.diff() + (queries - 1)) // queries
-    ends = counts.cumsum(0)
-    most = power_of_two((inputs.tokens + inputs.size * (queries - 1)) // queries)
-    chunk = torch.arange(most, device=cu.device)
-    own = torch.searchsorted(ends, chunk, right=True).clamp_(max=inputs.size - 1)
-    end = cu[1:][own]
-    begin = torch.minimum(cu[own] + (chunk - ends[own] + counts[own]).int() * queries, end)
-    starts = torch.cat((begin, cu[-1:]))
-    lengths = seq_lens[own] - (end - starts[1:])
-    requests = Requests(starts, lengths, page_table[own])
+    chunks = power_of_two((inputs.tokens + inputs.size * (queries - 1)) // queries)
+    columns = min(pages, page_table.shape[1])
+    buffer = cu.new_empty(chunks * (columns + 2) + 1)
+    lengths, table = buffer[:chunks], buffer[chunks : chunks * (columns + 1)].view(chunks, columns)
+    requests = Requests(buffer[chunks * (columns + 1) :], lengths, table)
+    tensors = (cu, seq_lens, page_table, *requests)
+    key = (queries, cu.device, *map(alike, tensors))
+    launcher = _CUTTERS.get(key)
+    if launcher is None:
+        launcher = _CUTTERS[key] = Launcher(cut_prompts, queries, 128, num_warps=4)
+    launcher.launch((chunks, 1, 1), (*tensors, inputs.size, page_table.stride(0), columns))
     return Pass(requests, inputs.positions, causal=True, batch=inputs.batch)
+
+
+_CUTTERS: dict[Hashable, Launcher] = {}
+
+
+@triton.jit(do_not_specialize=["batch", "table_stride", "columns"])
+def cut_prompts(
+    cu,
+    lengths,
+    table,
+    chunk_cu,
+    chunk_lengths,
+    chunk_table,
+    batch,
+    table_stride,
+    columns,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one chunk: where its queries end, the keys that they see, and the pages of these."""
+    chunk = tl.program_id(0)
+    chunks = 0  # of the requests before a block of them
+    own = tl.zeros([], tl.int32)
+    first = 0
+    for low in range(0, batch, BLOCK):
+        b = low + tl.arange(0, BLOCK)
+        ok = b < batch
+        queries = tl.load(cu + b + 1, mask=ok, other=0) - tl.load(cu + b, mask=ok, other=0)
+        counts = tl.cdiv(queries, CHUNK)
+        before = (chunks + tl.cumsum(counts, 0) <= chunk) & (b < batch - 1)
+        own += tl.sum(before.to(tl.int32), 0)
+        first += tl.sum(tl.where(before, counts, 0), 0)
+        chunks += tl.sum(counts, 0)
+    last = tl.load(cu + own + 1)
+    begin = tl.minimum(tl.load(cu + own) + (chunk - first) * CHUNK, last)
+    end = tl.minimum(begin + CHUNK, last)
+    if chunk == 0:
+        tl.store(chunk_cu, begin)
+    tl.store(chunk_cu + chunk + 1, end)
+    tl.store(chunk_lengths + chunk, tl.load(lengths + own) - (last - end))
+    row = table + own.to(tl.int64) * table_stride
+    chunk_row = chunk_table + chunk.to(tl.int64) * columns
+    for low in range(0, columns, BLOCK):
+        at = low + tl.arange(0, BLOCK)
+        page = tl.load(row + at, mask=at < columns, other=0)
+        tl.store(chunk_row + at, page, mask=at < columns)

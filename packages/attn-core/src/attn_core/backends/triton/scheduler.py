@@ -91,7 +91,7 @@ class Scheduler:
             shape = self._shape(group, inputs, longest)
             chunk = chunk_queries(self._kernels.decode, shape, inputs.tokens)
         if chunk:
-            inputs = in_chunks(inputs, chunk)
+            inputs = in_chunks(inputs, chunk, -(-longest // self.config.page_size))
             one = self._split(group, inputs, longest, chunk, None)
         elif split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static, even=even)
