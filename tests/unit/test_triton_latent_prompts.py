@@ -5,7 +5,7 @@ import torch
 from attn_core.backends.triton import latent_prompts
 from attn_core.backends.triton.kernel import Pass
 from attn_core.backends.triton.latent_prompts import chunk_queries, in_chunks
-from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.runtime.layer import LayerGroup
 
 pytest.importorskip("triton")
@@ -41,7 +41,8 @@ def test_each_chunk_sees_the_keys_as_far_as_its_last_query():
 
 @pytest.mark.parametrize("processors", [1, 5])
 @pytest.mark.parametrize(
-    ("lengths", "queries"), [((150, 40, 64), (40, 1, 64)), ((200,), (33,)), ((90, 30), (17, 0))]
+    ("lengths", "queries"),
+    [((150, 40, 64), (40, 1, 64)), ((200,), (33,)), ((90, 30), (17, 0)), ((90, 70), (5, 1))],
 )
 def test_chunks_equal_float64(chunks, lengths, queries, processors, monkeypatch):
     monkeypatch.setattr(latent_prompts, "CHUNK_ROWS", 64)
@@ -64,8 +65,13 @@ def test_chunks_equal_float64(chunks, lengths, queries, processors, monkeypatch)
 def test_other_passes_have_no_chunks(chunks):
     requests = Requests(latents(), (60, 40), page=16)
     backend = requests.backend()
-    [few] = backend.init_forward_metadata(requests.batch([16, 2])).values()
+    [few] = backend.init_forward_metadata(requests.batch([1, 1])).values()
     assert (few.chunk, few.tiles) == (0, None)
+    verify = requests.batch(
+        [3, 3], mode=ForwardMode.TARGET_VERIFY, spec=SpecInfo(topk=1, num_draft_tokens=3)
+    )
+    [drafts] = backend.init_forward_metadata(verify).values()
+    assert (drafts.chunk, drafts.tiles) == (0, None)
     [fixed] = (
         requests.backend(deterministic=True).init_forward_metadata(requests.batch([40, 2])).values()
     )

@@ -87,7 +87,8 @@ class Scheduler:
         )
         one = tiles = new = None
         chunk = 0
-        if self._latent and not (split or static is not None or self.config.deterministic):
+        few = split and (even or queries == 1)
+        if self._latent and not (few or static is not None or self.config.deterministic):
             shape = self._shape(group, inputs, longest)
             chunk = chunk_queries(self._kernels.decode, shape, inputs.tokens)
         if chunk:
@@ -295,6 +296,5 @@ class Scheduler:
         scratch = self._scratch.get(width)
         if scratch is None or scratch[0].shape[0] < rows:
             flat = torch.empty(rows * (width + 1), dtype=torch.float32, device=self.config.device)
-            scratch = flat[: rows * width].view(rows, width), flat[rows * width :]
-            self._scratch[width] = scratch
-        return scratch
+            self._scratch[width] = flat[: rows * width].view(rows, width), flat[rows * width :]
+        return self._scratch[width]
