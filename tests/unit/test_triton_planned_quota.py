@@ -113,7 +113,7 @@ def test_all_keys_are_somebodys_and_no_part_is_much_longer(seed):
 
 
 @pytest.mark.parametrize("processors", [1, 2, 3, 7])
-@pytest.mark.parametrize("lengths", [(200, 200, 200), (300, 64, 1), (130,)])
+@pytest.mark.parametrize("lengths", [(200, 200, 200), (300, 64, 1), (130,), (64, 288, 32, 20, 1)])
 def test_latents_equal_float64_wherever_requests_are_cut(lengths, processors):
     layer = make_layer(heads=1, group=16, dim=576, v_dim=512)
     requests = Requests(layer, lengths, page=16, dtype="fp32")
