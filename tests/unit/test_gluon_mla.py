@@ -18,9 +18,9 @@ def merged(partial_out, partial_lse, slots):
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("plan", ["even", "filled", "weighed"])
 @pytest.mark.parametrize(("group", "queries"), [(24, 1), (40, 3)])
-def test_equals_float64(group, queries, planned, dense):
+def test_equals_float64(group, queries, plan, dense):
     torch.manual_seed(group)
     page, lengths, parts = 16, [300, 64, 0, 131], 5
     lengths = [n + queries if n else 0 for n in lengths]
@@ -38,10 +38,13 @@ def test_equals_float64(group, queries, planned, dense):
     q = torch.randn(tokens, group, DIM).bfloat16()
     units = [max(1, -(-n // BLOCK)) for n in lengths]
     quota = max(2, -(-sum(units) // parts))
-    filled = [-(-n // 3) * 3 for n in units] if planned else units
-    quota = 3 if planned else quota
-    indptr = torch.tensor([0, *torch.tensor(filled).cumsum(0).tolist(), quota]).int()
-    assert planned or sum(units) > 2 * quota
+    filled, tile_units = units, 0
+    if plan == "filled":
+        filled, quota = [-(-n // 3) * 3 for n in units], 3
+    elif plan == "weighed":
+        filled, quota, tile_units = [n + 2 for n in units], 4, 2
+    indptr = torch.tensor([0, *torch.tensor(filled).cumsum(0).tolist(), quota, tile_units]).int()
+    assert sum(filled) > 2 * quota
     ends = (torch.arange(batch + 1) * queries).int()
     wide = LATENT if dense else LATENT + 8
     out = torch.full((tokens, group, wide), torch.nan).bfloat16()
@@ -55,7 +58,7 @@ def test_equals_float64(group, queries, planned, dense):
     config = load("common", HOPPER).AttentionConfig(
         HEADS=1, GROUP=group, PAGE=page, HND=False, GATHERS=False, BN=BLOCK, D=DIM,
         USE_SOFTCAP=False, USE_SINKS=False, MASK=int(queries > 1), WINDOW=False, STAGES=2,
-        INT64_OFFSETS=False, ROW_BLOCKS=row_blocks, MIN_UNITS=2, PLANNED_QUOTA=planned,
+        INT64_OFFSETS=False, ROW_BLOCKS=row_blocks, MIN_UNITS=2, PLANNED_QUOTA=plan != "even",
     )  # fmt: skip
     launch(
         kernel.decode_mla_hopper, (programs, 1, 1), q.flatten(0, 1),
@@ -77,7 +80,7 @@ def test_equals_float64(group, queries, planned, dense):
         s = s.masked_fill(~seen[:, None], -torch.inf)
         want = torch.einsum("qhk,kd->qhd", s.softmax(-1).nan_to_num(), k[:, :LATENT])
         begin, own = int(indptr[b]), units[b]
-        low, high = begin // quota, (begin + filled[b] - 1) // quota
+        low, high = (begin + tile_units) // quota, (begin + filled[b] - 1) // quota
         got, got_lse = (x[b * queries : (b + 1) * queries].flatten(0, 1) for x in (out, lse))
         got = got[..., :LATENT].double()
         if low < high:

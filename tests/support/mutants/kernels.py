@@ -191,7 +191,7 @@ class KernelSharedKeysSkippedForTheUnit(Edited):
     """A program that begins within a tile takes units beside the keys for units of keys."""
 
     kernel = decode.decode_splits
-    before = "unit = tl.maximum(unit - SPLIT.TILE_UNITS, 0)"
+    before = "unit = tl.maximum(unit - tile_units, 0)"
     after = "unit = unit"
 
 

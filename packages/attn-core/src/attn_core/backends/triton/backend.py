@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.bindings import run
 from attn_core.backends.triton.kernel import Call, Pass
+from attn_core.backends.triton.latent_prompts import in_chunks
 from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
 from attn_core.cache.layer_cache import LayerCache
@@ -138,6 +139,9 @@ class Triton(AttentionBackend):
         inputs, lse = schedule.inputs, schedule.unread_lse
         if inputs.batch is not batch:  # planned for another with the same lengths
             inputs = Pass.of(layer.group, batch)
+            if schedule.chunk:
+                pages = -(-schedule.longest // self.config.page_size)
+                inputs = in_chunks(inputs, schedule.chunk, pages)
         if return_lse or inputs is not schedule.inputs:
             lse = _lse(inputs, layer)
         new = schedule.new

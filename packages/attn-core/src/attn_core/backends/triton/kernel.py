@@ -214,9 +214,11 @@ class Kernel(ABC, Generic[PartT]):
     """An attention kernel for one part of a schedule.
 
     takes_order: whether it takes requests in the order that `order_requests` finds.
+    takes_chunks: whether prompts over latents are chunks of queries for it, see latent_prompts.py.
     """
 
     takes_order: ClassVar[bool] = False
+    takes_chunks: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:

@@ -40,7 +40,7 @@ class Cuts:
     blocks_per_unit: int  # blocks of keys that no two programs share
     overlap: bool  # the merge is launched before the partials are complete
     merge_tile: tuple[int, int, int, int]  # see tuning.merge_tile
-    planned_quota: bool = False  # plan_splits chooses what a program takes
+    planned_quota: bool = False  # plan_splits chooses what a program takes, see choose_quota
     sharing: Sharing | None = None
     planners: dict[Hashable, Launcher] = field(default_factory=dict, init=False)  # of plan_splits
 
@@ -68,7 +68,7 @@ class SplitKV(Part):
     """How the keys of requests with few queries are split among programs (stream-K).
 
     work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared, and with
-    cuts.planned_quota the quota behind it.
+    cuts.planned_quota the quota and tile units behind it.
     buffer: int32 [BUFFER_ROWS, columns], of plan_shared, None without. counter: int32 [1], zero.
     partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
     All layers share them: one runs after the other.
@@ -144,6 +144,7 @@ class Schedule:
     are two launches: in one, the tile of a prompt would set the registers and the shared memory of
     programs that wait for memory most of their time, and fewer of these would run at once.
     new: the same tiles over a pass's own K and V, where these are all keys, and what they read.
+    chunk: the queries of the requests that prompts over latents became; 0 where none did.
     """
 
     inputs: Pass
@@ -152,6 +153,7 @@ class Schedule:
     split: SplitKV | None = None
     tiles: Tiles | None = None
     new: tuple[Pass, Tiles] | None = None
+    chunk: int = 0
 
 
 def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.cut_tiles import may_cut
 from attn_core.backends.triton.kernel import Choice, Pass, Shape
+from attn_core.backends.triton.latent_prompts import chunk_queries, in_chunks
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.new_tokens import are_all_keys, new_tokens
 from attn_core.backends.triton.portable.arguments import KeyParts, Requests
@@ -75,7 +76,7 @@ class Scheduler:
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, aligned alike for every batch size."""
         rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
-        columns = -(-(most + 2) // 4) * 4
+        columns = -(-(most + 3) // 4) * 4
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
@@ -87,7 +88,15 @@ class Scheduler:
             queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
         )
         one = tiles = new = None
-        if split and (even or not self.config.deterministic):
+        chunk = 0
+        few = split and (even or queries == 1)
+        if self._latent and not (few or static is not None or self.config.deterministic):
+            shape = self._shape(group, inputs, longest)
+            chunk = chunk_queries(self._kernels.decode, shape, inputs.tokens)
+        if chunk:
+            inputs = in_chunks(inputs, chunk, -(-longest // self.config.page_size))
+            one = self._split(group, inputs, longest, chunk, None)
+        elif split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static, even=even)
         elif static is None and self._decodes(batch, longest):
             one = self._split(group, inputs, longest, 1, None, max_queries=1)
@@ -99,7 +108,7 @@ class Scheduler:
                 new = new_tokens(self._kernels.new_tokens, own, batch, tiles)
         lse = self._unread_lse(inputs.tokens, group.num_q_heads)
         schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles)
-        schedule.new = new
+        schedule.new, schedule.chunk = new, chunk
         self.fill(schedule, group, batch)
         return schedule
 
@@ -120,6 +129,7 @@ class Scheduler:
         seq_lens = view.seq_lens
         if schedule.split is not None:
             requests = Requests(cu_seqlens_q, seq_lens, view.page_table)
+            requests = schedule.inputs.requests if schedule.chunk else requests
             fill_split(schedule.split, requests, group.window, causal=group.causal)
         if schedule.tiles is not None and schedule.tiles.ordered:
             fill_order(schedule.tiles, cu_seqlens_q, seq_lens, group, paged=True)
@@ -173,7 +183,7 @@ class Scheduler:
             rows += (1 + LEVELS) * inputs.tokens * group.num_q_heads
             plan, indptrs = self.buffer(size) if static is None else static, 2 * size + 1
         elif cuts.planned_quota:
-            indptrs += 1
+            indptrs += 2
         partial_out, partial_lse = self._partials(rows, width)
         if plan is None:
             indptr = torch.empty(indptrs, dtype=torch.int32, device=self.config.device)
@@ -206,9 +216,8 @@ class Scheduler:
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
         store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
-        sharing = None
-        if shares:
-            sharing = sharing_of(group, queries, config.page_size, store_bytes)
+        shared = (group, queries, config.page_size, store_bytes)
+        sharing = sharing_of(*shared) if shares else None
         launch = decode_launch(
             self._arch,
             rows if sharing is None else SHARED_TILE_ROWS,
@@ -295,6 +304,5 @@ class Scheduler:
         scratch = self._scratch.get(width)
         if scratch is None or scratch[0].shape[0] < rows:
             flat = torch.empty(rows * (width + 1), dtype=torch.float32, device=self.config.device)
-            scratch = flat[: rows * width].view(rows, width), flat[rows * width :]
-            self._scratch[width] = scratch
-        return scratch
+            self._scratch[width] = flat[: rows * width].view(rows, width), flat[rows * width :]
+        return self._scratch[width]

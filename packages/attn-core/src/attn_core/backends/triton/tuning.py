@@ -153,14 +153,17 @@ def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[i
     tiles: of all requests. tile_rows: the rows of each that are used. programs: of `decode_splits`.
     width: columns of a partial. Where all tiles are as long, a tile is split into programs / tiles
     partials and at most two more. One warp sums up to 1024 values in its registers; several warps
-    have to synchronise.
+    have to synchronise. Of latents each warp sums 128 columns, or up to 2048 values: their plan
+    splits tiles that are as long into no more partials.
     """
-    partials = min(64, power_of_two(programs // tiles + 2, 2))
-    columns = width
-    if tiles * tile_rows <= 512:  # too few programs: more of them, each with fewer columns
-        columns = min(128, width)
+    few, latent = tiles * tile_rows <= 512, width > 256
+    partials = min(64, power_of_two(programs // tiles + (0 if few and latent else 2), 2))
+    columns = min(128, width) if few else width  # few: more programs, each with fewer columns
     rows = max(1, min(4, tiles * tile_rows // 2048))
-    return columns, rows, partials, max(1, min(4, partials * columns // 1024))
+    warps = partials * columns // (2048 if latent else 1024)
+    if latent and not few:
+        warps = columns // 128
+    return columns, rows, partials, max(1, min(4, warps))
 
 
 def extend_launch(

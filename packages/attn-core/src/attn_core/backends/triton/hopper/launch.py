@@ -167,6 +167,8 @@ class HopperMlaDecode(SplitKernel):
     It does what decode_splits does.
     """
 
+    takes_chunks: ClassVar[bool] = True
+
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return the launch parameters of the part where its tiles are of 64 by 64."""
         group, page = shape.group, shape.page_size

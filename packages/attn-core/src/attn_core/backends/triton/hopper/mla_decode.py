@@ -113,6 +113,8 @@ def attend_high(
             s = hopper.warpgroup_mma_wait(0, deps=[begun])
         for i in range(0, item.num_blocks):
             start = (item.first_block + item.num_blocks - 1 - i) * 64
+            if i + 1 == item.num_blocks:
+                queries.release(turn)
             p, m_i, l_i, alpha = softmax_step(
                 s, start, q_idx, m_i, l_i, mask, scales, CONFIG, SCALE_AFTER_MAX=False
             )
@@ -139,7 +141,6 @@ def attend_high(
                 s = hopper.warpgroup_mma_wait(0, deps=[begun])
             else:
                 alphas.fill(step)
-                queries.release(turn)
                 acc, p = hopper.warpgroup_mma_wait(0, deps=[summed, p])
             step += 1
             block += 1

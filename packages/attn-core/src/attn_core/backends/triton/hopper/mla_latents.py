@@ -83,14 +83,19 @@ def load_columns(
 
 
 @gluon.jit
-def load_queries(queries, latents, q_rows, row, step, turn):
-    """Copy queries: the low and the middle columns come as the latents of a step of their own."""
+def load_first_queries(latents, q_rows, row, step):
+    """Copy the low and the middle columns of queries as the latents of a step of their own."""
     latents.wait_free(step)
     stage = latents.stage(step)
     full = latents.full.index(stage)
     mbarrier.expect(full, 64 * (256 + 128) * 2)
     load_columns(q_rows, row, latents.tile.low, stage, full, 0, 0, 1)
     load_columns(q_rows, row, latents.tile.middle, stage, full, MIDDLE, 0, 1)
+
+
+@gluon.jit
+def load_other_queries(queries, q_rows, row, turn):
+    """Copy the other columns of queries, when those before them have been multiplied."""
     queries.wait_free(turn)
     full = queries.full.index(0)
     mbarrier.expect(full, 64 * (128 + 64) * 2)
@@ -170,7 +175,8 @@ def gather_latents(
         last = item.first_block + item.num_blocks - 1
         rows = lookup_rows(store, slots, last, item.seq_len, L)
         q_row = item.q_start * CONFIG.GROUP + work.row_block * 64
-        load_queries(queries, latents, q_rows, q_row, step, turn)
+        load_first_queries(latents, q_rows, q_row, step)
+        load_other_queries(queries, q_rows, q_row, turn)
         async_copy.mbarrier_arrive(latents.full.index(latents.stage(step)), increment_count=False)
         step += 1
         for i in range(0, item.num_blocks):
@@ -202,7 +208,8 @@ def load_latents(
 ):  # fmt: skip
     """Bring the queries and then the latents of each item, the last block first.
 
-    The page of a block is looked up while the block before it is brought.
+    The page of a block is looked up while the block before it is brought. The first block comes
+    before those queries that wait for the end of the item before.
     """
     step = 0
     block = 0
@@ -215,14 +222,17 @@ def load_latents(
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
         last = item.first_block + item.num_blocks - 1
-        load_queries(queries, latents, q_rows, q_row, step, turn)
+        load_first_queries(latents, q_rows, q_row, step)
         rows = find_rows(pages, last, item.seq_len, CONFIG)
         step += 1
-        for i in range(0, item.num_blocks):
-            following = find_rows(pages, gl.maximum(last - i - 1, 0), item.seq_len, CONFIG)
-            load_block(latents, high, k_rows, rows, step, block)
-            rows = following
-            step += 1
-            block += 1
+        for i in range(0, gl.maximum(item.num_blocks, 1)):
+            if i < item.num_blocks:
+                following = find_rows(pages, gl.maximum(last - i - 1, 0), item.seq_len, CONFIG)
+                load_block(latents, high, k_rows, rows, step, block)
+                rows = following
+                step += 1
+                block += 1
+            if i == 0:
+                load_other_queries(queries, q_rows, q_row, turn)
         next_unit = item.next_unit
         turn += 1

@@ -88,6 +88,15 @@ def prefetch_request(requests, sizes):
 
 
 @gluon.jit
+def tile_units_of(indptr, sizes, CONFIG: gl.constexpr):
+    """Return the units that come before the keys of each tile."""
+    tile_units = CONFIG.TILE_UNITS
+    if CONFIG.PLANNED_QUOTA:
+        tile_units = gl.load(indptr + sizes.batch + 2)
+    return tile_units
+
+
+@gluon.jit
 def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
     """Return the units of this program: as many for each part, the last ones may have none."""
     seqs = sizes.batch
@@ -110,8 +119,9 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
         before += ((low + i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
     end = gl.minimum(start + quota, num_units)
     last = end
-    if CONFIG.TILE_UNITS > 0:
-        last = gl.maximum(end - CONFIG.TILE_UNITS, gl.minimum(start + 1, end))
+    if CONFIG.TILE_UNITS > 0 or CONFIG.PLANNED_QUOTA:
+        last = end - tile_units_of(indptr, sizes, CONFIG)
+        last = gl.maximum(last, gl.minimum(start + 1, end))
     row_block = gl.program_id(0) % CONFIG.ROW_BLOCKS
     return Work(indptr, spans, start, end, last, gl.sum(before, 0), row_block)
 
@@ -165,10 +175,11 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     else:
         end_unit = gl.minimum(start_unit + work.end - unit, num_units)
     next_unit = unit + end_unit - start_unit
-    if CONFIG.TILE_UNITS > 0:  # from here on units of keys
-        start_unit = gl.maximum(start_unit - CONFIG.TILE_UNITS, 0)
-        end_unit -= CONFIG.TILE_UNITS
-        num_units -= CONFIG.TILE_UNITS
+    if CONFIG.TILE_UNITS > 0 or CONFIG.PLANNED_QUOTA:  # from here on units of keys
+        tile_units = tile_units_of(work.indptr, sizes, CONFIG)
+        start_unit = gl.maximum(start_unit - tile_units, 0)
+        end_unit -= tile_units
+        num_units -= tile_units
     skipped = first_key // CONFIG.BN
     first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT

@@ -155,7 +155,7 @@ class Split(NamedTuple):
     SHARED: the work is that of Spans. Then ROW_BLOCKS and BLOCKS_PER_UNIT are 1, and nothing is
     BATCH_INVARIANT. TILE_UNITS come before the keys of each tile in the queue of work, and
     nobody attends to them: they stand for what a tile takes beside its keys. MIN_UNITS are more.
-    PLANNED_QUOTA: plan_splits chose the quota of a program, for one KV head.
+    PLANNED_QUOTA: plan_splits chose the quota of a program and its tile units, for one KV head.
     """
 
     ROW_BLOCKS: int

@@ -43,6 +43,15 @@ def quota_of(work_indptr, seqs, heads, programs, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def tile_units_of(work_indptr, seqs, SPLIT: tl.constexpr):
+    """Return the units that come before the keys of each tile."""
+    tile_units = SPLIT.TILE_UNITS
+    if SPLIT.PLANNED_QUOTA:
+        tile_units = tl.load(work_indptr + seqs + 2)
+    return tile_units
+
+
+@triton.jit
 def whole_rows(programs, tokens, level, token, q_head, BM: tl.constexpr, C: tl.constexpr):
     """Return where partials lie that are whole for the keys of a span: after those of programs."""
     heads = C.HEADS * C.GROUP
@@ -88,7 +97,8 @@ def decode_splits(
     at = tl.program_id(0) // SPLIT.ROW_BLOCKS * quota
     end = tl.minimum(at + quota, work)
     if at < end:
-        last = tl.maximum(end - SPLIT.TILE_UNITS, at + 1)  # later no keys are left
+        tile_units = tile_units_of(work_indptr, seqs, SPLIT)
+        last = tl.maximum(end - tile_units, at + 1)  # later no keys are left
         seq = find_seq_idx(work_indptr, seqs, at, C.HEADS, 0)
         while at < last:
             before = tl.load(work_indptr + seq)
@@ -126,10 +136,10 @@ def decode_splits(
                     first = tl.maximum(prefix - window + 1, 0)
             stop = unit + 1 if SPLIT.BATCH_INVARIANT else tl.minimum(unit + end - at, units)
             next_at = at + stop - unit
-            if SPLIT.TILE_UNITS:  # from here on units of keys
-                unit = tl.maximum(unit - SPLIT.TILE_UNITS, 0)
-                stop -= SPLIT.TILE_UNITS
-                units -= SPLIT.TILE_UNITS
+            if SPLIT.TILE_UNITS or SPLIT.PLANNED_QUOTA:  # from here on units of keys
+                unit = tl.maximum(unit - tile_units, 0)
+                stop -= tile_units
+                units -= tile_units
             origin = first // BN * BN
             lo = origin + unit * (SPLIT.BLOCKS_PER_UNIT * BN)
             hi = tl.minimum(origin + stop * (SPLIT.BLOCKS_PER_UNIT * BN), tl.cdiv(length, BN) * BN)

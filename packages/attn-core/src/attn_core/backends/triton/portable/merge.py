@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.portable.common import finalize
-from attn_core.backends.triton.portable.decode import quota_of, whole_rows
+from attn_core.backends.triton.portable.decode import quota_of, tile_units_of, whole_rows
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def merge_splits(
         low = begin
         count = units
     else:
-        low = (begin + SPLIT.TILE_UNITS) // quota
+        low = (begin + tile_units_of(work_indptr, seqs, SPLIT)) // quota
         count = (begin + units - 1) // quota - low + 1
     query = tl.load(cu + b)
     queries = tl.load(cu + b + 1) - query

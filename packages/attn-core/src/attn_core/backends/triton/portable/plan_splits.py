@@ -15,20 +15,23 @@ ITEM_UNITS = tl.constexpr(5)
 
 @triton.jit
 def choose_quota(units, PARTS: tl.constexpr, MIN_UNITS: tl.constexpr):
-    """Return the units of requests [BLOCK] on the queue of work, and the quota of each part of it.
+    """Return the units of requests [BLOCK] on the queue, the quota of each part, and tile units.
 
     An even quota ends anywhere in a request, so that most programs end one and begin another. Each
-    such item takes ITEM_UNITS more. If it costs no more, a program has one item instead: requests
-    are filled up to a multiple of the least quota of which there are PARTS at most. Nobody attends
-    to what they are filled with. Or it has a number of whole requests, if all are as long.
+    such item takes ITEM_UNITS more. The tile units before the keys of each request stand for them,
+    or else parts with many short requests would take longest. If it costs no more, a program has
+    one item instead: requests are filled up to a multiple of the least quota of which there are
+    PARTS at most. Nobody attends to what they are filled with. Or it has a number of whole
+    requests, if all are as long. All parts then have as many items, and there are no tile units.
     """
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
     requests = tl.sum((units > 0).to(tl.int32), 0)
     even = tl.maximum(tl.cdiv(total, PARTS), MIN_UNITS)
     cost = even * PARTS + ITEM_UNITS * (requests + 2 * PARTS)
-    quota = even
-    filled = units
+    quota = tl.maximum(tl.cdiv(total + ITEM_UNITS * requests, PARTS), MIN_UNITS + ITEM_UNITS)
+    filled = tl.where(units > 0, units + ITEM_UNITS, 0)
+    tile_units = tl.zeros([], tl.int32) + ITEM_UNITS
     if requests <= PARTS:
         low = even
         high = tl.maximum(longest, even)
@@ -41,11 +44,14 @@ def choose_quota(units, PARTS: tl.constexpr, MIN_UNITS: tl.constexpr):
         if (low + ITEM_UNITS) * PARTS <= cost:
             quota = low
             filled = tl.cdiv(units, low) * low
+            tile_units = tl.zeros([], tl.int32)
     elif total == longest * requests:
         whole = tl.cdiv(requests, PARTS)
         if whole * (longest + ITEM_UNITS) * PARTS <= cost:
             quota = whole * longest
-    return filled, quota
+            filled = units
+            tile_units = tl.zeros([], tl.int32)
+    return filled, quota, tile_units
 
 
 @triton.jit(do_not_specialize=["batch", "window"])
@@ -70,7 +76,7 @@ def plan_splits(
     of each request; its other tiles have as many. A request without keys has one unit, which writes
     zeros; one with more than MAX_QUERIES has none. cu: int32 [batch + 1], cumulated queries.
     lengths: int32 [batch], keys. PARTS: where it is not 0, for one KV head and no more than BLOCK
-    requests, the quota of each of so many parts comes behind, see choose_quota.
+    requests, the quota of each of so many parts and the tile units come behind, see choose_quota.
     """
     before = tl.zeros([], tl.int32)
     tl.store(work_indptr, before)
@@ -88,7 +94,8 @@ def plan_splits(
             has_work = has_work & (queries <= MAX_QUERIES)
         units = tl.where(has_work, tl.maximum(tl.cdiv(blocks, BLOCKS_PER_UNIT), 1), 0)
         if PARTS:
-            units, quota = choose_quota(units, PARTS, MIN_UNITS)
+            units, quota, tile_units = choose_quota(units, PARTS, MIN_UNITS)
             tl.store(work_indptr + batch + 1, quota)
+            tl.store(work_indptr + batch + 2, tile_units)
         tl.store(work_indptr + b + 1, before + tl.cumsum(units, 0), mask=ok)
         before += tl.sum(units, 0)
