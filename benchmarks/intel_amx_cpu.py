@@ -5,7 +5,9 @@ Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--le
 [--against KERNELS.so]: time these compiled kernels, of another version, instead of torch_native.
 A CPU with AMX stands for one without by `--level avx512_bf16`, for our kernels, and for torch's by
 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 in the environment, both.
-The calls of all contestants take turns, so that a busy machine slows all of them alike.
+The calls of all contestants take turns, so that a busy machine slows all of them alike. With one
+thread (OMP_NUM_THREADS=1) the thread's own time is taken, for which a busy machine counts little.
+Pages lie in a random order, those of one token in decode also in the order of the tokens.
 """
 
 from __future__ import annotations
@@ -91,10 +93,12 @@ def attention_case(shape: Shape, page_sizes: Sequence[int] = PAGE_SIZES) -> Case
     if shape.decode:
         calls["sdpa_folded"] = lambda: sdpa_folded(data)
     errors = {"sdpa": (reference.double() - want).abs().max().item()}
+    orders = [(page_size, True) for page_size in page_sizes]
+    orders += [(1, False)] if shape.decode and 1 in page_sizes else []
     for backend, create in CONTESTANTS.items():
-        for page_size in page_sizes:
-            name = f"{backend} page {page_size}"
-            call, _ = paged(shape, data, page_size, create)
+        for page_size, shuffled in orders:
+            name = f"{backend} page {page_size}{'' if shuffled else ' in order'}"
+            call, _ = paged(shape, data, page_size, create, shuffled=shuffled)
             rows = call().view(shape.batch, -1, shape.q_heads, shape.head_dim).transpose(1, 2)
             errors[name] = check(f"{shape.name}, {name}", rows, reference, want)
             calls[name] = call

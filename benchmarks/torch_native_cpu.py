@@ -89,11 +89,17 @@ def paged(
     data: Data,
     page_size: int,
     create: Callable[[BackendConfig], AttentionBackend] = TorchNative,
+    *,
+    shuffled: bool = True,
 ) -> tuple[Callable[[], Tensor], float]:
-    """A call of a backend over a shuffled pool that holds `data`, and its plan's seconds."""
+    """A call of a backend over a pool that holds `data`, and its plan's seconds.
+
+    shuffled: its pages lie in a random order, else in that of the tokens, as in a fresh pool.
+    """
     per_request = shape.length // page_size
     pages = shape.batch * per_request
-    table = (torch.randperm(pages) + 1).view(shape.batch, per_request).int()
+    order = torch.randperm(pages) if shuffled else torch.arange(pages)
+    table = (order + 1).view(shape.batch, per_request).int()
 
     def pool(x: Tensor) -> Tensor:
         rows = x.transpose(1, 2).reshape(pages, page_size, shape.kv_heads, shape.head_dim)
@@ -166,13 +172,17 @@ def check(name: str, got: Tensor, reference: Tensor, want: Tensor) -> float:
 
 
 def interleave(calls: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, taken in turns so that a busy machine slows all of them alike."""
+    """Seconds of each call, taken in turns so that a busy machine slows all of them alike.
+
+    With one thread it is this thread's own time, of which others' turns on its core are no part.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 

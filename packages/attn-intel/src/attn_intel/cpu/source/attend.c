@@ -168,7 +168,7 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
     /* few rows gain nothing from packing, and what is asked for ahead should stay in the cache */
-    const int together = rows <= 16 ? KEYS / 2 : KEYS;
+    const int together = rows <= FEW ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
     Places at, then;
     locate(a, request, item->first, least(together, item->end - item->first), &at);
     for (int first = item->first; first < item->end; first += together) {
