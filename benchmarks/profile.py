@@ -2,8 +2,8 @@
 
 The points of a device are the timed shapes of its records of `benchmarks.attention`, and what
 `attn tune --out benchmarks/results/tune.DEVICE.profile.json` measured there. A form of layers that
-was tuned has no points of records: both would not compare. A backend that is right in some passes of
-a form is not listed as bad in it. `--check` fails if a file is another.
+was tuned has no points of records: both would not compare. A backend that is right in some passes
+of a form is not listed as bad in it. `--check` fails if a file is another.
 """
 
 from __future__ import annotations
