@@ -92,12 +92,7 @@ def test_shipped_profiles_are_what_the_records_say():
 def test_what_was_tuned_ships_without_what_users_do_not_share():
     from benchmarks import profile
 
-    env = {
-        "device": "NVIDIA H100 80GB HBM3",
-        "driver": "580",
-        "torch": "2.11.0+cu130",
-        "runtime": "13",
-    }
+    env = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
     own = tuned(env | {"driver": "580", "runtime": "13.0"}, fa3=12.34567, triton=1.0)
     (right, *_), other = own.costs, Form(q_heads=2, kv_heads=2, head_dim=64, v_head_dim=64)
     once = right._replace(size=replace(right.size, requests=99))
