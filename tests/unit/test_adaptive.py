@@ -91,18 +91,19 @@ def test_costs_of_few_of_the_requests_leave_the_choice_to_priorities(large, back
 
 def test_a_table_has_the_fastest_of_every_measured_bucket():
     rows = [("short", "", False), ("long", "", False)]
-    made = table(CostModel(profile(short=short, long=long)), rows, [FORM], "decode", {208: 1.0})
+    costs, usual = profile(short=short, long=long), Workload(prompts={200: 1}, output=16)
+    made = table(CostModel(costs), rows, [FORM], "decode", usual)
     assert made.cells[bucket_of(1, 100, 1)] == Cell(0, (True, False))
     assert made.cells[bucket_of(40, 3000, 40)] == Cell(1, (False, True))
     assert bucket_of(200, 3000, 200) not in made.cells  # nothing was measured there
     assert bucket_of(1, 9000, 1) not in made.cells
     assert made.graphs[1] == 0  # for all lengths of the workload
     assert made.graphs[bucket_of(40, 0, 40)[0]] == 1
-    alone = table(CostModel(profile(short=short)), rows, [FORM], "decode", {208: 1.0})
+    alone = table(CostModel(profile(short=short)), rows, [FORM], "decode", usual)
     assert not alone.cells
     assert not alone.graphs
     other = replace(FORM, page_size=64)  # near, but not measured itself
-    assert not table(CostModel(profile(short=short, long=long)), rows, [other], "decode", {}).cells
+    assert not table(CostModel(costs), rows, [other], "decode", usual).cells
 
 
 def test_the_selection_admits_what_was_measured_and_shares_the_cache():

@@ -268,7 +268,7 @@ def test_the_doctor_says_what_is_measured_and_what_it_brings(tmp_path, monkeypat
     store.write(store.own_path(env), tuned(env, flex_attention=1.0, torch_native=4.0))
     measured = found()
     assert measured.good
-    assert measured.found == f"{2 * (3 + 9)} points"
+    assert measured.found == f"{2 * (3 + 5)} points"
     assert "days old" in measured.verdict
     assert "prefill takes 75 % less with flex_attention than with torch_native" in measured.verdict
     store.own_path(env).write_text("{")

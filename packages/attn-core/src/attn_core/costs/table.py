@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from attn_core.costs.model import CostModel, Estimate
 from attn_core.costs.shapes import Form, Pass, PassPhase
+from attn_core.costs.workload import Workload
 
 Bucket = tuple[int, int, int]  # bits of the requests, of the longest, of the queries of a request
 MARGIN = 1.05  # what is this close to the fastest keeps the pass
@@ -43,7 +44,7 @@ def table(
     rows: Sequence[tuple[str, str, bool]],
     forms: Sequence[Form],
     phase: PassPhase,
-    lengths: Mapping[int, float],
+    workload: Workload,
     *,
     drafts: int = 0,
     tree: bool = False,
@@ -51,7 +52,7 @@ def table(
     """Return the table of candidates: (name, digest of the row, replayed in graphs).
 
     The first candidate is the chosen one. Only buckets in which this very form was measured, with
-    the chosen one and another, have a cell. lengths: KV tokens → share, for captured passes.
+    the chosen one and another, have a cell. workload: what lengths captured passes have.
     """
     cells: dict[Bucket, Cell] = {}
     graphs: dict[int, int] = {}
@@ -69,8 +70,7 @@ def table(
                     cells[requests, bits, queries.bit_length()] = _cell(times)
         if phase != "prefill":
             sums = [0.0] * len(rows)
-            for length, share in lengths.items():
-                size = Pass.even(phase, n, max(length, drafts), drafts or 1, tree=tree)
+            for size, share in workload.batches(phase, n, drafts, tree=tree):
                 times = _times(model, rows, forms, size) or [0.0] * len(rows)
                 sums = [a + share * b for a, b in zip(sums, times, strict=True)]
             if sums[0]:
