@@ -106,6 +106,26 @@ def test_a_table_has_the_fastest_of_every_measured_bucket():
     assert not table(CostModel(costs), rows, [other], "decode", usual).cells
 
 
+def test_a_table_knows_that_requests_of_a_pass_differ():
+    """`long` is the better one where all requests are as long as the longest, and only there."""
+    sizes = [Pass.even("decode", 4, 500)]
+    sizes += [replace(sizes[0], kv_tokens=n) for n in (600, 800, 1200, 1600)]
+    costs = {
+        Key(name, "", FORM, size): Cost(us, us, us, 0.0)
+        for size in sizes
+        for name, us in (("short", 10.0), ("long", 5.0 if size.kv_tokens == 2000 else 20.0))
+    }
+    rows = [("short", "", False), ("long", "", False)]
+    model, bucket = CostModel(Profile(costs=costs)), bucket_of(4, 500, 4)
+
+    def best(prompts):
+        workload = Workload(prompts=prompts, output=16)
+        return table(model, rows, [FORM], "decode", workload).cells[bucket].best
+
+    assert best({500: 1}) == 1
+    assert best({100: 3, 500: 1}) == 0
+
+
 def test_the_selection_admits_what_was_measured_and_shares_the_cache():
     found = chosen()
     assert found.backend("decode") == "short"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from attn_core.costs.model import CostModel, Estimate
@@ -52,7 +52,8 @@ def table(
     """Return the table of candidates: (name, digest of the row, replayed in graphs).
 
     The first candidate is the chosen one. Only buckets in which this very form was measured, with
-    the chosen one and another, have a cell. workload: what lengths captured passes have.
+    the chosen one and another, have a cell. workload: what lengths captured passes have, and how
+    much shorter than the longest the other requests of a pass are that decode or verify.
     """
     cells: dict[Bucket, Cell] = {}
     graphs: dict[int, int] = {}
@@ -65,6 +66,8 @@ def table(
             length = _middle(bits)
             for queries in _queries(phase, drafts, length):
                 size = Pass.even(phase, n, length, queries, tree=tree)
+                if phase != "prefill":
+                    size = _uneven(size, workload)
                 times = _times(model, rows, forms, size)
                 if times is not None:
                     cells[requests, bits, queries.bit_length()] = _cell(times)
@@ -77,6 +80,15 @@ def table(
                 cell = _cell(sums)
                 graphs[requests] = 0 if cell.near[0] else cell.best
     return Table(cells, graphs)
+
+
+def _uneven(size: Pass, workload: Workload) -> Pass:
+    """Return a pass of the same longest request, the others shorter as they are in the workload."""
+    n, drafts = size.requests, size.drafts
+    batches = workload.batches(size.phase, n, drafts, tree=size.tree)
+    part = sum(share * x.kv_tokens / (n * x.longest) for x, share in batches)
+    others = round((n * part - 1) * size.longest)  # KV tokens of all but the longest
+    return replace(size, kv_tokens=size.longest + max(others, (n - 1) * max(drafts, 1)))
 
 
 def _middle(bits: int) -> int:
