@@ -2,7 +2,8 @@
 
 The points of a device are the timed shapes of its records of `benchmarks.attention`, and what
 `attn tune --out benchmarks/results/tune.DEVICE.profile.json` measured there. A form of layers that
-was tuned has no points of records: both would not compare. `--check` fails if a file is another.
+was tuned has no points of records: both would not compare. A backend that is right in some passes
+of a form is not listed as bad in it. `--check` fails if a file is another.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ RECORDS = {  # of benchmarks.attention, by device
     "nvidia-h100-80gb-hbm3": (),
 }
 BACKENDS = ("fa3", "flashinfer", "triton")  # the others take too few of these shapes
-VERSIONS = ("torch", "triton", "attn-core", "sglang-kernel", "flashinfer-python")
+VERSIONS = (
+    "torch", "triton", "attn-core", "attn-nvidia", "sglang-kernel", "flashinfer-python",
+)  # fmt: skip
+DIGITS = 4  # of a tuned time
 PHASES = {"prefill": "prefill", "extend": "prefill", "decode": "decode", "fp8": "decode"}
 
 
@@ -88,14 +92,19 @@ def profile(reports: Sequence[Report], own: Profile) -> Profile:
     shared = {k: v for k, v in own.environment.items() if k in environment}
     if differs := Profile(environment=environment).differences(shared) if shared else []:
         raise SystemExit(f"what was tuned is of another environment: {'; '.join(differs)}")
-    forms = {key.form for key in own.costs}
+    forms, right = {key.form for key in own.costs}, {key[:3] for key in own.costs}
     recorded = {k: c for k, c in costs(iter(cases.values())) if k.form not in forms}
     return Profile(
         environment=environment,
-        costs={**recorded, **own.costs},
-        bad=own.bad,
+        costs={**recorded, **{key: rounded(cost) for key, cost in own.costs.items()}},
+        bad={key: why for key, why in own.bad.items() if key[:3] not in right},
         date=max(own.date, newest.date if newest else ""),
     )
+
+
+def rounded(cost: Cost) -> Cost:
+    """Return a cost of few digits: every start of attn-core reads what ships."""
+    return Cost(*(float(f"{x:.{DIGITS}g}") for x in cost))
 
 
 def text_of(made: Profile) -> str:

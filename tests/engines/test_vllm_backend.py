@@ -79,7 +79,7 @@ def test_a_group_has_layers_of_its_own_caches():
         assert error(config, plan, made, module) < 1e-5
 
 
-def test_a_layer_attends_to_the_cache_of_another():
+def test_a_layer_attends_to_the_cache_of_another(monkeypatch):
     torch.manual_seed(0)
     config = engine()
     first = attention(config, "layers.0.attn")
@@ -91,10 +91,41 @@ def test_a_layer_attends_to_the_cache_of_another():
     metadata = plan.build(0, common)
     assert run(config, metadata, common, made, first) < 1e-5
     q, before = torch.randn(10, 128), first.kv_cache.clone()
+    handed, attend = [], metadata.dispatcher.forward
+
+    def forward(q, k, v, *args, **more):
+        handed.append(k)
+        return attend(q, k, v, *args, **more)
+
+    monkeypatch.setattr(metadata.dispatcher, "forward", forward)
     with forward_context(config, metadata, common, first, second):
         outs = [module(q, x, x) for module, x in ((second, torch.randn(10, 64)),)]
     assert outs[0].isfinite().all()
+    assert handed == [None, None]  # its own keys are not those of the cache
     torch.testing.assert_close(first.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_prompts_are_handed_the_keys_of_their_pass(monkeypatch):
+    torch.manual_seed(0)
+    config, module, plan = build()
+    dispatcher, seen = plan.passes.dispatcher, []
+    attend = dispatcher.forward
+
+    def forward(q, k, v, layer, batch, metadata, **more):
+        seen.append((len(q), k, v, batch.views["full"].seq_lens_host))
+        return attend(q, k, v, layer, batch, metadata, **more)
+
+    monkeypatch.setattr(dispatcher, "forward", forward)
+    assert error(config, plan, Pass((1, 1, 18, 3), (30, 15, 0, 0)), module) < 1e-5
+    (decodes, *none, _), (prompts, k, v, lengths) = seen
+    assert (decodes, none) == (2, [None, None])
+    assert (prompts, lengths) == (21, (18, 3))
+    cache = dispatcher.caches.layer(0)  # the pass wrote what it hands over
+    assert len(k) == len(v) == 21
+    assert (cache.k.view(-1, 2, 32)[:, None] == k).all((2, 3)).any(0).all()
+    seen.clear()
+    assert error(config, plan, Pass((6, 19), (17, 0)), module) < 1e-5
+    assert seen[0][3] == ((23, 19) if plan.passes.host_lengths else None)
 
 
 def test_requests_without_tokens_pad_a_pass_of_even_ones():

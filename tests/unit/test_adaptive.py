@@ -91,18 +91,39 @@ def test_costs_of_few_of_the_requests_leave_the_choice_to_priorities(large, back
 
 def test_a_table_has_the_fastest_of_every_measured_bucket():
     rows = [("short", "", False), ("long", "", False)]
-    made = table(CostModel(profile(short=short, long=long)), rows, [FORM], "decode", {208: 1.0})
+    costs, usual = profile(short=short, long=long), Workload(prompts={200: 1}, output=16)
+    made = table(CostModel(costs), rows, [FORM], "decode", usual)
     assert made.cells[bucket_of(1, 100, 1)] == Cell(0, (True, False))
     assert made.cells[bucket_of(40, 3000, 40)] == Cell(1, (False, True))
     assert bucket_of(200, 3000, 200) not in made.cells  # nothing was measured there
     assert bucket_of(1, 9000, 1) not in made.cells
     assert made.graphs[1] == 0  # for all lengths of the workload
     assert made.graphs[bucket_of(40, 0, 40)[0]] == 1
-    alone = table(CostModel(profile(short=short)), rows, [FORM], "decode", {208: 1.0})
+    alone = table(CostModel(profile(short=short)), rows, [FORM], "decode", usual)
     assert not alone.cells
     assert not alone.graphs
     other = replace(FORM, page_size=64)  # near, but not measured itself
-    assert not table(CostModel(profile(short=short, long=long)), rows, [other], "decode", {}).cells
+    assert not table(CostModel(costs), rows, [other], "decode", usual).cells
+
+
+def test_a_table_knows_that_requests_of_a_pass_differ():
+    """`long` is the better one where all requests are as long as the longest, and only there."""
+    sizes = [Pass.even("decode", 4, 500)]
+    sizes += [replace(sizes[0], kv_tokens=n) for n in (600, 800, 1200, 1600)]
+    costs = {
+        Key(name, "", FORM, size): Cost(us, us, us, 0.0)
+        for size in sizes
+        for name, us in (("short", 10.0), ("long", 5.0 if size.kv_tokens == 2000 else 20.0))
+    }
+    rows = [("short", "", False), ("long", "", False)]
+    model, bucket = CostModel(Profile(costs=costs)), bucket_of(4, 500, 4)
+
+    def best(prompts):
+        workload = Workload(prompts=prompts, output=16)
+        return table(model, rows, [FORM], "decode", workload).cells[bucket].best
+
+    assert best({500: 1}) == 1
+    assert best({100: 3, 500: 1}) == 0
 
 
 def test_the_selection_admits_what_was_measured_and_shares_the_cache():
@@ -130,7 +151,8 @@ def test_the_selection_admits_what_was_measured_and_shares_the_cache():
         ({"rows": {"short": ROW, "long": replace(ROW, page_sizes={16})}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, bans={"short": "no"})}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, needs_host_lengths=True)}}, set()),
-        ({"rows": {"short": ROW, "long": replace(ROW, requires_finite_padding=True)}}, set()),
+        ({"rows": {"short": ROW, "long": replace(ROW, requires_finite_padding=True)}},
+         {"prefill", "decode"}),
         ({"rows": {"short": replace(ROW, lse=True), "long": ROW}}, set()),
         ({"rows": {"short": replace(ROW, cuda_graph="uniform"), "long": ROW}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, phases={Phase.DECODE})}}, {"decode"}),

@@ -212,13 +212,19 @@ def test_an_alternative_serves_all_that_its_role_serves(needs, row, admitted):
 
 
 def test_what_another_phase_demands_anyway_may_be_demanded():
-    """fa3 asks for finite padding: where it prefills it may decode, too."""
-    asks = replace(ROW, requires_finite_padding=True)
+    """flashinfer asks for lengths on the host: where it prefills it may decode, too."""
+    asks = replace(ROW, needs_host_lengths=True)
     found = chosen(short=ROW, long=asks)
     assert names(found) == []
     long_prompts = Overrides(prefill_attention_backend="long")
     found = chosen(NEEDS, long_prompts, short=ROW, long=asks)
     assert found.backend("prefill") == "long"
+    assert (found.backend("decode"), names(found)) == ("short", ["long"])
+
+
+def test_finite_padding_may_be_required_of_any():
+    """fa3 requires it: caches of engines that pick are made of zeros."""
+    found = chosen(short=ROW, long=replace(ROW, requires_finite_padding=True))
     assert (found.backend("decode"), names(found)) == ("short", ["long"])
 
 

@@ -203,6 +203,21 @@ def test_a_workload_counts_what_one_request_takes():
     }
 
 
+def test_requests_that_decode_together_have_the_lengths_of_the_workload():
+    """Kernels that are equally fast over equal lengths differ over those that engines run."""
+    workload = Workload(prompts={100: 3, 1000: 1}, output=20)
+    ((four, share),) = workload.batches("decode", 4)
+    assert share == 1.0
+    assert (four.kv_tokens, four.longest, four.queries) == (3 * 110 + 1010, 1010, 4)
+    alone = dict(workload.batches("decode", 1))
+    assert alone == {Pass.even("decode", 1, 110): 0.75, Pass.even("decode", 1, 1010): 0.25}
+    ((many, _),) = workload.batches("verify", 8, 400, tree=True)
+    assert (many.kv_tokens, many.longest) == (6 * 400 + 2 * 1010, 1010)
+    assert (many.queries, many.drafts, many.tree) == (3200, 400, True)
+    ((two, _),) = workload.batches("decode", 2)  # its quarters: the middles of halves
+    assert two == Pass.even("decode", 2, 110)
+
+
 def test_the_phase_that_verifies_has_verifications():
     speculation = Speculation(topk=4, num_draft_tokens=8, mode="decode")
     steps = Workload(output=100, acceptance=4).passes(Phase.DECODE, speculation)

@@ -16,6 +16,7 @@ from attn_core.plugins.dependencies import Pin
 from attn_core.plugins.hookspecs import hookimpl
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.spec.capabilities import BackendSpec, Capabilities
+from attn_core.spec.device import torch_build
 from attn_core.spec.requirements import Speculation
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +285,7 @@ def test_a_plugin_says_which_libraries_of_its_own_are_here(returned, libraries, 
     plugin.attn_register_libraries = hookimpl(lambda: returned)
     plugin.attn_register_libraries.__name__ = "attn_register_libraries"
     registry = load_plugins([gen.FakePoint("p", plugin, gen.FakeDist("a"))])
-    assert registry.installed_libraries() == libraries
+    assert registry.installed_libraries() == libraries | {"torch": torch_build()["version"]}
     assert bool(registry.broken) == bool(error)
     assert all(error in b.error for b in registry.broken)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import attn_core
 import pytest
 import torch
 from attn_core.cli import inputs
@@ -17,6 +19,7 @@ from attn_core.errors import UsageError
 from attn_core.integrations.sglang.selection import choose
 from attn_core.integrations.transformers.select import select_for
 from attn_core.plugins.registry import load_plugins
+from attn_core.selection.ranking import shipped_profile
 from attn_core.selection.result import Overrides, explain
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, parse_device, probe_device
@@ -86,6 +89,22 @@ def test_shipped_profiles_are_what_the_records_say():
         assert store.read_profile(path).costs
 
 
+def test_what_was_tuned_ships_without_what_users_do_not_share():
+    from benchmarks import profile
+
+    env = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+    own = tuned(env | {"driver": "580", "runtime": "13.0"}, fa3=12.34567, triton=1.0)
+    (right, *_), other = own.costs, Form(q_heads=2, kv_heads=2, head_dim=64, v_head_dim=64)
+    once = right._replace(size=replace(right.size, requests=99))
+    own = replace(own, bad={once: "no memory", right._replace(form=other): "wrong"})
+    made = profile.profile([], own)
+    assert made.environment == env
+    assert {c.us for c in made.costs.values()} == {12.35, 1.0}
+    assert list(made.bad.values()) == ["wrong"]
+    assert made.date == own.date
+    assert Profile.from_json(json.loads(profile.text_of(made))).costs == made.costs
+
+
 def test_what_is_shipped_is_of_rows_as_they_are_today(registry):
     """A row that changed since it was measured has no times: measure again, or drop its points."""
     rows = {(s.name, row_key(r)) for s in registry.backends.values() for r in s.capabilities}
@@ -100,6 +119,29 @@ def test_a_shipped_profile_of_another_library_is_left_out(registry):
     assert (found.backend("prefill"), found.backend("decode")) == ("fa3", "fa3")
     assert "priority" in found.roles["decode"].reason
     assert "flashinfer-python was 0.6.14 and is 0.6.15" in explain(found)
+
+
+@pytest.mark.parametrize("changed", ["torch", "attn-core", "attn-nvidia"])
+def test_a_shipped_profile_of_another_torch_or_release_is_left_out(registry, monkeypatch, changed):
+    """A build for another CUDA is another torch; kernels of another release have other times."""
+    env = {"device": H200.name, "torch": "2.11.0+cu130"}
+    env |= {"attn-core": attn_core.__version__, "attn-nvidia": attn_core.__version__}
+    here, now = LIBRARIES | {"torch": env["torch"]}, None
+    monkeypatch.setattr(store, "shipped", lambda *args: tuned(env | ({changed: now} if now else {}),
+                                                              fa3=1.0))  # fmt: skip
+    assert shipped_profile(H200, registry, here)[0].costs
+    now = "2.11.0+cu128" if changed == "torch" else "0.0.9"
+    found, why = shipped_profile(H200, registry, here)
+    assert not found.costs
+    said = f"{changed} was {now} and is {env[changed]}"
+    assert said in why
+    assert said in tuning(registry, H200, here, here=False).verdict
+
+
+def test_a_shipped_profile_of_libraries_that_are_not_here_is_used(registry):
+    """What is not here runs nothing; the times of the others are what they were."""
+    assert shipped_profile(H200, registry, {"triton": "3.6.0"})[0].costs
+    assert not shipped_profile(H200, registry, {"torch": "2.10.0"})[0].costs
 
 
 BROKEN = [
@@ -129,6 +171,7 @@ def test_a_broken_profile_is_skipped_and_named(tmp_path, monkeypatch, text, faul
 def test_a_gpu_can_be_named_and_is_no_architecture():
     assert (H200.type, H200.arch, H200.name) == ("cuda", "sm90", "NVIDIA H200")
     assert parse_device("h200", "13.0") == Device("cuda", "sm90", "13.0")
+    assert parse_device("h100").name == "NVIDIA H100 80GB HBM3"
     with pytest.raises(UsageError, match="unknown device type 'h201'"):
         parse_device("h201")
 
@@ -225,7 +268,7 @@ def test_the_doctor_says_what_is_measured_and_what_it_brings(tmp_path, monkeypat
     store.write(store.own_path(env), tuned(env, flex_attention=1.0, torch_native=4.0))
     measured = found()
     assert measured.good
-    assert measured.found == f"{2 * (3 + 9)} points"
+    assert measured.found == f"{2 * (3 + 5)} points"
     assert "days old" in measured.verdict
     assert "prefill takes 75 % less with flex_attention than with torch_native" in measured.verdict
     store.own_path(env).write_text("{")

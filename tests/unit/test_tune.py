@@ -297,7 +297,7 @@ def test_what_fails_in_pass_after_pass_is_not_tried_on(registry, monkeypatch):
     todo = planned(registry)
     _, profile = run(todo)
     tried = Counter((key.backend, key.size.phase) for key in profile.bad)
-    assert sorted(Counter(job.size.phase for job in todo).values()) == [2, 4]
+    assert sorted(Counter(job.size.phase for job in todo).values()) == [2, 3]
     assert tried == {(n, p): 2 for n in ("wrong", "broken") for p in ("prefill", "decode")}
     assert not run(todo, profile)[1].bad.keys() - profile.bad.keys()
 
@@ -329,7 +329,7 @@ def test_preparing_draws_once_checks_once_and_collects_nothing(registry, monkeyp
     for module, name in ((torch, "randn"), (gc, "collect"), (inputs, "attend_request")):
         counted(module, name)
     steps, profile = run(todo)
-    assert len(profile.costs) == 2 * len(todo) > 10
+    assert len(profile.costs) == 2 * len(todo) == 10
     assert calls["randn"] == 1  # of one dtype
     assert calls["collect"] == 0  # nothing refers to a shape that is done
     assert len(sampled) == len(todo)  # once for all backends

@@ -79,6 +79,25 @@ def test_prefill_behind_decode_rows_has_starts_of_its_own():
     assert part.batch.query_lens_host == (7, 2)
 
 
+def test_prompts_without_a_prefix_have_lengths_and_keys_of_their_own():
+    """vLLM's bound says so, with drafts too: nothing is read from the device."""
+    made = common((1, 7, 2), (9, 7, 2))
+    made.seq_lens_cpu_upper_bound = made.seq_lens.clone()
+    build = builder(Plans(), drafts=4)
+    part = build.ragged(made, slice(1, 3))
+    assert part.batch.views["full"].seq_lens_host == part.batch.query_lens_host == (7, 2)
+    key, value = torch.randn(12, 2, 8), torch.randn(12, 2, 8)  # two rows of padding
+    k, v = part.new_keys(key, value)
+    assert torch.equal(k, key[1:10])
+    assert torch.equal(v, value[1:10])
+    assert part.new_keys(None, None) == (None, None)
+    assert build.even(made, 1, 1).new_keys(key, value) == (None, None)
+    made.seq_lens_cpu_upper_bound[1] += 1  # a prefix, or drafts that may be rejected
+    assert build.ragged(made, slice(1, 3)).batch.views["full"].seq_lens_host is None
+    made.seq_lens_cpu_upper_bound = None
+    assert build.ragged(made, slice(1, 3)).batch.views["full"].seq_lens_host is None
+
+
 @pytest.mark.parametrize(
     ("drafts", "requests", "tokens", "even"),
     [(0, 3, 3, True), (0, 3, 6, False), (4, 3, 12, True), (4, 3, 3, True), (4, 3, 6, False),

@@ -169,7 +169,7 @@ class InputFlags(BackendFlags):
     ] = False
     device: Annotated[
         str | None,
-        flag("--device", "TYPE[:ARCH] or h200, such as cuda:sm90; default: this machine's."),
+        flag("--device", "TYPE[:ARCH], h100 or h200, such as cuda:sm90; default: this machine's."),
     ] = None
     runtime_version: Annotated[
         str | None, flag("--runtime-version", "Version of CUDA, ROCm or CANN.")

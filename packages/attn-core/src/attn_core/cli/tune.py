@@ -21,19 +21,19 @@ from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.errors import UsageError
 from attn_core.measure.spent import Spent
+from attn_core.measure.usual import LAYER, usual_jobs
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.selection.expected import micros
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.result import NoBackendError
 from attn_core.spec.device import probe_device
-from attn_core.spec.requirements import LayerRequirements
+from attn_core.spec.requirements import Requirements
 from attn_core.tools.probes import probed
 
 if TYPE_CHECKING:
     from attn_core.measure.session import Step
 
-DEFAULT = LayerRequirements(num_q_heads=32, num_kv_heads=8, head_dim=128)  # many of 7 to 9 B
 MOST_MINUTES = 24 * 60.0
 KEEP_S = 2.0  # between writes of what was measured: each reads the whole file
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -65,8 +65,9 @@ def tune_command(
 ) -> None:
     """Measure every backend that is installed here, and keep it as this machine's profile.
 
-    Measures a model's layers, or 32 query and 8 KV heads of 128. First all kernels are compiled,
-    in parallel and outside of --minutes, as is what compiles later; --compiled leaves that out.
+    Measures a model's layers, or one shape; without either, layers of common models, with drafts
+    and an FP8 cache. First all kernels are compiled, in parallel and outside of --minutes, as is
+    what compiles later; --compiled leaves that out.
     Every backend is compared with the reference; one that is wrong is listed and has no times. An
     interrupted run goes on where it ended. `attn select` then weighs by what was measured.
     """
@@ -85,7 +86,7 @@ def tune_command(
                     f"{file} is of another environment: {'; '.join(differs)}; name another file"
                 )
             known = Profile()
-    work = _Measurement(inputs, registry, env, known, minutes, grid=not quick)
+    work = _Measurement(inputs, registry, env, known, minutes, grid=not quick, usual=True)
     skipped, passes = [], 0
     spent = Spent()
     new, written = Profile(), time.monotonic()
@@ -197,7 +198,12 @@ def _inputs(flags: InputFlags, path: Path | None, registry: Registry) -> Selecti
     must_be_here(inputs, here, "a measurement")
     if flags.model is not None or flags.sinks or any(x is not None for x in shape):
         return inputs
-    return replace(inputs, requirements=replace(inputs.requirements, layers=(DEFAULT,)))
+    return replace(inputs, requirements=replace(inputs.requirements, layers=(LAYER,)))
+
+
+def unnamed(needs: Requirements) -> bool:
+    """Say whether no model, layer, dtype, page or speculation was named."""
+    return replace(needs, assumptions=()) == Requirements(layers=(LAYER,))
 
 
 def _selected(inputs: SelectionInputs, registry: Registry, profile: Profile) -> dict[str, str]:
@@ -218,6 +224,7 @@ class _Measurement:
     known: Profile
     minutes: float
     grid: bool
+    usual: bool = False  # where nothing is named, layers of common models
     listed: int = field(default=0, init=False)  # passes
     compile_s: float = field(default=0.0, init=False)
     measure_s: float = field(default=0.0, init=False)
@@ -238,10 +245,13 @@ class _Measurement:
         from attn_core.testing.runner import torch_device  # torch, which others do without
 
         x = self.inputs
-        todo = jobs(
-            x.requirements, x.device, self.registry, x.libraries, x.overrides, x.workload,
-            grid=self.grid,
-        )  # fmt: skip
+        here = (x.device, self.registry, x.libraries, x.overrides, x.workload)
+        usual = self.usual and unnamed(x.requirements)
+        todo = (
+            usual_jobs(*here, grid=self.grid)
+            if usual
+            else jobs(x.requirements, *here, grid=self.grid)
+        )
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with stdout_to_stderr(), progress(*columns, TextColumn("{task.description}")) as bar:
             self.listed, on = len(todo), torch_device(x.device)

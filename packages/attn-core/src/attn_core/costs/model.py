@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from attn_core.costs.host import evened
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass, plain
 from attn_core.costs.surface import Surface
@@ -53,7 +54,7 @@ class CostModel:
     @cached_property
     def _kinds(self) -> dict[_Kind, dict[tuple[Form, int], _Points]]:
         kinds: dict[_Kind, dict[tuple[Form, int], _Points]] = {}
-        for (name, row, form, size), cost in self.profile.costs.items():
+        for (name, row, form, size), cost in evened(self.profile.costs).items():
             kind = kinds.setdefault(_Kind(name, row, plain(form), size.phase, size.tree), {})
             kind.setdefault((form, size.drafts), {})[size] = cost
         return kinds

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from attn_core.costs.model import CostModel, Estimate
 from attn_core.costs.shapes import Form, Pass, PassPhase
+from attn_core.costs.workload import Workload
 
 Bucket = tuple[int, int, int]  # bits of the requests, of the longest, of the queries of a request
 MARGIN = 1.05  # what is this close to the fastest keeps the pass
@@ -43,7 +44,7 @@ def table(
     rows: Sequence[tuple[str, str, bool]],
     forms: Sequence[Form],
     phase: PassPhase,
-    lengths: Mapping[int, float],
+    workload: Workload,
     *,
     drafts: int = 0,
     tree: bool = False,
@@ -51,7 +52,8 @@ def table(
     """Return the table of candidates: (name, digest of the row, replayed in graphs).
 
     The first candidate is the chosen one. Only buckets in which this very form was measured, with
-    the chosen one and another, have a cell. lengths: KV tokens → share, for captured passes.
+    the chosen one and another, have a cell. workload: what lengths captured passes have, and how
+    much shorter than the longest the other requests of a pass are that decode or verify.
     """
     cells: dict[Bucket, Cell] = {}
     graphs: dict[int, int] = {}
@@ -64,19 +66,29 @@ def table(
             length = _middle(bits)
             for queries in _queries(phase, drafts, length):
                 size = Pass.even(phase, n, length, queries, tree=tree)
+                if phase != "prefill":
+                    size = _uneven(size, workload)
                 times = _times(model, rows, forms, size)
                 if times is not None:
                     cells[requests, bits, queries.bit_length()] = _cell(times)
         if phase != "prefill":
             sums = [0.0] * len(rows)
-            for length, share in lengths.items():
-                size = Pass.even(phase, n, max(length, drafts), drafts or 1, tree=tree)
+            for size, share in workload.batches(phase, n, drafts, tree=tree):
                 times = _times(model, rows, forms, size) or [0.0] * len(rows)
                 sums = [a + share * b for a, b in zip(sums, times, strict=True)]
             if sums[0]:
                 cell = _cell(sums)
                 graphs[requests] = 0 if cell.near[0] else cell.best
     return Table(cells, graphs)
+
+
+def _uneven(size: Pass, workload: Workload) -> Pass:
+    """Return a pass of the same longest request, the others shorter as they are in the workload."""
+    n, drafts = size.requests, size.drafts
+    batches = workload.batches(size.phase, n, drafts, tree=size.tree)
+    part = sum(share * x.kv_tokens / (n * x.longest) for x, share in batches)
+    others = round((n * part - 1) * size.longest)  # KV tokens of all but the longest
+    return replace(size, kv_tokens=size.longest + max(others, (n - 1) * max(drafts, 1)))
 
 
 def _middle(bits: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from attn_core.costs.shapes import Pass
+from attn_core.costs.shapes import Pass, PassPhase
 from attn_core.errors import UsageError
 from attn_core.formatting import near, printable
 from attn_core.json_text import loaded
@@ -65,27 +67,49 @@ class Workload:
             mix += self._steps(verifies)
         return tuple(mix)
 
-    def lengths(self) -> dict[int, float]:
-        """Return KV tokens of a request in the middle of its output → share."""
-        return {prompt + self.output // 2: share for prompt, share in _shares(self.prompts)}
+    def batches(
+        self, phase: PassPhase, requests: int, drafts: int = 0, *, tree: bool = False
+    ) -> Mix:
+        """Return the decode passes or verifications of so many requests, and their shares.
+
+        Each request is in the middle of its output. One alone has each length in turn. Several have
+        all lengths side by side, as their shares are.
+        """
+        shares = _shares(self.prompts)
+        every = [(prompt + self.output // 2, share) for prompt, share in shares]
+        if requests > 1:
+            ends = list(itertools.accumulate(share for _, share in every))
+            places = ((i + 0.5) / requests for i in range(requests))
+            mixed = [every[min(bisect.bisect_left(ends, x), len(every) - 1)][0] for x in places]
+            found = [(mixed, 1.0)]
+        else:
+            found = [([length], share) for length, share in every]
+        mix: list[tuple[Pass, float]] = []
+        for lengths, share in found:
+            whole = [max(n, drafts) for n in lengths]
+            size = Pass(
+                phase=phase,
+                requests=requests,
+                kv_tokens=sum(whole),
+                longest=max(whole),
+                queries=requests * max(drafts, 1),
+                drafts=drafts,
+                tree=tree,
+            )
+            mix.append((size, share))
+        return tuple(mix)
 
     def _steps(self, verifies: Speculation | None) -> Mix:
-        """Return decode passes or verifications; a request is, on average, in its middle."""
-        steps = self.output / (min(self.acceptance, verifies.num_draft_tokens) if verifies else 1)
-        drafts = verifies.num_draft_tokens if verifies else 1
+        """Return decode passes or verifications, and how many of each one request takes part in."""
+        drafts = verifies.num_draft_tokens if verifies else 0
+        steps = self.output / (min(self.acceptance, drafts) if verifies else 1)
+        tree = verifies is not None and verifies.topk > 1
         return tuple(
-            (
-                Pass.even(
-                    "verify" if verifies else "decode",
-                    n,
-                    max(length, drafts),
-                    drafts,
-                    tree=verifies is not None and verifies.topk > 1,
-                ),
-                share * part * steps / n,
-            )
-            for length, share in self.lengths().items()
+            (size, share * part * steps / n)
             for n, part in _shares(self.requests)
+            for size, share in self.batches(
+                "verify" if verifies else "decode", n, drafts, tree=tree
+            )
         )
 
     @classmethod

@@ -174,7 +174,7 @@ def _table(selection: Selection, role: Role) -> Table | None:
         [(c.backend, row_key(c.row), graphs and c.row.cuda_graph != "never") for c in choices],
         forms(needs, selection.page_size),
         PHASES[role],
-        costs.workload.lengths(),
+        costs.workload,
         drafts=speculation.num_draft_tokens if speculation else 0,
         tree=speculation is not None and speculation.topk > 1,
     )

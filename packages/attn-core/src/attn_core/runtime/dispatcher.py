@@ -84,6 +84,7 @@ class HybridDispatcher(Planner):
         """Create the selected backends; roles with the same backend and row share one instance.
 
         adaptive: take in each pass the one of the selection's backends that was measured fastest.
+        The caches must then be finite everywhere, as some of them may require.
         Alternatives that win no pass are not created; one that cannot be is left out, with a line
         in the log. agree: given the names of those, returns the names that no rank may take.
         dtype, speculation and determinism come from the selection; limits are BackendConfig's.

@@ -13,7 +13,7 @@ from attn_core.spec.page_size import takes_page
 
 Conflict = Callable[[RowJudge, Verdict, Verdict], str | None]
 _LEVELS = ("never", "decode", "uniform", "always")
-_DEMANDS = ("needs_host_lengths", "requires_finite_padding")  # on the engine that serves the rows
+_DEMANDS = ("needs_host_lengths",)  # on the engine that serves the rows
 _OFFERS = ("lse", "tensor_scales", "chunked_prefix")  # to it
 
 
@@ -29,8 +29,9 @@ def with_alternatives(
 
     They were measured, run on the chosen pages and layout, ask no more of the engine than the
     chosen rows, offer it no less than that of their phase, and get along with every other backend
-    that is admitted. A phase has none if a name or a preference decided it, in deterministic mode,
-    and if it has no costs.
+    that is admitted. Finite padding is nothing more: caches of engines that pick are finite. A
+    phase has none if a name or a preference decided it, in deterministic mode, and if it has no
+    costs.
     """
     if s.needs.deterministic or Phase.DECODE not in fitting:
         return selection

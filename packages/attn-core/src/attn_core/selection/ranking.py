@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import attn_core
 from attn_core.costs import store
 from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import row_key
@@ -28,13 +29,15 @@ def shipped_profile(
 ) -> tuple[Profile, str]:
     """Return what plugins ship for this device; or nothing, and a sentence that says why.
 
-    A profile is refused if a library has another version here. A version that is not known agrees.
+    A profile is refused if torch, attn-core, a plugin or a library has another version here. One
+    that is not known agrees, and one that is not here runs nothing.
     """
     if device.name is None:
         return Profile(), ""
-    modules = (origin.module for origin in registry.origins.values())
-    found = store.shipped(modules, device.name) or Profile()
-    here = {name: libraries.get(name) for name in found.environment if name in libraries}
+    origins = registry.origins.values()
+    found = store.shipped((origin.module for origin in origins), device.name) or Profile()
+    own = {"attn-core": attn_core.__version__, **{o.distribution: o.version for o in origins}}
+    here = {n: v for n, v in {**libraries, **own}.items() if n in found.environment}
     then = Profile(environment={name: found.environment[name] for name in here})
     if differs := then.differences(here):
         text = f"the profile of {device.name} is not used: {', '.join(differs)}"

@@ -48,8 +48,8 @@ FAMILY = {"sm87": "sm86", "sm88": "sm86", "sm101": "sm110", "sm121": "sm120"}
 
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")  # on Linux, with the instruction sets among its words
-# GPUs that have a measured profile, under the driver's name for them.
-GPUS = {"h200": ("sm90", "NVIDIA H200")}
+# GPUs that profiles are measured on, with the driver's name for them; H100 is the SXM5 board.
+GPUS = {"h200": ("sm90", "NVIDIA H200"), "h100": ("sm90", "NVIDIA H100 80GB HBM3")}
 
 
 def parse_device(
@@ -61,7 +61,7 @@ def parse_device(
     """Parse "cuda", "cuda:sm90" and so on. A type alone means its newest data-centre architecture.
 
     "cpu" alone is the CPU of this machine: every machine has one, beside its accelerator too.
-    "h200" is the GPU itself: cuda:sm90, ranked by what was measured on it.
+    "h200" is the GPU itself: cuda:sm90, ranked by what was measured on it, if anything was.
     A member of a family is reduced to the family's architecture: "cuda:sm121" is cuda:sm120, as
     probe_device reports it too.
     runtime: version of CUDA, ROCm or CANN; CPUs and XPUs have none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class Batches:
         page_size: int,
     ) -> None:
         self.pool = BatchPool(cache, layers, page_size)
+        may_run = [*selection.roles.values(), *chain.from_iterable(selection.alternatives.values())]
+        if any(choice.row.requires_finite_padding for choice in may_run):
+            self.pool.make_finite()
         self.dispatcher = HybridDispatcher.from_selection(
             selection, registry, self.pool.all_layers, self.pool, adaptive=True
         )

@@ -73,13 +73,22 @@ class BatchPool:
         """Return one layer's cache."""
         return self._caches[layer_id]
 
+    def make_finite(self) -> None:
+        """Replace what is no finite number: some releases of transformers fill a new cache with
+        nothing, and rows that require finite padding read beside what was written.
+        """
+        for cache in self._caches.values():
+            for x in (cache.k, cache.v):
+                if x is not None:
+                    x.nan_to_num_()
+
     def reserve(self, num_pages: int) -> None:
         """Give chunks so many new pages; what they held is gone."""
         windowed = [x for x in self.layers.values() if x.chunk is not None]
         if windowed:
             like = self._caches[windowed[0].layer.layer_id].k
             shape = (num_pages, *like.shape[1:])
-            pages = LayerCache(k=like.new_empty(shape), v=like.new_empty(shape))
+            pages = LayerCache(k=like.new_zeros(shape), v=like.new_zeros(shape))
             self._caches |= {x.chunk.layer_id: pages for x in windowed if x.chunk is not None}
 
     def copy_beside(self, x: BatchLayer, slots: Tensor, places: Tensor) -> None:

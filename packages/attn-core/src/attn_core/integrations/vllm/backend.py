@@ -250,8 +250,8 @@ class AttnCoreImpl(AttentionImpl[Pass]):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: Pass | None,
         output: Tensor,
@@ -266,9 +266,13 @@ class AttnCoreImpl(AttentionImpl[Pass]):
             )
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
+        if self.kv_sharing_target_layer_name is not None:  # the cache has another layer's
+            key = value = None
         own = attn_metadata.layers[layer.layer_name]
-        for tokens, batch, plan in attn_metadata.parts:
+        for part in attn_metadata.parts:
+            tokens, batch, plan = part
+            k, v = part.new_keys(key, value)
             attn_metadata.dispatcher.forward(
-                query[tokens], None, None, own, batch, plan, out=output[tokens]
+                query[tokens], k, v, own, batch, plan, out=output[tokens]
             )
         return output

@@ -28,6 +28,17 @@ class Part(NamedTuple):
     batch: ForwardBatch
     plan: Metadata
 
+    def new_keys(
+        self, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return what the pass has of these rows, in the cache already, for prompts.
+
+        Kernels of prompts without a prefix read them in place of pages.
+        """
+        if key is None or value is None or self.batch.forward_mode is not ForwardMode.EXTEND:
+            return None, None
+        return key[self.tokens], value[self.tokens]
+
 
 class Pass(NamedTuple):
     """A planned pass of the layers of one KV-cache group, whose metadata vLLM hands to each."""
@@ -126,7 +137,7 @@ class PassBuilder:
             cu_seqlens_q=cu_seqlens,
             positions=self._positions_of(common, tokens),
             max_q_len=max(host),
-            views={"full": self._view(common, rows, host)},
+            views={"full": self._prompts(common, rows, host)},
             query_lens_host=host,
         )
         return Part(tokens, batch, self.dispatcher.init_forward_metadata(batch))
@@ -167,6 +178,17 @@ class PassBuilder:
             max_seq_len=common.max_seq_len,
             seq_lens_host=self._lengths_host(common, rows, queries) if self.host_lengths else None,
         )
+
+    def _prompts(self, common: Any, rows: slice, queries: tuple[int, ...]) -> CacheView:
+        """Return the view of a prefill, with its lengths if no request has a prefix.
+
+        No request is longer than vLLM's bound, nor shorter than its queries: where the two are
+        equal, so is the length, and nothing is read from the device.
+        """
+        bound = common.seq_lens_cpu_upper_bound
+        if bound is None or tuple(bound[rows].tolist()) != queries:
+            return self._view(common, rows, queries)
+        return replace(self._view(common, rows, queries), seq_lens_host=queries)
 
     def _lengths_host(self, common: Any, rows: slice, queries: tuple[int, ...]) -> tuple[int, ...]:
         """Return the lengths on the host, those of padded requests as long as their queries."""
