@@ -45,11 +45,11 @@ class HybridDispatcher(Planner):
     linear: the backends and the pool of linear layers, if the model has any.
     pickers: pick the backend of each pass, of the roles that have several over this cache.
     shadow: compares a second backend on a sample of the passes (attn_core.Shadow).
-    Raises UnsupportedError if a backend's row does not support a field of its config's layers or
-    the form of their scales. Any exception other than an AttnError that a backend raises is
-    re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
-    and dispatcher can run the next pass; with linear layers, the requests of the failed one start
-    over, unless they write other slots than they read.
+    Raises UnsupportedError if a backend's row does not support a field of its config's layers, the
+    form of their scales or the pool's pages. Any exception other than an AttnError that a backend
+    raises is re-raised as BackendRunError, with the original as its cause. Unless `restart` is
+    True, cache and dispatcher can run the next pass; with linear layers, the requests of the failed
+    one start over, unless they write other slots than they read.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from attn_core import (
     contiguous16,
     contiguous_out,
     copy_to_out,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_mode,
@@ -181,8 +182,8 @@ class AiterMLA(AttentionBackend):
     def _tokens(self, layer: AttentionLayer, cache: LayerCache) -> Tensor:
         """View a layer's latents as pages of one token; made once per layer."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
-            views = cache, cache.k.view(-1, 1, 1, cache.k.shape[-1])
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
+            views = cache, kernel_pages(cache.k, 1)
             self._caches[layer.layer_id] = views
         return views[1]
 

@@ -21,6 +21,7 @@ from attn_core import (
     align16,
     contiguous_out,
     copy_to_out,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -200,10 +201,10 @@ class AiterPaged(AttentionBackend):
     def _paged(self, layer: AttentionLayer, cache: LayerCache, page: int) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the kernel's, tokens where page is 1; made once per layer."""
         views = self._caches.get((layer.layer_id, page))
-        if views is None or views[0] is not cache:
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
             assert cache.v is not None
-            shape = (-1, *cache.k.shape[2:]) if page == 1 else (-1, page, *cache.k.shape[2:])
-            views = cache, cache.k.view(shape), cache.v.view(shape)
+            k, v = (kernel_pages(x, page) for x in (cache.k, cache.v))
+            views = (cache, k, v) if page > 1 else (cache, k.squeeze(1), v.squeeze(1))
             self._caches[layer.layer_id, page] = views
         return views[1:]
 

@@ -22,6 +22,7 @@ from attn_core import (
     contiguous16,
     contiguous_out,
     copy_to_out,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -175,9 +176,9 @@ class Wave(AttentionBackend):
     def _tokens(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as single tokens; made once per layer."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
             assert cache.v is not None
-            shape = (-1, *cache.k.shape[2:])
-            views = cache, cache.k.view(shape), cache.v.view(shape)
+            k, v = (kernel_pages(x, 1, dense=True).squeeze(1) for x in (cache.k, cache.v))
+            views = cache, k, v
             self._caches[layer.layer_id] = views
         return views[1:]
