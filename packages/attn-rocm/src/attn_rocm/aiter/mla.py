@@ -31,7 +31,7 @@ from torch import Tensor
 
 from attn_rocm.aiter.library import function
 from attn_rocm.aiter.ragged import Ragged
-from attn_rocm.page_list import PageList, num_pages
+from attn_rocm.page_list import CapturedLists, PageList, num_pages
 
 MOST_QUERIES: Final = 4  # per request, of the decode kernels
 SHARED: Final = (
@@ -80,6 +80,7 @@ class AiterMLA(AttentionBackend):
         self._views = {x.view for x in config.layers}
         self._heads = {x.num_q_heads for x in config.layers}
         self._scales = ScaleTensors(config.device)
+        self._captured = CapturedLists()
         self._caches: dict[int, tuple[LayerCache, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan] | None:
@@ -121,7 +122,7 @@ class AiterMLA(AttentionBackend):
         size = num_pages(view, 1, captured=captured)
         tokens = PageList.of(view, self.config.page_size, 1, size)
         if captured:
-            tokens = tokens.shared(f"aiter tokens of {name}")
+            tokens = self._captured.place(tokens, name, batch)
         splits = self._splits(len(view.seq_lens), size, queries) if decodes else None
         return Plan(one_each, tokens, cu_queries, queries, decodes, splits)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from attn_rocm.aiter.library import function, triton_function
 from attn_rocm.aiter.ragged import Ragged
 from attn_rocm.aiter.tree import TreePlan
-from attn_rocm.page_list import PageList, num_pages
+from attn_rocm.page_list import CapturedLists, PageList, num_pages
 from attn_rocm.tensors import dense_heads
 
 PARTITION: Final = 256  # keys of one workgroup of the decode kernel
@@ -112,6 +112,7 @@ class AiterPaged(AttentionBackend):
         self._views = {layer.view for layer in config.layers}
         self._columns = max((x.num_q_heads * (x.head_dim + 4) for x in config.layers), default=0)
         self._one = ScaleTensors(config.device).of(1.0)  # the kernel has no other default
+        self._captured = CapturedLists()
         self._caches: dict[tuple[int, int], tuple[LayerCache, Tensor, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan]:
@@ -143,7 +144,7 @@ class AiterPaged(AttentionBackend):
             entries = num_pages(view, self._page, captured=captured)
             plan.pages = PageList.of(view, size, self._page, entries)
             if captured:
-                plan.pages = plan.pages.shared(f"aiter pages of {name}")
+                plan.pages = self._captured.place(plan.pages, name, batch)
             plan.partitions = -(-view.max_seq_len // PARTITION)
             # per head and partition: its sum and its maximum, float32, and a partial output
             nbytes = 2 * self._columns * batch.batch_size * plan.partitions
