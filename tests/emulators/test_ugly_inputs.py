@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from attn_core.errors import UnsupportedError
+from attn_core.errors import BackendError, UnsupportedError
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.spec.kinds import Phase
@@ -84,10 +84,10 @@ def made(backend, mode, lengths=None, pages=1, **changes):
     name, kind, arch, store = backend
     row = row_of(backend, mode)
     query_lens, seq_lens = lengths or LENGTHS[mode]
+    changes.setdefault("heads", (max(row.q_heads or {4}), 1) if kind == "mla" else (4, 2))
     case = Case(
         feature="",
         kind=kind,
-        heads=(max(row.q_heads or {4}), 1) if kind == "mla" else (4, 2),
         dims=(576, 512) if kind == "mla" else (64, 64),
         query_lens=query_lens,
         seq_lens=seq_lens,
@@ -196,6 +196,24 @@ def test_pages_that_move_are_read_where_they_lie_now(backend, mode):
         old, pages.data = pages.data, pages.data.clone()
         raw(old).zero_()
     got, _ = attend(that, plain, cache=cache)
+    assert torch.equal(got, right)
+
+
+@every(DECODE)
+def test_a_layer_of_more_heads_than_were_planned_is_right_or_refused(backend, mode):
+    """Scratch is made for the layers that a config lists."""
+    small, _ = made(backend, mode)
+    row = row_of(backend, mode)
+    if row.kind == "mla" or 8 // 2 not in (row.group_sizes or {4}):
+        pytest.skip("it has kernels for other groups")
+    _, inputs = made(backend, mode, heads=(8, 2))
+    big, _ = made(backend, mode, heads=(8, 2))
+    right, _ = attend(big, inputs)
+    try:
+        got, _ = attend(small, inputs)
+    except BackendError as error:
+        assert "was not planned" in str(error)  # noqa: PT017  # others have to be right
+        return
     assert torch.equal(got, right)
 
 

@@ -218,6 +218,8 @@ class AiterPaged(AttentionBackend):
         cache: LayerCache,
         out: Tensor | None,
     ) -> Tensor:
+        if layer.num_q_heads * (layer.head_dim + 4) > self._columns:
+            refuse_unplanned(layer, self._views)  # more than the scratch has room for
         keys, values = self._paged(layer, cache, self._page)
         if self._page == 1:
             keys, values = keys[:, None], values[:, None]

@@ -159,7 +159,10 @@ class Wave(AttentionBackend):
         indptr, indices = plan.tokens.indptr, plan.tokens.indices
         if plan.partials is not None:
             parts, merge = decode_kernels(shape)
-            outputs, sums = plan.partials[layer.num_q_heads, layer.v_head_dim]
+            heads = (layer.num_q_heads, layer.v_head_dim)
+            if heads not in plan.partials:
+                refuse_unplanned(layer, plan.partials)
+            outputs, sums = plan.partials[heads]
             parts(contiguous16(q), keys, values, indptr, indices, outputs, sums)
             merge(outputs, sums, indptr, result)
             return copy_to_out(result, out)
