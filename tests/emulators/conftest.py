@@ -5,8 +5,15 @@ import pathlib
 import sys
 
 import pytest
+from attn_core.runtime import workspace
 
 VENDOR = pathlib.Path(__file__).parent / "vendor"
+
+
+@pytest.fixture(autouse=True)
+def _own_scratch(monkeypatch):
+    """Give each test scratch of its own: a larger one of another test would hide one too small."""
+    monkeypatch.setattr(workspace, "_HELD", {})
 
 
 @pytest.fixture(autouse=True)

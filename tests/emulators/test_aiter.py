@@ -11,9 +11,11 @@ import types
 import pytest
 import torch
 from attn_core import ScaleTensors, workspace
+from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BackendError
 from attn_core.plugins.registry import load_plugins
-from attn_core.runtime.batch import CacheView
+from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
 from attn_core.testing.case_catalog import RELATED
@@ -24,7 +26,7 @@ from attn_core.testing.replay import replayed
 from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
 from attn_rocm.aiter import library, paged, unified
-from attn_rocm.page_list import PageList, num_pages
+from attn_rocm.page_list import CapturedLists, PageList, num_pages
 
 AITER = {"amd-aiter": "0.1.7.post2.dev18"}
 CPU = torch.device("cpu")
@@ -193,11 +195,62 @@ def test_replays_of_trees():
     replayed(bench, RELATED["mha"]["tree"], Point(dtype="bf16", page_size=1))
 
 
-def test_captures_of_all_sizes_share_their_memory():
-    one, two = (
-        PageList.of(view_of(lengths, 16), 16, 16, 8).shared("test") for lengths in ((90,), (33, 7))
+def capture_of(lengths):
+    return ForwardBatch.build(
+        ForwardMode.DECODE,
+        query_lens=[1] * len(lengths),
+        seq_lens=lengths,
+        page_table=view_of(lengths, 16).page_table,
+        page_size=16,
     )
-    assert one.indices.data_ptr() == two.indices.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_steps_of_one_graph_are_all_refilled_before_it_runs(kind, vendor):
+    """As the draft steps of speculation: each has its own pages, though their sizes are equal."""
+    found = next(r for r in spec().capabilities if r.kind == kind and r.absorbed)
+    shape = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+    if kind == "mha":
+        shape |= {"head_dim": 64, "v_head_dim": 64}
+    layer = AttentionLayer(layer_id=0, scale=0.1, **shape)
+    bench = Bench(spec=spec(), row=found, torch_device=CPU, arch="gfx942")
+    backend = bench.create([layer], dtype="bf16", page_size=1)
+    rng = torch.Generator().manual_seed(0)
+    table = torch.randperm(60, generator=rng).view(3, 20).int()
+    k, v = (torch.randn(60, 1, 1, x, generator=rng).bfloat16() for x in (layer.head_dim, 64))
+    cache = LayerCache(k=k, v=v if kind == "mha" else None)
+    q = torch.randn(3, 16, layer.head_dim, generator=rng).bfloat16()
+
+    def decode(lengths):
+        return ForwardBatch.build(
+            ForwardMode.DECODE, query_lens=[1] * 3, seq_lens=lengths, page_table=table, page_size=1
+        )
+
+    def longest(batch):
+        view = dataclasses.replace(batch.views["full"], max_seq_len=20)
+        return dataclasses.replace(batch, views={"full": view})
+
+    steps = [longest(decode([5 + i, 9 + i, 3 + i])) for i in range(3)]
+    plans = [backend.init_forward_metadata_capture_cuda_graph(step) for step in steps]
+    for step, lengths in zip(steps, ([7, 1, 4], [8, 2, 5], [9, 3, 6]), strict=True):
+        step.views["full"].seq_lens.copy_(torch.tensor(lengths))
+    for step, made in zip(steps, plans, strict=True):
+        backend.init_forward_metadata_replay_cuda_graph(step, made)
+    for i, (step, made) in enumerate(zip(steps, plans, strict=True)):
+        eager = decode([7 + i, 1 + i, 4 + i])
+        want = backend.forward(
+            q, None, None, layer, cache, eager, backend.init_forward_metadata(eager)
+        )
+        got = backend.forward(q, None, None, layer, cache, step, made)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+def test_captures_of_all_sizes_share_their_memory():
+    lists, at = CapturedLists(), []
+    for lengths in ((90,), (33, 7)):
+        pages = PageList.of(view_of(lengths, 16), 16, 16, 8)
+        at.append(lists.place(pages, "full", capture_of(lengths)))
+    assert at[0].indices.data_ptr() == at[1].indices.data_ptr()
     small, large = (workspace(CPU, "test decode", n) for n in (100, 1000))
     assert small.numel() == 100
     assert workspace(CPU, "test decode", 10) is large

@@ -7,12 +7,13 @@ import dataclasses
 
 import pytest
 import torch
+from attn_core.errors import BackendError, UnsupportedError
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Point, make_inputs
+from attn_core.testing.inputs import Point, clone_cache, make_inputs
 from attn_core.testing.passes import attend, create
 from mla_passes import put_in
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,7 @@ BACKENDS = [
     ("trtllm_mla", "mla", "sm100", "fp8_e4m3"),
     ("aiter", "mha", "gfx942", "bf16"),
     ("aiter", "mha", "gfx942", "fp8_e4m3"),
+    ("wave", "mha", "gfx942", "bf16"),
     ("aiter", "mla", "gfx942", "bf16"),
     ("aiter", "mla", "gfx950", "fp8_e4m3"),
     ("ascend", "mha", "910b", "bf16"),
@@ -77,15 +79,15 @@ def gpu(backend, monkeypatch):
     put_in(backend[2])
 
 
-def made(backend, mode, lengths=None, **changes):
-    """Return a backend and the inputs of a pass."""
+def made(backend, mode, lengths=None, pages=1, **changes):
+    """Return a backend and the inputs of a pass; pages: of the kernel in a page of the pool."""
     name, kind, arch, store = backend
     row = row_of(backend, mode)
     query_lens, seq_lens = lengths or LENGTHS[mode]
+    changes.setdefault("heads", (max(row.q_heads or {4}), 1) if kind == "mla" else (4, 2))
     case = Case(
         feature="",
         kind=kind,
-        heads=(max(row.q_heads or {4}), 1) if kind == "mla" else (4, 2),
         dims=(576, 512) if kind == "mla" else (64, 64),
         query_lens=query_lens,
         seq_lens=seq_lens,
@@ -94,7 +96,7 @@ def made(backend, mode, lengths=None, **changes):
         **changes,
     )
     size = max((p for p in row.page_sizes if p <= 128), default=16)
-    point = Point(dtype="bf16", page_size=size)
+    point = Point(dtype="bf16", page_size=size * pages)
     inputs = make_inputs(
         case, point, requires_finite_padding=row.requires_finite_padding, fused=row.fused_kv_write
     )
@@ -150,6 +152,68 @@ def test_a_page_table_that_is_a_slice(backend, mode):
     wide[:rows, :width] = view.page_table
     views = {"full": dataclasses.replace(view, page_table=wide[:rows, :width])}
     got, _ = attend(that, inputs, batch=dataclasses.replace(inputs.batch, views=views))
+    assert torch.equal(got, right)
+
+
+def stacked(x, other):
+    """K and V of a page one after the other, as some engines keep them."""
+    return torch.stack([raw(x), raw(other)], 1)[:, 0].view(x.dtype)
+
+
+def side_by_side(x, other):
+    return torch.cat([raw(x), raw(other)], -1)[..., : x.shape[-1]].view(x.dtype)
+
+
+def raw(x):
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("form", [stacked, side_by_side])
+@every(*LENGTHS)
+def test_pages_that_are_parts_of_a_larger_tensor(backend, mode, form, pages):
+    """They are read where they lie, or refused before any number is wrong."""
+    that, inputs = made(backend, mode, pages=pages)
+    right, _ = attend(that, inputs)
+    of = inputs.after
+    v = None if of.v is None else form(of.v, of.k)
+    cache = dataclasses.replace(of, k=form(of.k, of.k if of.v is None else of.v), v=v)
+    try:
+        got, _ = attend(that, dataclasses.replace(inputs, k=None, v=None), cache=cache)
+    except UnsupportedError as error:
+        assert "strides" in str(error)  # noqa: PT017  # other backends have to be right
+        return
+    assert torch.equal(got, right)
+
+
+@every(DECODE)
+def test_pages_that_move_are_read_where_they_lie_now(backend, mode):
+    """As those of an engine that gave its memory back meanwhile."""
+    that, inputs = made(backend, mode, pages=2)
+    cache, plain = clone_cache(inputs.after), dataclasses.replace(inputs, k=None, v=None)
+    right, _ = attend(that, plain, cache=cache)
+    for pages in (x for x in (cache.k, cache.v) if x is not None):
+        old, pages.data = pages.data, pages.data.clone()
+        raw(old).zero_()
+    got, _ = attend(that, plain, cache=cache)
+    assert torch.equal(got, right)
+
+
+@every(DECODE)
+def test_a_layer_of_more_heads_than_were_planned_is_right_or_refused(backend, mode):
+    """Scratch is made for the layers that a config lists."""
+    small, _ = made(backend, mode)
+    row = row_of(backend, mode)
+    if row.kind == "mla" or 8 // 2 not in (row.group_sizes or {4}):
+        pytest.skip("it has kernels for other groups")
+    _, inputs = made(backend, mode, heads=(8, 2))
+    big, _ = made(backend, mode, heads=(8, 2))
+    right, _ = attend(big, inputs)
+    try:
+        got, _ = attend(small, inputs)
+    except BackendError as error:
+        assert "was not planned" in str(error)  # noqa: PT017  # others have to be right
+        return
     assert torch.equal(got, right)
 
 

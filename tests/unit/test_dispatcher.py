@@ -1,5 +1,6 @@
 """The dispatcher sends every mode to its backend with the cache written first, and no more."""
 
+import dataclasses
 import inspect
 import sys
 
@@ -213,6 +214,19 @@ def test_a_pass_beyond_the_graph_level_of_its_row_is_not_captured(mode, level, h
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.init_forward_metadata_capture_cuda_graph(batch(mode))
     assert not dec.calls
+
+
+def test_a_layer_that_no_config_lists_is_held_to_the_row_too():
+    dispatcher, pre, _ = make()
+    windowed = dataclasses.replace(LAYERS[0], sliding_window=3)
+    with pytest.raises(UnsupportedError, match=r"layer 0 needs sliding_window 3 .* prefiller does"):
+        dispatcher.forward(*qkv(4), windowed, batch(M.EXTEND), None)
+    q, k, v = qkv(4)
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"layer 0 needs sliding_window 3 .* prefiller does"):
+        dispatcher.forward_ragged(q, k, v, windowed, lengths, lengths, 4, 4, causal=True)
+    assert not pre.calls
+    assert not dispatcher.caches.layer(0).k.any()
 
 
 def test_prefill_and_decode_are_required():

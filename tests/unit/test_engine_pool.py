@@ -6,7 +6,7 @@ import pytest
 import torch
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.pool import KVPool
-from attn_core.errors import BatchError, UsageError
+from attn_core.errors import BatchError, UnsupportedError, UsageError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView, ForwardBatch
@@ -72,6 +72,30 @@ def test_a_pool_that_is_not_the_selection_s_is_refused():
     pool.layout = "HND"
     with pytest.raises(UsageError, match=r"the pool is \(4, 'fp32', 'HND'\)"):
         served(pool, extend(), *qkv(9))
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "why"),
+    [
+        ({}, {"page_size": 8}, r"8 tokens a page in fp32, decoder was created for 4 in fp32"),
+        ({}, {"kv_cache_dtype": "bf16"}, r"4 tokens a page in bf16, .* create both alike"),
+        ({}, {"layout": "HND"}, r"layout HND, the chosen row of decoder takes NHD"),
+        (
+            {"layouts": {"NHD", "HND"}, "page_sizes": {1, 2}},
+            {"layout": "HND"},
+            r"HND of 4 tokens a page, which decoder would split into its own \(1, 2\)",
+        ),
+    ],
+)
+def test_a_pool_that_a_backend_was_not_created_for_is_refused_at_once(row, form, why):
+    pool, decodes = OneBlock(layers=len(LAYERS)), recorder("decoder", **row)
+    routes = {"prefill": recorder("prefiller", **row), "decode": decodes}
+    HybridDispatcher(routes, pool)
+    for name, value in form.items():
+        setattr(pool, name, value)
+    routes["prefill"] = decodes
+    with pytest.raises(UnsupportedError, match=why):
+        HybridDispatcher(routes, pool)
 
 
 @pytest.mark.parametrize("fused", [False, True])

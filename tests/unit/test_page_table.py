@@ -109,6 +109,15 @@ def test_splitting_refuses_what_cannot_be():
         pt.split_cache(heads_first, 4)
     with pytest.raises(UnsupportedError, match="kernel page 16"):
         pt.split_cache(heads_first, 16)
+    both = torch.zeros(2, 2, 8, 3, 4)
+    stacked = LayerCache(k=both[:, 0], v=both[:, 1])
+    assert pt.kernel_pages(stacked.k, 8) is stacked.k
+    with pytest.raises(UnsupportedError, match=r"strides \[192, 12, 4, 1\]: the kernel reads"):
+        pt.split_cache(stacked, 4)
+    wide = torch.zeros(2, 8, 3, 8)[..., :4]
+    assert pt.kernel_pages(wide, 4).shape == (4, 4, 3, 4)
+    with pytest.raises(UnsupportedError, match="the kernel reads dense pages"):
+        pt.kernel_pages(wide, 8, dense=True)
 
 
 def test_padding_a_batch():

@@ -39,6 +39,17 @@ def test_a_larger_one_is_new_and_the_old_one_stays_as_it_was():
     assert workspace(CPU, "a", 8) is large
 
 
+def test_one_that_is_made_inside_a_capture_serves_no_other_call(monkeypatch):
+    """It is zeroed when the graph runs, and belongs to its memory."""
+    small = workspace(CPU, "a", 8)
+    with monkeypatch.context() as captured:
+        captured.setattr(held, "capturing", lambda device: True)
+        assert workspace(CPU, "a", 8) is small
+        inside = workspace(CPU, "a", 9)
+    assert workspace(CPU, "a", 8) is small
+    assert workspace(CPU, "a", 9) is not inside
+
+
 def test_what_flashinfer_needs():
     # Llama 3 8B on an H200: 33 parts of 128 rows of 32 heads, an output and an LSE each
     llama = workspace_bytes.flashinfer(132, 32, 8, 128)

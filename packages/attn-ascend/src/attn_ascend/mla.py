@@ -15,6 +15,7 @@ from attn_core import (
     ForwardBatch,
     LayerCache,
     Output,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_mode,
@@ -131,8 +132,8 @@ class AscendMLA(AttentionBackend):
     def _pages(self, layer: AttentionLayer, cache: LayerCache) -> Tensor:
         """View a layer's latents as pages of the operator, [P, 128, 1, 576]; made once."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
-            views = cache, cache.k.view(-1, PAGE, 1, cache.k.shape[-1])
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
+            views = cache, kernel_pages(cache.k, PAGE, dense=True)
             self._caches[layer.layer_id] = views
         return views[1]
 

@@ -14,6 +14,7 @@ from attn_core import (
     LayerCache,
     Output,
     UnsupportedError,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -111,6 +112,7 @@ class AscendPaged(AttentionBackend):
             if batch.num_tokens:
                 refuse_unplanned(layer, metadata)
             calls = ()
+        keys, values = self._paged(layer, cache)
         slots = batch.views[layer.view].out_cache_loc if calls else None
         if k is not None and v is not None and slots is not None:
             self._write(
@@ -121,7 +123,6 @@ class AscendPaged(AttentionBackend):
                 slot_mapping=slots,
                 cache_mode="Norm",  # the default has another layout
             )
-        keys, values = self._paged(layer, cache)
         causal = layer.group.causal
         return self._attend(
             q, keys, values, layer, calls, causal=causal, out=out, return_lse=return_lse
@@ -130,7 +131,7 @@ class AscendPaged(AttentionBackend):
     def _paged(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the operator's, [P, 128, Hkv · D]; made once per layer."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
             assert cache.v is not None
             if cache.k.numel() > LARGEST:
                 raise UnsupportedError(
@@ -138,8 +139,8 @@ class AscendPaged(AttentionBackend):
                     f"(npu_fused_infer_attention_score addresses {LARGEST}); create a smaller pool "
                     "or split the heads over more devices"
                 )
-            shape = (-1, PAGE, layer.num_kv_heads * layer.head_dim)
-            views = cache, cache.k.view(shape), cache.v.view(shape)
+            k, v = (kernel_pages(x, PAGE, dense=True).flatten(2) for x in (cache.k, cache.v))
+            views = cache, k, v
             self._caches[layer.layer_id] = views
         return views[1:]
 

@@ -35,7 +35,7 @@ _HOME = {
     "cache.pool": "CachePool KVPool",
     "cache.state_pool": "CHUNK_SIZE StateCache StatePool",
     "cache.page_table": (
-        "PageCsr num_pages_for pad_batch pad_page_table reusable_prefix slot_table "
+        "PageCsr kernel_pages num_pages_for pad_batch pad_page_table reusable_prefix slot_table "
         "split_cache split_pages to_csr"
     ),
     "cache.allocator": "PageAllocator",

@@ -4,6 +4,7 @@ from attn_core.cache.allocator import PageAllocator as PageAllocator
 from attn_core.cache.layer_cache import TORCH_DTYPES as TORCH_DTYPES
 from attn_core.cache.layer_cache import LayerCache as LayerCache
 from attn_core.cache.page_table import PageCsr as PageCsr
+from attn_core.cache.page_table import kernel_pages as kernel_pages
 from attn_core.cache.page_table import num_pages_for as num_pages_for
 from attn_core.cache.page_table import pad_batch as pad_batch
 from attn_core.cache.page_table import pad_page_table as pad_page_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from attn_core import LayerCache, UnsupportedError
 from torch import Tensor
 
 _BASE = 64  # bytes at whose multiples a surface of blocks begins
@@ -18,6 +19,21 @@ def loads(x: Tensor) -> bool:
 def aligned(x: Tensor) -> Tensor:
     """Return x [T, H, D] itself where block loads reach it, else a dense copy."""
     return x if loads(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def refuse_pages(name: str, cache: LayerCache) -> None:
+    """Raise UnsupportedError for pages, parts of a larger tensor, that block loads do not reach."""
+    assert cache.v is not None
+    pages = (cache.k, cache.v)
+    # both are addressed by tokens, through one table
+    apart = {divmod(x.stride(0), x.stride(1)) for x in pages}
+    if len(apart) > 1 or apart.pop()[1] or not all(loads(x[0]) for x in pages):
+        raise UnsupportedError(
+            f"pool pages {list(pages[0].shape)} with strides {list(pages[0].stride())} and "
+            f"{list(pages[1].stride())}: {name} reads pages a whole number of tokens apart, the "
+            f"same for K and V, and rows that begin at {_BASE} bytes and go on by 16; create the "
+            "pool with a tensor for each of K and V, as KVPool does, or name another backend"
+        )
 
 
 def without_keys(

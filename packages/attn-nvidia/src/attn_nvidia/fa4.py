@@ -21,6 +21,7 @@ from attn_core import (
     Output,
     align16,
     empty_attention,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_mode,
@@ -155,9 +156,9 @@ class FA4(AttentionBackend):
             refuse_unplanned(layer, metadata)
         keys, values = cache.k, cache.v
         if self._page != self.config.page_size:
-            keys = keys.view(-1, self._page, *keys.shape[2:])
+            keys = kernel_pages(keys, self._page)
             if values is not None:
-                values = values.view(-1, self._page, *values.shape[2:])
+                values = kernel_pages(values, self._page)
         arguments = plan.arguments
         if not self._latent:
             got = self._call(prepared, True, align16(q), keys, values, out, return_lse, arguments)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
-from attn_core import (
-    CacheView,
-    workspace,
-)
+from attn_core import CacheView, ForwardBatch
 from torch import Tensor
 
 
@@ -49,12 +47,6 @@ class PageList:
         last = (lengths - (counts - 1) * kernel_page).clamp_(min=0)
         return cls(indptr, indices.int(), torch.where(counts > 0, last, 0).int())
 
-    def shared(self, use: str) -> PageList:
-        """Return the list of a capture, whose indices lie where those of other captures do."""
-        buffer = workspace(self.indices.device, use, self.indices.nbytes).view(torch.int32)
-        indices = buffer[: self.indices.shape[0]].copy_(self.indices)
-        return replace(self, indices=indices)
-
     def refill(self, view: CacheView, page_size: int, kernel_page: int, *, gap: int = 0) -> None:
         """List the pages of a replay into the tensors of its capture."""
         fresh = PageList.of(view, page_size, kernel_page, self.indices.shape[0], gap=gap)
@@ -64,6 +56,32 @@ class PageList:
             (self.last_page_len, fresh.last_page_len),
         ):
             old.copy_(new)
+
+
+class CapturedLists:
+    """The memory of a backend's captured lists, which are as long as the longest requests allow.
+
+    Captures of one size may be steps of one graph, which are all refilled before it runs: each has
+    memory of its own. Those of other sizes are of other graphs, refilled one at a time, and lie in
+    the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, int], Tensor] = {}
+        self._living: dict[tuple[object, ...], weakref.ref[PageList]] = {}
+
+    def place(self, pages: PageList, name: str, batch: ForwardBatch) -> PageList:
+        """Return the list of a view in a capture, its indices in memory that no step shares."""
+        size, step = (name, batch.forward_mode, batch.batch_size, batch.num_tokens), 0
+        while (other := self._living.get((*size, step))) is not None and other() is not None:
+            step += 1
+        length = pages.indices.shape[0]
+        memory = self._memory.get((name, step))
+        if memory is None or memory.shape[0] < length:
+            memory = self._memory[name, step] = torch.empty_like(pages.indices)
+        placed = replace(pages, indices=memory[:length].copy_(pages.indices))
+        self._living[(*size, step)] = weakref.ref(placed)
+        return placed
 
 
 def num_pages(view: CacheView, kernel_page: int, *, captured: bool = False) -> int:

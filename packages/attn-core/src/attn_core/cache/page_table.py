@@ -117,9 +117,9 @@ def split_pages(page_table: Tensor, page_size: int, kernel_page_size: int) -> Te
 def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
     """View a layer's pool pages of P tokens as P / p kernel pages each.
 
-    Raises UnsupportedError if p does not divide P, or if the layout is "HND", in which the parts of
-    a page are not contiguous across heads. Index keys in FP8 are left out: a page's scales follow
-    all of its values.
+    Raises UnsupportedError if p does not divide P, if the layout is "HND", in which the parts of a
+    page are not contiguous across heads, or where kernel_pages does. Index keys in FP8 are left
+    out: a page's scales follow all of its values.
     """
     parts = _parts(cache.page_size, kernel_page_size)
     if parts == 1:
@@ -131,7 +131,7 @@ def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
         )
 
     def split(t: Tensor) -> Tensor:
-        return t.view(-1, kernel_page_size, *t.shape[2:])
+        return kernel_pages(t, kernel_page_size)
 
     k_blocks, v_blocks = cache.block_scales or (None, None)
     return replace(
@@ -142,6 +142,24 @@ def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
         if k_blocks is None
         else (split(k_blocks), None if v_blocks is None else split(v_blocks)),
         index=None if cache.index is None or cache.index.dim() == 2 else split(cache.index),
+    )
+
+
+def kernel_pages(pages: Tensor, size: int, *, dense: bool = False) -> Tensor:
+    """View pool pages [pages, P, ...] as pages of `size` tokens, which divides P.
+
+    dense: for a kernel that takes an address and no strides. Raises UnsupportedError for pages that
+    are parts of a larger tensor, if the kernel cannot read them where they lie.
+    """
+    page, strides = pages.shape[1], pages.stride()
+    if page == size and not dense:
+        return pages
+    if pages.is_contiguous() if dense else strides[0] == page * strides[1]:
+        return pages.view(-1, size, *pages.shape[2:])
+    reads = "dense pages" if dense else f"pages ({size} of its tokens each) at one distance"
+    raise UnsupportedError(
+        f"pool pages {list(pages.shape)} with strides {list(strides)}: the kernel reads {reads}; "
+        "create the pool with a tensor for each of K and V, as KVPool does, or name another backend"
     )
 
 

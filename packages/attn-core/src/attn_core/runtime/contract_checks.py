@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.pool import CachePool
 from attn_core.errors import BackendError, UnsupportedError
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
@@ -52,6 +53,28 @@ def refuse_scales(config: BackendConfig, layer: AttentionLayer, cache: LayerCach
                 "no tensor_scales and takes numbers; create the pool with numbers, or name a "
                 "backend that reads scales on the device"
             )
+
+
+def refuse_pages(config: BackendConfig, caches: CachePool) -> None:
+    """Raise UnsupportedError for a pool of pages that the backend was not created for."""
+    row, pool = config.row, (caches.page_size, caches.kv_cache_dtype)
+    if pool != (config.page_size, config.kv_cache_dtype):
+        raise UnsupportedError(
+            f"a pool of {pool[0]} tokens a page in {pool[1]}, {config.name} was created for "
+            f"{config.page_size} in {config.kv_cache_dtype}; create both alike"
+        )
+    if caches.layout not in row.layouts:
+        raise UnsupportedError(
+            f"a pool in layout {caches.layout}, the chosen row of {config.name} takes "
+            f"{', '.join(sorted(row.layouts))}; create the pool in the selection's layout"
+        )
+    split = row.page_sizes and caches.page_size not in row.page_sizes
+    if split and caches.layout == "HND":
+        raise UnsupportedError(
+            f"a pool in layout HND of {caches.page_size} tokens a page, which {config.name} would "
+            f"split into its own ({', '.join(map(str, sorted(row.page_sizes)))}): the parts of a "
+            "page are not contiguous across heads; take layout NHD or one of these page sizes"
+        )
 
 
 def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:

@@ -16,7 +16,7 @@ from attn_core.plugins.registry import Registry
 from attn_core.runtime.adaptive import Pickers, Planned, pruned
 from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.contract_checks import refuse_call, refuse_output
+from attn_core.runtime.contract_checks import refuse_call, refuse_layer, refuse_output
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
@@ -45,11 +45,11 @@ class HybridDispatcher(Planner):
     linear: the backends and the pool of linear layers, if the model has any.
     pickers: pick the backend of each pass, of the roles that have several over this cache.
     shadow: compares a second backend on a sample of the passes (attn_core.Shadow).
-    Raises UnsupportedError if a backend's row does not support a field of its config's layers or
-    the form of their scales. Any exception other than an AttnError that a backend raises is
-    re-raised as BackendRunError, with the original as its cause. Unless `restart` is True, cache
-    and dispatcher can run the next pass; with linear layers, the requests of the failed one start
-    over, unless they write other slots than they read.
+    Raises UnsupportedError if a backend's row does not support a field of its config's layers, the
+    form of their scales or the pool's pages. Any exception other than an AttnError that a backend
+    raises is re-raised as BackendRunError, with the original as its cause. Unless `restart` is
+    True, cache and dispatcher can run the next pass; with linear layers, the requests of the failed
+    one start over, unless they write other slots than they read.
     """
 
     def __init__(
@@ -132,6 +132,9 @@ class HybridDispatcher(Planner):
         if layer.index_topk is not None:
             check_topk(topk_indices, layer, batch)
         layer_id = layer.layer_id
+        first = (layer_id, return_lse) not in route.checked
+        if first:  # it may be one that the config does not list
+            refuse_layer(config, layer)
         cache = self.caches.layer(layer_id)
         check_pass(q, k, v, layer, batch, out)
         q, dense = readable(q), None if out is None else fillable(out)
@@ -149,7 +152,7 @@ class HybridDispatcher(Planner):
             raise
         except Exception as error:  # a plugin's code: keep its error, name its owner
             raise run_error(config, "forward", error, batch, layer) from error
-        if (layer_id, return_lse) not in route.checked:
+        if first:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
         trained = q.requires_grad or (k is not None and k.requires_grad)
@@ -180,12 +183,15 @@ class HybridDispatcher(Planner):
         refuse_call(backend.config, return_lse=return_lse)
         lengths = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
         check_ragged(q, k, v, layer, *lengths, out)
+        first = (role, layer.layer_id, return_lse) not in self._ragged
+        if first:
+            refuse_layer(backend.config, layer)
         q, k, v, dense = readable(q), readable(k), readable(v), fillable(out)
         with backend_errors(backend.config, "forward_ragged", layer=layer):
             result = backend.forward_ragged(
                 q, k, v, layer, *lengths, causal=causal, out=dense, return_lse=return_lse
             )
-        if (role, layer.layer_id, return_lse) not in self._ragged:
+        if first:
             refuse_output(backend.config, result, q, layer, dense, return_lse)
             self._ragged.add((role, layer.layer_id, return_lse))
         return returned(result, out, dense, q, k, v)

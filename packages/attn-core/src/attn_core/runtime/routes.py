@@ -20,7 +20,7 @@ from attn_core.runtime.backend import (
     create_backend,
 )
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.contract_checks import refuse_layer, refuse_scales
+from attn_core.runtime.contract_checks import refuse_layer, refuse_pages, refuse_scales
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.trace import ranged, ranges
@@ -194,7 +194,7 @@ def _config(selection: Selection, choice: Choice, **own: Any) -> BackendConfig:
 
 
 def refuse_routes(routes: Sequence[tuple[Role, AttentionBackend]], caches: CachePool) -> None:
-    """Raise UnsupportedError for a layer or scales that a backend's row does not support.
+    """Raise UnsupportedError for a layer, scales or pages that a backend's row does not support.
 
     Raises UsageError where nobody prefills or decodes.
     """
@@ -209,7 +209,9 @@ def refuse_routes(routes: Sequence[tuple[Role, AttentionBackend]], caches: Cache
 
 
 def refuse_backend(role: Role, backend: AttentionBackend, caches: CachePool) -> None:
-    """Raise UnsupportedError for a layer or scales that a backend's row does not support."""
+    """Raise UnsupportedError for a layer, scales or pages that a backend's row does not support."""
+    if role != "encode":
+        refuse_pages(backend.config, caches)
     for layer in backend.config.layers:
         refuse_layer(backend.config, layer)
         if role != "encode":

@@ -28,7 +28,7 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_intel.tensors import aligned, alone, loads, without_keys
+from attn_intel.tensors import aligned, alone, loads, refuse_pages, without_keys
 from attn_intel.xpu.library import load
 
 NO_WINDOW: Final = (-1, -1)
@@ -87,6 +87,7 @@ class IntelXPU(AttentionBackend):
         self._scales = ScaleTensors(config.device)
         self._views = {layer.view for layer in config.layers}
         self._cross = {layer.view for layer in config.layers if layer.is_cross}
+        self._read: dict[int, LayerCache] = {}  # whose pages were found to be readable
         self._arguments = {layer: self._prepare(layer) for layer in config.layers}
 
     def _prepare(self, layer: AttentionLayer) -> dict[str, Any]:
@@ -165,6 +166,9 @@ class IntelXPU(AttentionBackend):
         if self._fp8:
             k_scale, v_scale = (self._scales.of(alone(s)) for s in (cache.k_scale, cache.v_scale))
             arguments = arguments | {"k_descale": k_scale, "v_descale": v_scale}
+        if self._read.get(layer.layer_id) is not cache:
+            refuse_pages(self.config.name, cache)
+            self._read[layer.layer_id] = cache
         return self._call(q, cache.k, cache.v, layer, out, return_lse, arguments, plan.blind)
 
     def forward_ragged(

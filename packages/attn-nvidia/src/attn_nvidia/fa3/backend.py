@@ -18,6 +18,7 @@ from attn_core import (
     ScaleTensors,
     align16,
     empty_attention,
+    kernel_pages,
     merge_states,
     refuse_call,
     refuse_layer,
@@ -171,7 +172,7 @@ class FA3(AttentionBackend):
     ) -> Any:
         k, v = cache.k, cache.v
         if call.tokens and v is not None:
-            k, v = k.view(-1, 1, *k.shape[2:]), v.view(-1, 1, *v.shape[2:])
+            k, v = kernel_pages(k, 1), kernel_pages(v, 1)
         if self._fp8:
             q, arguments = self._quantised(q, arguments, call, layer, cache)
         return self._paged(

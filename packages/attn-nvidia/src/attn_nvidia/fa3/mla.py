@@ -10,6 +10,7 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     align16,
+    kernel_pages,
 )
 from torch import Tensor
 
@@ -43,8 +44,8 @@ class FA3MLA(FA3):
     ) -> Any:
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
         views = self._views.get((layer.layer_id, call.tokens))
-        if views is None or views[0] is not cache:
-            pages = cache.k.view(-1, 1, *cache.k.shape[2:]) if call.tokens else cache.k
+        if views is None or views[0] is not cache or views[1][0].data_ptr() != cache.k.data_ptr():
+            pages = kernel_pages(cache.k, 1) if call.tokens else cache.k
             views = cache, tuple(pages.split_with_sizes(cut, -1))
             self._views[layer.layer_id, call.tokens] = views
         latent, rope = views[1]

@@ -30,6 +30,7 @@ class CutlassMLA(MlaDecode):
 
     modes = DECODE_MODES
     page = 128
+    dense = True  # it takes the strides of the queries alone
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)

@@ -18,6 +18,7 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     Output,
+    kernel_pages,
     refuse_call,
     refuse_mode,
     refuse_unplanned,
@@ -54,12 +55,14 @@ class MlaDecode(AttentionBackend):
     """Passes of `modes` run on a kernel of their own, all others on FlashInfer's MLA.
 
     Subclasses give the kernel: its page size, of how many columns its page table is a multiple,
-    what it plans and how it is called. Modes beyond EVEN_MODES have ragged queries.
+    whether it reads dense pages alone, what it plans and how it is called. Modes beyond EVEN_MODES
+    have ragged queries.
     """
 
     modes = EVEN_MODES
     page = 64
     columns = 1
+    dense = False
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
@@ -146,9 +149,7 @@ class MlaDecode(AttentionBackend):
         plan = metadata.of.get(layer.group)
         if plan is None:
             refuse_unplanned(layer, metadata.of)
-        pages = cache.k
-        if pages.shape[1] != self.page:
-            pages = pages.view(-1, self.page, 1, LATENT + ROPE)
+        pages = kernel_pages(cache.k, self.page, dense=self.dense)
         return self.attend(q, pages, layer, plan, cache.k_scale, out, return_lse)
 
     def forward_ragged(

@@ -167,11 +167,14 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
         return result, q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
 
     def _prepare(self, layer: AttentionLayer, cache: LayerCache) -> Prepared:
+        window = layer.sliding_window
+        planned = self._layers.get((layer.view, window), ())
+        if _shape(layer) not in map(_shape, planned):
+            refuse_unplanned(layer, self._layers)  # kernels and scratch are made for shapes
         pages = split_cache(cache, self._page)
         assert pages.v is not None  # rows of kind "mha"
         blocks = pages.block_scales
         quantised = pages.k.element_size() == 1
-        window = layer.sliding_window
         return Prepared(
             layer=layer,
             cache=cache,
@@ -183,3 +186,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
             bmm2_scale=float(cache.v_scale) if quantised else 1.0,
             window_left=-1 if window is None else window - 1,  # it counts the query's own key
         )
+
+
+def _shape(layer: AttentionLayer) -> tuple[int, ...]:
+    return layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim

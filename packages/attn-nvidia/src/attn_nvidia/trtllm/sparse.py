@@ -20,6 +20,7 @@ from attn_core import (
     create_backend,
     empty_attention,
     every_slot,
+    kernel_pages,
     load_plugins,
     refuse_call,
     refuse_layer,
@@ -107,7 +108,7 @@ class TrtllmSparse(AttentionBackend):
         def call() -> None:
             self._decode(
                 align16(q).view(tokens, 1, heads, dim),
-                cache.k.view(-1, self._page, dim),
+                kernel_pages(cache.k, self._page).squeeze(2),
                 self._scratch(heads),
                 NOPE,
                 LATENT,

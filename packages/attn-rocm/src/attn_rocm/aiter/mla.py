@@ -20,6 +20,7 @@ from attn_core import (
     contiguous16,
     contiguous_out,
     copy_to_out,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_mode,
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from attn_rocm.aiter.library import function
 from attn_rocm.aiter.ragged import Ragged
-from attn_rocm.page_list import PageList, num_pages
+from attn_rocm.page_list import CapturedLists, PageList, num_pages
 
 MOST_QUERIES: Final = 4  # per request, of the decode kernels
 SHARED: Final = (
@@ -79,6 +80,7 @@ class AiterMLA(AttentionBackend):
         self._views = {x.view for x in config.layers}
         self._heads = {x.num_q_heads for x in config.layers}
         self._scales = ScaleTensors(config.device)
+        self._captured = CapturedLists()
         self._caches: dict[int, tuple[LayerCache, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan] | None:
@@ -120,7 +122,7 @@ class AiterMLA(AttentionBackend):
         size = num_pages(view, 1, captured=captured)
         tokens = PageList.of(view, self.config.page_size, 1, size)
         if captured:
-            tokens = tokens.shared(f"aiter tokens of {name}")
+            tokens = self._captured.place(tokens, name, batch)
         splits = self._splits(len(view.seq_lens), size, queries) if decodes else None
         return Plan(one_each, tokens, cu_queries, queries, decodes, splits)
 
@@ -181,8 +183,8 @@ class AiterMLA(AttentionBackend):
     def _tokens(self, layer: AttentionLayer, cache: LayerCache) -> Tensor:
         """View a layer's latents as pages of one token; made once per layer."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
-            views = cache, cache.k.view(-1, 1, 1, cache.k.shape[-1])
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
+            views = cache, kernel_pages(cache.k, 1)
             self._caches[layer.layer_id] = views
         return views[1]
 

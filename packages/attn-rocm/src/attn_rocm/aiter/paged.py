@@ -21,6 +21,7 @@ from attn_core import (
     align16,
     contiguous_out,
     copy_to_out,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -31,7 +32,7 @@ from torch import Tensor
 from attn_rocm.aiter.library import function, triton_function
 from attn_rocm.aiter.ragged import Ragged
 from attn_rocm.aiter.tree import TreePlan
-from attn_rocm.page_list import PageList, num_pages
+from attn_rocm.page_list import CapturedLists, PageList, num_pages
 from attn_rocm.tensors import dense_heads
 
 PARTITION: Final = 256  # keys of one workgroup of the decode kernel
@@ -111,6 +112,7 @@ class AiterPaged(AttentionBackend):
         self._views = {layer.view for layer in config.layers}
         self._columns = max((x.num_q_heads * (x.head_dim + 4) for x in config.layers), default=0)
         self._one = ScaleTensors(config.device).of(1.0)  # the kernel has no other default
+        self._captured = CapturedLists()
         self._caches: dict[tuple[int, int], tuple[LayerCache, Tensor, Tensor]] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, Plan]:
@@ -142,7 +144,7 @@ class AiterPaged(AttentionBackend):
             entries = num_pages(view, self._page, captured=captured)
             plan.pages = PageList.of(view, size, self._page, entries)
             if captured:
-                plan.pages = plan.pages.shared(f"aiter pages of {name}")
+                plan.pages = self._captured.place(plan.pages, name, batch)
             plan.partitions = -(-view.max_seq_len // PARTITION)
             # per head and partition: its sum and its maximum, float32, and a partial output
             nbytes = 2 * self._columns * batch.batch_size * plan.partitions
@@ -200,10 +202,10 @@ class AiterPaged(AttentionBackend):
     def _paged(self, layer: AttentionLayer, cache: LayerCache, page: int) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the kernel's, tokens where page is 1; made once per layer."""
         views = self._caches.get((layer.layer_id, page))
-        if views is None or views[0] is not cache:
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
             assert cache.v is not None
-            shape = (-1, *cache.k.shape[2:]) if page == 1 else (-1, page, *cache.k.shape[2:])
-            views = cache, cache.k.view(shape), cache.v.view(shape)
+            k, v = (kernel_pages(x, page) for x in (cache.k, cache.v))
+            views = (cache, k, v) if page > 1 else (cache, k.squeeze(1), v.squeeze(1))
             self._caches[layer.layer_id, page] = views
         return views[1:]
 
@@ -216,6 +218,8 @@ class AiterPaged(AttentionBackend):
         cache: LayerCache,
         out: Tensor | None,
     ) -> Tensor:
+        if layer.num_q_heads * (layer.head_dim + 4) > self._columns:
+            refuse_unplanned(layer, self._views)  # more than the scratch has room for
         keys, values = self._paged(layer, cache, self._page)
         if self._page == 1:
             keys, values = keys[:, None], values[:, None]

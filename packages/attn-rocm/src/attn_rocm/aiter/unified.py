@@ -16,6 +16,7 @@ from attn_core import (
     LayerCache,
     Output,
     ScaleTensors,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -136,9 +137,8 @@ class AiterUnified(AttentionBackend):
     def _paged(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the kernel's; made once per layer."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
             assert cache.v is not None
-            shape = (-1, self._page, *cache.k.shape[2:])
-            views = cache, cache.k.view(shape), cache.v.view(shape)
+            views = cache, kernel_pages(cache.k, self._page), kernel_pages(cache.v, self._page)
             self._caches[layer.layer_id] = views
         return views[1:]

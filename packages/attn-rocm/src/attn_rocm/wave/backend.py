@@ -22,6 +22,7 @@ from attn_core import (
     contiguous16,
     contiguous_out,
     copy_to_out,
+    kernel_pages,
     refuse_call,
     refuse_layer,
     refuse_unplanned,
@@ -158,7 +159,10 @@ class Wave(AttentionBackend):
         indptr, indices = plan.tokens.indptr, plan.tokens.indices
         if plan.partials is not None:
             parts, merge = decode_kernels(shape)
-            outputs, sums = plan.partials[layer.num_q_heads, layer.v_head_dim]
+            heads = (layer.num_q_heads, layer.v_head_dim)
+            if heads not in plan.partials:
+                refuse_unplanned(layer, plan.partials)
+            outputs, sums = plan.partials[heads]
             parts(contiguous16(q), keys, values, indptr, indices, outputs, sums)
             merge(outputs, sums, indptr, result)
             return copy_to_out(result, out)
@@ -175,9 +179,9 @@ class Wave(AttentionBackend):
     def _tokens(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as single tokens; made once per layer."""
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache:
+        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
             assert cache.v is not None
-            shape = (-1, *cache.k.shape[2:])
-            views = cache, cache.k.view(shape), cache.v.view(shape)
+            k, v = (kernel_pages(x, 1, dense=True).squeeze(1) for x in (cache.k, cache.v))
+            views = cache, k, v
             self._caches[layer.layer_id] = views
         return views[1:]
