@@ -127,7 +127,7 @@ class AttentionBackend(Backend):
         """Choose the keys that each query of sparse MLA attends to.
 
         q_index [T, Hi, Di]; weights float32 [T, Hi], with every scale. A key's score is the sum of
-        weights · relu(q_index · key) over heads, in float32; relu(NaN) is 0, a NaN the best. Returns
+        weights · relu(q_index · key) over heads, in float32; relu(NaN) is 0, NaN the best. Returns
         int32 [T, K]: slots by position, the K = layer.index_topk best, first of equals; then -1.
         """
         raise UnsupportedError(f"{self.config.name} has no indexer of sparse MLA")
