@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib.util
+import math
 import multiprocessing
 import os
 import pathlib
@@ -304,6 +305,38 @@ def test_sinks_that_change_count_as_they_are(dtype):
     _, after = backend.forward(*arguments, return_lse=True)
     assert (before < 40).all()
     assert (after >= 50).all()
+
+
+@pytest.mark.parametrize("queries", [(3, 1), (0, 40)])
+def test_an_infinite_sink_leaves_nothing_for_the_keys(queries):
+    layer = dataclasses.replace(LAYER, sinks=torch.tensor([math.inf, 3e38, -math.inf, 0.5]))
+    backend, arguments = a_pass(layer, queries=queries, lengths=(40, 40))
+    arguments[5].views["full"].page_table[1] = torch.tensor([4, 5, 6])
+    out, lse = backend.forward(*arguments, return_lse=True)
+    assert (out[:, :2] == 0).all()
+    assert (lse[:, 0] == math.inf).all()
+    assert (lse[:, 1] > 2.9e38).all()
+    assert (out[:, 2:] != 0).all()
+    assert lse[:, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [(0, 0), (3, 1)])
+def test_requests_without_pages_have_no_keys(queries):
+    """A page table without columns lies nowhere: the kernels once took the keys for ragged ones."""
+    layer = dataclasses.replace(LAYER, is_cross=True, view="cross")
+    backend, arguments = a_pass(layer, queries=queries)
+    none = CacheView.build(
+        page_table=torch.empty(2, 0, dtype=torch.int32),
+        page_size=16,
+        seq_lens=(0, 0),
+        new_lens=(0, 0),
+        writes=False,
+    )
+    batch = dataclasses.replace(arguments[5], views={"cross": none})
+    arguments[5:] = [batch, backend.init_forward_metadata(batch)]
+    out, lse = backend.forward(*arguments, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("window", [2**30, 2**31, 2**32 + 1, 2**62])

@@ -241,6 +241,8 @@ MORE: dict[str, Site] = {
     "decode-fp4": Site(case=decode(kv_dtype="fp4_e2m1", k_scale=0.5)),
     "decode-e5m2": Site(case=decode(kv_dtype="fp8_e5m2")),
     "decode-256": Site(case=decode(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
+    "decode-512-fp32": Site(case=decode(dims=(512, 512)), dtype="fp32"),
+    "extend-512": Site(case=extend(dims=(512, 512))),
     "decode-80": Site(case=decode(dims=(80, 80), heads=(32, 32))),
     "decode-cross": Site(case=decode(encoder_lens=(70, 20))),
     "extend-cross": Site(case=extend(encoder_lens=(300, 20))),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from attn_core.errors import BatchError, UsageError
@@ -282,6 +283,8 @@ def test_build_of_nothing_is_idle():
         ([1, 5], [2, 4], "5 new tokens in a length of 4"),
         ([1, -1], [2, 4], "-1 new tokens in a length of 4"),
         ([1, -3], [2, -2], "-3 new tokens in a length of -2"),
+        ([1, 1.5], [2, 4], r"query lengths \[1, 1.5\] .expected integers"),
+        ([1, 1], [2, 4.0], r"lengths \[2, 4.0\] .expected integers"),
     ],
 )
 def test_build_refuses(query_lens, seq_lens, message):
@@ -293,6 +296,26 @@ def test_build_refuses(query_lens, seq_lens, message):
             page_table=TABLE,
             page_size=4,
         )
+
+
+def test_build_takes_integers_of_any_kind():
+    """What the host copies hold are plain ones: backends compare and hash them."""
+    plain = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[1, 2], seq_lens=[2, 4], page_table=TABLE, page_size=4
+    )
+    for make in (torch.tensor, np.array):
+        batch = ForwardBatch.build(
+            ForwardMode.EXTEND,
+            query_lens=make([1, 2]),
+            seq_lens=make([2, 4]),
+            page_table=TABLE,
+            page_size=4,
+        )
+        view = batch.views["full"]
+        assert {type(n) for n in (*batch.query_lens_host, *view.seq_lens_host)} == {int}
+        assert (type(batch.max_q_len), type(view.max_seq_len)) == (int, int)
+        assert torch.equal(batch.cu_seqlens_q, plain.cu_seqlens_q)
+        assert torch.equal(view.out_cache_loc, plain.views["full"].out_cache_loc)
 
 
 def test_construction_never_syncs():
@@ -334,13 +357,22 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 0}, r"sliding_window 0 \(expected 1 or more; None is off\)"),
-        ({"sliding_window": -1}, r"sliding_window -1 \(expected 1 or more; None is off\)"),
+        (
+            {"sliding_window": 0},
+            r"sliding_window 0 \(expected an integer of 1 or more; None is off\)",
+        ),
+        (
+            {"sliding_window": -1},
+            r"sliding_window -1 \(expected an integer of 1 or more; None is off\)",
+        ),
         ({"logit_cap": 0.0}, r"logit_cap 0.0 \(expected a number above 0; None is off\)"),
         ({"logit_cap": -30.0}, r"logit_cap -30.0"),
         ({"logit_cap": NAN}, r"logit_cap nan"),
         ({"logit_cap": INF}, r"logit_cap inf"),
-        ({"num_q_heads": 0}, r"num_q_heads 0 \(expected 1 or more\)"),
+        ({"num_q_heads": 0}, r"num_q_heads 0 \(expected an integer of 1 or more\)"),
+        ({"head_dim": 64.5}, r"head_dim 64.5 \(expected an integer of 1 or more\)"),
+        ({"sliding_window": 4096.0}, r"sliding_window 4096.0 \(expected an integer"),
+        ({"logit_cap": "30"}, r"logit_cap '30' \(expected a number above 0"),
         ({"num_kv_heads": 0}, r"num_kv_heads 0"),
         ({"num_kv_heads": 3}, r"4 query heads are no multiple of 3 KV heads"),
         ({"head_dim": 0}, r"head_dim 0"),
@@ -361,6 +393,8 @@ def test_off_is_none_and_nothing_else(changes, message):
         ({"scale": INF}, "scale inf"),
         ({"scale": 0.0}, "scale 0.0"),
         ({"scale": -0.125}, "scale -0.125"),
+        ({"scale": None}, "scale None"),
+        ({"scale": torch.tensor(0.125)}, r"scale tensor\(0.1250\) \(expected a finite number"),
         ({"sinks": torch.zeros(2)}, r"sinks torch.float32 .*2.* \(expected \[4\] floats\)"),
         ({"sinks": torch.zeros(1, 4)}, r"sinks torch.float32 .*\[1, 4\]"),
         ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks torch.int32"),

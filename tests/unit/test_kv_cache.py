@@ -133,9 +133,9 @@ def test_scales_belong_to_fp8_and_fp4(store, kind):
             cache = pool(store, kind=kind, scales={0: scales}).layer(0)
             assert (cache.k_scale, cache.v_scale) == scales
     pool(store, kind=kind, scales={0: (1.0, 1.0)})
-    for bad in (0.0, -1.0, float("nan"), float("inf")):
+    for bad in (0.0, -1.0, float("nan"), float("inf"), None, "1"):
         for name, scales in (("k_scale", (bad, 1.0)), ("v_scale", (1.0, bad))):
-            with pytest.raises(UsageError, match=rf"{name} {bad} \(expected a finite number abo"):
+            with pytest.raises(UsageError, match=rf"{name} {bad!r} \(expected a finite number ab"):
                 pool(store, kind=kind, scales={0: scales})
 
 

@@ -217,6 +217,25 @@ def test_triton_has_no_latent_attention_on_turing():
     assert chosen.backend("decode") == "triton"
 
 
+@pytest.mark.parametrize(
+    ("device", "most"), [("cuda:sm75", 256), ("cuda:sm90", 512), ("rocm:gfx942", 512)]
+)
+def test_triton_refuses_head_dims_that_do_not_fit_shared_memory(device, most):
+    def selected(dim, v_dim=None):
+        needs = Requirements(layers=(LayerRequirements(head_dim=dim, v_head_dim=v_dim),))
+        named = Overrides(attention_backend="triton")
+        libraries = {"triton": None}
+        return select(needs, parse_device(device), REGISTRY, libraries, named, simulated=True)
+
+    assert selected(most).backend("prefill") == "triton"
+    with pytest.raises(NoBackendError, match=rf"head_dim {most + 1} \(supports 1, 2 … {most}\)"):
+        selected(most + 1)
+    for pair in ((most + 1, 64), (64, most + 1)):
+        assert selected(*(min(most, x) for x in pair)).backend("decode") == "triton"
+        with pytest.raises(NoBackendError, match=rf"head_dim {pair[0]}/{pair[1]} \(supports 1, 2"):
+            selected(*pair)
+
+
 def test_creating_a_declared_backend_says_so():
     import torch
     from attn_core.runtime.backend import BackendConfig, create_backend

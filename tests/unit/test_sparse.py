@@ -201,7 +201,7 @@ class TestWriter:
             write_index(want, new, slots)
             write(cache, self.on_device(new), self.on_device(slots))
         assert torch.equal(raw(cache).cpu(), raw(want))
-        with pytest.raises(UsageError, match=r"index keys \[4, 8\] for 3 slots .expected \[3, 8\]"):
+        with pytest.raises(UsageError, match=r"index keys \[4, 8\] for slots .*\[3\]"):
             write(cache, self.on_device(keys(4)), self.on_device(SLOTS[:3]))
         bare = LayerCache(k=cache.k, v=None)
         with pytest.raises(UnsupportedError, match="no index keys"):

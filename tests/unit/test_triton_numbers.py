@@ -119,3 +119,27 @@ def test_a_head_without_a_sink_and_a_request_without_keys(new):
     torch.testing.assert_close(
         lse[new:, 0].double(), scores[:, 0].logsumexp(-1), atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("new", [1, 40])
+def test_an_infinite_sink_leaves_nothing_for_the_keys(new):
+    """Nor does a finite one that is infinite in the logarithm to base 2."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=4, num_kv_heads=1, head_dim=32, v_head_dim=32, scale=0.2,
+        sinks=torch.tensor([math.inf, 3e38, -math.inf, 0.5], device=DEVICE),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    q = torch.randn(new, 4, 32, device=DEVICE)
+    k, v = torch.randn(2, 4, 16, 1, 32, device=DEVICE).unbind(0)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND,
+        query_lens=[new],
+        seq_lens=[40],
+        page_table=torch.tensor([[3, 1, 2]], dtype=torch.int32, device=DEVICE),
+        page_size=16,
+    )
+    got, lse = attend(q, LayerCache(k=k, v=v), layer, batch, dtype="fp32")
+    assert (got[:, :2] == 0).all()
+    assert (lse[:, :2] > 1e38).all()
+    assert (got[:, 2:] != 0).all()
+    assert lse[:, 2:].isfinite().all()

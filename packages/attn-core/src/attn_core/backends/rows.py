@@ -121,6 +121,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         dtypes=PLAIN_DTYPES,
         kv_dtypes=PLAIN_DTYPES | FP8 | FP4,
         priority=10,
+        head_dims=frozenset(range(1, 513)),  # fp32 tiles of more do not fit every shared memory
         head_dim_pairs="any",
         sliding_window=True,
         logit_cap=True,
@@ -138,9 +139,10 @@ def _triton_mha() -> Sequence[Capabilities]:
     )
     old = replace(  # Triton refuses e4m3 below sm89, and the block scales of FP4 are e4m3
         cuda,
-        archs=frozenset({"sm75", "sm80", "sm86"}),
+        archs=frozenset({"sm80", "sm86"}),
         kv_dtypes=cuda.kv_dtypes - {"fp8_e4m3"} - FP4,
     )
+    turing = replace(old, archs=frozenset({"sm75"}), head_dims=frozenset(range(1, 257)))
     rocm = replace(
         cuda,
         device="rocm",
@@ -154,7 +156,7 @@ def _triton_mha() -> Sequence[Capabilities]:
         replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False, sparse_prefill=False),
         replace(rocm, phases=ENCODE, dual_chunk=False, sparse_prefill=False),
     ]
-    return [cuda, old, rocm, beside, *vision]
+    return [cuda, old, turing, rocm, beside, *vision]
 
 
 def _tree(row: Capabilities) -> Capabilities:

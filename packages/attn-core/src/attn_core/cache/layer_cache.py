@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -167,8 +168,8 @@ def check_scales(
                     f"{name} {scale.dtype} {list(scale.shape)} on {scale.device} (expected a "
                     f"number, or float32 [1] on {k.device})"
                 )
-        elif not 0 < scale < math.inf:
-            raise UsageError(f"{name} {scale} (expected a finite number above 0)")
+        elif not isinstance(scale, Real) or not 0 < scale < math.inf:
+            raise UsageError(f"{name} {scale!r} (expected a finite number above 0)")
     if k.dtype.itemsize > 1 and not (_is_one(k_scale) and _is_one(v_scale)):
         raise UsageError(
             f"k_scale {k_scale} and v_scale {v_scale} for a cache in {k.dtype}: only FP8 and FP4 "

@@ -12,6 +12,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.paged_tensor import put, take
 from attn_core.ops.kv import has_triton, real_slots
 from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT, from_fp8, power_of_two_scale, to_fp8
+from attn_core.ops.write_checks import check_index_write
 
 
 def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
@@ -22,7 +23,7 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     transform is the caller's, of queries and keys alike.
     On a GPU with Triton this is one launch. There and on a CPU nothing is written for a slot of -1.
 
-    Raises UnsupportedError without index keys.
+    Raises UnsupportedError without index keys, UsageError for what does not fit them.
     """
     _writer(slots.device.type)(cache, keys, slots)
 
@@ -39,6 +40,7 @@ def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor], None]:
 
 def _write(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     values, scales = cache.index_keys
+    check_index_write(values.shape[-1], keys, slots)
     if (real := real_slots(slots)) is not None:
         keys, slots = keys[real], slots[real]
     x = keys.detach()

@@ -15,6 +15,7 @@ from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UsageError
 from attn_core.ops.latents import from_latents, to_latents
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
+from attn_core.ops.write_checks import check_write
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
 _ReadPages = Callable[[LayerCache, Tensor, torch.dtype], tuple[Tensor, Tensor | None]]
@@ -29,7 +30,7 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     a CPU nothing is written for a slot of -1.
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
     scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
-    UsageError if only one of v and the V pool is present.
+    UsageError if only one of v and the V pool is present, and for shapes that do not fit.
     """
     if k is None:
         return
@@ -73,12 +74,14 @@ def real_slots(slots: Tensor) -> Tensor | None:
 
 
 def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+    check_write(cache, k, v, slots)
     if (real := real_slots(slots)) is not None:
         k, slots = k[real], slots[real]
     put(cache.k, cache.layout, slots, to_latents(k.detach(), cache.latent_dim))
 
 
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+    check_write(cache, k, v, slots)
     if (real := real_slots(slots)) is not None:
         k, v, slots = k[real], None if v is None else v[real], slots[real]
     rows = cache.launchers.get("rows")

@@ -126,9 +126,9 @@ class AttentionBackend(Backend):
     ) -> Tensor:  # fmt: skip
         """Choose the keys that each query of sparse MLA attends to.
 
-        q_index [T, Hi, Di]; weights float32 [T, Hi], with every scale. The score of a key is the
-        sum over heads of weights · relu(q_index · key), in float32. Returns int32 [T, K]: slots of
-        the K = layer.index_topk greatest scores, of equal ones the earliest, by position; then -1.
+        q_index [T, Hi, Di]; weights float32 [T, Hi], with every scale. A key's score is the sum of
+        weights · relu(q_index · key) over heads, in float32; relu(NaN) is 0, NaN the best. Returns
+        int32 [T, K]: slots by position, the K = layer.index_topk best, first of equals; then -1.
         """
         raise UnsupportedError(f"{self.config.name} has no indexer of sparse MLA")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import BatchError
-from attn_core.runtime.batch_checks import check, check_states, check_tensor
+from attn_core.runtime.batch_checks import check, check_states, check_tensor, integers
 
 
 class ForwardMode(enum.Enum):
@@ -100,6 +100,7 @@ class CacheView:
         Raises BatchError if a request has more tokens than its row of the table can hold.
         """
         device, capacity = page_table.device, page_table.shape[1] * page_size
+        seq_lens, new_lens = integers("lengths", seq_lens), integers("query lengths", new_lens)
         check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
         longest = max(seq_lens, default=0)
         check(longest <= capacity, f"seq_len {longest} > {capacity}")
@@ -109,17 +110,17 @@ class CacheView:
         if writes:
             rows = torch.repeat_interleave(
                 torch.arange(len(seq_lens), device="cpu"),
-                torch.tensor(list(new_lens), dtype=torch.int64, device="cpu"),
+                torch.tensor(new_lens, dtype=torch.int64, device="cpu"),
             )
             pos = _positions(seq_lens, new_lens)
             rows, pos = rows.to(device), pos.to(device)
             slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size
         return cls(
             page_table=page_table,
-            seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
             out_cache_loc=slots,
-            max_seq_len=max(seq_lens, default=0),
-            seq_lens_host=tuple(seq_lens),
+            max_seq_len=longest,
+            seq_lens_host=seq_lens,
         )
 
 
@@ -255,6 +256,7 @@ class ForwardBatch:
         BatchError.
         """
         device = page_table.device
+        query_lens, seq_lens = integers("query lengths", query_lens), integers("lengths", seq_lens)
         full = CacheView.build(
             page_table=page_table,
             page_size=page_size,
@@ -284,5 +286,5 @@ class ForwardBatch:
             state_slots_out=state_slots_out,
             state_fresh=state_fresh,
             checkpoint_slots=checkpoint_slots,
-            query_lens_host=tuple(query_lens),
+            query_lens_host=query_lens,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ def check(ok: bool, message: str) -> None:
     """Raise BatchError unless `ok`."""
     if not ok:
         raise BatchError(message)
+
+
+def integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return lengths as plain integers, which tensors and arrays do not hold. Raises BatchError."""
+    try:
+        return tuple(map(index, lengths))
+    except TypeError:
+        raise BatchError(f"{name} {list(lengths)} (expected integers)") from None
 
 
 def check_tensor(

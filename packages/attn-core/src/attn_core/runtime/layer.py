@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,8 +107,8 @@ class AttentionLayer:
             object.__setattr__(self, "sliding_window", min(self.sliding_window, LONGEST_WINDOW))
         if q % kv and kv % q:  # linear layers have more value heads than query heads
             raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
-        if not 0 < self.scale < math.inf:
-            raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
+        if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
+            raise UsageError(f"{name}: scale {self.scale!r} (expected a finite number above 0)")
         if self.index_topk is not None and self.index_topk < 1:
             raise UsageError(f"{name}: index_topk {self.index_topk} (expected 1 or more)")
         self._check_lines(name)

@@ -176,10 +176,10 @@ def _head_dim_gaps(
         return
     dv = d if dv is None else dv
     pairs = row.head_dim_pairs
-    if d == dv:
-        fits = not row.head_dims or d in row.head_dims
+    if d == dv or pairs == "any":
+        fits = not row.head_dims or {d, dv} <= row.head_dims
     else:
-        fits = pairs == "any" or (d, dv) in pairs
+        fits = (d, dv) in pairs
     if fits:
         return
     possible = listing(row.head_dims) or "equal dims"

@@ -53,7 +53,9 @@ class Capabilities:
     preferred_page_reason: str = ""
     layouts: AbstractSet[str] = frozenset({"NHD"})
     head_dims: AbstractSet[int] = frozenset()
-    head_dim_pairs: AbstractSet[tuple[int, int]] | Literal["any"] = frozenset()  # unequal (D, Dv)
+    head_dim_pairs: AbstractSet[tuple[int, int]] | Literal["any"] = (
+        frozenset()  # unequal (D, Dv); any: two of head_dims
+    )
     q_heads: AbstractSet[int] = frozenset()
     group_sizes: AbstractSet[int] = frozenset()  # q heads per kv head
     sliding_window: bool = False

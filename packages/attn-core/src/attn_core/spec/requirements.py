@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple, get_args
 
 from attn_core.errors import UsageError
@@ -14,17 +15,20 @@ from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
 def check_layer(layer: Any, name: str) -> None:
     """Check the fields that LayerRequirements and AttentionLayer share; None passes.
 
-    Raises UsageError for a head count or dim below 1, a window below 1, or a cap of 0 or less.
+    Raises UsageError for a head count, a dim or a window that is no integer of 1 or more, or a
+    cap of 0 or less.
     Some engines write "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
     """
     for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
         value = getattr(layer, what)
-        if value is not None and not value >= 1:
-            raise UsageError(f"{name}: {what} {value!r} (expected 1 or more)")
+        if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+            raise UsageError(f"{name}: {what} {value!r} (expected an integer of 1 or more)")
     window, cap = layer.sliding_window, layer.logit_cap
-    if window is not None and not window >= 1:
-        raise UsageError(f"{name}: sliding_window {window!r} (expected 1 or more; None is off)")
-    if cap is not None and not 0 < cap < math.inf:
+    if window is not None and not (isinstance(window, Integral) and int(window) >= 1):
+        raise UsageError(
+            f"{name}: sliding_window {window!r} (expected an integer of 1 or more; None is off)"
+        )
+    if cap is not None and not (isinstance(cap, Real) and 0 < float(cap) < math.inf):
         raise UsageError(f"{name}: logit_cap {cap!r} (expected a number above 0; None is off)")
 
 

@@ -215,8 +215,8 @@ class IntelAMX(AttentionBackend):
                 raise BatchError(
                     f"{self.config.name}: request {-1 - needed} has queries, keys or pages outside "
                     f"of the tensors of this pass: {call.tokens} queries, {call.pages} "
-                    f"{'pages' if call.table else 'keys'}, {call.columns} columns of the page "
-                    "table; check cu_seqlens, seq_lens and page_table"
+                    f"{'keys' if call.cu_seqlens_k else 'pages'}, {call.columns} columns of the "
+                    "page table; check cu_seqlens, seq_lens and page_table"
                 )
             self._local.workspace = torch.empty(needed, dtype=torch.uint8, device="cpu")
 

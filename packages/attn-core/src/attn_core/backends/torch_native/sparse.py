@@ -151,8 +151,9 @@ class TorchNativeSparse(AttentionBackend):
 def index_scores(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Return the scores [n, L] of keys [L, Di] for queries [n, Hi, Di] with weights [n, Hi]."""
     n, heads, dim = q_index.shape
-    products = q_index.float().reshape(n * heads, dim) @ keys.T
-    return (weights[:, None] @ products.relu_().view(n, heads, -1)).squeeze(1)
+    products = q_index.detach().float().reshape(n * heads, dim) @ keys.T
+    torch.fmax(products, products.new_zeros(()), out=products)  # relu, and of a NaN 0
+    return (weights[:, None] @ products.view(n, heads, -1)).squeeze(1)
 
 
 def best(scores: Tensor, last: Tensor, topk: int) -> Tensor:

@@ -88,7 +88,7 @@ def use_split_kv(queries: int, group: int, *, latent: bool, unsplit: bool = Fals
 
 # KiB of shared memory that a program may take, where it is not Hopper's 227.
 _SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99}
-_SHARED |= {"gfx942": 64, "gfx950": 160}
+_SHARED |= {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
 _SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 rows of matrix registers spill there
 
 

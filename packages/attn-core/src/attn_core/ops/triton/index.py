@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.errors import UsageError
 from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT
 from attn_core.ops.triton.kv import fp8_bits
 from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.write_checks import check_index_write
 
 _ROWS = 8  # keys that a program writes
 _SMALLEST, _UNIT = tl.constexpr(INDEX_SMALLEST), tl.constexpr(INDEX_UNIT)
@@ -74,9 +74,7 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
         writer = cache.launchers[key] = _writer(cache, keys, slots)
     rows = slots.shape[0]
     if keys.shape != (rows, writer.dim):
-        raise UsageError(
-            f"index keys {list(keys.shape)} for {rows} slots (expected {[rows, writer.dim]})"
-        )
+        check_index_write(writer.dim, keys, slots)
     if rows:
         grid = (-(-rows // _ROWS), 1, 1)
         writer.launcher.launch(grid, (at_keys, at_slots, rows), (keys, slots, rows))
@@ -85,6 +83,7 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
 def _writer(cache: LayerCache, keys: Tensor, slots: Tensor) -> _Writer:
     values, scales = cache.split_index()
     fp8, dim = scales is not None, values.shape[-1]
+    check_index_write(dim, keys, slots)
     # without scales nothing is written there
     scales = values if scales is None else scales
     launcher = Launcher(

@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
 from attn_core.ops.triton.launcher import Grid, Launcher, alike, moved, pointers
+from attn_core.ops.write_checks import check_write, head_dims
 
 _TILE = 2048  # numbers that a program writes
 _COLUMNS = 128  # of a head, at most: 576 are five times as many
@@ -173,8 +174,7 @@ class _Writer:
     """
 
     def __init__(self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-        if (v is None) != (cache.v is None):
-            raise _misfit(cache, k, v, slots)
+        check_write(cache, k, v, slots)  # before anything is compiled for them
         k_blocks, v_blocks = cache.block_scales or (None, None)
         tensors = [cache.k, cache.k if cache.v is None else cache.v]
         blocks = [x if y is None else y for x, y in zip(tensors, (k_blocks, v_blocks), strict=True)]
@@ -185,7 +185,7 @@ class _Writer:
         pools = [dense_bytes(x) for x in (*tensors, *blocks)]
         axes = (0, 2, 1) if cache.layout == "HND" else (0, 1, 2)  # page, token, head
         strides = [[x.stride(axis) for axis in axes] for x in pools]
-        heads, *dims = _heads(cache)
+        heads, *dims = head_dims(cache)
         widest, other = max(dims), k if v is None else v
         columns = min(_COLUMNS, triton.next_power_of_2(max(widest, 16)))
         self._heads, self._rows = heads, _TILE // columns
@@ -207,31 +207,11 @@ class _Writer:
 
         Raises UsageError for shapes that do not fit.
         """
-        heads, dim, v_dim = _heads(cache)
-        count = slots.shape[0]
-        if k.shape != (count, heads, dim) or (v is not None and v.shape != (count, heads, v_dim)):
-            raise _misfit(cache, k, v, slots)
-        rows = count * heads
+        check_write(cache, k, v, slots)
+        rows = slots.shape[0] * k.shape[1]
         grid = (-(-rows // self._rows), self._columns, self._sides)
         self.work = ((slots.shape, k.shape, None if v is None else v.shape), grid, rows)
         return grid, rows
-
-
-def _heads(cache: LayerCache) -> tuple[int, int, int]:
-    """Return heads, the head dim of K and that of V, 0 without V."""
-    packed = 1 if cache.block_scales is None else 2  # numbers in one element of the pool
-    heads = cache.k.shape[1 if cache.layout == "HND" else 2]
-    v_dim = 0 if cache.v is None else cache.v.shape[-1]
-    return heads, cache.k.shape[-1] * packed, v_dim * packed
-
-
-def _misfit(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> UsageError:
-    heads, *dims = _heads(cache)
-    return UsageError(
-        f"k {list(k.shape)}, v {None if v is None else list(v.shape)} for {slots.shape[0]} slots "
-        f"of a cache with {heads} heads of {[x for x in dims if x]} (expected [slots, heads, "
-        "head dim])"
-    )
 
 
 def dense_bytes(pool: Tensor) -> Tensor:

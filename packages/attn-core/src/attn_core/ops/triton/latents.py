@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.errors import UsageError
 from attn_core.ops.quant import BELOW_1_75, EIGHT, INFINITY, SMALLEST
 from attn_core.ops.triton.kv import fp8_bits
 from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.write_checks import check_write
 
 _BLOCK = tl.constexpr(LATENT_BLOCK)
 _INFINITY, _BELOW_1_75 = tl.constexpr(INFINITY), tl.constexpr(BELOW_1_75)
@@ -81,15 +81,13 @@ def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor)
     if writer is None or moved(writer.pointers):
         writer = cache.launchers[key] = _writer(cache, k, slots)
     if k.shape != (count, 1, writer.dim):
-        raise UsageError(
-            f"k {list(k.shape)} for {count} slots of FP8 latents of {cache.latent_dim} values and "
-            f"{writer.dim - cache.latent_dim} of rope (expected {[count, 1, writer.dim]})"
-        )
+        check_write(cache, k, None, slots)
     if count:
         writer.launcher.launch((count, writer.blocks, 1), (at_k, at_slots), (k, slots))
 
 
 def _writer(cache: LayerCache, k: Tensor, slots: Tensor) -> _Writer:
+    check_write(cache, k, None, slots)
     values, scales, rope = split_latents(cache.k, cache.latent_dim)
     inner, width = 2 if cache.layout == "HND" else 1, rope.shape[-1]
     launcher = Launcher(

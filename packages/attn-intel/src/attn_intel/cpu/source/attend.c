@@ -68,7 +68,7 @@ static void finish(const Attention *a, int64_t token, int head, const float *x, 
         float sink = a->sinks[head], base = most > sink ? most : sink;
         if (base == -INFINITY) base = 0;
         unit = expf(most - base);
-        total = total * unit + expf(sink - base);
+        total = total * unit + (sink == base ? 1 : expf(sink - base)); /* infinite: less itself NaN */
         most = base;
     }
     float factor = total == 0 ? 0 : unit * a->v_scale / total; /* a NaN stays one */
@@ -111,8 +111,8 @@ static int queries_of(const Attention *a, int request) {
 }
 
 static int length_of(const Attention *a, int request) {
-    return a->table ? a->seq_lens[request]
-                    : a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request];
+    return a->cu_seqlens_k ? a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request]
+                           : a->seq_lens[request];
 }
 
 /* How many of the keys, in whole vectors, are up to the last that some rows of an item see. */

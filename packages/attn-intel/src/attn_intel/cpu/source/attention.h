@@ -12,11 +12,12 @@ enum { ROWS = 256, KEYS = 128 }; /* queries of a work item; keys that are packed
  * One call. Strides count elements; the last dimension of q, k, v and out is dense.
  *
  * q [T, Hq, D], out [T, Hq, Dv], lse float32 [T, Hq], dense, or NULL. Keys of a request lie in the
- * pages that its row of `table` lists, or, where table is NULL, from its start in cu_seqlens_k.
+ * pages that its row of `table` lists, or, without a table, from its start in cu_seqlens_k, which
+ * is NULL with one: a table without columns may be NULL too.
  * k and v [pages, page_size, Hkv, ...]; v NULL: the values are the first Dv numbers of the keys.
  * window 0: none. logit_cap 0: none. sinks float32 [Hq] or NULL.
  * tree: bytes [B, drafts, drafts], tree[b, i, j] = query i sees draft j, or NULL.
- * tokens: of q; pages: of k, where table is NULL its tokens; columns: of table.
+ * tokens: of q; pages: of k, without a table its tokens; columns: of table.
  * parallel: GOMP_parallel of the OpenMP that the process has loaded, or NULL: one thread.
  */
 typedef struct {

@@ -102,7 +102,7 @@ static Size plan(const Attention *a, int heads_each, Item *items) {
     int group = a->q_heads / a->kv_heads;
     for (int b = 0; b < a->requests; b++) {
         int queries = a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b], all = queries * group;
-        int length = a->table ? a->seq_lens[b] : a->cu_seqlens_k[b + 1] - a->cu_seqlens_k[b];
+        int length = a->cu_seqlens_k ? a->cu_seqlens_k[b + 1] - a->cu_seqlens_k[b] : a->seq_lens[b];
         int tiles = divide_up(all, ROWS), halves = larger(1, divide_up(all, ROWS / 2));
         int most = larger(1, MOST_PARTS / halves);
         for (int i = 0; i < a->kv_heads * tiles; i++) {
@@ -140,7 +140,7 @@ static int64_t outside(const Attention *a) {
     for (int b = 0; b < a->requests; b++) {
         int64_t start = a->cu_seqlens_q[b], stop = a->cu_seqlens_q[b + 1];
         if (start < 0 || stop < start || stop > a->tokens) return b;
-        if (!a->table) {
+        if (a->cu_seqlens_k) {
             start = a->cu_seqlens_k[b], stop = a->cu_seqlens_k[b + 1];
             if (start < 0 || stop < start || stop > a->pages) return b;
             continue;

@@ -11,7 +11,7 @@ typedef struct {
 
 /* Find those of n tokens, from `first`. */
 static void locate(const Attention *a, int request, int first, int n, Places *at) {
-    if (!a->table) {
+    if (a->cu_seqlens_k) {
         for (int i = 0; i < n; i++) {
             int64_t token = (int64_t)a->cu_seqlens_k[request] + first + i;
             at->k[i] = token * a->k_token;

@@ -227,7 +227,9 @@ def finalize(m, total, acc, sink, v_scale, USE_SINKS: tl.constexpr):
         new = tl.maximum(m, sink2)
         base = tl.where(new == -float("inf"), 0.0, new)  # no key and no sink: a head without one
         shrink = tl.exp2(m - base)
-        total = total * shrink + tl.exp2(sink2 - base)
+        # an infinite sink takes all of the weight; less itself it would be NaN
+        own = tl.where(sink2 == base, 1.0, tl.exp2(sink2 - base))
+        total = total * shrink + own
         acc = acc * shrink[:, None]
         m = new
     none = total == 0.0
