@@ -24,8 +24,6 @@ from attn_core.backends.triton.schedule import (
 from attn_core.backends.triton.shared import (
     BUFFER_ROWS,
     LEVELS,
-    MAX_REQUESTS,
-    SHARED_TILE_ROWS,
     sharing_of,
 )
 from attn_core.backends.triton.tuning import (
@@ -38,6 +36,7 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.backends.triton.variants import kernels_of
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.costs.shared_prefix import MAX_REQUESTS, SHARED_TILE_ROWS
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
