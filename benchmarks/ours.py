@@ -64,7 +64,7 @@ def our_backend(
         name=spec.name,
         distribution=origin.distribution,
         module=origin.module.partition(":")[0],
-        phases=frozenset(FIXED),
+        phases=frozenset((*FIXED, "fp4")),
         prepare=prepare,
         refuses=refuses,
     )
