@@ -18,10 +18,12 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 from torch import Tensor
 
-Phase = Literal["decode", "verify", "prefill", "extend", "mla", "mla-verify", "mla-extend", "fp8"]
+Phase = Literal[
+    "decode", "verify", "prefill", "extend", "mla", "mla-verify", "mla-extend", "fp8", "fp4"
+]
 LATENT, ROPE = 512, 64  # absorbed MLA: what is compressed, and what carries the position
 MLA_SCALE = (128 + ROPE) ** -0.5  # of the heads before absorption, DeepSeek-V3's
-_DECODES = ("decode", "mla", "fp8")
+_DECODES = ("decode", "mla", "fp8", "fp4")
 _VERIFIES = ("verify", "mla-verify")
 _CHECKED_ROWS = 16  # queries of a request that are compared with the reference
 
@@ -134,7 +136,10 @@ class Case:
         per_token = self.head_dim + (0 if self.kind == "mla" else self.v_head_dim)
         again = sum((n - 1) * (end - begin) for _, n, begin, end in itertools.chain(*self.groups))
         tokens = sum(self.seq_lens) - again
-        return tokens * self.kv_heads * per_token * TORCH_DTYPES[self.kv_dtype].itemsize
+        values = tokens * self.kv_heads * per_token
+        if self.kv_dtype == "fp4_e2m1":  # two codes a byte, and a scale for 16
+            return values // 2 + values // 16
+        return values * TORCH_DTYPES[self.kv_dtype].itemsize
 
     @property
     def bytes(self) -> int:

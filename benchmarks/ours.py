@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from attn_core.plugins.registry import Registry
-from attn_core.runtime.backend import BackendConfig, create_backend
+from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
 from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
 from attn_core.runtime.routes import ROLE_OF_MODE
@@ -45,25 +45,10 @@ def our_backend(
         return ""
 
     def prepare(inputs: Inputs) -> Call:
-        case, batch, layer = inputs.case, inputs.batch, inputs.layer
-        config = BackendConfig(
-            name=spec.name,
-            row=row_of(spec.name, case, registry, kind, dual_chunk),
-            layers=(layer,),
-            page_size=case.page_size,
-            dtype=case.dtype,
-            kv_cache_dtype=case.kv_dtype,
-            device=device,
-            max_bs=case.batch,
-            max_num_tokens=case.tokens,
-            max_seq_len=case.longest,
-            topk=batch.spec.topk if batch.spec else 0,
-            num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
-            shared_prefix=shared_prefix,
+        batch, layer = inputs.batch, inputs.layer
+        backend = prepared_backend(
+            spec.name, registry, inputs, device, dual_chunk, shared_prefix=shared_prefix
         )
-        refuse_layer(config, layer)
-        refuse_drafts(config, batch)
-        backend = create_backend(spec, config)
         metadata = backend.init_forward_metadata(batch)
 
         def call() -> Tensor:
@@ -79,10 +64,42 @@ def our_backend(
         name=spec.name,
         distribution=origin.distribution,
         module=origin.module.partition(":")[0],
-        phases=frozenset(FIXED),
+        phases=frozenset((*FIXED, "fp4")),
         prepare=prepare,
         refuses=refuses,
     )
+
+
+def prepared_backend(
+    name: str,
+    registry: Registry,
+    inputs: Inputs,
+    device: torch.device,
+    dual_chunk: DualChunk | None = None,
+    *,
+    shared_prefix: bool = False,
+) -> AttentionBackend:
+    """Return one of our backends, created for the batch of some inputs; see our_backend."""
+    case, batch, layer = inputs.case, inputs.batch, inputs.layer
+    spec = registry.get(name)
+    config = BackendConfig(
+        name=spec.name,
+        row=row_of(spec.name, case, registry, device_kind(device), dual_chunk),
+        layers=(layer,),
+        page_size=case.page_size,
+        dtype=case.dtype,
+        kv_cache_dtype=case.kv_dtype,
+        device=device,
+        max_bs=case.batch,
+        max_num_tokens=case.tokens,
+        max_seq_len=case.longest,
+        topk=batch.spec.topk if batch.spec else 0,
+        num_draft_tokens=batch.spec.num_draft_tokens if batch.spec else 0,
+        shared_prefix=shared_prefix,
+    )
+    refuse_layer(config, layer)
+    refuse_drafts(config, batch)
+    return create_backend(spec, config)
 
 
 def device_kind(device: torch.device) -> Device:

@@ -16,7 +16,8 @@ from unittest import mock
 
 import torch
 from attn_core.backends.triton import scheduler
-from attn_core.backends.triton.shared import SHARED_TILE_ROWS, Sharing, sharing_of
+from attn_core.backends.triton.shared import Sharing, sharing_of
+from attn_core.costs.shared_prefix import SHARED_TILE_ROWS
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.layer import LayerGroup
 

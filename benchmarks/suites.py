@@ -171,9 +171,14 @@ def shared() -> tuple[Case, ...]:
         cases += [Case(phase="decode", **own, **shape) for shape in shapes]
         for drafts in (4, 8):
             cases.append(Case(phase="verify", queries=drafts, tree=True, **own, **shapes[0]))
-    cases += [
-        replace(_mla("mla", heads, 64, 8192 + 512), shared=((64, 8192),)) for heads in (16, 128)
-    ]
+    for page in (64, 16):
+        cases.append(Case(phase="verify", queries=4, page_size=page, **shapes[0]))  # chains
+    for phase, store in (("fp8", "fp8_e4m3"), ("fp4", "fp4_e2m1")):
+        some: dict[str, Any] = {"phase": phase, "kv_dtype": store}
+        cases += [Case(**some, **shapes[0]), Case(**some, **shapes[5])]
+    for heads_of_latents, page in ((16, 64), (128, 64), (16, 16)):
+        latents = _mla("mla", heads_of_latents, 64, 8192 + 512)
+        cases.append(replace(latents, shared=((64, 8192),), page_size=page))
     return tuple(cases)
 
 

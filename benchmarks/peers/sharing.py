@@ -103,12 +103,17 @@ def _refuses(case: Case) -> str:
     return "tree masks (takes causal masks)" if case.tree else ""
 
 
+def _fa3_refuses(case: Case) -> str:
+    store = "" if case.kv_dtype == case.dtype else "an FP8 store (takes queries of its dtype)"
+    return _refuses(case) or store
+
+
 SHARING: tuple[Contestant, ...] = (
     Contestant(
         name="flashinfer-cascade",
         distribution="flashinfer-python",
         module="flashinfer",
-        phases=frozenset({"decode", "verify"}),
+        phases=frozenset({"decode", "verify", "fp8"}),
         prepare=_cascade,
         refuses=_refuses,
     ),
@@ -116,8 +121,8 @@ SHARING: tuple[Contestant, ...] = (
         name="fa3-levels",
         distribution="sglang-kernel",
         module="sgl_kernel.flash_attn",
-        phases=frozenset({"decode", "verify"}),
+        phases=frozenset({"decode", "verify", "fp8"}),
         prepare=_fa3,
-        refuses=_refuses,
+        refuses=_fa3_refuses,
     ),
 )

@@ -65,7 +65,7 @@ class Requests:
             kind=self.kind,
             layout=layout,
         )
-        self.cache = pool.layer(0)
+        self.pool, self.cache = pool, pool.layer(0)
         for part, _ in self.cache.parts():
             if part.dtype.itemsize == 1:  # NaN of either float8, and of the scales of FP4
                 part.view(torch.uint8).fill_(0x7F)

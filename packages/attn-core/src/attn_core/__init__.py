@@ -65,6 +65,7 @@ _HOME = {
     "runtime.sparse": "every_slot gather_pages",
     "runtime.sparse_prompts": "SparsePrompts attend_sparse plan_sparse",
     "runtime.graphs": "GraphRunner",
+    "runtime.shared_keys": "SharedKeys",
     "runtime.trace": "PassKind",
     "runtime.torch_ops": "CompiledAttention",
     "trust.shadow": "Shadow",

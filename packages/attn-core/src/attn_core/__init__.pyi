@@ -94,6 +94,7 @@ from attn_core.runtime.linear import Gate as Gate
 from attn_core.runtime.linear import LinearLayer as LinearLayer
 from attn_core.runtime.linear import gated as gated
 from attn_core.runtime.linear_routes import LinearRoutes as LinearRoutes
+from attn_core.runtime.shared_keys import SharedKeys as SharedKeys
 from attn_core.runtime.sparse import every_slot as every_slot
 from attn_core.runtime.sparse import gather_pages as gather_pages
 from attn_core.runtime.sparse_prompts import SparsePrompts as SparsePrompts

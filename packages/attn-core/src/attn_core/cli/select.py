@@ -22,6 +22,7 @@ from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.lock import Lock
 from attn_core.selection.moves import require
 from attn_core.selection.result import NoBackendError, explain, to_json
+from attn_core.selection.shared_prefix import sharing_of
 from attn_core.spec.kinds import Family
 from attn_core.tools.probes import probed
 
@@ -67,10 +68,15 @@ def select_command(
     changed = None
     if kept is not None:
         changed = require(kept, lock_of(inputs, selection, registry), f"lock {locked}")
+    shared = sharing_of(selection, inputs.workload)
     if json:
-        print_json(to_json(selection) | layers | ({} if kept is None else {"changed": changed}))
+        more: dict[str, Any] = {} if kept is None else {"changed": changed}
+        more |= {"shared_prefix": [x.to_json() for x in shared]} if shared else {}
+        print_json(to_json(selection) | layers | more)
     else:
         print_text(explain(selection))
+        for one in shared:
+            print_text(f"  sharing    {one}")
         for text in changed or ():
             print_text(f"  changed    {text}")
         if explain_cost:

@@ -16,6 +16,7 @@ from attn_core.errors import AttnError, BackendError, BackendNotImplementedError
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
+from attn_core.runtime.shared_keys import SharedKeys
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import FAMILY
 
@@ -171,26 +172,23 @@ class AttentionBackend(Backend):
         )  # fmt: skip
 
     def forward_ragged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: AttentionLayer,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        causal: bool,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Output:
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *,
+        causal: bool, out: Tensor | None = None, return_lse: bool = False,
+    ) -> Output:  # fmt: skip
         """Attend without a cache: vision towers, encoders, MLA prefill (192/128), prefix chunks.
 
         q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; cu_seqlens int32 [B + 1]. Causal order is
         aligned bottom-right: the last query sees the last key.
         """
         raise UnsupportedError(f"{self.config.name} has no ragged attention")
+
+    def shared_keys(self, metadata: Metadata) -> SharedKeys | None:
+        """Return what the requests of a planned pass read together; None: each reads all its keys.
+
+        It may wait for the device, so that no pass calls it.
+        """
+        return None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded rows."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from attn_core.cache.pool import CachePool
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.runtime.adaptive import Pickers, Planned, shadowed
@@ -21,6 +23,7 @@ from attn_core.runtime.routes import (
     distinct,
 )
 from attn_core.runtime.run_errors import backend_errors
+from attn_core.runtime.shared_keys import SharedKeys
 from attn_core.runtime.trace import PassKind, Trace, ranged, ranges, size_of
 from attn_core.spec.kinds import Role
 
@@ -45,11 +48,27 @@ class Planner:
         self.trace = Trace()
         self._by_mode: dict[ForwardMode, Route] = {}
         self._ranges = ranges()
+        self._sharing: tuple[AttentionBackend, Metadata] | None = None  # the last plan that may
 
     @property
     def passes(self) -> Mapping[PassKind, int]:
         """How many passes of each kind there were, in CUDA graphs too; see PassKind."""
         return self.trace.passes()
+
+    @property
+    def shared_keys(self) -> SharedKeys | None:
+        """What the requests of the last pass without prompts read together.
+
+        None before the first one of a backend that was asked for shared prefixes. Reads the plan on
+        the device, in eager passes and CUDA graphs alike, and waits for it: call it between passes.
+        """
+        if self._sharing is None:
+            return None
+        backend, metadata = self._sharing
+        with backend_errors(backend.config, "shared_keys"):
+            if backend.config.device.type != "cpu":
+                torch.accelerator.synchronize(backend.config.device)
+            return backend.shared_keys(metadata)
 
     def backend(self, role: Role) -> AttentionBackend:
         """Return the backend of a role. Raises UnsupportedError if the selection has none."""
@@ -117,6 +136,7 @@ class Planner:
         if type(metadata) is Planned:
             backend, metadata = metadata.route.backend, metadata.metadata
         self._call(backend, _REPLAY, batch, metadata)
+        self._keep(backend, batch, metadata)
         role = ROLE_OF_MODE[batch.forward_mode]
         self.trace.count(role, backend.config.name, size_of(batch), True)
 
@@ -145,7 +165,13 @@ class Planner:
         backend = self._of(batch) if route is None else route.backend
         refuse_drafts(backend.config, batch)
         metadata = self._call(backend, method, batch)
+        self._keep(backend, batch, metadata)
         return backend, metadata if route is None else Planned(route, metadata)
+
+    def _keep(self, backend: AttentionBackend, batch: ForwardBatch, metadata: Metadata) -> None:
+        """Keep the plan of a pass that may share keys, until the next one: see shared_keys."""
+        if backend.config.shared_prefix and ROLE_OF_MODE[batch.forward_mode] != "prefill":
+            self._sharing = backend, metadata
 
     def _call(self, backend: AttentionBackend, method: str, batch: ForwardBatch, *more: Any) -> Any:
         call = getattr(backend, method)

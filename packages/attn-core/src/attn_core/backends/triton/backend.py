@@ -12,6 +12,7 @@ from attn_core.backends.triton.kernel import Call, Pass
 from attn_core.backends.triton.latent_prompts import in_chunks
 from attn_core.backends.triton.schedule import Schedule
 from attn_core.backends.triton.scheduler import Scheduler
+from attn_core.backends.triton.shared_keys import shared_keys
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import BatchError, UsageError
 from attn_core.ops.triton.vertical_slash import KERNELS
@@ -25,6 +26,7 @@ from attn_core.runtime.contract_checks import (
 )
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.shared_keys import SharedKeys
 from attn_core.runtime.sparse_prompts import SparsePrompts, attend_sparse, plan_sparse
 
 Schedules = Mapping[LayerGroup, Schedule]
@@ -98,6 +100,14 @@ class Triton(AttentionBackend):
                     f"captured for {schedule.longest}; capture with a larger max_seq_len"
                 )
             self._scheduler.fill(schedule, group, batch)
+
+    def shared_keys(self, metadata: Metadata) -> SharedKeys | None:
+        """Count what the plan's groups read together."""
+        if isinstance(metadata, SparsePrompts):  # of prompts, which share nothing
+            return None
+        return shared_keys(
+            self.config.name, (layer.group for layer in self.config.layers), metadata
+        )
 
     def _plan(self, batch: ForwardBatch, buffers: Mapping[LayerGroup, Tensor]) -> Schedules:
         if not batch.num_tokens:

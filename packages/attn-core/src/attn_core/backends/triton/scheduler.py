@@ -27,8 +27,6 @@ from attn_core.backends.triton.schedule import (
 from attn_core.backends.triton.shared import (
     BUFFER_ROWS,
     LEVELS,
-    MAX_REQUESTS,
-    SHARED_TILE_ROWS,
     sharing_of,
 )
 from attn_core.backends.triton.tuning import (
@@ -41,11 +39,13 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.backends.triton.variants import kernels_of
 from attn_core.cache.layer_cache import TORCH_DTYPES
+from attn_core.costs.shared_prefix import MAX_REQUESTS, SHARED_TILE_ROWS
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
 
 KEYS_PER_PARTIAL = 1024  # in deterministic mode, where no split depends on other requests
+MERGED_AT_ONCE = 16  # of these partials: the order of a request's sums depends on no other either
 UNSPLIT_KEYS = 256  # requests with at most so many keys are not split
 MIXED_MODES = (ForwardMode.MIXED, ForwardMode.EXTEND)
 
@@ -235,6 +235,7 @@ class Scheduler:
         parts = max(1, self._processors * launch.ctas_per_sm // row_blocks)
         programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
+        merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
         kernels = self._kernels.decode
         sharing = sharing if row_blocks == 1 else None
         planned = self._latent and not (batch_invariant or short or sharing is not None)
@@ -249,7 +250,7 @@ class Scheduler:
             batch_invariant=batch_invariant,
             blocks_per_unit=max(1, keys_per_unit // launch.block_n),
             overlap=has_pdl(self._arch),
-            merge_tile=merge_tile(tiles, tile_rows, programs, width),
+            merge_tile=merge_tile(*merged, width),
             sharing=sharing,
             planned_quota=planned and group.num_kv_heads == 1 and size <= PLANNED_REQUESTS,
         )

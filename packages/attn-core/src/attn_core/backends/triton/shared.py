@@ -10,13 +10,11 @@ from torch import Tensor
 from attn_core.backends.triton.portable.arguments import Requests, Spans
 from attn_core.backends.triton.portable.plan_shared import plan_shared
 from attn_core.backends.triton.tuning import Launch, power_of_two
+from attn_core.costs.shared_prefix import fits_tile, is_latent, shared_granule
 from attn_core.ops.triton.launcher import Launcher, alike
 from attn_core.runtime.layer import LayerGroup
 
 LEVELS = 2  # groups within groups: the requests of a group may be groups that share more
-LEAST_SHARED_KEYS = 256
-MAX_REQUESTS = 1024  # one program plans all requests in its registers
-SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
 TILE_UNITS = 4  # that tiles of drafts and of latents count beside their keys
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
@@ -37,33 +35,16 @@ class Sharing(NamedTuple):
 def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int) -> Sharing | None:
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
-    A tile of two members would then read what a tile of each reads. store_bytes: of a value in the
-    store. Beside their keys, tiles of drafts and of latents count units; decode is faster without.
+    store_bytes: of a value in the store. Beside their keys, tiles of drafts and of latents count
+    units; decode is faster without.
     """
     rows = queries * group.num_queries_per_kv
-    if 2 * rows > SHARED_TILE_ROWS:
+    if not fits_tile(rows):
         return None
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
-    many = queries > 1 or _is_latent(group.head_dim, group.v_head_dim)
+    many = queries > 1 or is_latent(group.head_dim, group.v_head_dim)
     tile_units = TILE_UNITS if many and rows >= TILE_UNITS_FROM else 0
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
-
-
-def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) -> int:
-    """Return the least keys that a group shares beyond the group that it is in.
-
-    A member of a group writes and reads two partials of its `rows` more: float32 [rows, v_head_dim]
-    and their LSE. Two members read so many keys less that they save at least four times these bytes
-    of each.
-    """
-    partials = 2 * 2 * rows * (v_head_dim + 1) * 4
-    key = (head_dim + (0 if _is_latent(head_dim, v_head_dim) else v_head_dim)) * store_bytes
-    return power_of_two(8 * partials // key, LEAST_SHARED_KEYS)
-
-
-def _is_latent(head_dim: int, v_head_dim: int) -> bool:
-    """Say whether values are the first columns of the keys."""
-    return v_head_dim > 256 and head_dim > v_head_dim
 
 
 def spans_of(buffer: Tensor) -> Spans:

@@ -1,0 +1,71 @@
+"""Counts what the requests of a planned pass share. It waits for the device: no pass calls it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from attn_core.backends.triton.schedule import Schedule, SplitKV
+from attn_core.backends.triton.shared import LEVELS, spans_of
+from attn_core.costs.shared_prefix import token_values
+from attn_core.runtime.layer import LayerGroup
+from attn_core.runtime.shared_keys import SharedKeys
+
+
+class Counted(NamedTuple):
+    """Tokens of a layer's keys: see SharedKeys. total: those of all requests."""
+
+    grouped: int = 0
+    tokens: int = 0
+    read: int = 0
+    total: int = 0
+
+
+def shared_keys(
+    name: str, layers: Iterable[LayerGroup], schedules: Mapping[LayerGroup, Schedule]
+) -> SharedKeys | None:
+    """Return what a pass shared; None for a pass without a plan. layers: the group of each."""
+    counts = Counter(group for group in layers if group in schedules)
+    found = {group: _counted(group, schedules[group]) for group in counts}
+    if not found:
+        return None
+    values = {
+        group: n * group.num_kv_heads * token_values(group.head_dim, group.v_head_dim)
+        for group, n in counts.items()
+    }
+    saved = sum(values[group] * (x.tokens - x.read) for group, x in found.items())
+    total = sum(values[group] * x.total for group, x in found.items())
+    most = max(found.values(), key=lambda x: x.tokens)
+    size = next(iter(schedules.values())).inputs.size
+    return SharedKeys(name, size, most.grouped, most.tokens, most.read, saved / max(total, 1))
+
+
+def _counted(group: LayerGroup, schedule: Schedule) -> Counted:
+    inputs = schedule.inputs
+    lengths = inputs.requests.seq_lens
+    if group.window is not None:  # whatever lies before the first query's window is not read
+        queries = inputs.requests.cu_seqlens_q.diff()
+        lengths = lengths.minimum(group.window + queries - 1)
+    total = int(lengths.sum())
+    split = schedule.split
+    if split is None or split.buffer is None:
+        return Counted(total=total)
+    return _of_groups(split, inputs.size)._replace(total=total)
+
+
+def _of_groups(split: SplitKV, size: int) -> Counted:
+    assert split.buffer is not None
+    buffer = split.buffer.cpu()
+    spans, units = spans_of(buffer), buffer[0, : 2 * size + 1].diff()
+    members = spans.group[: LEVELS * size].view(LEVELS, size)
+    tokens = read = grouped = 0
+    for span in range(size, 2 * size):
+        if units[span] <= 0:  # groups come first, then nothing
+            break
+        level, keys = int(spans.level[span]), int(spans.end[span] - spans.begin[span])
+        together = int((members[level - 1] == span).sum())
+        tokens += together * keys
+        read += keys
+        grouped += together if level == 1 else 0
+    return Counted(grouped, tokens, read)

@@ -1,0 +1,41 @@
+"""When requests that share keys read them together: the bytes that are saved against the lines."""
+
+from __future__ import annotations
+
+LEAST_SHARED_KEYS = 256
+SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
+MAX_REQUESTS = 1024  # one program plans all requests in its registers
+
+
+def fits_tile(rows: int) -> bool:
+    """Say whether two requests of so many query rows a KV head fit a tile.
+
+    A tile of two members would otherwise read what a tile of each reads.
+    """
+    return 2 * rows <= SHARED_TILE_ROWS
+
+
+def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) -> int:
+    """Return the least keys that a group shares beyond the group that it is in.
+
+    A member of a group writes and reads two partials of its `rows` more: float32 [rows, v_head_dim]
+    and their LSE. Two members read so many keys less that they save at least four times these bytes
+    of each. The number is a power of two.
+    """
+    keys = 8 * partial_bytes(rows, v_head_dim) // (token_values(head_dim, v_head_dim) * store_bytes)
+    return max(LEAST_SHARED_KEYS, 1 << max(0, keys - 1).bit_length())
+
+
+def partial_bytes(rows: int, v_head_dim: int) -> int:
+    """Return what a member writes and reads of two partials of its rows."""
+    return 2 * 2 * rows * (v_head_dim + 1) * 4
+
+
+def token_values(head_dim: int, v_head_dim: int) -> int:
+    """Return the values that the cache holds of a token and KV head."""
+    return head_dim + (0 if is_latent(head_dim, v_head_dim) else v_head_dim)
+
+
+def is_latent(head_dim: int, v_head_dim: int) -> bool:
+    """Say whether values are the first columns of the keys."""
+    return v_head_dim > 256 and head_dim > v_head_dim

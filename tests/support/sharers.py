@@ -1,0 +1,105 @@
+"""Requests that share pages, and what of them a plan should find."""
+
+import itertools
+import random
+
+import torch
+from attn_core.cache.page_table import slot_table
+from attn_core.ops.kv import read_kv
+from attn_core.runtime.batch import SpecInfo
+from triton_passes import DEVICE, Requests
+
+GRANULE = 64  # so that short requests share
+
+
+class Sharers(Requests):
+    """Requests whose leading pages are those of the request before, as many as `shared` says.
+
+    shared: pages that each request shares with the one before it. What is shared no longer has
+    pages of its own: those hold NaN.
+    """
+
+    def __init__(self, layer, lengths, shared, **more):
+        super().__init__(layer, lengths, **more)
+        freed = torch.ones(self.cache.k.shape[0], dtype=torch.bool)
+        for b, pages in enumerate(shared):
+            if pages:
+                self.table[b, :pages] = self.table[b - 1, :pages]
+        for row, n in zip(self.table, lengths, strict=True):
+            freed[row[: -(-n // self.page)].long()] = False
+        for part, _ in self.cache.parts():
+            poison = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+            poison[freed] = 0x7F if part.dtype.itemsize == 1 else torch.nan
+        for b, n in enumerate(lengths):
+            slots = slot_table(self.table[b : b + 1], self.page, n)[0].long()
+            k, v = read_kv(self.cache, slots, torch.float32)
+            self.keys[b] = k
+            self.values[b] = k[..., : layer.v_head_dim] if v is None else v
+
+    def permuted(self, order):
+        """Put the requests into another order."""
+        for name in ("lengths", "keys", "values"):
+            setattr(self, name, [getattr(self, name)[i] for i in order])
+        self.table = self.table[list(order)].contiguous()
+        return self
+
+
+def expected_spans(sharers, queries, granule=GRANULE):
+    """Return the spans of groups (first request, requests, begin, end, level), found naively."""
+    table, page, count = sharers.table.tolist(), sharers.page, len(sharers.lengths)
+    common = []
+    for b in range(count - 1):
+        limit = max(0, min(sharers.lengths[b : b + 2]) - queries) // page
+        pairs = zip(table[b][:limit], table[b + 1][:limit], strict=True)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        common.append(same * page // granule)
+
+    def groups(low, high, base, level):
+        found, first = [], low
+        while first < high:
+            last = first
+            while last < high and common[last] > base:
+                last += 1
+            if last > first:
+                least = min(common[first:last])
+                found.append((first, last - first + 1, base * granule, least * granule, level))
+                if level == 1:
+                    found += groups(first, last, least, 2)
+            first = last + 1
+        return found
+
+    return sorted(groups(0, count - 1, 0, 1), key=lambda x: (x[4], x[0]))
+
+
+def planned_spans(split, size, queries=1):
+    """Return the spans of groups of a plan, and where the keys of each request alone begin."""
+    spans, indptr = split.spans, split.work_indptr.tolist()
+    groups = [
+        (
+            spans.request[s].item(),
+            spans.queries[s].item() // queries,
+            spans.begin[s].item(),
+            spans.end[s].item(),
+            spans.level[s].item(),
+        )
+        for s in range(size, 2 * size)
+        if indptr[s + 1] > indptr[s]
+    ]
+    return groups, spans.begin[:size].tolist()
+
+
+def verify(n, trees=None):
+    """Return what a pass that verifies n drafts says of them."""
+    mask = None if trees is None else trees.to(DEVICE)
+    return SpecInfo(topk=1 if trees is None else 2, num_draft_tokens=n, tree_mask=mask)
+
+
+def random_trees(requests, n, seed=0):
+    """Draw masks bool [requests, n, n] of trees."""
+    rng = random.Random(seed)
+    masks = torch.eye(n).bool().repeat(requests, 1, 1)
+    for b, i in itertools.product(range(requests), range(1, n)):
+        parent = rng.randrange(-1, i)
+        if parent >= 0:
+            masks[b, i] |= masks[b, parent]
+    return masks.to(DEVICE)
