@@ -84,11 +84,9 @@ class Scheduler:
         even, longest = batch.forward_mode in EVEN_MODES, batch.views[group.view].max_seq_len
         inputs, queries = Pass.of(group, batch), batch.max_q_len
         unsplit = self._own_prefill and not even and longest <= self._unsplit_keys
-        split = use_split_kv(
-            queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
-        )
-        one = tiles = new = None
-        chunk = 0
+        per_kv = group.num_queries_per_kv
+        split = use_split_kv(queries, per_kv, latent=self._latent, unsplit=unsplit)
+        one, tiles, new, chunk = None, None, None, 0
         few = split and (even or queries == 1)
         if self._latent and not (few or static is not None or self.config.deterministic):
             shape = self._shape(group, inputs, longest)
@@ -256,19 +254,12 @@ class Scheduler:
         )
 
     def _tiles(
-        self,
-        group: LayerGroup,
-        inputs: Pass,
-        longest: int,
-        static: Tensor | None,
-        *,
+        self, group: LayerGroup, inputs: Pass, longest: int, static: Tensor | None, *,
         min_queries: int = 0,
-    ) -> Tiles:
+    ) -> Tiles:  # fmt: skip
         shape, size = self._shape(group, inputs, longest), inputs.size
-        choices, order, offsets, parts = [], self._no_order, self._no_order, None
-        for kernel in self._kernels.prefill:
-            if launch := kernel.choose(shape, None):
-                choices.append(Choice(kernel, launch))
+        order, offsets, parts = self._no_order, self._no_order, None
+        choices = [Choice(k, x) for k in self._kernels.prefill if (x := k.choose(shape, None))]
         if choices[0].kernel.takes_order:
             buffer = self.buffer(size) if static is None else static
             offsets, order = buffer[0, : size + 1], buffer[1, :size]
