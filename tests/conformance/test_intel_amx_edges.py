@@ -307,6 +307,38 @@ def test_sinks_that_change_count_as_they_are(dtype):
     assert (after >= 50).all()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scale", [1e4, 1e10, 1e30])
+def test_scores_of_any_size_weigh_as_their_differences_say(scale, level, monkeypatch):
+    """Products of them lose more than an exponent bears: rows once were 0, and equal keys unequal.
+
+    Whole numbers, so that each score is exact; keys over several blocks of one request.
+    """
+    layer = dataclasses.replace(LAYER, scale=scale)
+    dtype = torch.bfloat16 if level in LEVELS[2:] else torch.float32
+    with at_level(monkeypatch, level):
+        backend = bench().create((layer,), dtype="bf16" if level in LEVELS[2:] else "fp32")
+    torch.manual_seed(0)
+    for queries, keys in ((1, 300), (5, 140), (40, 300)):
+        q, k = (torch.randint(-2, 3, (n, h, 32)) for n, h in ((queries, 4), (keys, 2)))
+        v = torch.randn(keys, 2, 32).to(dtype)
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys))
+        out, lse = backend.forward_ragged(
+            q.to(dtype), k.to(dtype), v, layer, cu_q, cu_k, queries, keys, causal=True,
+            return_lse=True,
+        )  # fmt: skip
+        k, v = k.repeat_interleave(2, 1).double(), v.repeat_interleave(2, 1).double()
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k)
+        later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+        scores = scores.masked_fill(later, -torch.inf)
+        p = ((scores - scores.amax(-1, keepdim=True)) * scale).exp()
+        right = torch.einsum("hqk,khd->qhd", p / p.sum(-1, keepdim=True), v)
+        torch.testing.assert_close(out.double(), right, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(
+            lse.double(), (scores * scale).logsumexp(-1).T, atol=1e-3, rtol=1e-6
+        )
+
+
 @pytest.mark.parametrize("queries", [(3, 1), (0, 40)])
 def test_an_infinite_sink_leaves_nothing_for_the_keys(queries):
     layer = dataclasses.replace(LAYER, sinks=torch.tensor([math.inf, 3e38, -math.inf, 0.5]))

@@ -133,7 +133,7 @@ def test_an_encoder_s_tokens_are_as_many_as_they_are():
         views={"cross": view},
         writes=False,
     )
-    dispatcher, pre, _ = make()
+    dispatcher, pre, _ = make(prefill=recorder("prefiller", cross_attention=True))
     (q, _, _), (_, k, v) = qkv(3), qkv(8)
     dispatcher.forward(q, k, v, cross, batch, None)
     assert pre.calls[-1][1][1] is k

@@ -20,7 +20,7 @@ from attn_core import (
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.operands import fillable, readable
-from recording import DV, HQ, LAYERS, TABLE, M, batch, make, qkv
+from recording import DV, HQ, LAYERS, TABLE, M, batch, make, qkv, recorder
 
 
 def apart(t):
@@ -222,7 +222,7 @@ def test_new_keys_need_a_slot_each():
 
 
 def test_cross_attention_writes_the_tokens_of_the_encoder():
-    dispatcher, pre, _ = make()
+    dispatcher, pre, _ = make(prefill=recorder("prefiller", cross_attention=True))
     cross = dataclasses.replace(LAYERS[0], view="cross", is_cross=True)
     view = CacheView.build(page_table=TABLE, page_size=4, seq_lens=[5, 3], new_lens=[5, 3])
     b = batch(M.EXTEND, views={"cross": view})

@@ -39,9 +39,13 @@ def test_a_scale_in_a_tensor_is_refused_at_construction(name):
     def dispatcher(scale, *, tensor_scales):
         scales = {0: (scale, 1.0) if name == "k_scale" else (1.0, scale)}
         pool = KVPool(LAYERS, num_pages=5, page_size=4, kv_cache_dtype="fp8_e4m3", scales=scales)
-        able = recorder("able", tensor_scales=True)
-        other = recorder("picky", tensor_scales=tensor_scales)
-        return HybridDispatcher({"prefill": able, "decode": other}, pool)
+        routes = {
+            "prefill": recorder("able", tensor_scales=True),
+            "decode": recorder("picky", tensor_scales=tensor_scales),
+        }
+        for backend in routes.values():
+            backend.config = dataclasses.replace(backend.config, kv_cache_dtype="fp8_e4m3")
+        return HybridDispatcher(routes, pool)
 
     with pytest.raises(UnsupportedError, match=rf"layer 0: {name} is a tensor, .* of picky has no"):
         dispatcher(torch.ones(1), tensor_scales=False)

@@ -91,6 +91,7 @@ def _served(backend: AttentionBackend) -> HybridDispatcher:
         num_pages=1,
         page_size=config.page_size,
         kv_cache_dtype=config.kv_cache_dtype,
+        layout=min(config.row.layouts, key=lambda x: x != "NHD"),
         device=config.device,
     )
     roles: tuple[Role, ...] = ("prefill", "decode", "verify", "draft")
