@@ -45,11 +45,16 @@ class Sharers(Requests):
 
 
 def expected_spans(sharers, queries, granule=GRANULE):
-    """Return the spans of groups (first request, requests, begin, end, level), found naively."""
+    """Return the spans of groups (first request, requests, begin, end, level), found naively.
+
+    queries: of each request; a list where they differ.
+    """
     table, page, count = sharers.table.tolist(), sharers.page, len(sharers.lengths)
+    rows = queries if isinstance(queries, list) else [queries] * count
+    contexts = [n - own if own else 0 for n, own in zip(sharers.lengths, rows, strict=True)]
     common = []
     for b in range(count - 1):
-        limit = max(0, min(sharers.lengths[b : b + 2]) - queries) // page
+        limit = max(0, min(contexts[b : b + 2])) // page
         pairs = zip(table[b][:limit], table[b + 1][:limit], strict=True)
         same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         common.append(same * page // granule)
@@ -71,13 +76,14 @@ def expected_spans(sharers, queries, granule=GRANULE):
     return sorted(groups(0, count - 1, 0, 1), key=lambda x: (x[4], x[0]))
 
 
-def planned_spans(split, size, queries=1):
+def planned_spans(split, size):
     """Return the spans of groups of a plan, and where the keys of each request alone begin."""
     spans, indptr = split.spans, split.work_indptr.tolist()
+    members = spans.group[: 2 * size].view(2, size)
     groups = [
         (
             spans.request[s].item(),
-            spans.queries[s].item() // queries,
+            int((members[spans.level[s] - 1] == s).sum()),
             spans.begin[s].item(),
             spans.end[s].item(),
             spans.level[s].item(),

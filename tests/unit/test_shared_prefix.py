@@ -30,7 +30,7 @@ def small_granule(monkeypatch):
 
 def attend(sharers, queries=1, mode=M.DECODE, spec=None, trees=None, **config):
     """Attend with groups and check against float64; return the split that was planned."""
-    rows = [queries] * len(sharers.lengths)
+    rows = queries if isinstance(queries, list) else [queries] * len(sharers.lengths)
     batch = sharers.batch(rows, mode=mode, spec=spec)
     q = sharers.draw(sum(rows))
     backend = sharers.backend(shared_prefix=True, **config)
@@ -86,9 +86,38 @@ def test_drafts_are_verified_after_what_is_shared(n, tree):
     sharers = Sharers(layer, [134, 140, 130, 270], [0, 8, 8, 4], page=16)
     trees = random_trees(4, n) if tree else None
     split = attend(sharers, n, M.TARGET_VERIFY, verify(n, trees), trees)
-    groups, _ = planned_spans(split, 4, n)
+    groups, _ = planned_spans(split, 4)
     assert groups == expected_spans(sharers, n)
     assert groups[0][3] == 64, "the context of one of them has no 128 tokens"
+
+
+EXTENDS = {
+    "short ones": ([200, 230, 257, 193], [0, 8, 8, 8], [3, 1, 5, 2]),
+    "levels": ([300, 280, 310, 290, 330, 260], [0, 12, 4, 12, 4, 9], [1, 4, 2, 8, 1, 3]),
+    "more rows than a tile": ([190] * 12, [0, *[8] * 11], [1, 8, 8, 2, 8, 7, 8, 8, 3, 8, 8, 8]),
+    "what is new is not shared": ([134, 140, 130], [0, 8, 8], [4, 1, 3]),
+    "one without tokens": ([200, 190, 195, 210, 200], [0, 8, 8, 8, 8], [2, 3, 0, 1, 4]),
+    "none with tokens but two": ([200, 190, 195, 210], [0, 8, 8, 8], [0, 0, 4, 1]),
+}
+
+
+@pytest.mark.parametrize("name", EXTENDS)
+def test_short_extends_share_what_comes_before_their_tokens(name):
+    """Their query lengths differ; the longest decides whether groups are formed."""
+    lengths, shared, queries = EXTENDS[name]
+    sharers = Sharers(make_layer(1, dim=32), lengths, shared, page=16)
+    split = attend(sharers, queries, M.EXTEND)
+    groups, _ = planned_spans(split, len(lengths))
+    assert groups == expected_spans(sharers, queries)
+    assert groups
+
+
+def test_prompts_and_steps_beside_them_form_no_groups():
+    sharers = Sharers(make_layer(1, dim=32), [200, 190, 195], [0, 8, 8], page=16)
+    batch = sharers.batch([60, 1, 1], mode=M.MIXED)
+    [schedule] = sharers.backend(shared_prefix=True).init_forward_metadata(batch).values()
+    assert schedule.split.buffer is None, "of requests of one token beside tiles of a prompt"
+    assert schedule.tiles is not None
 
 
 @pytest.mark.parametrize("store", ["fp32", "fp16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])

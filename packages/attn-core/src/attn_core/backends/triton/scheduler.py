@@ -84,6 +84,7 @@ class Scheduler:
         even, longest = batch.forward_mode in EVEN_MODES, batch.views[group.view].max_seq_len
         inputs, queries = Pass.of(group, batch), batch.max_q_len
         unsplit = self._own_prefill and not even and longest <= self._unsplit_keys
+<<<<<<< HEAD
         per_kv = group.num_queries_per_kv
         split = use_split_kv(queries, per_kv, latent=self._latent, unsplit=unsplit)
         one, tiles, new, chunk = None, None, None, 0
@@ -96,6 +97,14 @@ class Scheduler:
             one = self._split(group, inputs, longest, chunk, None)
         elif split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static, even=even)
+=======
+        split = use_split_kv(
+            queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
+        )
+        one = tiles = new = None
+        if split and (even or not self.config.deterministic):
+            one = self._split(group, inputs, longest, queries, static)
+>>>>>>> shared
         elif static is None and self._decodes(batch, longest):
             one = self._split(group, inputs, longest, 1, None, max_queries=1)
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
@@ -160,15 +169,15 @@ class Scheduler:
 
     def _split(
         self, group: LayerGroup, inputs: Pass, longest: int, queries: int, static: Tensor | None, *,
-        max_queries: int = 0, even: bool = False,
+        max_queries: int = 0,
     ) -> SplitKV:  # fmt: skip
         size, batch_invariant = inputs.size, self.config.deterministic
         short = not batch_invariant and longest <= self._unsplit_keys
-        key = (group, size, inputs.mask, queries, short, max_queries, even)
+        key = (group, size, inputs.mask, queries, short, max_queries)
         cuts = self._cuts.get(key)
         if cuts is None:
             shape = self._shape(group, inputs, longest)
-            shares = even and not short and self._shares(group, size)
+            shares = not (max_queries or short) and self._shares(group, size)
             cuts = self._cuts[key] = self._cut(
                 shape, size, queries, short, max_queries, shares=shares
             )
@@ -199,7 +208,7 @@ class Scheduler:
         )
 
     def _shares(self, group: LayerGroup, size: int) -> bool:
-        """Say whether the requests of a pass of equal query lengths may read keys together.
+        """Say whether the requests of a pass of short queries may read keys together.
 
         Windows move the keys of each request, and a deterministic one depends on no other.
         """

@@ -113,13 +113,12 @@ def _compare(
 ):
     """Store how many granules request b and the next one share; say whether it is the last one."""
     if b < batch - 1:
-        start = tl.load(cu + b)
         middle = tl.load(cu + b + 1)
-        limit = tl.minimum(
-            tl.load(lengths + b) - (middle - start),
-            tl.load(lengths + b + 1) - (tl.load(cu + b + 2) - middle),
-        )
-        limit = tl.maximum(limit, 0) // PAGE
+        queries = middle - tl.load(cu + b)
+        next_queries = tl.load(cu + b + 2) - middle
+        limit = tl.minimum(tl.load(lengths + b) - queries, tl.load(lengths + b + 1) - next_queries)
+        # a group without queries would have no tile
+        limit = tl.where(tl.minimum(queries, next_queries) > 0, tl.maximum(limit, 0), 0) // PAGE
         row = table + b.to(tl.int64) * table_stride
         low = 0
         while low < limit:
