@@ -84,7 +84,6 @@ class Scheduler:
         even, longest = batch.forward_mode in EVEN_MODES, batch.views[group.view].max_seq_len
         inputs, queries = Pass.of(group, batch), batch.max_q_len
         unsplit = self._own_prefill and not even and longest <= self._unsplit_keys
-<<<<<<< HEAD
         per_kv = group.num_queries_per_kv
         split = use_split_kv(queries, per_kv, latent=self._latent, unsplit=unsplit)
         one, tiles, new, chunk = None, None, None, 0
@@ -94,17 +93,9 @@ class Scheduler:
             chunk = chunk_queries(self._kernels.decode, shape, inputs.tokens)
         if chunk:
             inputs = in_chunks(inputs, chunk, -(-longest // self.config.page_size))
-            one = self._split(group, inputs, longest, chunk, None)
+            one = self._split(group, inputs, longest, chunk, None, max_queries=chunk)
         elif split and (even or not self.config.deterministic):
-            one = self._split(group, inputs, longest, queries, static, even=even)
-=======
-        split = use_split_kv(
-            queries, group.num_queries_per_kv, latent=self._latent, unsplit=unsplit
-        )
-        one = tiles = new = None
-        if split and (even or not self.config.deterministic):
             one = self._split(group, inputs, longest, queries, static)
->>>>>>> shared
         elif static is None and self._decodes(batch, longest):
             one = self._split(group, inputs, longest, 1, None, max_queries=1)
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
