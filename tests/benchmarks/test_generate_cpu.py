@@ -9,7 +9,7 @@ import pytest
 import torch
 from amx_kernels import compiled
 
-from benchmarks import generate_cpu, intel_amx_cpu
+from benchmarks import generate_calls, generate_cpu, intel_amx_cpu
 from benchmarks.torch_native_cpu import Shape
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -64,6 +64,12 @@ def test_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path, folder):
     with pytest.raises(SystemExit, match="no checkout of this repository; make one with"):
         generate_cpu.main(["--model", str(folder), "--since", str(tmp_path)])
+
+
+def test_weights_are_no_tensors_of_inference_mode(folder):
+    with torch.inference_mode():
+        model = generate_calls.read_model(folder, torch.bfloat16)
+    assert not any(x.is_inference() for x in model.parameters())
 
 
 def test_agreement_ends_at_the_first_difference():
