@@ -265,9 +265,8 @@ class Scheduler:
             offsets, order = buffer[0, : size + 1], buffer[1, :size]
             batch, fixed = inputs.batch, self.config.deterministic
             if batch is not None and not fixed and may_cut(shape, batch, longest, min_queries):
-                rows = most_slots(self._processors) * TILE_ROWS
-                partials = self._partials(rows, group.v_head_dim)
-                parts = KeyParts(buffer[2, :size], buffer[3, :size], *partials)
+                scratch = self._partials(most_slots(self._processors) * TILE_ROWS, group.v_head_dim)
+                parts = KeyParts(buffer[2, :size], buffer[3, :size], *scratch)
         return Tiles(
             choices=tuple(choices),
             min_queries=min_queries,
