@@ -273,8 +273,9 @@ def hopper_launch(head_dim: int, longest: int, tiles: int, processors: int) -> L
     few_tiles = head_dim == 128 and tiles <= 2 * processors
     if longest <= 128 and (head_dim == 64 or few_tiles):
         return Launch(block_m=64, block_n=32, warps=4, stages=2, ptx=True)
-    if head_dim == 128 and longest <= 1024:
-        return Launch(block_m=128, block_n=64, warps=4, stages=4)
+    many_tiles = head_dim < 256 and tiles >= 4 * processors
+    if (longest <= 2048 and many_tiles) or (longest <= 1024 and head_dim == 128):
+        return Launch(block_m=128, block_n=64, warps=4, stages={64: 6, 128: 4}[head_dim])
     return Launch(block_m=128, block_n=block, warps=4, stages=2)
 
 
