@@ -60,7 +60,11 @@ _DUAL_CHUNK = {
 }
 _BOTH = ("test_kernels.py", "test_linear_kernels.py")
 KERNELS = {  # name → files, and which tests of theirs
-    "kernels": (_BOTH, "test_kernels or test_linear_kernels and not graph"),
+    "kernels": (
+        ("test_gathered_pages.py", *_BOTH),
+        "test_kernels or test_linear_kernels and not graph or test_gathered_pages",
+    ),
+    "sparse-pages": (("test_gathered_pages.py",), "test_gathered_pages"),
     "sparse": (_BOTH[:1], " or ".join(_SPARSE.values())),
     "dual-chunk": (_BOTH[:1], " or ".join(_DUAL_CHUNK.values())),
     "linear": (_BOTH[1:], " or ".join(_LINEAR)),

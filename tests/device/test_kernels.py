@@ -25,7 +25,7 @@ LENGTHS, PROMPTS = (300, 17, 64, 5), (200, 17, 0, 1)
 DRAFTS = 5
 PORTABLE = {"extend_hopper": "extend_tiles", "decode_hopper": "decode_splits"}
 PORTABLE |= {"decode_mla_hopper": "decode_splits", "order_requests": "_write"}
-PORTABLE |= {"merge_tiles": "_write"}
+PORTABLE |= {"merge_tiles": "_write", "cut_prompts": "extend_tiles"}
 ORDERED, CUT = ("_write", "order_requests"), ("_write", "plan_splits", "merge_splits")
 LATENT = {"layer": {"heads": 1, "group": 64, "dim": 576, "v_dim": 512}}
 # name → what runs on Hopper, and the pass: prompts, drafts or, by default, one query a request
@@ -44,7 +44,7 @@ PASSES = {
     "prompts-80": (("_write", "extend_tiles"), {"prompts": True, "layer": {"dim": 80}}),
     "prompts-fp8": (("_write", "extend_tiles"), {"prompts": True, "store": "fp8_e4m3"}),
     "prompts-fp4": (("_write", "extend_tiles"), {"prompts": True, "store": "fp4_e2m1"}),
-    "prompts-latent": (("_write", "extend_tiles"), {"prompts": True, **LATENT}),
+    "prompts-latent": (("_write", "cut_prompts"), {"prompts": True, **LATENT}),
     "decode-page-64": ((*CUT, "decode_hopper"), {"page": 64}),
     "decode-page-1": ((*CUT, "decode_splits"), {"page": 1}),
     "decode-fp8": ((*CUT, "decode_splits"), {"store": "fp8_e4m3"}),

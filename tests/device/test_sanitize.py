@@ -80,7 +80,7 @@ def test_what_the_parts_name_is_there():
     assert "def test_rows_that_are_selected" in text
     assert "def test_scores_of_a_prompt" in text
     alone = [name for name in sanitize.KERNELS if re.match("(sparse|dual-chunk)-", name)]
-    assert len(alone) == 9
+    assert len(alone) == 10
     assert all(" or " not in sanitize.KERNELS[name][1] for name in alone)
     assert {ROUTES["dsa-many-selected", "bf16"], ROUTES["dsa-decode-fp8", "bf16"]} == {
         "cut", "decoded",
@@ -105,7 +105,7 @@ def test_every_kernel_is_run_under_the_checker():
     ways = (r"^    +(\w+)\[(?:\(.*\)|grid)\]\($", r"(?<!def )_?[Ll]auncher\(\s*(\w+),")
     launched = {n for s in sources for way in ways for n in re.findall(way, s, re.M)}
     launched -= {"kernel", "grid"}  # variables where launchers are made and called
-    tests = ("test_kernels.py", "test_linear_kernels.py")
+    tests = ("test_kernels.py", "test_linear_kernels.py", "test_gathered_pages.py")
     text = "".join((SCRIPT.parent / name).read_text() for name in tests)
     named = {*re.findall(r'"(\w+)"', text)}
     assert {"extend_hopper", "order_requests", "_write", "merge_splits"} <= launched

@@ -18,7 +18,7 @@ def shared_prefix(here, *more):
     workload = '{"prompts": {"4096": 0.9, "200": 0.1}, "requests": {"1": 0.5, "64": 0.5}}'
     device = ("select", "--device", "cuda:sm90", "--assume-installed", "all")
     asked = (*device, "--shared-prefix", "--workload", workload, *more)
-    text = here(*asked).stdout
+    text = here(*asked, COLUMNS="1000").stdout
     lines = [line for line in text.splitlines() if line.startswith("  sharing")]
     return json.loads(here(*asked, "--json").stdout)["shared_prefix"], lines
 
