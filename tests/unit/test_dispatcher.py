@@ -118,7 +118,7 @@ def test_every_public_method_of_the_contract_is_routed():
         for name, _ in inspect.getmembers(AttentionBackend, inspect.isfunction)
         if not name.startswith("_")
     }
-    # index_topk: the dispatcher's also writes, test_sparse; shared_keys: a property, test_shared_keys
+    # test_sparse has the dispatcher's index_topk, which also writes, and test_shared_keys the other
     contract -= {"index_topk", "shared_keys"}
     assert {name for name, *_ in pre.calls + dec.calls} == contract - {"forward"}, "its pair"
     # and the dispatcher offers each under its own name, with the contract's parameters

@@ -245,9 +245,7 @@ def test_a_pool_beyond_32_bit_offsets():
 def test_what_does_not_fit_the_cache_is_refused():
     cache = to_device(cache_of("bf16", SHAPES["mha"]), DEVICE)
     k, slots = torch.randn(2, 2, 64, device=DEVICE), torch.tensor([4, 5], device=DEVICE)
-    with pytest.raises(
-        UsageError, match=r"v None for slots torch.int64 \[2\] of a cache"
-    ):
+    with pytest.raises(UsageError, match=r"v None for slots torch.int64 \[2\] of a cache"):
         write_kv(cache, k, None, slots)
     latent = LayerCache(k=cache.k, v=None)
     with pytest.raises(UsageError, match=r"v \[2, 2, 64\] for slots torch.int64 \[2\] of a cache"):
