@@ -22,7 +22,7 @@ _ROWS = ("model", "passes", "points", "compiling before", "left", "measuring", "
 
 def tune_sections(folder: pathlib.Path = FOLDER) -> str:
     """Write all records of tuning, a section each; "" where there is none."""
-    paths = sorted(folder.glob("tune.*.json"))
+    paths = sorted({*folder.glob("tune.*.json")} - {*folder.glob("tune.*.profile.json")})
     return "".join(section(path.name, json.loads(path.read_text())) for path in paths)
 
 

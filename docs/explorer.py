@@ -34,6 +34,7 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 DATA = ROOT / "docs" / "site" / "explorer" / "data.js"
 DEVICES = {
     "h200": "NVIDIA H200",
+    "h100": "NVIDIA H100",
     "cuda:sm80": "NVIDIA sm80 (A100)",
     "cuda:sm89": "NVIDIA sm89 (L40S, RTX 4090)",
     "cuda:sm90": "NVIDIA sm90 (H100, H200)",
