@@ -7,6 +7,7 @@ from attn_core.backends.triton.kernel import Pass
 from attn_core.backends.triton.latent_prompts import chunk_queries, in_chunks
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.runtime.layer import LayerGroup
+from attn_core.runtime.shared_keys import SharedKeys
 
 pytest.importorskip("triton")
 
@@ -76,6 +77,31 @@ def test_other_passes_have_no_chunks(chunks):
         requests.backend(deterministic=True).init_forward_metadata(requests.batch([40, 2])).values()
     )
     assert (fixed.chunk, fixed.split) == (0, None)
+
+
+def test_captured_prompts_have_no_chunks_without_static_buffers(chunks):
+    """A replay brings other lengths, which the chunks of a capture would not follow."""
+    requests = Requests(latents(), (60, 40), page=16, dtype="fp32")
+    backend = requests.backend()
+    captured = requests.batch([20, 20], [60, 40])
+    plan = backend.init_forward_metadata_capture_cuda_graph(captured)
+    view = captured.views["full"]
+    q = requests.draw(40)
+    for lengths in ((60, 40), (33, 29)):
+        view.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        backend.init_forward_metadata_replay_cuda_graph(captured, plan)
+        tokens = (q, None, None, requests.layer, requests.cache, captured, plan)
+        got = backend.forward(*tokens, return_lse=True)
+        requests.check(got, q, [20, 20], lengths)
+
+
+def test_chunks_are_not_counted_as_requests(chunks):
+    requests = Requests(latents(), (60, 40), page=16)
+    backend = requests.backend(shared_prefix=True)
+    batch = requests.batch([40, 20], mode=ForwardMode.DRAFT_EXTEND)
+    plan = backend.init_forward_metadata(batch)
+    assert next(iter(plan.values())).chunk > 0
+    assert backend.shared_keys(plan) == SharedKeys("triton", 2, 0, 0, 0, 0.0)
 
 
 def test_without_a_kernel_for_chunks_prompts_are_tiles():

@@ -67,14 +67,18 @@ class Triton(AttentionBackend):
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> Schedules:
         """Plan into the static buffers; a graph serves lengths up to max_seq_len of its views.
 
-        Raises BatchError for more requests than the buffers are for.
+        Without init_cuda_graph_state each plan has buffers of its own. Raises BatchError for more
+        requests than the buffers are for.
         """
         if self._graph_buffers and batch.batch_size > self._graph_requests:
             raise BatchError(
                 f"a captured pass of {batch.batch_size} requests, and static buffers for "
                 f"{self._graph_requests}; call init_cuda_graph_state with a larger max_bs first"
             )
-        schedules = self._plan(batch, self._graph_buffers)
+        buffers = self._graph_buffers or {
+            group: self._scheduler.buffer(batch.batch_size) for group in self._groups
+        }
+        schedules = self._plan(batch, buffers)
         for schedule in schedules.values():
             schedule.new = None  # replays may bring requests with a prefix
         return schedules

@@ -37,21 +37,24 @@ def shared_keys(
     saved = sum(values[group] * (x.tokens - x.read) for group, x in found.items())
     total = sum(values[group] * x.total for group, x in found.items())
     most = max(found.values(), key=lambda x: x.tokens)
-    size = next(iter(schedules.values())).inputs.size
-    return SharedKeys(name, size, most.grouped, most.tokens, most.read, saved / max(total, 1))
+    batch = next(iter(schedules.values())).inputs.batch
+    assert batch is not None  # chunks of prompts over latents are no requests of it
+    counted = (batch.batch_size, most.grouped, most.tokens, most.read)
+    return SharedKeys(name, *counted, saved / max(total, 1))
 
 
 def _counted(group: LayerGroup, schedule: Schedule) -> Counted:
-    inputs = schedule.inputs
-    lengths = inputs.requests.seq_lens
+    batch = schedule.inputs.batch
+    assert batch is not None
+    lengths = batch.views[group.view].seq_lens
     if group.window is not None:  # whatever lies before the first query's window is not read
-        queries = inputs.requests.cu_seqlens_q.diff()
+        queries = batch.cu_seqlens_q.diff()
         lengths = lengths.minimum(group.window + queries - 1)
     total = int(lengths.sum())
     split = schedule.split
     if split is None or split.buffer is None:
         return Counted(total=total)
-    return _of_groups(split, inputs.size)._replace(total=total)
+    return _of_groups(split, batch.batch_size)._replace(total=total)
 
 
 def _of_groups(split: SplitKV, size: int) -> Counted:
