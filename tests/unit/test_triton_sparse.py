@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.backends.triton.sparse import gather, launch, scoring, selecting
-from attn_core.backends.triton.sparse.backend import TritonSparse
+from attn_core.backends.triton.sparse.backend import TritonSparse, _stored
 from attn_core.backends.triton.sparse.passes import SparsePass
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.plugins.registry import load_plugins
@@ -279,3 +279,12 @@ def test_the_way_of_a_check_on_hopper(feature, dtype, on_hopper):
     )
     way = ROUTES[feature, dtype]
     assert {*on_hopper} == {"gathered" if way == "cut" else way, *["gathered"] * (way == "decoded")}
+
+
+def test_a_larger_pool_does_not_take_the_scratch_of_a_smaller_one():
+    """Hopper's gathering keeps the place of each page: more pages would be written behind it."""
+    few, more, as_many = (
+        LayerCache(k=torch.zeros(n, 64, 1, 656, dtype=torch.uint8), v=None, latent_dim=512)
+        for n in (4, 400, 4)
+    )
+    assert _stored(few) == _stored(as_many) != _stored(more)

@@ -287,10 +287,10 @@ class TritonSparse(AttentionBackend):
 
 
 def _stored(cache: LayerCache) -> int:
-    """Return a number that is equal for caches whose latents are stored alike."""
+    """Return a number that is equal for as many pages whose latents are stored alike."""
     x: tuple[Pointers, int] | None = cache.launchers.get("stored")
     if x is None or moved(x[0]):
         k = cache.k
-        of = (k.shape[1:], k.stride(), alike(k), k.numel() > 0, cache.latent_dim)
+        of = (k.shape, k.stride(), alike(k), cache.latent_dim)
         x = cache.launchers["stored"] = (pointers(k), numbered(("stored", *of)))
     return x[1]
