@@ -87,7 +87,7 @@ def to_layer(
         num_kv_heads=module.tp_k_head_num,
         head_dim=module.qk_head_dim,
         v_head_dim=module.v_head_dim,
-        scale=module.scaling,
+        scale=float(module.scaling),
         view=view,
         logit_cap=module.logit_cap or None,
         sliding_window=window + 1 if window > -1 else None,  # SGLang leaves the token itself out
