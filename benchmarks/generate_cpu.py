@@ -121,6 +121,24 @@ def profile(model: Any, path: pathlib.Path, batch: int, prompt: int, name: str) 
     }
 
 
+def head(benchmark: str, path: pathlib.Path, level: str, rounds: int) -> dict[str, Any]:
+    """Return what a record says before its results: the model, versions and the CPU."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": path.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "device": str(probe_cpu()),
+        "level": level,
+        "threads": torch.get_num_threads(),
+        **placement(),
+        "rounds": rounds,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=pathlib.Path, help="default: the demo's model")
@@ -137,21 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     level = LEVELS[load().level]
     output = args.output or FOLDER / f"generate_cpu.{level}.json"
     results: list[dict[str, Any]] = []
-    report = {
-        "benchmark": "generate_cpu",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "model": path.name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu_model(),
-        "device": str(probe_cpu()),
-        "level": level,
-        "threads": torch.get_num_threads(),
-        **placement(),
-        "rounds": args.rounds,
-        "results": results,
-    }
+    report = {**head("generate_cpu", path, level, args.rounds), "results": results}
     with torch.inference_mode():
         for dtype in args.dtypes:
             model = read_model(path, DTYPES[dtype])

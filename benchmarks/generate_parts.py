@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
 import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from attn_core.integrations.transformers.engine import Engine
 from attn_intel.cpu.backend import IntelAMX
 from attn_intel.cpu.library import LEVELS, load
@@ -32,9 +29,8 @@ from transformers import AttentionInterface, DynamicCache
 
 from benchmarks.demo import model_file
 from benchmarks.generate_calls import DTYPES, Stamps, attending, read_model
-from benchmarks.generate_cpu import BATCHES, CONTESTANTS, PROMPTS, prompts_of
+from benchmarks.generate_cpu import BATCHES, CONTESTANTS, PROMPTS, head, prompts_of
 from benchmarks.results import FOLDER
-from benchmarks.torch_native_cpu import cpu_model, placement
 
 ATTENTION = ("kernels", "around the kernels")  # of intel_amx; of others all is around them
 
@@ -174,20 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path, level = args.model or model_file(), LEVELS[load().level]
     output = args.output or FOLDER / f"generate_parts.{level}.json"
     results: list[dict[str, Any]] = []
-    report = {
-        "benchmark": "generate_parts",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "model": path.name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu_model(),
-        "level": level,
-        "threads": torch.get_num_threads(),
-        **placement(),
-        "rounds": args.rounds,
-        "results": results,
-    }
+    report = {**head("generate_parts", path, level, args.rounds), "results": results}
     with torch.inference_mode():
         for dtype in args.dtypes:
             model = read_model(path, DTYPES[dtype])

@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from attn_core.errors import BackendError, UsageError
+from attn_core.spec.device import torch_build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +107,19 @@ def shortfall(group: str, libraries: Libraries) -> str | None:
 
 
 def installed(groups: Iterable[str]) -> dict[str, str | None]:
-    """Look up the installed version of every distribution in `groups` without importing any."""
+    """Look up the installed version of every distribution in `groups` without importing any.
+
+    Of torch it is the build, such as 2.11.0+cu130.
+    """
     versions: dict[str, str | None] = {}
-    for name in {canonicalize_name(w.name) for group in groups for w in alternatives(group)}:
+    names = {canonicalize_name(w.name) for group in groups for w in alternatives(group)}
+    for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    build = torch_build().get("version") if "torch" in names else None
+    return {**versions, "torch": build} if build else versions
 
 
 def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:

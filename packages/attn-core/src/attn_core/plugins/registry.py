@@ -21,7 +21,6 @@ from attn_core.plugins.dependencies import Libraries, Pin, installed, parse_libr
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.plugins.validation import pin_problem, problem, too_many
 from attn_core.spec.capabilities import BackendSpec
-from attn_core.spec.device import torch_build
 from attn_core.spec.kinds import Family
 
 BUILTIN = "attn-core"
@@ -138,14 +137,9 @@ class Registry:
         return tuple(sorted({group for row in rows for group in row.requires}))
 
     def installed_libraries(self) -> dict[str, str | None]:
-        """Look up the versions here of torch and libraries that rows, or known_bad, name.
-
-        Imports none of them. Of torch it is the build, such as 2.11.0+cu130.
-        """
+        """Look up the versions here of torch and libraries that rows, or known_bad, name."""
         bad = {x for s in self.backends.values() for k in s.known_bad for x in k.libraries}
-        torch = torch_build().get("version")
-        here = {"torch": torch} if torch else {}
-        return {**installed({*self.requires(), *bad}), **self.own_libraries, **here}
+        return {**installed({*self.requires(), *bad, "torch"}), **self.own_libraries}
 
 
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
