@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.engines.cases import NEW_TOKENS, Configuration
+from benchmarks.engines.cases import NEW_TOKENS, Case, Configuration
 
 REST_GB = 4.0  # CUDA, NCCL, workspaces, graphs and activations: an estimate
 MOST = 0.88  # of a GPU's memory for all servers
@@ -12,10 +12,20 @@ KEPT = 4 * NEW_TOKENS  # tokens behind a prompt: those that run, and what the pr
 
 
 def pool_tokens(configuration: Configuration) -> int:
-    """Return the tokens of the largest case, those of one data parallel rank."""
+    """Return the tokens of the largest case, those of one data parallel rank.
+
+    What requests share is there once: every engine here has a prefix cache.
+    """
     ranks: int = configuration.arguments.get("dp_size", 1)
-    most = max(sum(case.lengths) + case.batch * KEPT for case in configuration.cases)
-    return math.ceil(most / ranks)
+    return math.ceil(max(map(_case_tokens, configuration.cases)) / ranks)
+
+
+def _case_tokens(case: Case) -> int:
+    members, common = case.shared
+    again = case.batch - math.ceil(
+        case.batch / members
+    )  # requests whose beginning is there already
+    return sum(case.lengths) - again * common + case.batch * KEPT
 
 
 def pool_bytes(configuration: Configuration) -> int:

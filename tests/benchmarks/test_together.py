@@ -153,6 +153,9 @@ def test_the_memory_of_a_server_follows_from_its_cases(tmp_path):
     short = dataclasses.replace(dp2, cases=(*named("dp2", ["decode 16x8192"]),))
     assert 2 * gigabytes(short) < together.MOST * 80
     assert gigabytes(CONFIGURATIONS["mla"]) == float("inf")
+    shared = named("shared-prefix", ["decode 64x8704 shared 64x8192"])
+    asked_once = dataclasses.replace(CONFIGURATIONS["shared-prefix"], cases=(*shared,))
+    assert pool_tokens(asked_once) == 8192 + 64 * (512 + 580)
     found = sglang_engine.arguments(dp2, "fa3", tmp_path, 3)
     assert found["max_total_tokens"] == pool_tokens(dp2)
     assert found["nccl_port"] > found["port"] > sglang_engine.ports(2)["nccl_port"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import TypeVar
 
@@ -57,13 +57,27 @@ def _dims(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
     return nearest, nearest
 
 
+def _turning_points(dims: Set[int]) -> Set[int]:
+    """Return few of many dims: both ends, multiples of 32, powers of two and what is beside them.
+
+    A kernel pads a head dim to a power of two, and reads it in vectors and in blocks.
+    """
+    if len(dims) <= 64:
+        return dims
+    beside = {d for i in range(max(dims).bit_length()) for d in (2**i - 1, 2**i, 2**i + 1)}
+    return (
+        {d for d in dims if d in beside or d % 32 == 0} | {min(dims), max(dims)} | dims & {*_DIMS}
+    )
+
+
 def shape_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[Case]:
     """Yield a prefill and a decode per head dim, pair of dims and number of heads of the rows.
 
-    Every declared value is asked; where a row takes any, a few odd ones are.
+    Every declared value is asked, but of more than 64 head dims those of `_turning_points`; where a
+    row takes any, a few odd ones are.
     """
     latent = kind in LATENT_KINDS
-    pairs = {(d, d) for r in rows for d in r.head_dims}
+    pairs = {(d, d) for r in rows for d in _turning_points(r.head_dims)}
     if any(not r.head_dims for r in rows):
         pairs |= {(d, d) for d in _DIMS}
     for r in rows:
