@@ -77,12 +77,8 @@ def judged(arch, *names, hot):
     return [site | {"faults": list(faults(arch, site, hot=hot))} for site in build(arch, *names)]
 
 
-# The least shared memory, the kernels of Hopper, and AMD; the rest takes a minute more.
-FIRST = ("sm75", "sm90", "sm120", "gfx942")
-
-
 @pytest.mark.parametrize(
-    "arch", [a if a in FIRST else pytest.param(a, marks=pytest.mark.long) for a in SHARED]
+    "arch", [a if a == "sm90" else pytest.param(a, marks=pytest.mark.long) for a in SHARED]
 )
 def test_hot_launches(arch):
     sites = judged(arch, "quick", hot=True)
@@ -128,7 +124,8 @@ def test_matrix_instructions_are_those_that_the_docs_name(arch, of_prompts, of_s
     assert products == {"extend_tiles": [of_prompts], "decode_splits": [of_steps]}
 
 
-@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 def test_hot_launches_of_sparse_mla(arch):
     """Over FP8 latents; test_every_launch has those over 16 bits too."""
     names = ("dsa-decode-fp8", "write-latents", "write-index-fp8", "score-prompts", "gather-pages")
@@ -146,7 +143,8 @@ def test_hot_launches_of_sparse_mla(arch):
     ]
 
 
-@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 def test_hot_launches_of_shared_prefixes(arch):
     sites = judged(arch, "verify-shared", "decode-shared", hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
@@ -155,7 +153,8 @@ def test_hot_launches_of_shared_prefixes(arch):
     assert kernels == [["plan_shared", attend, "merge_splits"]] * 2
 
 
-@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 def test_hot_launches_of_linear_attention(arch):
     names = ("gdn-decode", "gdn-verify-tree", "gdn-commit", "gdn-prefill", "kda-prefill")
     names += ("gdn-prefill-alone", "gdn-prefill-ahead", "kda-prefill-alone", "gdn-prefill-fused")
