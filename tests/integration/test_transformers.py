@@ -250,6 +250,28 @@ def test_rearranged_caches_hold_what_their_rows_say(
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("rows", [[False, True, True], [True, False, True], [False, False, False]])
+def test_a_mask_selects_rows_as_it_does_of_tensors(
+    llama: Any, prompts: dict[str, torch.Tensor], rows: list[bool]
+) -> None:
+    ids, mask, kept = prompts["input_ids"], prompts["attention_mask"], torch.tensor(rows)
+    more = torch.randint(2, 110, (int(kept.sum()), 3))
+    whole = torch.cat([mask[kept], torch.ones_like(more)], 1)
+
+    def logits() -> torch.Tensor:
+        cache = llama(ids, attention_mask=mask, use_cache=True).past_key_values
+        cache.batch_select_indices(kept)
+        if not kept.any():
+            return torch.zeros(0)
+        return llama(more, attention_mask=whole, past_key_values=cache).logits
+
+    with torch.no_grad():
+        expected = logits()
+        with enable(llama, page_size=4) as engine:
+            torch.testing.assert_close(logits(), expected)
+            assert engine.num_held == 0
+
+
 def test_shared_pages_are_not_stored_twice(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
     with torch.no_grad(), enable(llama, page_size=4) as engine:
         cache = llama(prompts["input_ids"][:1]).past_key_values  # 12 tokens, 3 whole pages
