@@ -291,6 +291,25 @@ def test_out_of_pages_loses_nothing(llama: Any, prompts: dict[str, torch.Tensor]
     assert torch.equal(short, generate(llama, prompts, max_new_tokens=16))
 
 
+def test_a_cache_whose_first_pass_failed_takes_fewer_rows(
+    llama: Any, prompts: dict[str, torch.Tensor]
+) -> None:
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    with torch.no_grad(), enable(llama, page_size=4, num_pages=6) as engine:
+        cache = DynamicCache(config=llama.config)
+        with pytest.raises(OutOfPagesError):
+            llama(ids, attention_mask=mask, past_key_values=cache)
+        got = llama(ids[:1], attention_mask=mask[:1], past_key_values=cache).logits
+        assert engine.num_held == 3
+        with pytest.raises(BatchError, match="2 rows for a cache of 1"):
+            llama(ids[:2, :1], past_key_values=cache)
+        cache.crop(-12)
+        llama(ids[1:, -4:], attention_mask=mask[1:, -4:], past_key_values=cache)
+        assert engine.num_held == 2
+    with torch.no_grad():
+        torch.testing.assert_close(got, llama(ids[:1]).logits)
+
+
 def test_a_pool_beyond_the_memory_is_refused(llama: Any) -> None:
     with pytest.raises(OutOfPagesError, match="does not fit on cpu"):
         enable(llama, page_size=16, num_pages=10**13)
