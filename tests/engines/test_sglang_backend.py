@@ -64,6 +64,14 @@ def build(module, pool, page, args):
     return run, AttnCoreBackend(run)
 
 
+@pytest.mark.parametrize("given_back", [False, True])
+def test_the_memory_saver_asks_for_rows_that_need_no_finite_padding(given_back):
+    module = attention()
+    made = runner([module], mha_pool(page=16), 16, enable_memory_saver=given_back)
+    backend = AttnCoreBackend(made)
+    assert backend.selection.requirements.finite_padding is not given_back
+
+
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_is_a_dense_softmax(name, page):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attn_core import AttnError, NoBackendError, UnsupportedError
 from attn_core.integrations import vllm as adapter
-from attn_core.integrations.vllm import layers, passes, register, server
+from attn_core.integrations.vllm import backend, layers, passes, register, server
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm_on_cpu import register_on_cpu
 from vllm_passes import (
@@ -67,6 +67,21 @@ def test_windows_sinks_and_caps_are_the_layers(name):
     sinks = torch.randn(4)
     config, module, plan = build(engine(drafts), sinks=sinks, logits_soft_cap=5.0)
     assert error(config, plan, make(), module, sinks=sinks, cap=5.0) < 1e-5
+
+
+def test_sleep_mode_asks_for_rows_that_need_no_finite_padding(monkeypatch):
+    asked, choose = [], backend.choose
+
+    def spied(needs, *args, **more):
+        asked.append(needs.finite_padding)
+        return choose(needs, *args, **more)
+
+    monkeypatch.setattr(backend, "choose", spied)
+    for sleeps in (False, True):
+        config = engine()
+        monkeypatch.setattr(config.model_config, "enable_sleep_mode", sleeps, raising=False)
+        build(config)
+    assert asked == [True, False]
 
 
 def test_a_group_has_layers_of_its_own_caches():

@@ -380,6 +380,26 @@ def test_rows_of_padding_have_no_slots() -> None:
         same(got[:, -1:], whole)
 
 
+def test_rows_of_padding_that_are_repeated_have_states_of_their_own() -> None:
+    model, ids = tiny("qwen3_next"), long_prompt(9, rows=4)
+    mask = torch.ones_like(ids)
+    mask[:2, 0] = 0
+    ids[3, 0] = ids[2, 0]
+    with torch.no_grad(), enable(model) as engine:
+        whole = model(ids, attention_mask=mask).logits[:, -1:]
+        gc.collect()
+        cache = DynamicCache(config=model.config)
+        model(ids[[0, 2], :1], attention_mask=mask[[0, 2], :1], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        got = model(ids[:, 1:], attention_mask=mask, past_key_values=cache).logits
+        assert engine.num_states == 4
+        same(got[:, -1:], whole)
+        more = {"attention_mask": torch.cat([mask, mask[:, -2:]], 1), "past_key_values": cache}
+        got = model(ids[:, :2], **more).logits
+        ids = torch.cat([ids, ids[:, :2]], 1)
+        same(got, model(ids, attention_mask=more["attention_mask"]).logits[:, -2:])
+
+
 def test_threads_share_a_pool_of_states() -> None:
     model = tiny("qwen3_next")
     prompts = [{"input_ids": long_prompt(n)} for n in (3, 40, 5, 12)]

@@ -250,6 +250,28 @@ def test_rearranged_caches_hold_what_their_rows_say(
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("rows", [[False, True, True], [True, False, True], [False, False, False]])
+def test_a_mask_selects_rows_as_it_does_of_tensors(
+    llama: Any, prompts: dict[str, torch.Tensor], rows: list[bool]
+) -> None:
+    ids, mask, kept = prompts["input_ids"], prompts["attention_mask"], torch.tensor(rows)
+    more = torch.randint(2, 110, (int(kept.sum()), 3))
+    whole = torch.cat([mask[kept], torch.ones_like(more)], 1)
+
+    def logits() -> torch.Tensor:
+        cache = llama(ids, attention_mask=mask, use_cache=True).past_key_values
+        cache.batch_select_indices(kept)
+        if not kept.any():
+            return torch.zeros(0)
+        return llama(more, attention_mask=whole, past_key_values=cache).logits
+
+    with torch.no_grad():
+        expected = logits()
+        with enable(llama, page_size=4) as engine:
+            torch.testing.assert_close(logits(), expected)
+            assert engine.num_held == 0
+
+
 def test_shared_pages_are_not_stored_twice(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
     with torch.no_grad(), enable(llama, page_size=4) as engine:
         cache = llama(prompts["input_ids"][:1]).past_key_values  # 12 tokens, 3 whole pages
@@ -267,6 +289,25 @@ def test_out_of_pages_loses_nothing(llama: Any, prompts: dict[str, torch.Tensor]
         assert engine.num_held == 0
         short = generate(llama, prompts, max_new_tokens=16)
     assert torch.equal(short, generate(llama, prompts, max_new_tokens=16))
+
+
+def test_a_cache_whose_first_pass_failed_takes_fewer_rows(
+    llama: Any, prompts: dict[str, torch.Tensor]
+) -> None:
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    with torch.no_grad(), enable(llama, page_size=4, num_pages=6) as engine:
+        cache = DynamicCache(config=llama.config)
+        with pytest.raises(OutOfPagesError):
+            llama(ids, attention_mask=mask, past_key_values=cache)
+        got = llama(ids[:1], attention_mask=mask[:1], past_key_values=cache).logits
+        assert engine.num_held == 3
+        with pytest.raises(BatchError, match="2 rows for a cache of 1"):
+            llama(ids[:2, :1], past_key_values=cache)
+        cache.crop(-12)
+        llama(ids[1:, -4:], attention_mask=mask[1:, -4:], past_key_values=cache)
+        assert engine.num_held == 2
+    with torch.no_grad():
+        torch.testing.assert_close(got, llama(ids[:1]).logits)
 
 
 def test_a_pool_beyond_the_memory_is_refused(llama: Any) -> None:

@@ -1,7 +1,9 @@
 """The dispatcher sends every mode to its backend with the cache written first, and no more."""
 
+import copy
 import dataclasses
 import inspect
+import pickle
 import sys
 
 import pytest
@@ -21,6 +23,14 @@ ROUTES = [
     (M.DRAFT_DECODE, "prefiller", "decoder", "forward_decode"),
     (M.DRAFT_EXTEND, "prefiller", "decoder", "forward_extend"),
 ]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_dispatcher_is_not_copied(how):
+    """Plans and launches hold addresses, which a copy would share or another process lack."""
+    dispatcher, *_ = make()
+    with pytest.raises(UnsupportedError, match=r"cannot be copied .*from_selection"):
+        how(dispatcher)
 
 
 def test_the_table_of_routes_is_whole():

@@ -298,6 +298,22 @@ def test_build_refuses(query_lens, seq_lens, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("table", "size", "message"),
+    [
+        (TABLE[0], 4, "page_table"),
+        (TABLE, 4.0, r"page_size \[4.0\] .expected integers"),
+        (TABLE, 0, "page_size 0 .expected 1 or more"),
+        (TABLE, -4, "page_size -4 .expected 1 or more"),
+    ],
+)
+def test_build_refuses_tables_and_pages_that_are_none(table, size, message):
+    with pytest.raises(BatchError, match=message):
+        ForwardBatch.build(
+            ForwardMode.EXTEND, query_lens=[1], seq_lens=[2], page_table=table, page_size=size
+        )
+
+
 def test_build_takes_integers_of_any_kind():
     """What the host copies hold are plain ones: backends compare and hash them."""
     plain = ForwardBatch.build(
@@ -395,6 +411,8 @@ def test_off_is_none_and_nothing_else(changes, message):
         ({"scale": -0.125}, "scale -0.125"),
         ({"scale": None}, "scale None"),
         ({"scale": torch.tensor(0.125)}, r"scale tensor\(0.1250\) \(expected a finite number"),
+        ({"sinks": [0.0] * 4}, r"sinks list \(expected a tensor of \[4\] floats\)"),
+        ({"index_topk": 2.5}, r"index_topk 2.5 \(expected an integer of 1 or more\)"),
         ({"sinks": torch.zeros(2)}, r"sinks torch.float32 .*2.* \(expected \[4\] floats\)"),
         ({"sinks": torch.zeros(1, 4)}, r"sinks torch.float32 .*\[1, 4\]"),
         ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks torch.int32"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,6 +27,13 @@ from hypothesis import strategies as st
 from operators import Operators
 from recording import CONFIG, LAYERS, M, make, qkv
 from recording import batch as small_batch
+
+
+class Named(NamedTuple):
+    """What a step may return: a tuple with names."""
+
+    tokens: torch.Tensor
+    all: list[torch.Tensor]
 
 
 def serving(topk):
@@ -171,14 +179,17 @@ def test_outputs_keep_their_form_and_lose_the_padded_rows():
         make("decode", decode=recorded(drafts=DRAFTS))[0], batch_sizes=[4], max_seq_len=8
     )
     runner.capture(
-        M.TARGET_VERIFY, lambda b, m, x: {"tokens": x, "each": (x[::DRAFTS], None)},
+        M.TARGET_VERIFY,
+        lambda b, m, x: {"tokens": x, "each": (x[::DRAFTS], None), "named": Named(x, [x])},
         inputs=[torch.ones(1)],
-    )  # fmt: skip
+    )
     x = torch.arange(2.0 * DRAFTS)
     got = runner.replay(passing(M.TARGET_VERIFY, [0, 1], [4, 4], new=DRAFTS), x)
     assert torch.equal(got["tokens"], x)
     assert torch.equal(got["each"][0], x[::DRAFTS])
     assert got["each"][1] is None
+    assert torch.equal(got["named"].tokens, x)
+    assert torch.equal(got["named"].all[0], x)
     for wrong, message in ((torch.ones(3), r"of 4 requests returned \[3\]"), (1, "returned int")):
         with pytest.raises(UsageError, match=message):
             runner.capture(M.DECODE, lambda b, m, wrong=wrong: wrong)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attn_core.errors import UsageError
 from attn_core.ops.merge import merge_states
 
 
@@ -64,6 +65,13 @@ def test_a_part_that_is_broken_is_not_hidden():
     out[0, 0] = float("nan")
     lse[0] -= 300  # its weight rounds to zero, the NaN must still show
     assert merge_states(out, lse)[0][0].isnan().all()
+
+
+def test_states_that_do_not_fit_are_refused():
+    out = torch.zeros(2, 3, 4, 8)
+    for lse in (torch.zeros(2, 4, 3), torch.zeros(2, 3, 4, 1), torch.zeros(1, 3, 4)):
+        with pytest.raises(UsageError, match=r"expected \[n, T, H, Dv\] and \[n, T, H\]"):
+            merge_states(out, lse)
 
 
 def test_low_precision_is_accumulated_in_float32():

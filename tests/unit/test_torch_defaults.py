@@ -1,20 +1,27 @@
 """What a caller sets in torch, a default device or inference mode, changes no pass."""
 
+import ast
 import contextlib
+import pathlib
 
 import pytest
 import torch
 from attn_core import (
     AttentionLayer,
+    BackendConfig,
     CacheView,
     ForwardBatch,
     ForwardMode,
     HybridDispatcher,
     KVPool,
     LayerRequirements,
+    LinearLayer,
     Overrides,
     PageAllocator,
     Requirements,
+    ScaleTensors,
+    StatePool,
+    create_backend,
     load_plugins,
     pad_page_table,
     parse_device,
@@ -22,6 +29,11 @@ from attn_core import (
 )
 
 PAGE, HEADS, DIM = 16, 2, 16
+PACKAGES = pathlib.Path(__file__).parents[2] / "packages"
+EMPTY = [  # tensors of no numbers
+    "ragged.py: torch.empty(0, device='cpu')",
+    "vision.py: torch.empty(0)",  # asks for the default dtype
+]
 
 
 @contextlib.contextmanager
@@ -110,12 +122,76 @@ def test_batches_are_built_on_the_host_whatever_the_default_device_is(backend):
         assert torch.equal(a, b)
 
 
-def test_a_default_dtype_changes_no_output():
-    expected = passes("torch_native", *[contextlib.nullcontext] * 3)
-    torch.set_default_dtype(torch.bfloat16)
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """Set a default dtype."""
+    torch.set_default_dtype(dtype)
     try:
-        actual = passes("torch_native", *[contextlib.nullcontext] * 3)
+        yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_default_dtype_changes_no_output():
+    expected = passes("torch_native", *[contextlib.nullcontext] * 3)
+    with default_dtype(torch.bfloat16):
+        actual = passes("torch_native", *[contextlib.nullcontext] * 3)
     for a, b in zip(expected, actual, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_default_dtype_changes_no_state_of_linear_layers(dtype):
+    torch.manual_seed(0)
+    heads = {"num_k_heads": 2, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 16}
+    layer = LinearLayer(layer_id=0, kind="gdn", qk_norm=1e-6, **heads)
+    row = next(r for r in load_plugins().get("torch_native", "linear").capabilities)
+    config = BackendConfig(
+        name="torch_native", row=row, layers=(), linear_layers=(layer,), page_size=1,
+        dtype="fp32", kv_cache_dtype="fp32", device=torch.device("cpu"),
+    )  # fmt: skip
+    backend = create_backend(load_plugins().get("torch_native", "linear"), config, "linear")
+    q, k, v = (torch.randn(70, 2, 16) for _ in range(3))
+    g, beta = -torch.rand(70, 2), torch.rand(70, 2)
+
+    def run():
+        pool = StatePool([layer], num_slots=1)
+        pool.states.state.fill_(0.3)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            cu_seqlens_q=torch.tensor([0, 70], dtype=torch.int32),
+            positions=torch.arange(70), max_q_len=70, query_lens_host=(70,),
+            state_slots=torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+        plan = backend.init_forward_metadata(batch)
+        out = backend.extend(q, k, v, g, beta, layer, pool.layer(0), batch, plan)
+        return out, pool.states.state
+
+    expected = run()
+    with default_dtype(dtype):
+        actual = run()
+    for a, b in zip(expected, actual, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_scales_are_float32_whatever_the_default_dtype_is():
+    with default_dtype(torch.bfloat16):
+        scale = ScaleTensors(torch.device("cpu")).of(0.3)
+    assert torch.equal(scale, torch.tensor([0.3], dtype=torch.float32))
+
+
+def test_no_tensor_is_made_in_the_default_dtype():
+    """Its dtype would be the caller's, and kernels read bytes."""
+    makers = {
+        f"torch.{name}" for name in ("zeros", "empty", "ones", "full", "eye", "rand", "randn")
+    }
+    found = []
+    for path in PACKAGES.rglob("src/**/*.py"):
+        if {"testing", "measure"} & set(path.parts):  # which draw in the default dtype and judge
+            continue
+        calls = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
+        for call in calls:
+            named = {word.arg for word in call.keywords}  # None: **options
+            if ast.unparse(call.func) in makers and not named & {"dtype", None}:
+                found.append(f"{path.name}: {ast.unparse(call)}")
+    assert sorted(found) == EMPTY

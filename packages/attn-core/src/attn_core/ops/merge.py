@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_core.errors import UsageError
+
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge n partial attentions over disjoint keys into the attention over all of them.
@@ -13,8 +15,14 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     Returns out [T, H, Dv] in the dtype of `out` and lse float32 [T, H], accumulated in float32.
     A part with lse -inf is empty, and its `out` is ignored. If all parts are empty, the result is
     zeros and -inf.
+    Raises UsageError for shapes that do not fit.
     out = Σ exp(lse_i - lse) · out_i, lse = log Σ exp(lse_i) (FlashAttention-2, section 3.1).
     """
+    if lse.shape != out.shape[:-1]:
+        raise UsageError(
+            f"states to merge: out {list(out.shape)} and lse {list(lse.shape)} (expected [n, T, H, "
+            "Dv] and [n, T, H])"
+        )
     lse = lse.float()
     total = lse.logsumexp(0)
     empty = lse == -torch.inf

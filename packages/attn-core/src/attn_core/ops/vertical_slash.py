@@ -134,7 +134,7 @@ def to_lists(lines: Lines, part: Part) -> KeyLists:
     heads, blocks = block_count.shape
     ends = part.begin + ROWS * torch.arange(1, blocks + 1, device=device)
     last = ends.clamp(max=part.hi).expand(heads, -1)  # verticals lie before it
-    covered = torch.full((heads, blocks), part.lo, device=device)
+    covered = torch.full((heads, blocks), part.lo, dtype=torch.int64, device=device)
     for distance in lines.slash.long().unbind(-1):
         window = ends - distance[:, None]  # where it ends
         start = torch.maximum(window - ROWS, covered)

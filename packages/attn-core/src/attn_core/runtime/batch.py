@@ -67,8 +67,8 @@ class CacheView:
     seq_lens_host: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_tensor("page_table", self.page_table, torch.int32, (None, None), rows=True)
         b = self.page_table.shape[0]
-        check_tensor("page_table", self.page_table, torch.int32, (b, None), rows=True)
         check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
         tensors = [self.page_table, self.seq_lens]
         if self.out_cache_loc is not None:
@@ -99,6 +99,9 @@ class CacheView:
         writes: False if the engine writes K/V itself.
         Raises BatchError if a request has more tokens than its row of the table can hold.
         """
+        check_tensor("page_table", page_table, torch.int32, (None, None), rows=True)
+        [page_size] = integers("page_size", [page_size])
+        check(page_size >= 1, f"page_size {page_size} (expected 1 or more)")
         device, capacity = page_table.device, page_table.shape[1] * page_size
         seq_lens, new_lens = integers("lengths", seq_lens), integers("query lengths", new_lens)
         check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")

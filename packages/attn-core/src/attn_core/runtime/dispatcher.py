@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.cache.pool import CachePool
 from attn_core.cache.state_pool import StatePool
-from attn_core.errors import AttnError
+from attn_core.errors import AttnError, UnsupportedError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.adaptive import Pickers, Planned, pruned
@@ -62,6 +62,13 @@ class HybridDispatcher(Planner):
         refuse_routes(self._every(), caches)
         if shadow is not None:
             shadow.attach([b for role, b in self._every() if role != "encode"], caches.layout)
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise UnsupportedError(
+            "a dispatcher cannot be copied or pickled: its backends keep addresses of this "
+            "process's memory; copy the selection, the layers and the pool, and make another by "
+            "HybridDispatcher.from_selection()"
+        )
 
     @classmethod
     def from_selection(

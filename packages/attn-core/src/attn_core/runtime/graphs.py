@@ -248,7 +248,8 @@ def _cut(outputs: Any, size: int, requests: int) -> Any:
     if isinstance(outputs, dict):
         return {name: _cut(x, size, requests) for name, x in outputs.items()}
     if isinstance(outputs, tuple | list):
-        return type(outputs)(_cut(x, size, requests) for x in outputs)
+        parts = [_cut(x, size, requests) for x in outputs]
+        return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
     if outputs is None:
         return None
     raise UsageError(f"a step returned {type(outputs).__name__} (expected tensors)")

@@ -81,7 +81,7 @@ class ScaleTensors:
             return scale.view(1)
         tensor = self._tensors.get(scale)
         if tensor is None:
-            tensor = torch.full((1,), scale, device=self._device)
+            tensor = torch.full((1,), scale, dtype=torch.float32, device=self._device)
             if not capturing(self._device):
                 self._tensors[scale] = tensor
         return tensor

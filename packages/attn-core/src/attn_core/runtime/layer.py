@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -109,10 +109,15 @@ class AttentionLayer:
             raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
         if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
             raise UsageError(f"{name}: scale {self.scale!r} (expected a finite number above 0)")
-        if self.index_topk is not None and self.index_topk < 1:
-            raise UsageError(f"{name}: index_topk {self.index_topk} (expected 1 or more)")
+        topk = self.index_topk
+        if topk is not None and not (isinstance(topk, Integral) and int(topk) >= 1):
+            raise UsageError(f"{name}: index_topk {topk!r} (expected an integer of 1 or more)")
         self._check_lines(name)
         x = self.sinks
+        if x is not None and not isinstance(x, Tensor):
+            raise UsageError(
+                f"{name}: sinks {type(x).__name__} (expected a tensor of [{q}] floats)"
+            )
         if x is not None and (x.shape != (q,) or not x.is_floating_point() or x.stride() != (1,)):
             raise UsageError(
                 f"{name}: sinks {x.dtype} {x.shape}, strides {x.stride()} (expected [{q}] floats)"

@@ -149,7 +149,7 @@ def _layer(layer_id: int, needs: LayerRequirements, device: torch.device) -> Att
         view="cross" if needs.cross else "full",
         logit_cap=needs.logit_cap,
         sliding_window=needs.sliding_window,
-        sinks=torch.zeros(heads, device=device) if needs.sinks else None,
+        sinks=torch.zeros(heads, dtype=torch.float32, device=device) if needs.sinks else None,
         is_causal=not needs.encoder,
         is_cross=needs.cross,
         dual_chunk=needs.dual_chunk,
@@ -266,8 +266,8 @@ def _paged(
             chosen = None
             if layer.index_topk is not None:
                 dim = pool.layer(layer.layer_id).index_keys[0].shape[-1]
-                weights = torch.zeros(batch.num_tokens, index_heads, device=pool.device)
-                index = zeros(*tokens, index_heads, dim), zeros(*tokens, dim), weights
+                queries = zeros(*tokens, index_heads, dim)
+                index = queries, zeros(*tokens, dim), queries[..., 0].float()
                 chosen = dispatcher.index_topk(*index, layer, batch, metadata)
             dispatcher.forward(q, k, v, layer, batch, metadata, topk_indices=chosen)
 

@@ -67,7 +67,9 @@ def _layers(
         kind=cast("Literal['gdn', 'kda']", needs.kind),
         qk_norm=_EPS,
     )
-    A_log, dt_bias = (torch.zeros(dims, device=device) for dims in ((hv,), plain.g_dims))
+    A_log, dt_bias = (
+        torch.zeros(dims, dtype=torch.float32, device=device) for dims in ((hv,), plain.g_dims)
+    )
     return replace(plain, layer_id=layer_id, gate=Gate(A_log=A_log, dt_bias=dt_bias)), plain
 
 

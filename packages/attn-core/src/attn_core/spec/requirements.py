@@ -183,6 +183,8 @@ class Requirements:
     page_size: tokens per page; with None the selection decides.
     lse, deterministic: every serving backend must support it.
     shared_prefix: backends that decode or verify read keys that neighbouring requests share once.
+    finite_padding: whether unused pages and the tails of last pages hold finite numbers. They do
+    not where an engine gives the memory of its cache back for a while.
     graphs: every role that is captured in CUDA graphs must support them, decode at level "decode",
     verify and draft at level "uniform".
     assumptions: sentences about unknown values and what was assumed for them.
@@ -197,6 +199,7 @@ class Requirements:
     lse: bool = False
     deterministic: bool = False
     shared_prefix: bool = False
+    finite_padding: bool = True
     graphs: bool = False
     assumptions: tuple[str, ...] = ()
 

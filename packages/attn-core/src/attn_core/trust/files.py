@@ -265,7 +265,9 @@ def _scale(data: Fields) -> Scale:
     value = float(data.get("value", (int, float)))
     if not 0 < value < math.inf:
         raise UsageError(f"scale {value}")
-    return torch.tensor([value], device="cpu") if data.get("tensor", bool) else value
+    if not data.get("tensor", bool):
+        return value
+    return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
 def _table(

@@ -112,7 +112,7 @@ class FlashInferLinear(LinearAttentionBackend):
             dtype = torch.float32 if self._dtype == torch.float16 else self._dtype
             unit = torch.full((dim,), dim**-0.5, dtype=dtype, device=self.config.device)
         if gate is None or gate.lower_bound or gate.neg_eigval or layer.qk_norm != _EPS:
-            zeros = torch.zeros(heads, device=self.config.device)
+            zeros = torch.zeros(heads, dtype=torch.float32, device=self.config.device)
             return Weights(zeros, zeros, False, unit)
         return Weights(gate.A_log, gate.dt_bias, True, unit)
 

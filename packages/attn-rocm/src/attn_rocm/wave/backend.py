@@ -117,11 +117,11 @@ class Wave(AttentionBackend):
         size, b, partials = self.config.page_size, batch.batch_size, None
         listed = view
         if batch.forward_mode in DECODE_MODES:
-            device = self.config.device
+            device, dtype = self.config.device, torch.float32
             partials = {
                 (heads, dim): Partials(
-                    torch.empty(SPLITS, b, heads, dim, device=device),
-                    torch.empty(SPLITS, b, heads, device=device),
+                    torch.empty(SPLITS, b, heads, dim, dtype=dtype, device=device),
+                    torch.empty(SPLITS, b, heads, dtype=dtype, device=device),
                 )
                 for heads, dim in self._heads
             }

@@ -145,7 +145,8 @@ def _inverse(lower: Tensor) -> Tensor:
     for i in range(1, size):
         blocks[..., i, :i] += (blocks[..., i : i + 1, :i] @ blocks[..., :i, :i]).squeeze(-2)
     inverse = torch.zeros_like(lower)
-    _diagonal(inverse, size).copy_(blocks.add_(torch.eye(size, device=lower.device)))
+    one = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    _diagonal(inverse, size).copy_(blocks.add_(one))
     while size < c:
         left, pairs = _diagonal(lower, 2 * size), _diagonal(inverse, 2 * size)
         first, second = slice(size), slice(size, None)

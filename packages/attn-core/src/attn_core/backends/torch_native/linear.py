@@ -255,7 +255,7 @@ def _chunks(x: Tensor, firsts: Sequence[tuple[Request, int]]) -> Tensor:
 
 def _loaded(requests: Sequence[Request], state: Tensor) -> Tensor:
     """Return the states that requests start from, float32 [R, Hv, V, K]."""
-    states = torch.zeros(len(requests), *state.shape[1:], device=state.device)
+    states = state.new_zeros(len(requests), *state.shape[1:], dtype=torch.float32)
     for x, s in zip(requests, states, strict=True):
         old = x.old(state)
         if old is not None:

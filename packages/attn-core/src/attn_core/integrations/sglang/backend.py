@@ -98,6 +98,7 @@ class AttnCoreBackend(AttentionBackend):
             speculation=speculation(args, topk, None if tree is None else tree[1]),
             lse=self._split is not None,
             deterministic=bool(args.enable_deterministic_inference),
+            finite_padding=not getattr(args, "enable_memory_saver", False),
             graphs=captures(args, self.pool.device.type),
         )
         locked = not self.is_draft_model  # which is another model than the lock's

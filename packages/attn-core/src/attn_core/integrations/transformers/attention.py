@@ -86,10 +86,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
             self.requests.choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
+        """Keep the rows `indices`, numbers or a mask of rows, as a tensor is indexed."""
         if self._leads:
-            rows = list(range(self.requests.batch_size))
-            self.requests.choose([rows[i] for i in indices.tolist()])
+            rows = torch.arange(self.requests.batch_size, device="cpu")
+            self.requests.choose(rows[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, its copies side by side."""
@@ -233,7 +233,7 @@ def _mask(
     """
     check_decoder(config)
     if getattr(config, "index_topk", None) is not None:
-        return torch.empty(1, 1, 0, 0, device=kwargs.get("device"))
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=kwargs.get("device"))
     if not allow_is_causal_skip:  # how transformers marks a mask that is more than causal
         raise UnsupportedError(
             "the model asks for a mask that is more than causal (packed sequences, bidirectional "

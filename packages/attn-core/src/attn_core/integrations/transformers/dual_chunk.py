@@ -35,7 +35,8 @@ class ChunkRotary:
         _, queries = rotary_positions(chunks, batch.positions)
         turns = queries.T - queries[0][:, None]  # [T, 3 or 5]: from where the model rotated them to
         angles = turns[..., None].float() * self.inv_freq.to(turns.device)
-        scales = torch.tensor([chunks.query_scale(n) for n in seq_lens], device="cpu")
+        of_request = [chunks.query_scale(n) for n in seq_lens]
+        scales = torch.tensor(of_request, dtype=torch.float32, device="cpu")
         per_token = scales.repeat_interleave(torch.tensor(lens, device="cpu")).to(turns.device)
         factor = per_token[:, None, None, None]
         cos, sin = (

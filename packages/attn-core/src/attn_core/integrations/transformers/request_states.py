@@ -184,10 +184,10 @@ class RequestStates:
         copies: list[tuple[int, int]] = []
         for i, source in enumerate(sources):
             slots = self._slots[source]
-            if slots and source in sources[:i]:
-                [new] = self._states.take(1)
-                copies.append((slots[0], new))
-                slots = [new]
+            if source in sources[:i]:  # a list of its own, also where padding has no slot
+                own = self._states.take(len(slots))
+                copies += zip(slots, own, strict=True)
+                slots = own
             chosen.append(slots)
         self._states.release([x for i, x in enumerate(self._slots) if i not in sources])
         self._states.copy(copies)

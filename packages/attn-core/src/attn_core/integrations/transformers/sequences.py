@@ -118,6 +118,8 @@ class Sequences:
             )
         if self._states is not None:
             self._states.abandon()  # a pass that was planned and has not run
+        if not self.columns and batch_size != self.batch_size:
+            self.release()  # rows of a first pass that failed, or of which nothing is left
         new = self._new_tokens(batch_size, num_tokens, mask)
         if not self._keys:
             self._keys += [self._new_key() for _ in range(batch_size)]

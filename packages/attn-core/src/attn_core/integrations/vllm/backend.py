@@ -33,6 +33,7 @@ from attn_core.integrations.vllm.server import (
     check_config,
     ranks,
     speculation,
+    stays_finite,
     stored_dtype,
 )
 from attn_core.ops.kv import write_kv
@@ -123,6 +124,7 @@ def create_passes(
         page_size=kv_cache_spec.block_size,
         speculation=chain,
         deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+        finite_padding=stays_finite(config, stored),
         graphs=captures(config),
     )
     selection, registry = choose(requirements, device, ranks=ranks())

@@ -82,6 +82,16 @@ def captures(config: Any) -> bool:
     return mode is not None and bool(mode.has_full_cudagraphs())
 
 
+def stays_finite(config: Any, stored: str) -> bool:
+    """Say whether every page of a cache holds finite numbers at any time.
+
+    stored: the name of its dtype. vLLM creates caches of zeros. In sleep mode it gives their memory
+    back, and clears what it gets in its place only where a cache is quantised.
+    """
+    sleeps = getattr(config.model_config, "enable_sleep_mode", False)
+    return not sleeps or stored.startswith("fp8")
+
+
 def speculation(config: Any) -> Speculation | None:
     """Return the chain of a server's drafts: vLLM verifies them beside the token before them."""
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None)
