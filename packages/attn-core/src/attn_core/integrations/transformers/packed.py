@@ -81,7 +81,8 @@ def unpack_linear(replaced: Replaced) -> None:
 
 
 def _gains() -> bool:
-    mkldnn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    mkldnn = mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return mkldnn and probe_cpu().arch == "amx"
 
 
