@@ -203,7 +203,9 @@ def check_platform(
     on = () if device == here else ("--device", device)
     findings = json.loads(ask(session, "attn", "doctor", "--json", *on))
     lacking = [
-        f"{f['subject']} ({f['fix'] or f['verdict']})" for f in findings if f["level"] != "ok"
+        f"{f['subject']} ({f['fix'] or f['verdict']})"
+        for f in findings
+        if f["level"] != "ok" and f["subject"] not in ("measured", "probes")  # only not done yet
     ]
     session.log(f"{session.name}: lacks {'; '.join(lacking) or 'nothing'}")
     session.run("attn", "doctor", *on)
