@@ -46,8 +46,11 @@ def packed(model: Any, selection: Selection) -> Any:
 
     MLA reads some, and so do linear layers of attention.
     """
-    if {choice.row.kind for choice in selection.roles.values()} == {"mha"}:
-        pack_linear(model)
+    kinds = {choice.row.kind for choice in selection.roles.values()}
+    if kinds == {"mha"} and _gains():
+        parents = [x for x in model.modules() if not isinstance(x, nn.Linear)]
+        for parent in reversed(parents):  # part by part, so that plain weights go meanwhile
+            _pack(parent)
     return model
 
 
@@ -58,8 +61,10 @@ def pack_linear(model: Any) -> Replaced:
     layers back. Layers of other classes, as adapters' are, stay. Returns nothing where nothing is
     gained: on other devices and in other dtypes.
     """
-    if not _gains():
-        return []
+    return _pack(model) if _gains() else []
+
+
+def _pack(model: Any) -> Replaced:
     found = [
         (parent, name, layer)
         for parent in model.modules()
