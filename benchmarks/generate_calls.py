@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PACKED = "intel_amx, packed weights"  # as `attn generate` runs a model in bf16 on a CPU with AMX
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -58,7 +59,13 @@ def attending(model: Any, name: str) -> Iterator[None]:
     if name == "sdpa":
         yield
         return
-    with enable(model, overrides=Overrides(attention_backend=name)):
+    with contextlib.ExitStack() as stack:
+        if name == PACKED:
+            from attn_core.integrations.transformers.packed import pack_linear, unpack_linear
+
+            stack.callback(unpack_linear, pack_linear(model))
+        flags = Overrides(attention_backend=name.partition(",")[0])
+        stack.enter_context(enable(model, overrides=flags))
         yield
 
 

@@ -3,6 +3,8 @@
 Run: python -m benchmarks.linear_cpu [--output FILE.json] [--repeats N]
 Both take q and k before their norm in bf16 and compute in float32, as models call them. Ours reads
 and writes a pool of states in float32; transformers' takes and returns tensors of its own.
+GB/s: q, k, v, g, beta and the states are read, and the outputs and the states written, once each,
+so much in a call's time; what a call reads and writes besides is not counted.
 """
 
 from __future__ import annotations
@@ -159,6 +161,11 @@ def truth(shape: Shape, layer: LinearLayer, data: Data) -> Tensor:
     return torch.cat(outs)
 
 
+def moved(data: Data, out: Tensor) -> int:
+    """Return the bytes that a call has to read and to write at least."""
+    return sum(x.nbytes for x in data) + out.nbytes + data.states.nbytes
+
+
 def check(name: str, found: Tensor, wanted: Tensor) -> float:
     """Return the ratio of the error; raise where it is over what bf16 explains."""
     ratio = float((found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
@@ -181,13 +188,15 @@ def measure(shape: Shape, repeats: int) -> dict[str, object]:
     data = draw(shape, layer)
     wanted = truth(shape, layer, data)
     calls = {"torch_native": ours(shape, layer, data), "transformers": theirs(shape, data)}
-    errors = {n: check(f"{shape.name}, {n}", call(), wanted) for n, call in calls.items()}
+    outs = {n: call() for n, call in calls.items()}
+    errors = {n: check(f"{shape.name}, {n}", out, wanted) for n, out in outs.items()}
     median = {k: statistics.median(v) * 1e3 for k, v in interleave(calls, repeats).items()}
     return {
         "shape": asdict(shape),
         "dtype": "bf16, states fp32",
         "repeats": repeats,
         "median_ms": median,
+        "gb_per_s": {n: moved(data, outs[n]) / median[n] / 1e6 for n in calls},
         "times_as_fast": median["transformers"] / median["torch_native"],
         "error_ratio": errors,
     }

@@ -44,14 +44,15 @@ def test_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys
     record = json.loads(path.read_text())
     [result] = record["results"]
     assert result["prompt_tokens"] == [20, 17]
-    [since] = result["tokens_per_s"].keys() - {"intel_amx", "torch_native", "sdpa"}
+    [since] = result["tokens_per_s"].keys() - set(generate_cpu.CONTESTANTS)
     assert since.startswith("torch_native of ")
     assert result["tokens_as_sdpa"] == {
+        generate_calls.PACKED: [6, 6],
         "intel_amx": [6, 6],
         "torch_native": [6, 6],
         since: [6, 6],
     }
-    for name in ("intel_amx", "torch_native", "sdpa", since):
+    for name in (*generate_cpu.CONTESTANTS, since):
         low, high = result["spread"][name]
         assert 0 < low <= result["tokens_per_s"][name] <= high
         assert result["prompt_s"][name] > 0

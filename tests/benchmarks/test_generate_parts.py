@@ -53,7 +53,7 @@ def test_parts_add_up_to_the_step(monkeypatch, tmp_path):
     [result] = json.loads(path.read_text())["results"]
     for name, parts in result["ms"].items():
         step = parts.pop("step")
-        assert ("kernels" in parts) == (name == "intel_amx")
+        assert ("kernels" in parts) == name.startswith("intel_amx")
         assert all(ms > 0 for ms in parts.values())
         assert sum(parts.values()) == pytest.approx(step)
     assert result["at_most"]["intel_amx"] > 1

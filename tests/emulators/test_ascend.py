@@ -14,7 +14,7 @@ from attn_core.testing import BackendSuite, case_catalog
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
-from attn_core.testing.passes import run_case
+from attn_core.testing.passes import attend, compare, create, prepared, run_case
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
@@ -97,6 +97,27 @@ def test_packed_calls_are_right(vendor, monkeypatch, feature):
     _operands(lambda given: layouts.append(given["input_layout"]) or {})(monkeypatch)
     run_packed(feature)
     assert set(layouts) == {"TND"}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_of_one_view_share_calls_only_where_both_are_packed(vendor, monkeypatch, order):
+    """Of head dims 64 and 128 the operator packs the requests of one alone."""
+    layouts = []
+    _operands(lambda given: layouts.append(given["input_layout"]) or {})(monkeypatch)
+    row = next(r for r in spec().capabilities if r.create == "attn_ascend.paged:AscendPaged")
+    bench = Bench(spec=spec(), row=row, torch_device=CPU, arch="910b")
+    point, passes = Point(dtype="bf16", page_size=128), []
+    for number, dim in enumerate((64, 128)):
+        case = Case(feature="", query_lens=(5, 1), seq_lens=(70, 9), dims=(dim, dim))
+        inputs, right = prepared(bench, case, point)
+        layer = dataclasses.replace(inputs.layer, layer_id=number)
+        passes.append((dataclasses.replace(inputs, layer=layer), right))
+    that = create(bench, case, inputs, point, layers=[x.layer for x, _ in passes[::order]])
+    metadata = that.init_forward_metadata(inputs.batch)
+    for inputs, right in passes:
+        got = attend(that, inputs, metadata=metadata)
+        compare(got, right, inputs.real_tokens, torch.bfloat16, "output")
+    assert layouts == ["BSND", "BSND", "TND"]
 
 
 @pytest.mark.parametrize("dim", [64, 128])  # a call for each length, a packed call

@@ -52,6 +52,20 @@ def test_a_decode_pass_is_one_call(packs):
     ]
 
 
+def test_a_call_has_as_many_equal_requests_as_the_operator_takes(vendor, monkeypatch):
+    import npu_leaf
+
+    q, k = torch.zeros(calls.MOST_EQUAL + 1, 1, 1, 16).half(), torch.zeros(1, 1, 1, 16).half()
+    k = k.expand(len(q), -1, -1, -1).contiguous()
+    with pytest.raises(RuntimeError, match="B up to 65536"):
+        npu_leaf.npu_fused_infer_attention_score_v2(q, k, k, input_layout="BSND")
+    monkeypatch.setattr(calls, "MOST_EQUAL", 2)
+    assert shared((1,) * 3, (9, 300, 70), packs=False, paged=True) == [
+        (False, 0, [1, 1], [9, 300]),
+        (False, 2, [1], [70]),
+    ]
+
+
 def test_unequal_requests_are_packed_where_the_operator_packs():
     lengths = ((5, 1, 1, 7), (9, 4, 300, 7))
     assert shared(*lengths, packs=True, paged=True) == [(True, 0, [5, 1, 1, 7], [9, 4, 300, 7])]

@@ -61,6 +61,29 @@ def test_every_draft_sees_the_tokens_up_to_itself(vendor, lengths):
     that.check(that.backend(), preallocated=True)
 
 
+def test_more_queries_than_a_call_takes_are_shared_out(vendor, monkeypatch):
+    monkeypatch.setattr(mla, "MOST_REQUESTS", 3)
+    counts = []
+    _decode(lambda given: counts.append(len(given["query"])) or {})(monkeypatch)
+    that = Pass(
+        "ascend", "mla-draft-extend", arch="910b", page_size=128, heads=(16, 1),
+        query_lens=(3, 1, 3), seq_lens=(3, 300, 9),
+    )  # fmt: skip
+    that.check(that.backend(), preallocated=True)
+    assert counts == [3, 3, 1]
+
+
+def test_the_operator_takes_so_many_requests_and_no_more(vendor):
+    import npu_leaf
+
+    count = mla.MOST_REQUESTS + 1
+    q, cache = torch.zeros(count, 1, 576).half(), torch.zeros(1, 128, 1, 576).half()
+    table, lengths = torch.zeros(count, 1).int(), torch.ones(count).int()
+    out = torch.empty(count, 1, 512).half()
+    with pytest.raises(RuntimeError, match="up to 8192 requests"):
+        npu_leaf._npu_paged_attention_mla(q, cache, 1, 1, 1.0, table, lengths, 512, out)
+
+
 # mistakes
 
 

@@ -227,6 +227,19 @@ def test_a_pass_without_a_selection_attends_to_all_keys(case, sinks, calls):
     assert [len(x) for x in calls] == ([1, 0, 0] if sinks else [0, 1, 0])
 
 
+def test_a_layer_without_sinks_on_a_row_with_them_reads_no_tail(calls):
+    """That row says that tails may be anything, and fa3 loads them."""
+    spec = load_plugins().get("nsa")
+    row = next(r for r in spec.capabilities if r.sinks)
+    bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"), arch="sm90")
+    case, point = CASES["dsa-all-keys"], Point(dtype="bf16", page_size=128)
+    inputs, right = prepared(bench, case, point)
+    assert inputs.layer.sinks is None
+    got = attend(create(bench, case, inputs, point), inputs, return_lse=True)
+    compare(got, right, inputs.real_tokens, torch.bfloat16, "output")
+    assert not calls[1]
+
+
 def test_fa3_reads_a_selection_in_place_as_pages_of_one_token(calls):
     that = Pass("dsa-decode")
     that.run()

@@ -186,6 +186,31 @@ def test_pages_that_are_parts_of_a_larger_tensor(backend, mode, form, pages):
     assert torch.equal(got, right)
 
 
+@pytest.mark.parametrize("pages", [1, 2])
+@every(*LENGTHS)
+def test_keys_and_values_at_different_strides(backend, mode, pages):
+    """They are read where they lie, or refused before any number is wrong."""
+    that, inputs = made(backend, mode, pages=pages)
+    of = inputs.after
+    if of.v is None:
+        pytest.skip("its values are part of the keys")
+    right, _ = attend(that, inputs)
+    plain = dataclasses.replace(inputs, k=None, v=None)
+    wide = torch.cat([raw(of.v)] * 3, -1)[..., : of.v.shape[-1]].view(of.v.dtype)
+    for cache in (
+        dataclasses.replace(of, k=stacked(of.k, of.v)),
+        dataclasses.replace(of, v=stacked(of.v, of.k)),
+        dataclasses.replace(of, v=wide),
+    ):
+        assert cache.k.stride() != cache.v.stride()
+        try:
+            got, _ = attend(that, plain, cache=cache)
+        except UnsupportedError as error:
+            assert "strides" in str(error)  # noqa: PT017  # other backends have to be right
+            continue
+        assert torch.equal(got, right)
+
+
 @every(DECODE)
 def test_pages_that_move_are_read_where_they_lie_now(backend, mode):
     """As those of an engine that gave its memory back meanwhile."""

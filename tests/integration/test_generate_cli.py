@@ -26,7 +26,7 @@ from attn_core.cache.memory import zeros  # noqa: E402
 from attn_core.cli import generate as generate_module  # noqa: E402
 from attn_core.errors import OutOfPagesError, UsageError  # noqa: E402
 from attn_core.integrations.transformers import chat as chat_module  # noqa: E402
-from attn_core.integrations.transformers import checkpoint  # noqa: E402
+from attn_core.integrations.transformers import checkpoint, packed  # noqa: E402
 from attn_core.integrations.transformers import generate as text_module  # noqa: E402
 from attn_core.integrations.transformers.generate import encode, generate, load  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -132,6 +132,22 @@ def test_text_comes_token_by_token(model: Path) -> None:
     assert [n for n, _ in seen] == [1, 2, 3, 4, 5, 6]
     assert "".join(piece for _, piece in seen) == expected_text(model, PROMPT, 6)
     assert report.new_tokens == 6
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="torch has no bf16 products of oneDNN"
+)
+def test_packed_linear_layers_write_the_same_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = []
+    for gains in (True, False):
+        monkeypatch.setattr(packed, "_gains", lambda gains=gains: gains)
+        loaded = load(model, dtype="bf16").model
+        assert isinstance(loaded.lm_head, packed.PackedLinear) == gains
+        ids = torch.arange(5, 15)[None]
+        tokens.append(loaded.generate(ids, max_new_tokens=8, do_sample=False))
+    assert torch.equal(*tokens)
 
 
 def test_characters_come_whole() -> None:

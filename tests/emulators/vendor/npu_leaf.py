@@ -71,6 +71,7 @@ def npu_fused_infer_attention_score_v2(
         lone = False
     else:
         queries = [query.shape[1]] * query.shape[0]
+        check(len(queries) <= 65536, "B up to 65536")
         lone = query.shape[1] == 1
         check(key.shape == value.shape, "key and value have the same shape")
     lengths = _key_lengths(key, actual_seq_kvlen, packed, paged, len(queries))

@@ -16,6 +16,7 @@ from attn_ascend.tasks import Task
 
 PAGE: Final = 128  # tokens of a page of the operator
 MOST_PACKED: Final = 4096  # requests of a packed call
+MOST_EQUAL: Final = 65536  # of another
 # (D, Dv) of packed calls, which are in bf16 alone
 PACKED_DIMS: Final = frozenset({(128, 128), (192, 192), (192, 128)})
 
@@ -73,7 +74,8 @@ class Call:
             return False
         if self.packed:
             return len(self.query_lens) < MOST_PACKED
-        return query_len == self.size and (paged or key_len == self.key_lens[0])
+        fits = query_len == self.size and len(self.query_lens) < MOST_EQUAL
+        return fits and (paged or key_len == self.key_lens[0])
 
 
 def calls_of(

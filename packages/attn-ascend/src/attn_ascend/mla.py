@@ -33,6 +33,7 @@ PAGED_MLA: Final = (
     *("query", "key_cache", "num_kv_heads", "num_heads", "scale_value", "block_table"),
     *("context_lens", "mla_vheadsize", "out"),
 )
+MOST_REQUESTS: Final = 8192  # of a call
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,17 +115,20 @@ class AscendMLA(AttentionBackend):
         result = out if out is not None and dense else q.new_empty(*q.shape[:2], layer.v_head_dim)
         plan = metadata.get(layer.view)
         if plan is not None:
-            self._decode(
-                query=q.contiguous(),
-                key_cache=self._pages(layer, cache),
-                num_kv_heads=1,
-                num_heads=layer.num_q_heads,
-                scale_value=layer.scale,
-                block_table=plan.table,
-                context_lens=plan.lengths,
-                mla_vheadsize=layer.v_head_dim,
-                out=result,
-            )
+            pages = self._pages(layer, cache)
+            for first in range(0, batch.num_tokens, MOST_REQUESTS):
+                part = slice(first, first + MOST_REQUESTS)
+                self._decode(
+                    query=q[part].contiguous(),
+                    key_cache=pages,
+                    num_kv_heads=1,
+                    num_heads=layer.num_q_heads,
+                    scale_value=layer.scale,
+                    block_table=plan.table[part],
+                    context_lens=plan.lengths[part],
+                    mla_vheadsize=layer.v_head_dim,
+                    out=result[part],
+                )
         elif batch.num_tokens:
             refuse_unplanned(layer, metadata)
         return result if out is None or dense else out.copy_(result)

@@ -31,7 +31,7 @@ from attn_ascend.ragged import Ragged
 SCATTER: Final = ("key", "value", "key_cache", "value_cache", "slot_mapping", "cache_mode")
 WIDEST: Final = 65535  # columns of a token in the cache, all heads together
 
-Group = tuple[str, int | None]  # a view and a window
+Group = tuple[str, int | None, bool]  # a view, a window, and whether its calls are packed
 
 
 class AscendPaged(AttentionBackend):
@@ -54,23 +54,27 @@ class AscendPaged(AttentionBackend):
         self._attend = Fused()
         self._write = operator("npu_scatter_pa_kv_cache", SCATTER)
         self._ragged = Ragged(self._attend)
-        self._groups = {(x.view, x.sliding_window): packs(config, x) for x in config.layers}
+        self._groups = {self._group(x) for x in config.layers}
         self._caches: dict[int, tuple[LayerCache, Tensor, Tensor]] = {}
 
+    def _group(self, layer: AttentionLayer) -> Group:
+        return layer.view, layer.sliding_window, packs(self.config, layer)
+
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[Group, Sequence[Call]]:
-        """Share the requests out among calls, per view and window."""
+        """Share the requests out among calls, per view, window and kind of call."""
         if not batch.num_tokens:
             return {}
         query_lens = batch.query_lens_host
         if query_lens is None:
             query_lens = tuple(batch.cu_seqlens_q.diff().tolist())
         plans = {}
-        for (name, window), packed in self._groups.items():
+        for name, window, packed in self._groups:
             if name not in batch.views:
                 continue
             view = batch.views[name]
             table = split_pages(view.page_table, self.config.page_size, PAGE).contiguous()
-            plans[name, window] = paged_calls(query_lens, view, table, window, packs=packed)
+            calls = paged_calls(query_lens, view, table, window, packs=packed)
+            plans[name, window, packed] = calls
         return plans
 
     def init_forward_metadata_capture_cuda_graph(
@@ -107,7 +111,7 @@ class AscendPaged(AttentionBackend):
     ) -> Output:
         """Write the new keys and values into their slots and attend to the cache."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        calls = metadata.get((layer.view, layer.sliding_window))
+        calls = metadata.get(self._group(layer))
         if calls is None:
             if batch.num_tokens:
                 refuse_unplanned(layer, metadata)

@@ -39,7 +39,8 @@ class NSAPlan(NamedTuple):
     """The plan of a pass: which kernel attends to a selection, and what the others planned.
 
     cu_seqlens_q: int32 [T + 1], every token a request of its own; None where fa3 is not the kernel.
-    dense: None over FP8 latents, where a pass without a selection selects all.
+    dense: None over FP8 latents and for rows with sinks, where a pass without a selection selects
+    all.
     schedules: flashmla_kv's, by query heads and keys; the first layer of each makes it.
     """
 
@@ -92,7 +93,7 @@ class NSA(AttentionBackend):
         if kernel == "fa3":
             device = batch.positions.device
             cu_seqlens_q = torch.arange(batch.num_tokens + 1, dtype=torch.int32, device=device)
-        if self._store == "bf16":
+        if self.config.row.requires_finite_padding:  # as fa3's whole tiles do
             dense = self._fa3.init_forward_metadata(batch)
         return NSAPlan(kernel, cu_seqlens_q, dense, indexer, {})
 
@@ -129,8 +130,8 @@ class NSA(AttentionBackend):
         if not batch.num_tokens:
             return empty_attention(q, layer, out, return_lse)
         plans = metadata.dense
-        if topk_indices is None and (layer.sinks is not None or plans is None):
-            topk_indices = every_slot(layer, batch, self.config.page_size)  # fa3 has no sinks here
+        if topk_indices is None and plans is None:
+            topk_indices = every_slot(layer, batch, self.config.page_size)
         if topk_indices is not None:
             if metadata.kernel == "flashmla_kv":
                 schedules = metadata.schedules

@@ -1,8 +1,9 @@
-"""Queries as AMD's kernels load them: dense, 16 bytes at a time."""
+"""Queries, keys and values as AMD's kernels load them."""
 
 from __future__ import annotations
 
 import torch
+from attn_core import UnsupportedError
 from torch import Tensor
 
 
@@ -17,3 +18,14 @@ def dense_heads(q: Tensor) -> Tensor:
     if column == 1 and head == q.shape[2] and not (token % unit or q.data_ptr() % 16):
         return q
     return q.clone(memory_format=torch.contiguous_format)
+
+
+def refuse_other_strides(name: str, keys: Tensor, values: Tensor) -> None:
+    """Raise UnsupportedError for V of other strides than K, by which the decode kernel reads it."""
+    if keys.stride() == values.stride():
+        return
+    raise UnsupportedError(
+        f"pages {list(keys.shape)} of strides {list(keys.stride())}, those of V "
+        f"{list(values.stride())}: decode of {name} reads V by the strides of K; create the pool "
+        "with a tensor for each of K and V, as KVPool does, or name another backend"
+    )

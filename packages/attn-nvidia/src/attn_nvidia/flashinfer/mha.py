@@ -17,6 +17,7 @@ from attn_core import (
     LayerCache,
     LayerGroup,
     Output,
+    UnsupportedError,
     align16,
     contiguous_out,
     copy_to_out,
@@ -205,6 +206,12 @@ class FlashInfer(AttentionBackend):
         if plan is not None:
             keys, values = cache.k, cache.v
             assert values is not None
+            if keys.stride() != values.stride():
+                raise UnsupportedError(
+                    f"pages of strides {list(keys.stride())}, those of V {list(values.stride())}: "
+                    f"{self.config.name} reads V by the strides of K; create the pool with a "
+                    "tensor for each of K and V, as KVPool does, or name another backend"
+                )
             if cache.layout == "HND":
                 keys, values = keys.transpose(1, 2), values.transpose(1, 2)
             k_scale: float | Tensor = layer.scale

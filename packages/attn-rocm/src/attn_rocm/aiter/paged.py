@@ -33,7 +33,7 @@ from attn_rocm.aiter.library import function, triton_function
 from attn_rocm.aiter.ragged import Ragged
 from attn_rocm.aiter.tree import TreePlan
 from attn_rocm.page_list import CapturedLists, PageList, num_pages
-from attn_rocm.tensors import dense_heads
+from attn_rocm.tensors import dense_heads, refuse_other_strides
 
 PARTITION: Final = 256  # keys of one workgroup of the decode kernel
 _LARGEST = 32  # tokens of its largest page
@@ -221,6 +221,7 @@ class AiterPaged(AttentionBackend):
         if layer.num_q_heads * (layer.head_dim + 4) > self._columns:
             refuse_unplanned(layer, self._views)  # more than the scratch has room for
         keys, values = self._paged(layer, cache, self._page)
+        refuse_other_strides(self.config.name, keys, values)
         if self._page == 1:
             keys, values = keys[:, None], values[:, None]
         result = contiguous_out(q, layer.v_head_dim, out)

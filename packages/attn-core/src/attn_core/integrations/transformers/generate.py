@@ -34,6 +34,7 @@ from attn_core.integrations.transformers.checkpoint import (
     token_list,
 )
 from attn_core.integrations.transformers.engine import Engine, enable
+from attn_core.integrations.transformers.packed import packed
 from attn_core.integrations.transformers.pool_size import check_size
 from attn_core.integrations.transformers.select import select_for
 from attn_core.model_config import context_length, read_config, requirements_from_config
@@ -129,7 +130,7 @@ def load(
         kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
         model, warned = load_weights(kind, directory, path, dtype=weights, **files)
     step("moving the model")
-    model = model.to(device).eval()
+    model = packed(model.to(device).eval(), selection)
     for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         ends = token_list(path, said) if ends is None else ends
     pad = tokenizer.pad_token_id
