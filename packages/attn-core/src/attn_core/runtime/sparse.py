@@ -10,13 +10,14 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import slot_table
-from attn_core.errors import BatchError, UnsupportedError
+from attn_core.errors import AttnError, BatchError, UnsupportedError
 from attn_core.ops.index import write_index
 from attn_core.ops.kv import has_triton, read_pages
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.known import Known
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.run_errors import backend_errors
+from attn_core.runtime.run_errors import run_error
 
 _FEWEST = 128  # keys of a selection of all, which kernels take in steps of so many
 
@@ -36,14 +37,25 @@ def select_keys(
     The arguments are those of HybridDispatcher.index_topk. Without slots in the layer's view the
     engine has written the keys.
     """
-    check_indexer(backend.config, q_index, k_index, weights, layer, batch)
+    key = (backend, layer.form, k_index is None)
+    tensors = [q_index, weights] if k_index is None else [q_index, weights, k_index]
     slots = batch.views[layer.view].out_cache_loc
+    known: Known | None = batch.known.get(key)
+    if known is None or not known.fits(*tensors) or slots is not known.slots:
+        check_indexer(backend.config, q_index, k_index, weights, layer, batch)
+        known = batch.known[key] = Known.of(tensors, (k_index,), slots)
     if k_index is not None and slots is not None:
-        write_index(cache, k_index, slots)
+        again = cache.launchers.get(known.form)
+        if again is None or not again(k_index, slots, known.tokens):
+            write_index(cache, k_index, slots, known.form)
     if dense_pass(layer, batch):
         return None
-    with backend_errors(backend.config, "index_topk", batch, layer):
+    try:
         return backend.index_topk(q_index, weights, layer, cache, batch, metadata)
+    except AttnError:
+        raise
+    except Exception as error:  # a plugin's code: keep its error, name its owner
+        raise run_error(backend.config, "index_topk", error, batch, layer) from error
 
 
 def dense_pass(layer: AttentionLayer, batch: ForwardBatch) -> bool:

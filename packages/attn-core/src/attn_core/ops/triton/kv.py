@@ -144,12 +144,13 @@ def _write(
         )  # fmt: skip
 
 
-def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1) -> None:
     """Write new K and V into token slots, bit for bit what attn_core.ops.kv.write_kv writes.
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N], -1 for padding;
     pools of any strides but that of the last dimension, 1. One launch; allocates nothing and never
     syncs. Raises UsageError for shapes that do not fit.
+    form: see attn_core.ops.kv.write_kv.
     """
     at_k, at_slots = k.data_ptr(), slots.data_ptr()
     at_v, other, of_v, v_shape = at_k, k, None, None
@@ -163,6 +164,8 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     last, grid, rows = writer.work
     if (slots.shape, k.shape, v_shape) != last:
         grid, rows = writer.plan(cache, k, v, slots)
+    if form >= 0 and not (at_k | at_v | at_slots) % 16:
+        cache.launchers[form] = writer.again
     writer.launcher.launch(grid, (at_k, at_v, at_slots, rows), (k, other, slots, rows))
 
 
@@ -199,6 +202,18 @@ class _Writer:
             ),
             *(heads, cache.page_size, FORMATS.get(cache.k.dtype, 0), self._rows, columns),
         )
+
+    def again(self, k: Tensor, v: Tensor | None, slots: Tensor, tokens: int) -> bool:
+        """Write tensors of one form, as many tokens; False: they or the cache lie elsewhere."""
+        at_k, at_slots = k.data_ptr(), slots.data_ptr()
+        at_v = at_k if v is None else v.data_ptr()
+        if (at_k | at_v | at_slots) % 16 or moved(self.pointers):
+            return False
+        rows = tokens * self._heads
+        grid = (-(-rows // self._rows), self._columns, self._sides)
+        args = (at_k, at_v, at_slots, rows)
+        self.launcher.launch(grid, args, lambda: (k, k if v is None else v, slots, rows))
+        return True
 
     def plan(
         self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +180,8 @@ class Selected(Source):
 class Pages(Source):
     """Brings the FP8 latents of all pages of a pass, decoded to `dtype`.
 
-    latents, slots: like those that it brings, and these where they are few.
+    latents, slots: like those that it brings. It brings the latter, and where they are few also the
+    former; more are made for each layer.
     """
 
     def __init__(
@@ -193,16 +195,19 @@ class Pages(Source):
         super().__init__(topk_indices, launchers)
         self._of, self._dtype = (view.page_table, view.seq_lens, view.max_seq_len), dtype
         pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
-        few = pages * cache.page_size * cache.k.shape[-1] * dtype.itemsize <= MOST_KEPT
-        made = empty_pages(cache, pages if few else 0, topk_indices, dtype)
-        self.latents, _, self.slots = made
-        self._into = made if few else None
+        self._pages = (pages, cache.page_size, 1, cache.latent_dim + cache.latents[2].shape[-1])
+        self._few = math.prod(self._pages) * dtype.itemsize <= MOST_KEPT
+        self._into = empty_pages(cache, pages if self._few else 0, topk_indices, dtype)
+        self.latents, _, self.slots = self._into
         self.nbytes = self.latents.nbytes
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
         """Decode them, and count."""
         self.count(topk_indices)
-        read = gather_pages(cache, *self._of, topk_indices, self._dtype, self._into)
+        into = self._into
+        if not self._few:
+            into = (into[0].new_empty(self._pages), *into[1:])
+        read = gather_pages(cache, *self._of, topk_indices, self._dtype, into)
         return *read, self.work, self.at_work
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_core.ops.forms import Fits
 from attn_core.ops.triton.launcher import Arguments, alike, numbered
 from attn_core.runtime.batch import CacheView
 
@@ -22,10 +23,11 @@ class SparsePass:
     arguments: the page table, the stride of its rows, seq_lens, cu_seqlens_q and requests.
     key: of what Triton specialises of these. longest: an upper bound of the keys of a request.
     kept: what layers with inputs of one form share, scratch included: they run one after another.
+    last: the last of these for a kind of call, and what says whether inputs have that form.
     keeps: False in a graph, where layers and graphs share one pool of memory.
     """
 
-    __slots__ = ("arguments", "keeps", "kept", "key", "launchers", "longest", "queries")
+    __slots__ = ("arguments", "keeps", "kept", "key", "last", "launchers", "longest", "queries")
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class SparsePass:
         self.queries = queries
         self.launchers: dict[Any, Any] = {} if launchers is None else launchers
         self.kept: dict[Any, Any] = {}
+        self.last: dict[Hashable, tuple[Fits, Any]] = {}
         self.keeps = keeps
 
     def keep(self, key: Hashable, launches: Any, nbytes: int) -> None:
