@@ -39,7 +39,7 @@ def test_each_call_is_recorded_with_its_launches(tmp_path, monkeypatch):
         assert x["us"] > 0
         assert x["by_triton"] == 0, "all were launched before"
         if name.endswith(": attend"):
-            assert x["launches"] >= 2, "the write and the attention"
+            assert x["launches"] >= 1, "the attention"
         elif not name.endswith(": plan"):
             assert x["launches"] >= 1
 

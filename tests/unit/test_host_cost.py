@@ -93,9 +93,10 @@ class Chain:
 
     def select(self, **changes):
         """Write index keys and select."""
-        x = SimpleNamespace(**{**vars(self), **changes})
+        x = SimpleNamespace(**{"together": False, **vars(self), **changes})
         index = (x.q_index, x.k_index, x.weights)
-        return self.dispatcher.index_topk(*index, self.layer, self.batch, x.metadata)
+        written = {"k": x.k} if x.together else {}
+        return self.dispatcher.index_topk(*index, self.layer, self.batch, x.metadata, **written)
 
     def attend(self, chosen, **changes):
         """Write latents and attend to a selection."""
@@ -106,10 +107,10 @@ class Chain:
         )  # fmt: skip
 
 
-SELECTED = ["_write_index", "index_scores", "select_topk"]
+SELECTED = ["write_index_rows", "index_scores", "select_topk"]
 ATTENDED = {
     "bf16": ["_write", "count_slots", "decode_mla_hopper", "_merge"],
-    PACKED: ["_write", "decode_selected", "decode_mla_hopper", "_merge"],
+    PACKED: ["write_latent", "decode_selected", "decode_mla_hopper", "_merge"],
     "portable": ["_write", "attend_selected", "_merge"],
 }
 
@@ -203,7 +204,8 @@ def test_other_forms_of_inputs_are_other_launches(way, launches):
         k, k_index = form(chain.k), form(chain.k_index)
         chain.attend(usual, k=k)
         chain.select(k_index=k_index)
-        for name, new in (("_write", k), ("_write_index", k_index)):
+        write = "write_latent" if way == PACKED else "_write"
+        for name, new in ((write, k), ("write_index_rows", k_index)):
             written = [x for x in launches if x.name == name][-1]
             assert {new.data_ptr(), new.stride(0)} <= written.addresses
         chain.attend(form(usual))

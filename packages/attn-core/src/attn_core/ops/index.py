@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.paged_tensor import put, take
-from attn_core.ops.kv import has_triton, real_slots
+from attn_core.ops.kv import has_triton, real_slots, write_kv
 from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT, from_fp8, power_of_two_scale, to_fp8
 from attn_core.ops.write_checks import check_index_write
 
@@ -27,6 +27,23 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) 
     Raises UnsupportedError without index keys, UsageError for what does not fit them.
     """
     _writer(slots.device.type)(cache, keys, slots, form)
+
+
+def write_latents_and_index(
+    cache: LayerCache, keys: Tensor, k: Tensor, slots: Tensor, form: int = -1
+) -> None:
+    """Write new index keys and latents k [N, 1, D] into token slots, as write_index and write_kv.
+
+    On a GPU with Triton this is one launch. The arguments and errors are those of these two.
+    """
+    if has_triton(slots.device.type):
+        from attn_core.ops.triton import sparse_write
+
+        if sparse_write.fits_one_launch(cache):
+            sparse_write.write_latents_and_index(cache, keys, k, slots, form)
+            return
+    write_index(cache, keys, slots)
+    write_kv(cache, k, None, slots)
 
 
 @cached

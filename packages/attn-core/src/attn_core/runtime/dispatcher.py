@@ -186,14 +186,19 @@ class HybridDispatcher(Planner):
 
     def index_topk(
         self, q_index: Tensor, k_index: Tensor | None, weights: Tensor, layer: AttentionLayer,
-        batch: ForwardBatch, metadata: Metadata,
+        batch: ForwardBatch, metadata: Metadata, *, k: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Write index keys [T, Di] and select, as AttentionBackend does; None selects all keys."""
+        """Write index keys [T, Di] and select, as AttentionBackend does; None selects all keys.
+
+        k: new latents [T, 1, D], which are written with the keys, on a GPU in one launch; the
+        layer's `forward` is then given None in their place.
+        """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
         cache = self.caches.layer(layer.layer_id)
         plan = metadata.softmax if type(metadata) is HybridMetadata else metadata
-        return select_keys(self._of(batch), q_index, k_index, weights, layer, cache, batch, plan)
+        asked = (q_index, k_index, weights, k)
+        return select_keys(self._of(batch), *asked, layer, cache, batch, plan)
 
     def forward_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer,

@@ -11,12 +11,13 @@ from torch import Tensor
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import slot_table
 from attn_core.errors import AttnError, BatchError, UnsupportedError
-from attn_core.ops.index import write_index
-from attn_core.ops.kv import has_triton, read_pages
+from attn_core.ops.index import write_index, write_latents_and_index
+from attn_core.ops.kv import has_triton, read_pages, write_kv
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.known import Known
 from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.operands import check_pass
 from attn_core.runtime.run_errors import run_error
 
 _FEWEST = 128  # keys of a selection of all, which kernels take in steps of so many
@@ -27,27 +28,27 @@ def select_keys(
     q_index: Tensor,
     k_index: Tensor | None,
     weights: Tensor,
+    k: Tensor | None,
     layer: AttentionLayer,
     cache: LayerCache,
     batch: ForwardBatch,
     metadata: Metadata,
 ) -> Tensor | None:
-    """Write new index keys and return the slots that each query attends to, None for all keys.
+    """Write new index keys and latents; return the slots that queries attend to, None for all.
 
     The arguments are those of HybridDispatcher.index_topk. Without slots in the layer's view the
     engine has written the keys.
     """
-    key = (backend, layer.form, k_index is None)
-    tensors = [q_index, weights] if k_index is None else [q_index, weights, k_index]
+    key = (backend, layer.form, k_index is None, k is None)
+    tensors = [x for x in (q_index, weights, k_index, k) if x is not None]
     slots = batch.views[layer.view].out_cache_loc
     known: Known | None = batch.known.get(key)
     if known is None or not known.fits(*tensors) or slots is not known.slots:
         check_indexer(backend.config, q_index, k_index, weights, layer, batch)
-        known = batch.known[key] = Known.of(tensors, (k_index,), slots)
-    if k_index is not None and slots is not None:
-        again = cache.launchers.get(known.form)
-        if again is None or not again(k_index, slots, known.tokens):
-            write_index(cache, k_index, slots, known.form)
+        check_pass(None, k, None, layer, batch, None)
+        known = batch.known[key] = Known.of(tensors, (k_index, k), slots)
+    if slots is not None:
+        _write(cache, k_index, k, slots, known)
     if dense_pass(layer, batch):
         return None
     try:
@@ -56,6 +57,19 @@ def select_keys(
         raise
     except Exception as error:  # a plugin's code: keep its error, name its owner
         raise run_error(backend.config, "index_topk", error, batch, layer) from error
+
+
+def _write(
+    cache: LayerCache, k_index: Tensor | None, k: Tensor | None, slots: Tensor, known: Known
+) -> None:
+    again: Callable[..., bool] | None = cache.launchers.get(known.form)
+    if k_index is None:
+        write_kv(cache, k, None, slots)
+    elif k is None:
+        if again is None or not again(k_index, slots, known.tokens):
+            write_index(cache, k_index, slots, known.form)
+    elif again is None or not again(k_index, k, slots, known.tokens):
+        write_latents_and_index(cache, k_index, k, slots, known.form)
 
 
 def dense_pass(layer: AttentionLayer, batch: ForwardBatch) -> bool:

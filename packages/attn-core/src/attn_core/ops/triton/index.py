@@ -23,7 +23,7 @@ _SMALLEST, _UNIT = tl.constexpr(INDEX_SMALLEST), tl.constexpr(INDEX_UNIT)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _write_index(
+def write_index_rows(
     keys, slots, rows, values, scales, slots_token, keys_token, keys_dim,
     values_page, values_token, scales_page, scales_token,
     DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
@@ -99,7 +99,7 @@ def _writer(cache: LayerCache, keys: Tensor, slots: Tensor) -> _Writer:
     # without scales nothing is written there
     scales = values if scales is None else scales
     launcher = Launcher(
-        _write_index,
+        write_index_rows,
         *(values.view(torch.uint8) if fp8 else values, scales),
         *(slots.stride(0), *keys.stride(), *values.stride()[:2], *scales.stride()[:2]),
         *(dim, triton.next_power_of_2(dim), cache.page_size, fp8, _ROWS),

@@ -67,7 +67,7 @@ def _fp4_codes(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return low | (high << 4), block
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """What the kernel is compiled for of K or V: the columns and where the pool has them.
 
     dim: columns, 0 without V. page, token, head: strides of the pool. blocks_page, blocks_token,
@@ -85,7 +85,7 @@ class _Side(NamedTuple):
 
 
 @triton.jit
-def _write_side(
+def write_side(
     values, pool, blocks, slots, scale, rows, slots_token, values_token, values_head, values_dim,
     SIDE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -133,12 +133,12 @@ def _write(
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
-        _write_side(
+        write_side(
             k, k_pool, k_blocks, slots, k_scale, rows, slots_token, k_token, k_head, k_dim,
             K, HEADS, PAGE, FORMAT, ROWS, COLUMNS,
         )  # fmt: skip
     elif V.dim > 0:
-        _write_side(
+        write_side(
             v, v_pool, v_blocks, slots, v_scale, rows, slots_token, v_token, v_head, v_dim,
             V, HEADS, PAGE, FORMAT, ROWS, COLUMNS,
         )  # fmt: skip
@@ -197,7 +197,7 @@ class _Writer:
             _write,
             *(*pools, *scales, slots.stride(0), *k.stride(), *other.stride()),
             *(
-                _Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
+                Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
                 for i, (dim, scale) in enumerate(zip(dims, scales, strict=True))
             ),
             *(heads, cache.page_size, FORMATS.get(cache.k.dtype, 0), self._rows, columns),

@@ -24,7 +24,7 @@ _EIGHT, _SMALLEST = tl.constexpr(EIGHT), tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def _write(
+def write_latent(
     k, slots, k_token, k_dim, slots_token, values, scales, rope,
     values_page, values_token, scales_page, scales_token, rope_page, rope_token,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr,
@@ -104,7 +104,7 @@ def _writer(cache: LayerCache, k: Tensor, slots: Tensor) -> _Writer:
     values, scales, rope = split_latents(cache.k, cache.latent_dim)
     inner, width = 2 if cache.layout == "HND" else 1, rope.shape[-1]
     launcher = Launcher(
-        _write,
+        write_latent,
         *(k.stride(0), k.stride(-1), slots.stride(0), values.view(torch.uint8), scales, rope),
         *(x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)),
         *(cache.page_size, cache.latent_dim, width, triton.next_power_of_2(max(1, width))),
