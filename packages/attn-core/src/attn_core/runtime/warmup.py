@@ -13,8 +13,8 @@ import torch
 
 from attn_core.cache.pool import IndexDtype, KVPool
 from attn_core.errors import UsageError
-from attn_core.plugins.registry import Registry
 from attn_core.ops.index import write_latents_and_index
+from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.layer import AttentionLayer
@@ -270,9 +270,9 @@ def _paged(
                 weights = torch.zeros(batch.num_tokens, index_heads, device=pool.device)
                 index = zeros(*tokens, index_heads, dim), zeros(*tokens, dim), weights
                 chosen = dispatcher.index_topk(*index, layer, batch, metadata)
-                slots = batch.views[layer.view].out_cache_loc
-                if k is not None and slots is not None:  # as where index_topk is given both
-                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, slots)
+                new = batch.views[layer.view].out_cache_loc
+                if k is not None and new is not None:  # as where index_topk is given both
+                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, new)
             dispatcher.forward(q, k, v, layer, batch, metadata, topk_indices=chosen)
 
     return _Pass(backend.config.name, what, run)
