@@ -270,9 +270,9 @@ def _paged(
                 weights = torch.zeros(batch.num_tokens, index_heads, device=pool.device)
                 index = zeros(*tokens, index_heads, dim), zeros(*tokens, dim), weights
                 chosen = dispatcher.index_topk(*index, layer, batch, metadata)
-                new = batch.views[layer.view].out_cache_loc
-                if k is not None and new is not None:  # as where index_topk is given both
-                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, new)
+                at = batch.views[layer.view].out_cache_loc
+                if k is not None and at is not None:  # as where index_topk is given both
+                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, at)
             dispatcher.forward(q, k, v, layer, batch, metadata, topk_indices=chosen)
 
     return _Pass(backend.config.name, what, run)
