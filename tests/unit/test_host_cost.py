@@ -147,6 +147,31 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
         assert ran.names == ["new_empty"], "layers of a pass share their scratch"
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("way", ATTENDED)
+def test_latents_and_index_keys_are_written_at_once(way, queries, launches):
+    """index_topk is given both; attention then writes nothing."""
+    chain = Chain("bf16" if way == "portable" else way, queries=queries, portable=way == "portable")
+    cache = chain.pool.layer(0)
+    for requests in (3, 3, 4):
+        chain.plan(requests, queries)
+        for _ in range(3):
+            launches.clear()
+            with Operators() as ran:
+                chain.attend(chain.select(together=True), k=None)
+            assert [x.name for x in launches] == ["write_both", *SELECTED[1:], *ATTENDED[way][1:]]
+            given = {chain.k.data_ptr(), chain.k_index.data_ptr(), cache.k.data_ptr()}
+            assert given <= launches[0].addresses
+            assert cache.index.data_ptr() in launches[0].addresses
+        assert ran.names == ["empty", "new_empty"], "the selection and the output"
+        assert not any(x.slow for x in launches)
+    for form in FORMS:
+        for name in ("k", "k_index"):
+            for _ in range(2):
+                chain.select(together=True, **{name: form(getattr(chain, name))})
+                chain.select(together=True)
+
+
 @pytest.mark.parametrize("way", ATTENDED)
 def test_a_graph_keeps_no_scratch_between_layers(way, launches):
     """Layers of all graphs share one pool of memory, which what a plan held would grow."""
@@ -215,8 +240,11 @@ def test_other_forms_of_inputs_are_other_launches(way, launches):
             chain.q, None, None, chain.layer, chain.pool.layer(0), chain.batch, chain.metadata,
             out=form(out), topk_indices=usual,
         )  # fmt: skip
-        chain.select()
-        chain.attend(usual)
+        for _ in range(2):  # what was last is another form
+            chain.select()
+            chain.attend(usual)
+            chain.attend(usual, out=form(out))
+            chain.attend(usual, out=out)
     chain.select(q_index=chain.q_index.to(torch.bfloat16))
     chain.attend(usual, k=chain.k.float())
     chain.attend(usual[:, :1024].contiguous())
@@ -257,20 +285,24 @@ def test_a_pool_that_moved_is_read_where_it_lies(way, launches):
     """What is kept holds addresses; an engine may put a pool elsewhere between two passes."""
     chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
     cache = chain.pool.layer(0)
-    chain.attend(chain.select())
-    for pool in (cache.k, cache.index):
-        before, held = pool.data_ptr(), pool.view_as(pool)  # so that nothing else lies there
-        pool.set_(torch.zeros_like(pool))
-        launches.clear()
-        chain.attend(chain.select())
-        given = {address for x in launches for address in x.addresses}
-        assert before not in given, held
-        assert pool.data_ptr() in given
+    for together in (False, True):
+        for pool in (cache.k, cache.index):
+            for _ in range(3):  # what is made again knows nothing of the first time's addresses
+                chain.attend(chain.select(together=together))
+            before, held = pool.data_ptr(), pool.view_as(pool)  # so that nothing else lies there
+            pool.set_(torch.zeros_like(pool))
+            for _ in range(3):
+                launches.clear()
+                chain.attend(chain.select(together=together))
+                given = {address for x in launches for address in x.addresses}
+                assert before not in given, held
+                assert pool.data_ptr() in given
 
 
 def test_each_launch_is_queued_on_the_current_stream(launches):
     chain = Chain()
-    chain.attend(chain.select())
+    for _ in range(3):
+        chain.attend(chain.select())
     for device, stream in ((0, 0), (0, 7), (0, 0)):
         launches.clear()
         launches.driver.device, launches.driver.stream = device, stream
