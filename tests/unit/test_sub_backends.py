@@ -71,6 +71,18 @@ def test_trtllm_is_blackwells_by_name_alone():
         select(needs("fp8_e4m3"), device, REGISTRY, libraries, names, simulated=True)
 
 
+def test_a_kernel_of_another_store_says_which_flag_it_needs():
+    with pytest.raises(NoBackendError, match=r"; add --kv-cache-dtype fp8_e4m3 for nsa; `attn"):
+        chosen(nsa_decode_backend="flashmla_kv")
+    with pytest.raises(NoBackendError, match=r"; add --kv-cache-dtype auto for nsa; `attn"):
+        chosen("fp8_e4m3", nsa_decode_backend="fa3")
+    for name in ("trtllm", "flashmla_sparse"):  # another device; fits
+        try:
+            chosen(nsa_decode_backend=name)
+        except NoBackendError as error:
+            assert "; add " not in str(error)
+
+
 def test_drafts_are_verified_by_the_kernel_of_their_role():
     found = kernels(chosen("fp8_e4m3", topk=1, nsa_prefill_backend="flashmla_sparse"))
     assert found["verify"] == found["prefill"] == "flashmla_sparse"
