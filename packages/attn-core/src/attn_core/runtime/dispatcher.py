@@ -26,6 +26,7 @@ from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, readable, returned
 from attn_core.runtime.planner import Planner
 from attn_core.runtime.routes import (
+    ROLE_OF_MODE,
     Agree,
     ShadowRun,
     create_linear_routes,
@@ -197,8 +198,8 @@ class HybridDispatcher(Planner):
             return None
         cache = self.caches.layer(layer.layer_id)
         plan = metadata.softmax if type(metadata) is HybridMetadata else metadata
-        asked = (q_index, k_index, weights, k)
-        return select_keys(self._of(batch), *asked, layer, cache, batch, plan)
+        backend = self.routes.get(ROLE_OF_MODE[batch.forward_mode]) or self._of(batch)
+        return select_keys(backend, q_index, k_index, weights, k, layer, cache, batch, plan)
 
     def forward_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer,

@@ -47,9 +47,17 @@ def select_keys(
         check_indexer(backend.config, q_index, k_index, weights, layer, batch)
         check_pass(None, k, None, layer, batch, None)
         known = batch.known[key] = Known.of(tensors, (k_index, k), slots)
-    if slots is not None:
-        _write(cache, k_index, k, slots, known)
-    if dense_pass(layer, batch):
+    if slots is not None and k_index is not None:
+        again = cache.launchers.get(known.form)
+        given = (k_index,) if k is None else (k_index, k)
+        if again is None or not again(*given, slots, known.tokens):
+            if k is None:
+                write_index(cache, k_index, slots, known.form)
+            else:
+                write_latents_and_index(cache, k_index, k, slots, known.form)
+    elif slots is not None and k is not None:
+        write_kv(cache, k, None, slots)
+    if batch.forward_mode is ForwardMode.EXTEND and dense_pass(layer, batch):
         return None
     try:
         return backend.index_topk(q_index, weights, layer, cache, batch, metadata)
@@ -57,19 +65,6 @@ def select_keys(
         raise
     except Exception as error:  # a plugin's code: keep its error, name its owner
         raise run_error(backend.config, "index_topk", error, batch, layer) from error
-
-
-def _write(
-    cache: LayerCache, k_index: Tensor | None, k: Tensor | None, slots: Tensor, known: Known
-) -> None:
-    again: Callable[..., bool] | None = cache.launchers.get(known.form)
-    if k_index is None:
-        write_kv(cache, k, None, slots)
-    elif k is None:
-        if again is None or not again(k_index, slots, known.tokens):
-            write_index(cache, k_index, slots, known.form)
-    elif again is None or not again(k_index, k, slots, known.tokens):
-        write_latents_and_index(cache, k_index, k, slots, known.form)
 
 
 def dense_pass(layer: AttentionLayer, batch: ForwardBatch) -> bool:

@@ -103,11 +103,11 @@ def index_topk(
             found = None
     if found is None:
         found, scoring = _selection(key, q_index, weights, cache, inputs, chosen, arch)
-    for scores, steps_ in found.parts:
+    for scores, selects in found.parts:
         if scores is not None and scoring is not None:
             scoring.run(scores, q_index, weights)
-        for step in steps_:
-            step.run(chosen)
+        for select in selects:
+            select.run(chosen)
     return chosen
 
 
