@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_core.backends.triton.sparse.passes import MOST_KEPT
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.ops.triton.gather import empty_pages, gather_pages
+from attn_core.ops.triton.gather import Count, count_row, empty_pages, gather_pages
 from attn_core.ops.triton.launcher import (
     Launcher,
     Pointers,
@@ -30,24 +30,12 @@ GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 _ROWS = 16  # latents that a program decodes
 
 
-@triton.jit
-def _count(topk_indices, row_stride, token, work, units, tokens, TOPK, BLOCK: tl.constexpr):
-    """Write to work int32 [3, stride] the slots of a query, its number, and its first unit."""
-    n = tl.arange(0, BLOCK)
-    here = (n < TOPK) & (token < tokens)
-    slot = tl.load(topk_indices + token.to(tl.int64) * row_stride + n, mask=here, other=-1)
-    stride = tokens // 4 * 4 + 4
-    tl.store(work + token, tl.sum((slot >= 0).to(tl.int32)))
-    tl.store(work + stride + token, token)
-    tl.store(work + 2 * stride + token, token * units)
-
-
 @triton.jit(do_not_specialize=["row_stride", "units", "tokens"])
 def count_slots(
     topk_indices, row_stride, work, units, tokens, TOPK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Count the slots of each query, and of one more than there are."""
-    _count(topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK)
+    count_row(topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["row_stride", "units", "tokens"])
@@ -65,7 +53,7 @@ def decode_selected(
     """
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        _count(
+        count_row(
             topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK
         )  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -202,12 +190,12 @@ class Pages(Source):
         self.nbytes = self.latents.nbytes
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
-        """Decode them, and count."""
-        self.count(topk_indices)
+        """Decode them, and count while their slots are found."""
         into = self._into
         if not self._few:
             into = (into[0].new_empty(self._pages), *into[1:])
-        read = gather_pages(cache, *self._of, topk_indices, self._dtype, into)
+        count = Count(self.work, self.at_work[0], self.units)
+        read = gather_pages(cache, *self._of, topk_indices, self._dtype, into, count)
         return *read, self.work, self.at_work
 
 
