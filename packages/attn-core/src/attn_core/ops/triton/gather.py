@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.triton.launcher import (
+    Launcher,
+    Pointers,
+    alike,
+    moved,
+    numbered,
+    pointers,
+)
 from attn_core.ops.triton.read import e4m3
 
 _GROUP = tl.constexpr(LATENT_BLOCK)  # values of a latent that share a scale
@@ -137,6 +145,7 @@ def gather_pages(
     dtype: torch.dtype,
     into: Gathered | None = None,
     count: Count | None = None,
+    key: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pages of a pass in `dtype`, [n, page size, 1, D], and the selected slots in them.
 
@@ -144,16 +153,15 @@ def gather_pages(
     topk_indices int32 [T, K]: keys of the requests, or -1. What lies in pages behind a request's
     keys may be anything. Two launches, bit for bit what attn_core.ops.kv.read_pages reads; only the
     payload of a NaN may differ. Never syncs.
-    into: of empty_pages, to be filled. count: also count the slots of each query.
+    into: of empty_pages, to be filled. count: also count the slots of each query. key: that of
+    pages_key, where it is known.
     """
     size, (tokens, topk) = cache.page_size, topk_indices.shape
     columns = -(-longest // size)
     pages = page_table.shape[0] * columns
     stride, row = page_table.stride(0), topk_indices.stride(0)
-    key = (
-        "pages", dtype, stride >> 31, row >> 31, alike(page_table), alike(seq_lens),
-        alike(topk_indices), count and topk,
-    )  # fmt: skip
+    if key is None:
+        key = pages_key(page_table, seq_lens, topk_indices, dtype, counts=count is not None)
     x: _Gatherer | None = cache.launchers.get(key)
     if x is None or moved(x.pointers):
         x = cache.launchers[key] = _gatherer(cache, topk if count else 0)
@@ -179,6 +187,16 @@ def gather_pages(
             (topk_indices, row, place, found, topk, tokens, work, units),
         )  # fmt: skip
     return latents, found
+
+
+def pages_key(
+    page_table: Tensor, seq_lens: Tensor, topk_indices: Tensor, dtype: torch.dtype, *, counts: bool
+) -> int:
+    """Return a number that is equal where gather_pages launches the same kernels over a cache."""
+    tensors = (page_table, seq_lens, topk_indices)
+    far = (page_table.stride(0) >> 31, topk_indices.stride(0) >> 31)
+    topk = topk_indices.shape[1] if counts else 0
+    return numbered(("pages", dtype, *far, topk, *map(alike, tensors)))
 
 
 def _gatherer(cache: LayerCache, counted: int) -> _Gatherer:

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from attn_core.backends.triton.sparse.passes import MOST_KEPT
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.ops.triton.gather import Count, count_row, empty_pages, gather_pages
+from attn_core.ops.triton.gather import (
+    Count,
+    count_row,
+    empty_pages,
+    gather_pages,
+    pages_key,
+)
 from attn_core.ops.triton.launcher import (
     Launcher,
     Pointers,
@@ -188,6 +194,7 @@ class Pages(Source):
         self._into = empty_pages(cache, pages if self._few else 0, topk_indices, dtype)
         self.latents, _, self.slots = self._into
         self.nbytes = self.latents.nbytes
+        self._key = pages_key(view.page_table, view.seq_lens, topk_indices, dtype, counts=True)
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
         """Decode them, and count while their slots are found."""
@@ -195,7 +202,8 @@ class Pages(Source):
         if not self._few:
             into = (into[0].new_empty(self._pages), *into[1:])
         count = Count(self.work, self.at_work[0], self.units)
-        read = gather_pages(cache, *self._of, topk_indices, self._dtype, into, count)
+        of = (*self._of, topk_indices, self._dtype, into, count, self._key)
+        read = gather_pages(cache, *of)
         return *read, self.work, self.at_work
 
 
