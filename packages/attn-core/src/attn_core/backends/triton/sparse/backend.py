@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from attn_core.backends.triton.backend import Schedules, Triton
+from attn_core.backends.triton.backend import Triton
 from attn_core.backends.triton.sparse import gather, launch, selecting
-from attn_core.backends.triton.sparse.passes import SparsePass
+from attn_core.backends.triton.sparse.passes import SparsePass, SparsePlan, View, stored
 from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.forms import same_form
-from attn_core.ops.triton.launcher import Pointers, alike, moved, numbered, pointers
+from attn_core.ops.triton.launcher import alike
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
@@ -26,37 +26,6 @@ from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.sparse import dense_pass, every_slot
 
 MOST_DECODED = 1 << 20  # FP8 latents that are decoded at once: 1.1 GiB
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SparsePlan:
-    """The plan of a dense pass, None of others, and the request of each token, int32 [T].
-
-    FP8 latents have no dense pass: there every slot is selected.
-    unread_lse: float32 [T, heads], filled where nobody asks for the LSE.
-    captured: in a graph, where lengths change from replay to replay.
-    views: what the layers of each view share, made when the first one runs.
-    """
-
-    dense: Schedules | None
-    requests: Tensor
-    unread_lse: Tensor
-    captured: bool = False
-    views: dict[str, _View] = field(default_factory=dict)
-
-
-class _View:
-    """What the layers of one view share in a pass.
-
-    every: the slots of all keys, for layers without a selection; not in a graph.
-    """
-
-    __slots__ = ("batch", "every", "inputs")
-
-    def __init__(self, batch: ForwardBatch, inputs: SparsePass) -> None:
-        self.batch = batch
-        self.inputs = inputs
-        self.every: Tensor | None = None
 
 
 class TritonSparse(AttentionBackend):
@@ -92,7 +61,7 @@ class TritonSparse(AttentionBackend):
             unread_lse=torch.empty(tokens, self._heads, dtype=torch.float32, device=device),
         )
 
-    def _view(self, layer: AttentionLayer, batch: ForwardBatch, plan: SparsePlan) -> _View:
+    def _view(self, layer: AttentionLayer, batch: ForwardBatch, plan: SparsePlan) -> View:
         """Return what layers of this one's view share in a pass."""
         view = plan.views.get(layer.view)
         if view is None or view.batch is not batch:
@@ -102,7 +71,7 @@ class TritonSparse(AttentionBackend):
                 launchers=self._launchers,
                 keeps=not plan.captured,
             )
-            view = plan.views[layer.view] = _View(batch, inputs)
+            view = plan.views[layer.view] = View(batch, inputs)
         return view
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -183,10 +152,13 @@ class TritonSparse(AttentionBackend):
             topk_indices = self._every_slot(layer, cache, batch, metadata)
         inputs, like, last = cast(SparsePass | None, None), None, None
         if topk_indices is not None and not return_lse:
-            inputs, at = self._view(layer, batch, metadata).inputs, q.data_ptr()
+            view = metadata.views.get(layer.view)
+            if view is None or view.batch is not batch:
+                view = self._view(layer, batch, metadata)
+            inputs, at = view.inputs, q.data_ptr()
             at |= topk_indices.data_ptr() | (0 if out is None else out.data_ptr())
             if not at % 16:
-                like = (layer.form, layer.scale, _stored(cache), out is None)
+                like = (layer.form, layer.scale, stored(cache), out is None)
                 last = inputs.last.get(like)
             if last is not None:
                 fits, (attention, shape, lse) = last
@@ -216,7 +188,7 @@ class TritonSparse(AttentionBackend):
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         inputs = self._view(layer, batch, metadata).inputs if inputs is None else inputs
         key = (
-            "attend", shape, q.stride(), alike(q), of_out, _stored(cache), topk_indices.shape,
+            "attend", shape, q.stride(), alike(q), of_out, stored(cache), topk_indices.shape,
             topk_indices.stride(0), alike(topk_indices), layer.scale, layer.v_head_dim,
         )  # fmt: skip
         attention = inputs.kept.get(key)
@@ -301,13 +273,3 @@ class TritonSparse(AttentionBackend):
         return self._dense.forward_ragged(
             q, k, v, layer, *lengths, causal=causal, out=out, return_lse=return_lse
         )
-
-
-def _stored(cache: LayerCache) -> int:
-    """Return a number that is equal for as many pages whose latents are stored alike."""
-    x: tuple[Pointers, int] | None = cache.launchers.get("stored")
-    if x is None or moved(x[0]):
-        k = cache.k
-        of = (k.shape, k.stride(), alike(k), cache.latent_dim)
-        x = cache.launchers["stored"] = (pointers(k), numbered(("stored", *of)))
-    return x[1]
