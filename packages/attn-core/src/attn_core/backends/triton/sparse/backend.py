@@ -17,6 +17,7 @@ from attn_core.backends.triton.tuning import is_hopper
 from attn_core.backends.triton.variants import has_gluon
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.forms import same_form
+from attn_core.ops.new_tensor import new_tensor
 from attn_core.ops.triton.launcher import alike
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
@@ -163,7 +164,9 @@ class TritonSparse(AttentionBackend):
             if last is not None:
                 fits, (attention, shape, lse) = last
                 if fits(q, topk_indices) if out is None else fits(q, topk_indices, out):
-                    out = q.new_empty(shape) if out is None else out
+                    if out is None:
+                        _, heads, dim = shape
+                        out = new_tensor(q, shape, (heads * dim, dim, 1), q.dtype)
                     attention.run(q, cache, topk_indices, out, lse)
                     return out
         if topk_indices is None:
@@ -198,7 +201,7 @@ class TritonSparse(AttentionBackend):
             inputs.keep(key, attention, attention.nbytes)
         elif like is not None and lse is metadata.unread_lse:
             fits = same_form(*(x for x in (q, topk_indices, given) if x is not None))
-            inputs.last[like] = (fits, (attention, out.shape, lse))
+            inputs.last[like] = (fits, (attention, (*out.shape,), lse))
         attention.run(q, cache, topk_indices, out, lse)
         return (out, lse) if return_lse else out
 

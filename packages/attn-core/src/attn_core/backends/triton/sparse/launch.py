@@ -15,6 +15,7 @@ from attn_core.backends.triton.sparse.selecting import VECTOR, Step, selecting, 
 from attn_core.backends.triton.tuning import is_hopper, multiplies_e4m3, power_of_two
 from attn_core.cache.layer_cache import LayerCache, split_latents
 from attn_core.ops.forms import same_form
+from attn_core.ops.new_tensor import new_tensor
 from attn_core.ops.triton.launcher import (
     Grid,
     Launcher,
@@ -96,7 +97,7 @@ def index_topk(
         found = inputs.kept.get(key)
         if aligned and found is not None:
             inputs.last[topk] = (same_form(q_index, weights), (key, found))
-    chosen = torch.empty(q_index.shape[0], topk, dtype=torch.int32, device=q_index.device)
+    chosen = new_tensor(q_index, (q_index.shape[0], topk), (topk, 1), torch.int32)
     if found is not None and found.form >= 0:
         scoring = cache.launchers.get(found.scored_by)
         if scoring is None or moved(scoring.pointers) or scoring.form != found.form:
