@@ -29,13 +29,13 @@ class _Shared(NamedTuple):
     """What layers of a view share in a pass.
 
     batch: whose pass it is. visible: int32 [T], the keys that each query sees. request: int64 [T],
-    None where each query is a request of its own. parts: by the first query of each.
+    None where each query is a request of its own. parts: by their first and last queries.
     """
 
     batch: ForwardBatch
     visible: Tensor
     request: Tensor | None
-    parts: dict[int, _Part]
+    parts: dict[tuple[int, int], _Part]
 
     @classmethod
     def of(cls, layer: AttentionLayer, batch: ForwardBatch, plan: Any) -> _Shared:
@@ -124,9 +124,10 @@ class DeepGemmIndexer:
                 if keys is not None:
                     scores = self._gathered(q, w, shared.visible[part], keys)
                 else:
-                    if start not in shared.parts:
-                        shared.parts[start] = self._part(shared, view.page_table, part, pages)
-                    scores = self._paged(q, w, cache, shared.parts[start], pages * _PAGE)
+                    at = (start, part.stop)
+                    if at not in shared.parts:
+                        shared.parts[at] = self._part(shared, view.page_table, part, pages)
+                    scores = self._paged(q, w, cache, shared.parts[at], pages * _PAGE)
                 self._selects.select(scores, start, chosen, layer, cache, batch, plan)
             first += count
         return chosen
