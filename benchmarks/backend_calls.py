@@ -52,14 +52,17 @@ class Asked:
 
 
 ASKED = (
-    Asked(DECODE, ("triton", "fa3", "fa4", "flashinfer", "trtllm_mha", "flex_attention")),
-    Asked(EXTEND, ("triton", "fa3", "fa4", "flashinfer", "flex_attention")),
-    Asked(replace(DECODE, page_size=128), ("fa4",)),
+    Asked(DECODE, ("triton", "fa3", "flashinfer", "trtllm_mha")),
+    Asked(EXTEND, ("triton", "fa3", "flashinfer")),
     Asked(MLA, ("flashmla", "fa3", "flashinfer")),  # triton's is layer_calls' own
     Asked(MLA_VERIFY, ("triton", "flashmla", "fa3", "flashinfer")),
     Asked(MLA_VERIFY, ("triton", "fa3", "flashinfer"), extends=True),
     Asked(replace(DECODE, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
     Asked(replace(EXTEND, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
+    Asked(DECODE, ("flex_attention",)),  # these compile for long
+    Asked(EXTEND, ("flex_attention",)),
+    Asked(replace(DECODE, page_size=128), ("fa4",)),
+    Asked(replace(EXTEND, page_size=128), ("fa4",)),
 )
 
 
