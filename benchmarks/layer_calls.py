@@ -1,8 +1,9 @@
 """Measure the host's time of a layer's call: `python -m benchmarks.layer_calls [--only REGEX]`.
 
-MLA, sparse MLA (DSA) and linear attention (GDN, KDA) on triton, eagerly, each with its writes:
-through the dispatcher, everything planned. Short requests, so that the host is the slower one. A
-time is the median of calls that are queued without waiting for the device between them.
+MLA, sparse MLA (DSA) and linear attention (GDN, KDA) on triton, and one case of each kind on every
+backend that is installed, eagerly, each with its writes: through the dispatcher, everything
+planned. Short requests, so that the host is the slower one. A time is the median of calls that are
+queued without waiting for the device between them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor
 from benchmarks import linear_cases, sparse_cases
 from benchmarks.added import host_us, serving
 from benchmarks.attention import device_name, versions
+from benchmarks.backend_calls import backend_calls
 from benchmarks.cases import LATENT, ROPE, Case, build
 from benchmarks.linear_cases import LinearCase
 from benchmarks.ours import device_kind
@@ -42,6 +44,7 @@ from benchmarks.results import FOLDER, slug
 from benchmarks.sparse_cases import PAGE, STORES, SparseCase, Store
 
 Call = Callable[[], object]
+LIBRARIES = ("flashinfer-python", "flash-attn-4", "sglang-kernel", "sgl-flash-mla", "sgl-deep-gemm")
 LIMIT_US = 30.0  # of a call, its writes included
 LAUNCHES: dict[str, tuple[str, ...]] = {  # what a launch goes through: again, or by Triton
     "attn_core.ops.triton.launcher": ("Launcher.launch",),
@@ -55,6 +58,7 @@ SPARSE = (
     SparseCase(phase="decode", batch=16, new=1, length=4096),
     SparseCase(phase="prefill", batch=16, new=4, length=4096),
 )
+VENDORS = ("nsa", "nsa:flashmla_sparse", "nsa:flashmla_kv", "nsa:fa3")
 _KDA: dict[str, Any] = {"kind": "kda", "heads": (32, 32)}
 LINEAR = (
     LinearCase(op="decode", batch=64),
@@ -91,17 +95,36 @@ def mla_calls(device: torch.device) -> Iterator[tuple[str, Call]]:
 
 
 def sparse_calls(case: SparseCase, device: torch.device) -> Iterator[tuple[str, Call]]:
-    """Yield the two calls of a layer: write index keys and select; write latents and attend.
+    """Yield the two calls of a layer: write index keys and latents, and select; attend.
 
     A pass's first layer prepares the launches of the others, so it is timed with the plan, too.
     """
     x = sparse_cases.build(case, device)
     for store in STORES:
-        backend, _ = sparse_cases.backend_of("triton", x, store)
-        pool: Any = OneLayer(x.caches[store], store, device)
-        roles: tuple[Role, ...] = ("prefill", "decode")
-        serve = HybridDispatcher(dict.fromkeys(roles, backend), pool)
-        yield from _chain(f"dsa {case.name} {store}", x, serve)
+        yield from _chain(f"dsa {case.name} {store}", x, _serving("triton", x, store))
+
+
+def vendor_calls(name: str, case: SparseCase, device: torch.device) -> Iterator[tuple[str, Call]]:
+    """Yield the calls of `sparse_calls` by a vendor's kernels, where these are installed."""
+    x = sparse_cases.build(case, device)
+    for store in STORES:
+        label = f"{name} dsa {case.name} {store}"
+        try:
+            calls = [*_chain(label, x, _serving(name, x, store))]
+            for _, call in calls:
+                call()
+        except Exception as error:  # another project's code may raise anything
+            said = " ".join(str(error).split())[:200]
+            print(f"{label}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
+            continue
+        yield from (x for x in calls if not x[0].endswith("first layer"))
+
+
+def _serving(name: str, x: sparse_cases.SparseInputs, store: Store) -> HybridDispatcher:
+    backend, _ = sparse_cases.backend_of(name, x, store)
+    pool: Any = OneLayer(x.caches[store], store, x.q.device)
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    return HybridDispatcher(dict.fromkeys(roles, backend), pool)
 
 
 def _chain(
@@ -110,12 +133,12 @@ def _chain(
     plan, k = serve.init_forward_metadata(x.batch), x.q[:, :1].contiguous()
 
     def select() -> Tensor | None:
-        return serve.index_topk(x.q_index, x.k_index, x.weights, x.layer, x.batch, plan)
+        return serve.index_topk(x.q_index, x.k_index, x.weights, x.layer, x.batch, plan, k=k)
 
     chosen = select()
 
     def attend() -> object:
-        return serve.forward(x.q, k, None, x.layer, x.batch, plan, topk_indices=chosen)
+        return serve.forward(x.q, None, None, x.layer, x.batch, plan, topk_indices=chosen)
 
     yield f"{name}: index_topk", select
     yield f"{name}: attend", attend
@@ -124,8 +147,8 @@ def _chain(
     def first() -> object:
         made = serve.init_forward_metadata(x.batch)
         indexed = (x.q_index, x.k_index, x.weights, x.layer, x.batch, made)
-        selected = serve.index_topk(*indexed)
-        return serve.forward(x.q, k, None, x.layer, x.batch, made, topk_indices=selected)
+        selected = serve.index_topk(*indexed, k=k)
+        return serve.forward(x.q, None, None, x.layer, x.batch, made, topk_indices=selected)
 
     yield f"{name}: plan and first layer", first
 
@@ -190,6 +213,9 @@ def all_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], Iterator
     yield MLA.name, partial(mla_calls, device)
     for sparse in SPARSE:
         yield f"dsa {sparse.name}", partial(sparse_calls, sparse, device)
+    for name in VENDORS:
+        yield f"{name} dsa {SPARSE[0].name}", partial(vendor_calls, name, SPARSE[0], device)
+    yield from backend_calls(device)
     for linear in LINEAR:
         yield linear.name, partial(linear_calls, linear, device)
 
@@ -236,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "suite": "layer_calls",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
-        "versions": versions(["attn-core"]),
+        "versions": versions(["attn-core", *LIBRARIES]),
         "command": "python -m benchmarks.layer_calls " + shlex.join(argv),
         "limit_us": LIMIT_US,
         "calls": found,

@@ -136,8 +136,8 @@ def test_hot_launches_of_sparse_mla(arch):
         attends = ["decode_selected", "decode_mla_hopper"]
     assert [[k["name"] for k in site["kernels"]] for site in sites] == [
         ["index_scores", "select_topk", *attends, "_merge"],
-        ["_write"],
-        ["_write_index"],
+        ["write_latent"],
+        ["write_index_rows"],
         ["score_prompts_hopper" if arch == "sm90" else "index_scores"],
         ["decode_pages", "place_slots"],
     ]

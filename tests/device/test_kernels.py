@@ -56,7 +56,7 @@ PASSES = {
     "tree-page-1": ((*CUT, "decode_hopper"), {"drafts": True, "page": 1}),
     "tree-window": ((*CUT, "decode_splits"), {"drafts": True, "layer": {"sliding_window": 50}}),
 }
-OTHERS = ("_merge", "_write_index")  # what stands beside attention
+OTHERS = ("_merge", "write_index_rows")  # what stands beside attention
 SPARSE = ("index_scores", "select_topk")  # of sparse MLA
 SELECTED = {  # way → what attends to a selection on Hopper; elsewhere "portable" serves all
     "portable": ("attend_selected",),

@@ -622,6 +622,27 @@ def test_scores_of_bounded_memory(case, monkeypatch, scored):
     assert sum(map(len, scored)) > (4 if case == "dsa-prefill" else 2)
 
 
+@pytest.mark.parametrize("case", ["dsa-decode", "dsa-verify-chain"])
+def test_layers_of_a_pass_share_what_its_scores_read(case, monkeypatch, scored):
+    """Another pass has its own; in a graph each layer makes it, for the lengths of a replay."""
+    import deep_gemm
+
+    schedules = counted(monkeypatch, deep_gemm, "get_paged_mqa_logits_metadata")
+    that = Pass(case, **V32)
+    batch, asked, backend = that.inputs.batch, that.inputs.indexer, that.backend
+    of = (that.inputs.layer, that.inputs.cache, batch)
+    right = select(that)
+    for plan, made in (
+        (backend.init_forward_metadata(batch), 1),
+        (backend.init_forward_metadata(batch), 1),
+        (backend.init_forward_metadata_capture_cuda_graph(batch), 3),
+    ):
+        schedules.clear()
+        for _ in range(3):
+            assert torch.equal(backend.index_topk(asked.q_index, asked.weights, *of, plan), right)
+        assert len(schedules) == 3 + made  # the emulation makes one for itself in each call
+
+
 def test_a_replay_scores_by_the_lengths_on_the_device(scored):
     that = Pass("dsa-decode", **V32)
     right = select(that)
@@ -639,12 +660,13 @@ def test_a_replay_scores_by_the_lengths_on_the_device(scored):
 
 
 def _one_key_too_few(monkeypatch):
-    real = indexer.DeepGemmIndexer._paged
+    real = indexer._Shared.of
 
-    def paged(self, q_index, weights, visible, *more):
-        return real(self, q_index, weights, visible - 1, *more)
+    def shared(*asked):
+        found = real(*asked)
+        return found._replace(visible=found.visible - 1)
 
-    monkeypatch.setattr(indexer.DeepGemmIndexer, "_paged", paged)
+    monkeypatch.setattr(indexer._Shared, "of", shared)
 
 
 def _keys_of_the_first_request(monkeypatch):

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from attn_core.cache.pool import KVPool
 from attn_core.ops.kv import read_kv, write_kv
-from attn_core.ops.triton.gather import gather_pages
+from attn_core.ops.triton.gather import Count, gather_pages
 from attn_core.runtime import sparse
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -93,3 +93,21 @@ def test_a_pass_takes_it_where_triton_runs(monkeypatch):
     (want, none), (got, none_too) = brought
     assert torch.equal(none, none_too)
     assert torch.equal(got[~none].nan_to_num(), want[~none].nan_to_num())
+
+
+@pytest.mark.parametrize("topk", [1500, 24])
+def test_slots_are_counted_while_they_are_found(topk):
+    """As count_slots does, also for one query more than there are."""
+    cache, table = filled(16), torch.arange(1, 37, dtype=torch.int32).view(3, 12)
+    lengths = [190, 5, 0]
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    chosen = slots_of(table, lengths, 16, topk)
+    _, alone = gather_pages(cache, table, lens, 190, chosen, torch.bfloat16)
+    work = torch.full((3, 4), -7, dtype=torch.int32)
+    count = Count(work, work.data_ptr(), 5)
+    for _ in range(2):
+        _, found = gather_pages(cache, table, lens, 190, chosen, torch.bfloat16, count=count)
+        assert torch.equal(found, alone)
+        assert work[0].tolist() == [*(chosen >= 0).sum(1).tolist(), 0]
+        assert work[1].tolist() == [0, 1, 2, 3]
+        assert work[2].tolist() == [0, 5, 10, 15]

@@ -93,9 +93,10 @@ class Chain:
 
     def select(self, **changes):
         """Write index keys and select."""
-        x = SimpleNamespace(**{**vars(self), **changes})
+        x = SimpleNamespace(**{"together": False, **vars(self), **changes})
         index = (x.q_index, x.k_index, x.weights)
-        return self.dispatcher.index_topk(*index, self.layer, self.batch, x.metadata)
+        written = {"k": x.k} if x.together else {}
+        return self.dispatcher.index_topk(*index, self.layer, self.batch, x.metadata, **written)
 
     def attend(self, chosen, **changes):
         """Write latents and attend to a selection."""
@@ -106,10 +107,10 @@ class Chain:
         )  # fmt: skip
 
 
-SELECTED = ["_write_index", "index_scores", "select_topk"]
+SELECTED = ["write_index_rows", "index_scores", "select_topk"]
 ATTENDED = {
     "bf16": ["_write", "count_slots", "decode_mla_hopper", "_merge"],
-    PACKED: ["_write", "decode_selected", "decode_mla_hopper", "_merge"],
+    PACKED: ["write_latent", "decode_selected", "decode_mla_hopper", "_merge"],
     "portable": ["_write", "attend_selected", "_merge"],
 }
 
@@ -130,11 +131,11 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
         with Operators() as ran:
             chosen = chain.select()
         assert launches.names(slow=False) == SELECTED
-        assert ran.names == ["empty"] * 3, "the selection, scores, candidates"
+        assert ran.names == ["new_empty", "empty", "empty"], "the selection, scores, candidates"
         with Operators() as ran:
             chain.select()
         assert launches.names(slow=False) == SELECTED
-        assert ran.names == ["empty"], "layers of a pass share their scratch"
+        assert ran.names == ["new_empty"], "layers of a pass share their scratch"
         with Operators() as ran:
             chain.attend(chosen)
         assert launches.names(slow=False) == ATTENDED[way]
@@ -144,6 +145,31 @@ def test_a_chain_of_sparse_mla_is_launched_again(way, queries, launches):
             chain.attend(chosen)
         assert launches.names(slow=False) == ATTENDED[way]
         assert ran.names == ["new_empty"], "layers of a pass share their scratch"
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("way", ATTENDED)
+def test_latents_and_index_keys_are_written_at_once(way, queries, launches):
+    """index_topk is given both; attention then writes nothing."""
+    chain = Chain("bf16" if way == "portable" else way, queries=queries, portable=way == "portable")
+    cache = chain.pool.layer(0)
+    for requests in (3, 3, 4):
+        chain.plan(requests, queries)
+        for _ in range(3):
+            launches.clear()
+            with Operators() as ran:
+                chain.attend(chain.select(together=True), k=None)
+            assert [x.name for x in launches] == ["write_both", *SELECTED[1:], *ATTENDED[way][1:]]
+            given = {chain.k.data_ptr(), chain.k_index.data_ptr(), cache.k.data_ptr()}
+            assert given <= launches[0].addresses
+            assert cache.index.data_ptr() in launches[0].addresses
+        assert ran.names == ["new_empty"] * 2, "the selection and the output"
+        assert not any(x.slow for x in launches)
+    for form in FORMS:
+        for name in ("k", "k_index"):
+            for _ in range(2):
+                chain.select(together=True, **{name: form(getattr(chain, name))})
+                chain.select(together=True)
 
 
 @pytest.mark.parametrize("way", ATTENDED)
@@ -164,7 +190,7 @@ def test_pages_of_a_prompt_are_decoded_by_kernels(launches):
     chain = Chain(PACKED, queries=4, length=4096)
     chosen = chain.select()
     chain.attend(chosen)
-    attended = ["count_slots", "decode_pages", "place_slots", "decode_mla_hopper"]
+    attended = ["decode_pages", "place_slots", "decode_mla_hopper"]
     assert [x for x in launches.names(slow=True) if x in attended] == attended
     with Operators() as ran:
         chain.attend(chosen)
@@ -203,7 +229,8 @@ def test_other_forms_of_inputs_are_other_launches(way, launches):
         k, k_index = form(chain.k), form(chain.k_index)
         chain.attend(usual, k=k)
         chain.select(k_index=k_index)
-        for name, new in (("_write", k), ("_write_index", k_index)):
+        write = "write_latent" if way == PACKED else "_write"
+        for name, new in ((write, k), ("write_index_rows", k_index)):
             written = [x for x in launches if x.name == name][-1]
             assert {new.data_ptr(), new.stride(0)} <= written.addresses
         chain.attend(form(usual))
@@ -213,8 +240,11 @@ def test_other_forms_of_inputs_are_other_launches(way, launches):
             chain.q, None, None, chain.layer, chain.pool.layer(0), chain.batch, chain.metadata,
             out=form(out), topk_indices=usual,
         )  # fmt: skip
-        chain.select()
-        chain.attend(usual)
+        for _ in range(2):  # what was last is another form
+            chain.select()
+            chain.attend(usual)
+            chain.attend(usual, out=form(out))
+            chain.attend(usual, out=out)
     chain.select(q_index=chain.q_index.to(torch.bfloat16))
     chain.attend(usual, k=chain.k.float())
     chain.attend(usual[:, :1024].contiguous())
@@ -255,20 +285,24 @@ def test_a_pool_that_moved_is_read_where_it_lies(way, launches):
     """What is kept holds addresses; an engine may put a pool elsewhere between two passes."""
     chain = Chain("bf16" if way == "portable" else way, portable=way == "portable")
     cache = chain.pool.layer(0)
-    chain.attend(chain.select())
-    for pool in (cache.k, cache.index):
-        before, held = pool.data_ptr(), pool.view_as(pool)  # so that nothing else lies there
-        pool.set_(torch.zeros_like(pool))
-        launches.clear()
-        chain.attend(chain.select())
-        given = {address for x in launches for address in x.addresses}
-        assert before not in given, held
-        assert pool.data_ptr() in given
+    for together in (False, True):
+        for pool in (cache.k, cache.index):
+            for _ in range(3):  # what is made again knows nothing of the first time's addresses
+                chain.attend(chain.select(together=together))
+            before, held = pool.data_ptr(), pool.view_as(pool)  # so that nothing else lies there
+            pool.set_(torch.zeros_like(pool))
+            for _ in range(3):
+                launches.clear()
+                chain.attend(chain.select(together=together))
+                given = {address for x in launches for address in x.addresses}
+                assert before not in given, held
+                assert pool.data_ptr() in given
 
 
 def test_each_launch_is_queued_on_the_current_stream(launches):
     chain = Chain()
-    chain.attend(chain.select())
+    for _ in range(3):
+        chain.attend(chain.select())
     for device, stream in ((0, 0), (0, 7), (0, 0)):
         launches.clear()
         launches.driver.device, launches.driver.stream = device, stream

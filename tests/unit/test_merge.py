@@ -79,3 +79,38 @@ def test_low_precision_is_accumulated_in_float32():
     got, _ = merge_states(out, torch.zeros(256, 1, 1))
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, torch.full((1, 1, 4), (256 + 255) / 256).bfloat16())
+
+
+def endless_parts():
+    """Return three parts: a finite one, one of +inf in row 0, and two of them in row 1."""
+    out, lse, _ = parts()
+    lse[1, 0] = lse[1, 1] = lse[2, 1] = torch.inf
+    return out, lse
+
+
+def test_a_part_of_infinite_weight_wins_wholly():
+    """Finite parts count no more beside it, and those of infinite weight share."""
+    out, lse = endless_parts()
+    finite, finite_lse = merge_states(*parts()[:2])
+    got, total = merge_states(out, lse)
+    assert torch.equal(got[0], out[1, 0])
+    assert torch.equal(got[1], (out[1, 1] + out[2, 1]) / 2)
+    assert (total[:2] == torch.inf).all()
+    assert torch.equal(got[2:], finite[2:])
+    assert torch.equal(total[2:], finite_lse[2:])
+
+
+def test_a_part_that_is_outweighed_may_hold_anything():
+    out, lse = endless_parts()
+    want, _ = merge_states(out, lse)
+    junk = out.clone()
+    junk[0, :2] = junk[2, 0] = torch.nan
+    assert torch.equal(merge_states(junk, lse)[0], want)
+
+
+def test_an_unknown_weight_is_not_hidden_by_an_infinite_one():
+    out, lse = endless_parts()
+    lse[0, 0] = torch.nan
+    got, total = merge_states(out, lse)
+    assert got[0].isnan().all()
+    assert total[0].isnan().all()

@@ -13,6 +13,7 @@ from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.selection.solver import select
 from attn_core.spec.device import parse_device
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
+from attn_nvidia.indexer import _DISTRIBUTION
 
 REGISTRY = load_plugins()
 SM90 = parse_device("cuda:sm90")
@@ -69,6 +70,26 @@ def test_trtllm_is_blackwells_by_name_alone():
         chosen(nsa_decode_backend="trtllm")
     with pytest.raises(NoBackendError, match="fp8_e4m3"):
         select(needs("fp8_e4m3"), device, REGISTRY, libraries, names, simulated=True)
+
+
+def test_a_kernel_of_another_store_says_which_flag_it_needs():
+    with pytest.raises(NoBackendError, match=r"; add --kv-cache-dtype fp8_e4m3 for nsa; `attn"):
+        chosen(nsa_decode_backend="flashmla_kv")
+    with pytest.raises(NoBackendError, match=r"; add --kv-cache-dtype auto for nsa; `attn"):
+        chosen("fp8_e4m3", nsa_decode_backend="fa3")
+    with pytest.raises(NoBackendError) as refused:  # it needs another device
+        chosen(nsa_decode_backend="trtllm")
+    assert "; add " not in str(refused.value)
+
+
+def test_a_library_that_no_row_requires_may_be_assumed(here):
+    """nsa's indexer uses DeepGEMM where it is installed."""
+    assert REGISTRY.get("nsa").optional == (_DISTRIBUTION,)
+    asked = ("select", "--kind", "dsa", "--device", "cuda:sm90", "--assume-installed")
+    done = here(*asked, f"triton,{_DISTRIBUTION}==0.1.4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sgl-deep-gemm==0.1.4" in done.stdout
+    assert "did you mean sgl-deep-gemm" in here(*asked, "sgl-deep-gem").stderr
 
 
 def test_drafts_are_verified_by_the_kernel_of_their_role():

@@ -428,9 +428,9 @@ def written(monkeypatch):
     """Count the writes of the dispatcher, which are all that there are."""
     seen, write = [], torch_kv.write_kv
 
-    def counted(cache, k, v, slots):
+    def counted(cache, k, v, slots, form=-1):
         seen.append(slots)
-        write(cache, k, v, slots)
+        write(cache, k, v, slots, form)
 
     monkeypatch.setattr("attn_core.runtime.dispatcher.write_kv", counted)
     return seen

@@ -330,6 +330,19 @@ def test_a_part_that_is_broken_is_not_hidden():
     assert total[1].isnan().all()
 
 
+def test_a_part_of_infinite_weight_wins_wholly():
+    out, lse = states(3, 5, 2, 16)
+    lse[1, 1] = lse[0, 2] = lse[2, 2] = torch.inf
+    out[:, 1:3], out[0, 1] = out[:, 1:3].nan_to_num(), torch.nan  # which does not count
+    want, want_lse = torch_merge.merge_states(out, lse)
+    got, total = merge_states(out, lse)
+    assert torch.equal(got[1:3], want[1:3])
+    assert torch.equal(got[1], out[1, 1])
+    assert not got.isnan().any()
+    assert (total[1:3] == torch.inf).all()
+    torch.testing.assert_close(total, want_lse, rtol=1e-6, atol=1e-6)
+
+
 def test_low_precision_is_accumulated_in_float32():
     out = torch.cat((torch.full((1, 1, 1, 16), 256.0), torch.ones(255, 1, 1, 16))).bfloat16()
     got, _ = merge_states(out.to(DEVICE), torch.zeros(256, 1, 1, device=DEVICE))

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from attn_core.ops import forms
 from attn_core.ops.triton import launcher as module
 from attn_core.ops.triton.launcher import alike, moved, numbered, pointers
 from threads import at_once
@@ -41,7 +42,7 @@ def test_keys_are_equal_where_triton_specialises_alike(monkeypatch):
 
 
 def test_threads_draw_different_numbers(monkeypatch):
-    monkeypatch.setattr(module, "_NUMBERS", {})
+    monkeypatch.setattr(forms, "_NUMBERS", {})
     drawn = []
 
     def draw(thread):

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.backends.triton.sparse import gather, launch, scoring, selecting
-from attn_core.backends.triton.sparse.backend import TritonSparse, _stored
-from attn_core.backends.triton.sparse.passes import SparsePass
+from attn_core.backends.triton.sparse.backend import TritonSparse
+from attn_core.backends.triton.sparse.passes import SparsePass, stored
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView
@@ -287,4 +287,4 @@ def test_a_larger_pool_does_not_take_the_scratch_of_a_smaller_one():
         LayerCache(k=torch.zeros(n, 64, 1, 656, dtype=torch.uint8), v=None, latent_dim=512)
         for n in (4, 400, 4)
     )
-    assert _stored(few) == _stored(as_many) != _stored(more)
+    assert stored(few) == stored(as_many) != stored(more)

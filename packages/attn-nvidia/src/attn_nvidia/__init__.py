@@ -18,6 +18,7 @@ def _spec(
     aliases: Sequence[str] = (),
     matrix_deviations: Mapping[str, str] | None = None,
     refused_sub_backends: Mapping[str, str] | None = None,
+    optional: Sequence[str] = (),
 ) -> BackendSpec:
     return BackendSpec(
         name=name,
@@ -25,6 +26,7 @@ def _spec(
         aliases=aliases,
         matrix_deviations=matrix_deviations or {},
         refused_sub_backends=refused_sub_backends or {},
+        optional=optional,
     )
 
 
@@ -64,7 +66,12 @@ def attn_register_backends() -> Sequence[BackendSpec]:
         _spec("cutlass_mla", rows_mla.cutlass_mla()),
         _spec("flashmla", rows_mla.flashmla()),
         _spec("dual_chunk_flash_attn", rows_mha.dual_chunk_flash_attn()),
-        _spec("nsa", rows_mla.nsa(), refused_sub_backends=rows_mla.NSA_REFUSED),
+        _spec(
+            "nsa",
+            rows_mla.nsa(),
+            refused_sub_backends=rows_mla.NSA_REFUSED,
+            optional=["sgl-deep-gemm"],  # the indexer's scores
+        ),
         _spec(
             "flashinfer",
             rows_linear.flashinfer(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from attn_core import AttentionLayer, ForwardBatch, ForwardMode, LayerCache
@@ -15,6 +15,40 @@ _HEADS: Final = (32, 64)  # of its kernels for sm90
 _DIM: Final = 128
 _PAGE: Final = 64
 _MOST_SCORES: Final = 1 << 26  # float32 numbers that exist at once: 256 MiB
+
+
+class _Part(NamedTuple):
+    """What the kernel of pages reads of some queries in each layer of a pass."""
+
+    table: Tensor
+    lengths: Tensor
+    schedule: Any
+
+
+class _Shared(NamedTuple):
+    """What layers of a view share in a pass.
+
+    batch: whose pass it is. visible: int32 [T], the keys that each query sees. request: int64 [T],
+    None where each query is a request of its own. parts: by their first and last queries.
+    """
+
+    batch: ForwardBatch
+    visible: Tensor
+    request: Tensor | None
+    parts: dict[tuple[int, int], _Part]
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, batch: ForwardBatch, plan: Any) -> _Shared:
+        """Make it."""
+        view, tokens = batch.views[layer.view], batch.num_tokens
+        if batch.max_q_len == 1 and tokens == batch.batch_size:  # a query each: fewer launches
+            visible, request = view.seq_lens, None
+        else:
+            request = plan.requests.long()
+            token = torch.arange(tokens, dtype=torch.int32, device=view.seq_lens.device)
+            visible = view.seq_lens[request] - (batch.cu_seqlens_q[request + 1] - token) + 1
+        visible = visible.clamp(1, view.max_seq_len)  # of a padded row it may be anything
+        return cls(batch, visible, request, {})
 
 
 class DeepGemmIndexer:
@@ -58,18 +92,20 @@ class DeepGemmIndexer:
         cache: LayerCache,
         batch: ForwardBatch,
         plan: Any,
+        kept: dict[Any, Any],
     ) -> Tensor:
-        """Choose the keys of each query; plan: of triton's indexer, with each token's request."""
+        """Choose the keys of each query; plan: of triton's indexer, with each token's request.
+
+        kept: what the layers of a pass share. In a graph, which replays other lengths, that is
+        nothing: what the first layer makes may have been made before the capture.
+        """
         assert layer.index_topk is not None
         q_index, weights = q_index.contiguous(), weights.contiguous()
         view, tokens = batch.views[layer.view], q_index.shape[0]
-        if batch.max_q_len == 1 and tokens == batch.batch_size:  # a query each: fewer launches
-            visible, request = view.seq_lens, None
-        else:
-            request = plan.requests.long()
-            token = torch.arange(tokens, dtype=torch.int32, device=q_index.device)
-            visible = view.seq_lens[request] - (batch.cu_seqlens_q[request + 1] - token) + 1
-        visible = visible.clamp(1, view.max_seq_len)  # of a padded row it may be anything
+        key = (layer.view, id(batch))
+        shared = _Shared.of(layer, batch, plan) if key not in kept else kept[key]
+        if not plan.captured:
+            kept[key] = shared
         chosen = torch.empty(tokens, layer.index_topk, dtype=torch.int32, device=q_index.device)
         pages = -(-view.max_seq_len // _PAGE)
         rows = max(1, _MOST_SCORES // (pages * _PAGE))
@@ -82,15 +118,28 @@ class DeepGemmIndexer:
             keys = None if news is None else self._keys(cache, view.page_table[number, :pages])
             for start in range(first, first + count, rows):
                 part = slice(start, min(start + rows, first + count))
-                asked = (q_index[part], weights[part], visible[part])
+                q, w = q_index, weights
+                if part.stop - part.start < tokens:
+                    q, w = q_index[part], weights[part]
                 if keys is not None:
-                    scores = self._gathered(*asked, keys)
+                    scores = self._gathered(q, w, shared.visible[part], keys)
                 else:
-                    table = view.page_table[part if request is None else request[part], :pages]
-                    scores = self._paged(*asked, cache, table, pages * _PAGE)
+                    at = (start, part.stop)
+                    if at not in shared.parts:
+                        shared.parts[at] = self._part(shared, view.page_table, part, pages)
+                    scores = self._paged(q, w, cache, shared.parts[at], pages * _PAGE)
                 self._selects.select(scores, start, chosen, layer, cache, batch, plan)
             first += count
         return chosen
+
+    def _part(self, shared: _Shared, page_table: Tensor, part: slice, pages: int) -> _Part:
+        """Return what its kernel reads of some queries, each a request of its own."""
+        table = page_table[part if shared.request is None else shared.request[part], :pages]
+        lengths = shared.visible[part][:, None].contiguous()
+        count = self._multiprocessors
+        return _Part(
+            table, lengths, self._library.get_paged_mqa_logits_metadata(lengths, _PAGE, count)
+        )
 
     def _keys(self, cache: LayerCache, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Gather the keys of a request: e4m3 [n, 128] and their scales [n]."""
@@ -110,21 +159,18 @@ class DeepGemmIndexer:
         self,
         q_index: Tensor,
         weights: Tensor,
-        visible: Tensor,
         cache: LayerCache,
-        table: Tensor,
+        part: _Part,
         longest: int,
     ) -> Tensor:
-        library, lengths = self._library, visible[:, None].contiguous()
         assert cache.index is not None
-        schedule = library.get_paged_mqa_logits_metadata(lengths, _PAGE, self._multiprocessors)
-        scores: Tensor = library.fp8_paged_mqa_logits(
+        scores: Tensor = self._library.fp8_paged_mqa_logits(
             q_index[:, None],
             cache.index.view(-1, _PAGE, 1, cache.index.shape[1] // _PAGE),
             weights,
-            lengths,
-            table,
-            schedule,
+            part.lengths,
+            part.table,
+            part.schedule,
             longest,
         )
         return scores

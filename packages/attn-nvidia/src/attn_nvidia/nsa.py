@@ -42,6 +42,7 @@ class NSAPlan(NamedTuple):
     dense: None over FP8 latents and for rows with sinks, where a pass without a selection selects
     all.
     schedules: flashmla_kv's, by query heads and keys; the first layer of each makes it.
+    scored: what DeepGEMM's scores of all layers read.
     """
 
     kernel: str
@@ -49,6 +50,7 @@ class NSAPlan(NamedTuple):
     dense: Plans | None
     indexer: Any
     schedules: dict[tuple[int, int], Any]
+    scored: dict[Any, Any]
 
 
 class NSA(AttentionBackend):
@@ -95,7 +97,7 @@ class NSA(AttentionBackend):
             cu_seqlens_q = torch.arange(batch.num_tokens + 1, dtype=torch.int32, device=device)
         if self.config.row.requires_finite_padding:  # as fa3's whole tiles do
             dense = self._fa3.init_forward_metadata(batch)
-        return NSAPlan(kernel, cu_seqlens_q, dense, indexer, {})
+        return NSAPlan(kernel, cu_seqlens_q, dense, indexer, {}, {})
 
     def index_topk(
         self,
@@ -108,9 +110,11 @@ class NSA(AttentionBackend):
     ) -> Tensor:
         """Choose the keys of each query; ties go to the earliest key. See DeepGemmIndexer."""
         indexer, longest = self._deep_gemm, batch.views[layer.view].max_seq_len
-        if indexer is None or not indexer.takes(q_index, layer, cache, longest):
-            indexer = self._indexer
-        return indexer.index_topk(q_index, weights, layer, cache, batch, metadata.indexer)
+        asked = (q_index, weights, layer, cache, batch, metadata.indexer)
+        if indexer is not None and indexer.takes(q_index, layer, cache, longest):
+            return indexer.index_topk(*asked, metadata.scored)
+        chosen: Tensor = self._indexer.index_topk(*asked)
+        return chosen
 
     def forward(
         self,

@@ -84,7 +84,8 @@ def _libraries(
     assumed = names(flags.assume_installed)
     named = [name for name in assumed if name != "all"]
     every: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
-    pinned, known = parse_libraries(named), [*every, "torch"]
+    optional = [name for spec in registry.backends.values() for name in spec.optional]
+    pinned, known = parse_libraries(named), [*every, *optional, "torch"]
     for name in pinned:
         if name not in known:
             raise UsageError(

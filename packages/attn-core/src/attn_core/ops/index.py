@@ -10,26 +10,44 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.paged_tensor import put, take
-from attn_core.ops.kv import has_triton, real_slots
+from attn_core.ops.kv import has_triton, real_slots, write_kv
 from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT, from_fp8, power_of_two_scale, to_fp8
 from attn_core.ops.write_checks import check_index_write
 
 
-def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
+def write_index(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) -> None:
     """Write index keys [N, dim] into token slots int64 [N], in the format of the cache.
 
     FP8 computes one float32 scale per key: its largest magnitude, at least 1e-4, times 1/448. This
     product has the same bits on every device; torch's division by a number has not. A Hadamard
     transform is the caller's, of queries and keys alike.
     On a GPU with Triton this is one launch. There and on a CPU nothing is written for a slot of -1.
+    form: see attn_core.ops.kv.write_kv.
 
     Raises UnsupportedError without index keys, UsageError for what does not fit them.
     """
-    _writer(slots.device.type)(cache, keys, slots)
+    _writer(slots.device.type)(cache, keys, slots, form)
+
+
+def write_latents_and_index(
+    cache: LayerCache, keys: Tensor, k: Tensor, slots: Tensor, form: int = -1
+) -> None:
+    """Write new index keys and latents k [N, 1, D] into token slots, as write_index and write_kv.
+
+    On a GPU with Triton this is one launch. The arguments and errors are those of these two.
+    """
+    if has_triton(slots.device.type):
+        from attn_core.ops.triton import sparse_write
+
+        if sparse_write.fits_one_launch(cache):
+            sparse_write.write_latents_and_index(cache, keys, k, slots, form)
+            return
+    write_index(cache, keys, slots)
+    write_kv(cache, k, None, slots)
 
 
 @cached
-def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor], None]:
+def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor, int], None]:
     """Return what writes on a type of device; both write the same bits."""
     if has_triton(device_type):
         from attn_core.ops.triton import index
@@ -38,7 +56,7 @@ def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor], None]:
     return _write
 
 
-def _write(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
+def _write(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) -> None:
     values, scales = cache.index_keys
     check_index_write(values.shape[-1], keys, slots)
     if (real := real_slots(slots)) is not None:

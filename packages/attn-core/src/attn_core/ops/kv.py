@@ -17,12 +17,14 @@ from attn_core.ops.latents import from_latents, to_latents
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
 from attn_core.ops.write_checks import check_write
 
-_Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor], None]
+_Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor, int], None]
 _ReadPages = Callable[[LayerCache, Tensor, torch.dtype], tuple[Tensor, Tensor | None]]
 _Gather = Callable[[Tensor, str, Tensor], Tensor]  # paged tensor, layout, index → tokens
 
 
-def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
+def write_kv(
+    cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tensor, form: int = -1
+) -> None:
     """Write new K and V into token slots, quantised to the format of the cache.
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA); k None writes nothing.
@@ -31,6 +33,8 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
     scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
     UsageError if only one of v and the V pool is present, and for shapes that do not fit.
+    form: a number of tensors like these, but for their addresses and the number of tokens: with
+    Triton cache.launchers then has what writes such tensors again, at addresses that 16 divides.
     """
     if k is None:
         return
@@ -40,7 +44,7 @@ def write_kv(cache: LayerCache, k: Tensor | None, v: Tensor | None, slots: Tenso
     write = cache.launchers.get("write")
     if write is None:
         write = cache.launchers["write"] = _writer(cache.k.device.type, cache.latent_dim > 0)
-    write(cache, k, v, slots)
+    write(cache, k, v, slots, form)
 
 
 @cached
@@ -73,14 +77,16 @@ def real_slots(slots: Tensor) -> Tensor | None:
     return slots >= 0 if slots.is_cpu and slots.numel() and slots.min().item() < 0 else None
 
 
-def _write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+def _write_latents(
+    cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1
+) -> None:
     check_write(cache, k, v, slots)
     if (real := real_slots(slots)) is not None:
         k, slots = k[real], slots[real]
     put(cache.k, cache.layout, slots, to_latents(k.detach(), cache.latent_dim))
 
 
-def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1) -> None:
     check_write(cache, k, v, slots)
     if (real := real_slots(slots)) is not None:
         k, v, slots = k[real], None if v is None else v[real], slots[real]

@@ -14,7 +14,8 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     out [n, T, H, Dv]; lse [n, T, H], the natural log of the sum of exp(scores) of each part.
     Returns out [T, H, Dv] in the dtype of `out` and lse float32 [T, H], accumulated in float32.
     A part with lse -inf is empty, and its `out` is ignored. If all parts are empty, the result is
-    zeros and -inf.
+    zeros and -inf. A part with lse +inf outweighs all finite ones, whose `out` is ignored; several
+    such parts weigh alike, and the merged lse is +inf.
     Raises UsageError for shapes that do not fit.
     out = Σ exp(lse_i - lse) · out_i, lse = log Σ exp(lse_i) (FlashAttention-2, section 3.1).
     """
@@ -25,8 +26,10 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         )
     lse = lse.float()
     total = lse.logsumexp(0)
-    empty = lse == -torch.inf
-    # all empty: -inf - -inf is NaN; one empty: 0 · out is NaN where out was never written
-    weights = (lse - total).exp().masked_fill(empty, 0.0)[..., None]
-    merged = (out.masked_fill(empty[..., None], 0.0) * weights).sum(0)
+    endless = lse == torch.inf
+    weights = (lse - total).exp()  # NaN where both are +inf or both are -inf
+    weights = torch.where(total == torch.inf, endless / endless.sum(0), weights)
+    ignored = (lse == -torch.inf) | ((total == torch.inf) & ~endless)  # 0 · out may be NaN
+    weights = weights.masked_fill(ignored, 0.0)[..., None]
+    merged = (out.masked_fill(ignored[..., None], 0.0) * weights).sum(0)
     return merged.to(out.dtype), total

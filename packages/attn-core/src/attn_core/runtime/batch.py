@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,6 +173,14 @@ class ForwardBatch:
     @cached_property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @cached_property
+    def known(self) -> dict[Hashable, Any]:
+        """What a layer's tensors were found to be: those of others are compared with them."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "known"}
 
     def __post_init__(self) -> None:
         b, t, mode = self.batch_size, self.num_tokens, self.forward_mode

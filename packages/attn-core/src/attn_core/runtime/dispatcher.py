@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -18,12 +19,14 @@ from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_call, refuse_layer, refuse_output
 from attn_core.runtime.kernel_tensors import empty_attention
+from attn_core.runtime.known import Known
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
 from attn_core.runtime.operands import check_pass, check_ragged, fillable, readable, returned
 from attn_core.runtime.planner import Planner
 from attn_core.runtime.routes import (
+    ROLE_OF_MODE,
     Agree,
     ShadowRun,
     create_linear_routes,
@@ -133,23 +136,46 @@ class HybridDispatcher(Planner):
             route, metadata = metadata
         else:
             route = self._by_mode.get(mode) or self._route(mode)
-        config = route.backend.config
-        if return_lse or topk_indices is not None:
-            refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
-        if layer.index_topk is not None:
-            check_topk(topk_indices, layer, batch)
-        layer_id = layer.layer_id
-        first = (layer_id, return_lse) not in route.checked
-        if first:  # it may be one that the config does not list
-            refuse_layer(config, layer)
+        config, layer_id = route.backend.config, layer.layer_id
         cache = self.caches.layer(layer_id)
-        check_pass(q, k, v, layer, batch, out)
-        q, dense = readable(q), None if out is None else fillable(out)
-        if k is not None:
-            k, v = readable(k), None if v is None else readable(v)
-            slots = batch.views[layer.view].out_cache_loc if route.writes else None
-            if slots is not None:
+        # others than the absent ones are compared with those of the layer before, all at once
+        tensors = [x for x in (q, k, v, out, topk_indices) if x is not None]
+        key = (
+            route, layer.form, return_lse, k is None, v is None, out is None, topk_indices is None
+        )  # fmt: skip
+        known: Known | None = batch.known.get(key)
+        first = (layer_id, return_lse) not in route.checked
+        trained, dense, slots = False, out, None
+        if (
+            first or known is None or not known.fits(*tensors)
+            or (out is not None and out.data_ptr() % 16)
+            or (k is not None and batch.views[layer.view].out_cache_loc is not known.slots)
+        ):  # fmt: skip
+            known = None
+            if return_lse or topk_indices is not None:
+                refuse_call(config, return_lse=return_lse, sparse=topk_indices is not None)
+            if layer.index_topk is not None:
+                check_topk(topk_indices, layer, batch)
+            if first:  # it may be one that the config does not list
+                refuse_layer(config, layer)
+            check_pass(q, k, v, layer, batch, out)
+            trained = any(x.requires_grad for x in tensors)
+            q, dense = readable(q), None if out is None else fillable(out)
+            if k is not None:
+                k, v = readable(k), None if v is None else readable(v)
+                slots = batch.views[layer.view].out_cache_loc
+            used = [x for x in (q, k, v, dense, topk_indices) if x is not None]
+            if not trained and all(map(operator.is_, used, tensors)):
+                known = batch.known[key] = Known.of(tensors, (k, v), slots)
+        else:
+            slots = known.slots
+        if k is not None and slots is not None and route.writes:
+            if known is None:
                 write_kv(cache, k, v, slots)
+            else:
+                again = cache.launchers.get(known.form)
+                if again is None or not again(k, v, slots, known.tokens):
+                    write_kv(cache, k, v, slots, known.form)
         try:
             result = route.run(
                 q, k, v, layer, cache, batch, metadata,
@@ -162,22 +188,25 @@ class HybridDispatcher(Planner):
         if first:
             refuse_output(config, result, q, layer, dense, return_lse)
             route.checked.add((layer_id, return_lse))
-        trained = q.requires_grad or (k is not None and k.requires_grad)
-        trained = trained or (v is not None and v.requires_grad)
         if out is dense and not trained:
             return result
         return returned(result, out, dense, q, *(x for x in (k, v) if x is not None))
 
     def index_topk(
         self, q_index: Tensor, k_index: Tensor | None, weights: Tensor, layer: AttentionLayer,
-        batch: ForwardBatch, metadata: Metadata,
+        batch: ForwardBatch, metadata: Metadata, *, k: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Write index keys [T, Di] and select, as AttentionBackend does; None selects all keys."""
+        """Write index keys [T, Di] and select, as AttentionBackend does; None selects all keys.
+
+        k: new latents [T, 1, D], which are written with the keys, on a GPU in one launch; the
+        layer's `forward` is then given None in their place.
+        """
         if batch.forward_mode is ForwardMode.IDLE:
             return None
         cache = self.caches.layer(layer.layer_id)
         plan = metadata.softmax if type(metadata) is HybridMetadata else metadata
-        return select_keys(self._of(batch), q_index, k_index, weights, layer, cache, batch, plan)
+        backend = self.routes.get(ROLE_OF_MODE[batch.forward_mode]) or self._of(batch)
+        return select_keys(backend, q_index, k_index, weights, k, layer, cache, batch, plan)
 
     def forward_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attn_core.errors import UsageError
+from attn_core.ops.forms import numbered
 from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import check_layer
 
@@ -99,6 +100,11 @@ class AttentionLayer:
     def group(self) -> LayerGroup:
         """The group whose plan it shares."""
         return LayerGroup.of(self)
+
+    @cached_property
+    def form(self) -> int:
+        """A number of the layers whose tensors have equal shapes, but for the number of tokens."""
+        return numbered((self.group, self.is_cross, self.index_topk))
 
     def __post_init__(self) -> None:
         name, q, kv = f"layer {self.layer_id}", self.num_q_heads, self.num_kv_heads

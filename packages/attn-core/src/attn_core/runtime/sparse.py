@@ -10,13 +10,15 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import slot_table
-from attn_core.errors import BatchError, UnsupportedError
-from attn_core.ops.index import write_index
-from attn_core.ops.kv import has_triton, read_pages
+from attn_core.errors import AttnError, BatchError, UnsupportedError
+from attn_core.ops.index import write_index, write_latents_and_index
+from attn_core.ops.kv import has_triton, read_pages, write_kv
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
+from attn_core.runtime.known import Known
 from attn_core.runtime.layer import AttentionLayer
-from attn_core.runtime.run_errors import backend_errors
+from attn_core.runtime.operands import check_pass
+from attn_core.runtime.run_errors import run_error
 
 _FEWEST = 128  # keys of a selection of all, which kernels take in steps of so many
 
@@ -26,24 +28,43 @@ def select_keys(
     q_index: Tensor,
     k_index: Tensor | None,
     weights: Tensor,
+    k: Tensor | None,
     layer: AttentionLayer,
     cache: LayerCache,
     batch: ForwardBatch,
     metadata: Metadata,
 ) -> Tensor | None:
-    """Write new index keys and return the slots that each query attends to, None for all keys.
+    """Write new index keys and latents; return the slots that queries attend to, None for all.
 
     The arguments are those of HybridDispatcher.index_topk. Without slots in the layer's view the
     engine has written the keys.
     """
-    check_indexer(backend.config, q_index, k_index, weights, layer, batch)
+    key = (backend, layer.form, k_index is None, k is None)
+    tensors = [x for x in (q_index, weights, k_index, k) if x is not None]
     slots = batch.views[layer.view].out_cache_loc
-    if k_index is not None and slots is not None:
-        write_index(cache, k_index, slots)
-    if dense_pass(layer, batch):
+    known: Known | None = batch.known.get(key)
+    if known is None or not known.fits(*tensors) or slots is not known.slots:
+        check_indexer(backend.config, q_index, k_index, weights, layer, batch)
+        check_pass(None, k, None, layer, batch, None)
+        known = batch.known[key] = Known.of(tensors, (k_index, k), slots)
+    if slots is not None and k_index is not None:
+        again = cache.launchers.get(known.form)
+        given = (k_index,) if k is None else (k_index, k)
+        if again is None or not again(*given, slots, known.tokens):
+            if k is None:
+                write_index(cache, k_index, slots, known.form)
+            else:
+                write_latents_and_index(cache, k_index, k, slots, known.form)
+    elif slots is not None and k is not None:
+        write_kv(cache, k, None, slots)
+    if batch.forward_mode is ForwardMode.EXTEND and dense_pass(layer, batch):
         return None
-    with backend_errors(backend.config, "index_topk", batch, layer):
+    try:
         return backend.index_topk(q_index, weights, layer, cache, batch, metadata)
+    except AttnError:
+        raise
+    except Exception as error:  # a plugin's code: keep its error, name its owner
+        raise run_error(backend.config, "index_topk", error, batch, layer) from error
 
 
 def dense_pass(layer: AttentionLayer, batch: ForwardBatch) -> bool:

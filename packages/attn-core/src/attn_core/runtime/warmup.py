@@ -13,6 +13,7 @@ import torch
 
 from attn_core.cache.pool import IndexDtype, KVPool
 from attn_core.errors import UsageError
+from attn_core.ops.index import write_latents_and_index
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -269,6 +270,9 @@ def _paged(
                 queries = zeros(*tokens, index_heads, dim)
                 index = queries, zeros(*tokens, dim), queries[..., 0].float()
                 chosen = dispatcher.index_topk(*index, layer, batch, metadata)
+                at = batch.views[layer.view].out_cache_loc
+                if k is not None and at is not None:  # as where index_topk is given both
+                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, at)
             dispatcher.forward(q, k, v, layer, batch, metadata, topk_indices=chosen)
 
     return _Pass(backend.config.name, what, run)

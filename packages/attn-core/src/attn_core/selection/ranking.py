@@ -225,5 +225,18 @@ def nothing_fits(s: RowJudge, verdicts: tuple[Verdict, ...], phase: Phase) -> st
     return (
         f"no backend fits {phase.value} on {s.device}"
         + (f"; nearest are {shown}" if shown else ": none is declared")
+        + _flags(s, near[0] if near else None)
         + "; `attn why-not BACKEND` says what to change"
     )
+
+
+def _flags(s: RowJudge, nearest: Verdict | None) -> str:
+    """Say which flags let a kernel of sparse MLA that the caller named fit."""
+    if nearest is None or s.overrides.sub_backend(nearest.phase)[1] is None:
+        return ""
+    ways = [
+        [f.text for f in r.fixes if f.text.startswith("--") and f.cost < FixCost.INSTALL]
+        for r in nearest.reasons
+    ]
+    texts = " ".join(dict.fromkeys(texts[0] for texts in ways if texts))
+    return f"; add {texts} for {nearest.spec.name}" if all(ways) else ""

@@ -142,6 +142,7 @@ class BackendSpec:
     matrix_deviations: cell ("mha.fp8_kv") → why it differs from the documented matrix.
     refused_sub_backends: documented sub-backends of sparse MLA that no row runs → what to do.
     known_bad: combinations within its rows that are never selected.
+    optional: distributions that it uses where they are installed, and no row requires.
     """
 
     name: str
@@ -151,11 +152,13 @@ class BackendSpec:
     matrix_deviations: Mapping[str, str] = field(default_factory=dict, hash=False)
     refused_sub_backends: Mapping[str, str] = field(default_factory=dict, hash=False)
     known_bad: Sequence[KnownBad] = ()
+    optional: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _collect(self, "capabilities", tuple, "a list")
         _collect(self, "aliases", tuple, "a list")
         _collect(self, "known_bad", tuple, "a list")
+        _collect(self, "optional", tuple, "a list")
         _collect(self, "matrix_deviations", dict, "a mapping")
         _collect(self, "refused_sub_backends", dict, "a mapping")
 

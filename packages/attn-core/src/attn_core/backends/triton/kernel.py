@@ -14,6 +14,7 @@ from attn_core.backends.triton.masks import mask_mode
 from attn_core.backends.triton.portable.arguments import Outputs, Queries, Requests
 from attn_core.backends.triton.tuning import Launch
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.new_tensor import new_tensor
 from attn_core.ops.triton.launcher import Arguments, Grid, Launcher, alike, numbered
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
@@ -120,7 +121,7 @@ class Call:
         at_q = q.data_ptr()
         if out is None:
             heads, dim = layer.num_q_heads, layer.v_head_dim
-            out = q.new_empty(inputs.tokens, heads, dim)
+            out = new_tensor(q, (inputs.tokens, heads, dim), (heads * dim, dim, 1), q.dtype)
             at_out, token, head = out.data_ptr(), heads * dim, dim
             self.key: Hashable = (of_q, alike(q, at_q), alike(out, at_out))
         else:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers
+from attn_core.ops.triton.launcher import (
+    Launcher,
+    Pointers,
+    alike,
+    moved,
+    numbered,
+    pointers,
+)
 from attn_core.ops.triton.read import e4m3
 
 _GROUP = tl.constexpr(LATENT_BLOCK)  # values of a latent that share a scale
@@ -59,19 +67,49 @@ def decode_pages(
     tl.store(to + DV + r[None, :], y.to(tl.float32).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_stride", "topk"])
+@triton.jit
+def count_row(topk_indices, row_stride, token, work, units, tokens, TOPK, BLOCK: tl.constexpr):
+    """Write to work int32 [3, stride] the slots of a query, its number, and its first unit."""
+    n = tl.arange(0, BLOCK)
+    here = (n < TOPK) & (token < tokens)
+    slot = tl.load(topk_indices + token.to(tl.int64) * row_stride + n, mask=here, other=-1)
+    stride = tokens // 4 * 4 + 4
+    tl.store(work + token, tl.sum((slot >= 0).to(tl.int32)))
+    tl.store(work + stride + token, token)
+    tl.store(work + 2 * stride + token, token * units)
+
+
+@triton.jit(do_not_specialize=["row_stride", "topk", "tokens", "units"])
 def place_slots(
-    topk_indices, row_stride, place, found, topk, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    topk_indices, row_stride, place, found, topk, tokens, work, units,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of a query among the pages that decode_pages decoded; -1 stays."""
+    """Write the slots of a query among the pages that decode_pages decoded; -1 stays.
+
+    COUNT > 0, the slots of a query rounded up: the first programs of each query, and of one more
+    than there are, count them.
+    """
+    if COUNT > 0:  # noqa: SIM102  # compiled in or out
+        if tl.program_id(1) == 0:
+            count_row(
+                topk_indices, row_stride, tl.program_id(0), work, units, tokens, topk, COUNT
+            )  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = n < topk
+    here = (n < topk) & (token < tokens)
     slot = tl.load(topk_indices + token * row_stride + n, mask=here, other=-1)
     used = slot >= 0
     number = tl.load(place + slot // PAGE, mask=used, other=0)
     new = tl.where(used, number * PAGE + slot % PAGE, -1)
     tl.store(found + token * topk + n, new, mask=here)
+
+
+class Count(NamedTuple):
+    """Where count_row writes: work int32 [3, stride], its address, and the units of a query."""
+
+    work: Tensor
+    address: int
+    units: int
 
 
 class _Gatherer(NamedTuple):
@@ -106,6 +144,8 @@ def gather_pages(
     topk_indices: Tensor,
     dtype: torch.dtype,
     into: Gathered | None = None,
+    count: Count | None = None,
+    key: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pages of a pass in `dtype`, [n, page size, 1, D], and the selected slots in them.
 
@@ -113,19 +153,18 @@ def gather_pages(
     topk_indices int32 [T, K]: keys of the requests, or -1. What lies in pages behind a request's
     keys may be anything. Two launches, bit for bit what attn_core.ops.kv.read_pages reads; only the
     payload of a NaN may differ. Never syncs.
-    into: of empty_pages, to be filled.
+    into: of empty_pages, to be filled. count: also count the slots of each query. key: that of
+    pages_key, where it is known.
     """
     size, (tokens, topk) = cache.page_size, topk_indices.shape
     columns = -(-longest // size)
     pages = page_table.shape[0] * columns
     stride, row = page_table.stride(0), topk_indices.stride(0)
-    key = (
-        "pages", dtype, stride >> 31, row >> 31, alike(page_table), alike(seq_lens),
-        alike(topk_indices),
-    )  # fmt: skip
+    if key is None:
+        key = pages_key(page_table, seq_lens, topk_indices, dtype, counts=count is not None)
     x: _Gatherer | None = cache.launchers.get(key)
     if x is None or moved(x.pointers):
-        x = cache.launchers[key] = _gatherer(cache)
+        x = cache.launchers[key] = _gatherer(cache, topk if count else 0)
     latents, place, found = into or empty_pages(cache, pages, topk_indices, dtype)
     at_place = place.data_ptr()
     if pages:
@@ -138,15 +177,29 @@ def gather_pages(
             (page_table, stride, seq_lens, columns, pages * size, latents, place),
         )  # fmt: skip
     if tokens:
+        work, at_work, units = count or (found, found.data_ptr(), 0)
         x.find.launch(
-            (tokens, -(-topk // _SLOTS), 1),
-            (topk_indices.data_ptr(), row, at_place, found.data_ptr(), topk),
-            (topk_indices, row, place, found, topk),
-        )
+            (tokens + (count is not None), -(-topk // _SLOTS), 1),
+            (
+                topk_indices.data_ptr(), row, at_place, found.data_ptr(), topk, tokens, at_work,
+                units,
+            ),
+            (topk_indices, row, place, found, topk, tokens, work, units),
+        )  # fmt: skip
     return latents, found
 
 
-def _gatherer(cache: LayerCache) -> _Gatherer:
+def pages_key(
+    page_table: Tensor, seq_lens: Tensor, topk_indices: Tensor, dtype: torch.dtype, *, counts: bool
+) -> int:
+    """Return a number that is equal where gather_pages launches the same kernels over a cache."""
+    tensors = (page_table, seq_lens, topk_indices)
+    far = (page_table.stride(0) >> 31, topk_indices.stride(0) >> 31)
+    topk = topk_indices.shape[1] if counts else 0
+    return numbered(("pages", dtype, *far, topk, *map(alike, tensors)))
+
+
+def _gatherer(cache: LayerCache, counted: int) -> _Gatherer:
     values, scales, rope = split_latents(cache.k, cache.latent_dim)
     inner, width = 2 if cache.layout == "HND" else 1, rope.shape[-1]
     decode = Launcher(
@@ -156,5 +209,6 @@ def _gatherer(cache: LayerCache) -> _Gatherer:
         *(x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)),
         num_warps=4,
     )
-    find = Launcher(place_slots, cache.page_size, _SLOTS, num_warps=4)
+    columns = triton.next_power_of_2(counted) if counted else 0
+    find = Launcher(place_slots, cache.page_size, _SLOTS, columns, num_warps=4)
     return _Gatherer(decode, find, pointers(cache.k))

@@ -23,7 +23,7 @@ _SMALLEST, _UNIT = tl.constexpr(INDEX_SMALLEST), tl.constexpr(INDEX_UNIT)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _write_index(
+def write_index_rows(
     keys, slots, rows, values, scales, slots_token, keys_token, keys_dim,
     values_page, values_token, scales_page, scales_token,
     DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
@@ -58,12 +58,22 @@ class _Writer(NamedTuple):
     pointers: Pointers
     dim: int
 
+    def again(self, keys: Tensor, slots: Tensor, tokens: int) -> bool:
+        """Write tensors of one form, as many tokens; False: they or the cache lie elsewhere."""
+        at_keys, at_slots = keys.data_ptr(), slots.data_ptr()
+        if (at_keys | at_slots) % 16 or moved(self.pointers):
+            return False
+        grid, numbers = (-(-tokens // _ROWS), 1, 1), (at_keys, at_slots, tokens)
+        self.launcher.launch(grid, numbers, (keys, slots, tokens))
+        return True
 
-def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
+
+def write_index(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) -> None:
     """Write index keys [N, dim] into token slots int64 [N], both of any strides; -1 is padding.
 
     Bit for bit what attn_core.ops.index.write_index writes; only the payload of a NaN may differ.
     Never syncs. Raises UsageError for shapes that do not fit, UnsupportedError without index keys.
+    form: see attn_core.ops.kv.write_kv.
     """
     at_keys, at_slots = keys.data_ptr(), slots.data_ptr()
     key = (
@@ -75,6 +85,8 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     rows = slots.shape[0]
     if keys.shape != (rows, writer.dim):
         check_index_write(writer.dim, keys, slots)
+    if form >= 0 and rows and not (at_keys | at_slots) % 16:
+        cache.launchers[form] = writer.again
     if rows:
         grid = (-(-rows // _ROWS), 1, 1)
         writer.launcher.launch(grid, (at_keys, at_slots, rows), (keys, slots, rows))
@@ -87,7 +99,7 @@ def _writer(cache: LayerCache, keys: Tensor, slots: Tensor) -> _Writer:
     # without scales nothing is written there
     scales = values if scales is None else scales
     launcher = Launcher(
-        _write_index,
+        write_index_rows,
         *(values.view(torch.uint8) if fp8 else values, scales),
         *(slots.stride(0), *keys.stride(), *values.stride()[:2], *scales.stride()[:2]),
         *(dim, triton.next_power_of_2(dim), cache.page_size, fp8, _ROWS),

@@ -67,7 +67,7 @@ def _fp4_codes(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return low | (high << 4), block
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """What the kernel is compiled for of K or V: the columns and where the pool has them.
 
     dim: columns, 0 without V. page, token, head: strides of the pool. blocks_page, blocks_token,
@@ -85,7 +85,7 @@ class _Side(NamedTuple):
 
 
 @triton.jit
-def _write_side(
+def write_side(
     values, pool, blocks, slots, scale, rows, slots_token, values_token, values_head, values_dim,
     SIDE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -133,23 +133,24 @@ def _write(
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
-        _write_side(
+        write_side(
             k, k_pool, k_blocks, slots, k_scale, rows, slots_token, k_token, k_head, k_dim,
             K, HEADS, PAGE, FORMAT, ROWS, COLUMNS,
         )  # fmt: skip
     elif V.dim > 0:
-        _write_side(
+        write_side(
             v, v_pool, v_blocks, slots, v_scale, rows, slots_token, v_token, v_head, v_dim,
             V, HEADS, PAGE, FORMAT, ROWS, COLUMNS,
         )  # fmt: skip
 
 
-def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1) -> None:
     """Write new K and V into token slots, bit for bit what attn_core.ops.kv.write_kv writes.
 
     k [N, Hkv, D], v [N, Hkv, Dv] (None for MLA) of any strides, slots int64 [N], -1 for padding;
     pools of any strides but that of the last dimension, 1. One launch; allocates nothing and never
     syncs. Raises UsageError for shapes that do not fit.
+    form: see attn_core.ops.kv.write_kv.
     """
     at_k, at_slots = k.data_ptr(), slots.data_ptr()
     at_v, other, of_v, v_shape = at_k, k, None, None
@@ -163,6 +164,8 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> N
     last, grid, rows = writer.work
     if (slots.shape, k.shape, v_shape) != last:
         grid, rows = writer.plan(cache, k, v, slots)
+    if form >= 0 and not (at_k | at_v | at_slots) % 16:
+        cache.launchers[form] = writer.again
     writer.launcher.launch(grid, (at_k, at_v, at_slots, rows), (k, other, slots, rows))
 
 
@@ -194,11 +197,23 @@ class _Writer:
             _write,
             *(*pools, *scales, slots.stride(0), *k.stride(), *other.stride()),
             *(
-                _Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
+                Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
                 for i, (dim, scale) in enumerate(zip(dims, scales, strict=True))
             ),
             *(heads, cache.page_size, FORMATS.get(cache.k.dtype, 0), self._rows, columns),
         )
+
+    def again(self, k: Tensor, v: Tensor | None, slots: Tensor, tokens: int) -> bool:
+        """Write tensors of one form, as many tokens; False: they or the cache lie elsewhere."""
+        at_k, at_slots = k.data_ptr(), slots.data_ptr()
+        at_v = at_k if v is None else v.data_ptr()
+        if (at_k | at_v | at_slots) % 16 or moved(self.pointers):
+            return False
+        rows = tokens * self._heads
+        grid = (-(-rows // self._rows), self._columns, self._sides)
+        args = (at_k, at_v, at_slots, rows)
+        self.launcher.launch(grid, args, lambda: (k, k if v is None else v, slots, rows))
+        return True
 
     def plan(
         self, cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor

@@ -24,7 +24,7 @@ _EIGHT, _SMALLEST = tl.constexpr(EIGHT), tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def _write(
+def write_latent(
     k, slots, k_token, k_dim, slots_token, values, scales, rope,
     values_page, values_token, scales_page, scales_token, rope_page, rope_token,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr,
@@ -67,13 +67,24 @@ class _Writer(NamedTuple):
     dim: int
     blocks: int
 
+    def again(self, k: Tensor, v: Tensor | None, slots: Tensor, tokens: int) -> bool:
+        """Write tensors of one form, as many tokens; False: they or the cache lie elsewhere."""
+        at_k, at_slots = args = (k.data_ptr(), slots.data_ptr())
+        if (at_k | at_slots) % 16 or moved(self.pointers):
+            return False
+        self.launcher.launch((tokens, self.blocks, 1), args, (k, slots))
+        return True
 
-def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+
+def write_latents(
+    cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1
+) -> None:
     """Write latents k [N, 1, D] of any strides into token slots int64 [N]; v is None.
 
     A slot of -1 is padding: nothing is written for it.
     Bit for bit what attn_core.ops.latents.to_latents writes; only the payload of a NaN may differ.
     Never syncs. Raises UsageError for shapes that do not fit.
+    form: see attn_core.ops.kv.write_kv.
     """
     at_k, at_slots, count = k.data_ptr(), slots.data_ptr(), slots.shape[0]
     key = ("latents", alike(k, at_k), alike(slots, at_slots), k.stride(), slots.stride())
@@ -82,6 +93,8 @@ def write_latents(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor)
         writer = cache.launchers[key] = _writer(cache, k, slots)
     if k.shape != (count, 1, writer.dim):
         check_write(cache, k, None, slots)
+    if form >= 0 and count and not (at_k | at_slots) % 16:
+        cache.launchers[form] = writer.again
     if count:
         writer.launcher.launch((count, writer.blocks, 1), (at_k, at_slots), (k, slots))
 
@@ -91,7 +104,7 @@ def _writer(cache: LayerCache, k: Tensor, slots: Tensor) -> _Writer:
     values, scales, rope = split_latents(cache.k, cache.latent_dim)
     inner, width = 2 if cache.layout == "HND" else 1, rope.shape[-1]
     launcher = Launcher(
-        _write,
+        write_latent,
         *(k.stride(0), k.stride(-1), slots.stride(0), values.view(torch.uint8), scales, rope),
         *(x.stride(axis) for x in (values, scales, rope) for axis in (0, inner)),
         *(cache.page_size, cache.latent_dim, width, triton.next_power_of_2(max(1, width))),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +17,8 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+
+from attn_core.ops.forms import numbered as numbered
 
 Grid = tuple[int, int, int]
 Tensors = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
@@ -82,8 +83,12 @@ class Launcher:
         tensors: the same with tensors and descriptors, or what returns them.
         shared: further ones, after those in `tensors`.
         """
-        direct = self._direct
-        if direct is None or _hooked():
+        direct, runtime = self._direct, knobs.runtime
+        try:  # _hooked() is a call more
+            hooked = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        except AttributeError:
+            hooked = _hooked()
+        if hooked or direct is None:
             self._launch(grid, _first(args, tensors, shared))
             return
         run, head, last, maps, device, stream = direct
@@ -137,11 +142,6 @@ def alike_number(n: int) -> Hashable:
     return n == 1, n % 16 == 0, n >> 31
 
 
-def numbered(key: Hashable) -> int:
-    """Return a number that is equal for equal keys: long keys are hashed once, not in each call."""
-    return _NUMBERS.setdefault(key, next(_COUNT))
-
-
 Pointers = tuple[tuple[Callable[[], int], int], ...]
 
 
@@ -159,8 +159,6 @@ def moved(old: Pointers) -> bool:
 
 
 _ON_AMD = torch.version.hip is not None
-_NUMBERS: dict[Hashable, int] = {}
-_COUNT = itertools.count()  # threads never draw the same number
 
 
 def _first(

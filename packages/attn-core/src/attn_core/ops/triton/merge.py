@@ -41,11 +41,13 @@ def _merge(
     at = lse
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
+    endless = tl.zeros((ROWS,), tl.float32)  # parts of +inf, which alone count where there are any
     for _ in range(parts):
         x = tl.load(at, mask=here, other=0.0).to(tl.float32) * UNIT
         higher = tl.maximum(peak, x)
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         weight = weight * tl.exp(peak - base) + tl.exp(x - base)
+        endless += (x == float("inf")).to(tl.float32)
         peak = higher
         at += lse_part
     sum_of_all = tl.log(weight) + peak
@@ -55,10 +57,12 @@ def _merge(
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for _ in range(parts):
         x = tl.load(lse, mask=here, other=0.0).to(tl.float32) * UNIT
-        full = x != -float("inf")  # an empty part may hold anything, and 0 · NaN is NaN
+        share = tl.where(sum_of_all == float("inf"), 1.0 / endless, tl.exp(x - sum_of_all))
+        # what does not count may hold anything, and 0 · NaN is NaN
+        full = (x != -float("inf")) & ((sum_of_all != float("inf")) | (x == float("inf")))
         read = tile & full[:, None]
         values = tl.load(out, mask=read, other=0.0)
-        share = tl.where(full, tl.exp(x - sum_of_all), 0.0)
+        share = tl.where(full, share, 0.0)
         acc += values.to(tl.float32) * share[:, None]
         lse += lse_part
         out += out_part

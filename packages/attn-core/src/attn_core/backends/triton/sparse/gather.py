@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from attn_core.backends.triton.sparse.passes import MOST_KEPT
 from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
-from attn_core.ops.triton.gather import empty_pages, gather_pages
+from attn_core.ops.triton.gather import (
+    Count,
+    count_row,
+    empty_pages,
+    gather_pages,
+    pages_key,
+)
 from attn_core.ops.triton.launcher import (
     Launcher,
     Pointers,
@@ -29,24 +36,12 @@ GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 _ROWS = 16  # latents that a program decodes
 
 
-@triton.jit
-def _count(topk_indices, row_stride, token, work, units, tokens, TOPK, BLOCK: tl.constexpr):
-    """Write to work int32 [3, stride] the slots of a query, its number, and its first unit."""
-    n = tl.arange(0, BLOCK)
-    here = (n < TOPK) & (token < tokens)
-    slot = tl.load(topk_indices + token.to(tl.int64) * row_stride + n, mask=here, other=-1)
-    stride = tokens // 4 * 4 + 4
-    tl.store(work + token, tl.sum((slot >= 0).to(tl.int32)))
-    tl.store(work + stride + token, token)
-    tl.store(work + 2 * stride + token, token * units)
-
-
 @triton.jit(do_not_specialize=["row_stride", "units", "tokens"])
 def count_slots(
     topk_indices, row_stride, work, units, tokens, TOPK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Count the slots of each query, and of one more than there are."""
-    _count(topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK)
+    count_row(topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["row_stride", "units", "tokens"])
@@ -64,7 +59,7 @@ def decode_selected(
     """
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        _count(
+        count_row(
             topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK
         )  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -179,7 +174,8 @@ class Selected(Source):
 class Pages(Source):
     """Brings the FP8 latents of all pages of a pass, decoded to `dtype`.
 
-    latents, slots: like those that it brings, and these where they are few.
+    latents, slots: like those that it brings. It brings the latter, and where they are few also the
+    former; more are made for each layer.
     """
 
     def __init__(
@@ -193,16 +189,21 @@ class Pages(Source):
         super().__init__(topk_indices, launchers)
         self._of, self._dtype = (view.page_table, view.seq_lens, view.max_seq_len), dtype
         pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
-        few = pages * cache.page_size * cache.k.shape[-1] * dtype.itemsize <= MOST_KEPT
-        made = empty_pages(cache, pages if few else 0, topk_indices, dtype)
-        self.latents, _, self.slots = made
-        self._into = made if few else None
+        self._pages = (pages, cache.page_size, 1, cache.latent_dim + cache.latents[2].shape[-1])
+        self._few = math.prod(self._pages) * dtype.itemsize <= MOST_KEPT
+        self._into = empty_pages(cache, pages if self._few else 0, topk_indices, dtype)
+        self.latents, _, self.slots = self._into
         self.nbytes = self.latents.nbytes
+        self._key = pages_key(view.page_table, view.seq_lens, topk_indices, dtype, counts=True)
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
-        """Decode them, and count."""
-        self.count(topk_indices)
-        read = gather_pages(cache, *self._of, topk_indices, self._dtype, self._into)
+        """Decode them, and count while their slots are found."""
+        into = self._into
+        if not self._few:
+            into = (into[0].new_empty(self._pages), *into[1:])
+        count = Count(self.work, self.at_work[0], self.units)
+        of = (*self._of, topk_indices, self._dtype, into, count, self._key)
+        read = gather_pages(cache, *of)
         return *read, self.work, self.at_work
 
 
