@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from attn_core.cli.measurement import terminable
 from attn_core.costs import store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
@@ -237,11 +238,13 @@ def main(
     if args.compile or args.tune:
         todo = tuning_jobs(drawn, registry, here, libraries, [*backends])
     if args.compile:
-        print(compile_kernels(todo, known, device, arch=here.arch) or "compiled", flush=True)
+        own = todo[part - 1 :: parts]
+        print(compile_kernels(own, known, device, arch=here.arch) or "compiled", flush=True)
         print(f"{time.monotonic() - begin:.0f} s", flush=True)
         return 0
     if args.tune and not path.exists():  # else the run goes on, with the profile that it began with
-        known = tuned(todo[part - 1 :: parts], known, env, device, here.arch, args.tune, file)
+        with terminable():
+            known = tuned(todo[part - 1 :: parts], known, env, device, here.arch, args.tune, file)
         if parts > 1:  # judging takes what all parts measured
             return 0
     if parts > 1 and args.profile is None and not known.costs:
