@@ -78,7 +78,7 @@ def test_trees_are_verified_by_what_was_fastest_on_an_h100_also_on_a_rank(regist
     """A rank's heads were not measured; the nearest say the same, and not what priorities say."""
     heads = replace(MHA.layers[0], num_q_heads=32 // ranks, num_kv_heads=8 // ranks)
     needs = replace(MHA, layers=(heads,), speculation=TREE, page_size=1)
-    found, names = chosen(registry, needs, parse_device("h100"))
+    found, _ = chosen(registry, needs, parse_device("h100"))
     assert {found.roles[role].backend for role in ("decode", "verify", "draft")} == {"triton"}
     costs = {v.spec.name: v.expected for v in found.verdicts if v.phase is Phase.DECODE}
     assert costs["triton"].us < 0.8 * costs["fa3"].us
