@@ -73,8 +73,9 @@ def test_a_part_that_is_none_is_refused(text):
         part_of(text)
 
 
-def test_a_run_that_is_terminated_keeps_what_it_measured(tmp_path):
-    """A scheduler ends a job with SIGTERM; the next run measures the rest alone."""
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_keeps_what_it_measured_and_says_where(tmp_path, how):
+    """A scheduler ends a job with SIGTERM, a user with Ctrl-C."""
     out = tmp_path / "p.json"
     many = {"prompts": {str(20 + n): 1 for n in range(60)}, "requests": {"2": 1}, "output": 8}
     arguments = ["tune", "--quick", "--minutes", "5", "--out", str(out), *SHAPE]
@@ -91,10 +92,12 @@ def test_a_run_that_is_terminated_keeps_what_it_measured(tmp_path):
     for _ in range(3):
         while b"measured" not in (line := process.stderr.readline()):
             assert line, "it ended by itself"
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    process.send_signal(how)
+    said = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 128 + how
     assert len(store.read_profile(out).costs) >= 2
+    assert f"passes were measured and are kept in {out}; run again to go on" in said
+    assert "Traceback" not in said
 
 
 def test_the_handler_of_a_signal_is_put_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -98,6 +99,10 @@ def tune_command(
                 if (new.costs or new.bad) and time.monotonic() > written + KEEP_S:
                     store.write(file, new)
                     new, written = Profile(), time.monotonic()
+    except (KeyboardInterrupt, SystemExit):
+        print(f"attn: {passes} passes were measured and are kept in {file}; run again to go on",
+              file=sys.stderr)  # fmt: skip
+        raise
     finally:  # what was measured is kept, whatever ended the run
         if new.costs or new.bad:
             store.write(file, new)
@@ -120,7 +125,7 @@ def tune_command(
         }
         print_json(data | {"selection": _selected(inputs, registry, known)})
         return
-    from attn_core.measure.session import SPENT
+    from attn_core.measure.session import LONGER, SPENT
 
     lines = console()
     if work.not_compiled:
@@ -128,7 +133,7 @@ def tune_command(
     for name, why in bad:
         lines.print(f"known bad: {name}: {why}", soft_wrap=True)
     for reason, number in Counter(s.skipped for s in skipped).items():
-        again = "; run again to go on" if reason == SPENT else ""
+        again = {SPENT: "; run again to go on", LONGER: "; --minutes takes more"}.get(reason, "")
         lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
     lines.print(
         f"{compile_s:.0f} s of compiling, {measure_s:.0f} s of measuring: {spent}",
