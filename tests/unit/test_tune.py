@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import threading
@@ -445,6 +446,17 @@ def test_no_process_waits_for_what_another_compiles(registry):
 def test_kernels_are_compiled_in_processes(monkeypatch):
     todo = compiling.calls(planned(load_plugins()), Profile(), 1e9)[:2]
     assert len(list(compiling._called(todo, CPU, None, 2))) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process")
+def test_a_run_that_is_bound_to_cores_compiles_on_those():
+    every = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(every)})
+        assert compiling.cores() == 1
+    finally:
+        os.sched_setaffinity(0, every)
+    assert compiling.cores() == len(every)
 
 
 def test_a_process_that_ends_is_said(registry, monkeypatch):
