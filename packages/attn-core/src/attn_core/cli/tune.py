@@ -100,8 +100,8 @@ def tune_command(
                     store.write(file, new)
                     new, written = Profile(), time.monotonic()
     except (KeyboardInterrupt, SystemExit):
-        print(f"attn: {passes} passes were measured and are kept in {file}; run again to go on",
-              file=sys.stderr)  # fmt: skip
+        kept = f"{passes} passes were measured and are kept in {file}" if passes else "nothing yet"
+        print(f"attn: {kept}; run again to go on", file=sys.stderr)
         raise
     finally:  # what was measured is kept, whatever ended the run
         if new.costs or new.bad:
