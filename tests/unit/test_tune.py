@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import itertools
 import json
@@ -446,6 +447,28 @@ def test_no_process_waits_for_what_another_compiles(registry):
 def test_kernels_are_compiled_in_processes(monkeypatch):
     todo = compiling.calls(planned(load_plugins()), Profile(), 1e9)[:2]
     assert len(list(compiling._called(todo, CPU, None, 2))) == 2
+
+
+def test_a_run_that_is_ended_compiles_nothing_further(monkeypatch):
+    """Its queue of calls is dropped: a pool waits for all of them by itself."""
+    submitted = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, count, *_):
+            super().__init__(1)
+
+        def submit(self, *arguments):
+            submitted.append(future := super().submit(lambda: time.sleep(0.2)))
+            return future
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
+    todo = compiling.calls(planned(load_plugins(), grid=True), Profile(), 1e9)
+    steps = compiling._called(todo, CPU, None, 2)
+    next(steps)
+    with pytest.raises(SystemExit):
+        steps.throw(SystemExit())
+    assert len(submitted) > 3
+    assert sum(future.cancelled() for future in submitted) >= len(submitted) - 3
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process")

@@ -88,7 +88,11 @@ def _called(
     context = multiprocessing.get_context("spawn")
     count = min(processes, len(listed))
     with concurrent.futures.ProcessPoolExecutor(count, context, leave_cores) as pool:
-        yield from in_turns(listed, lambda job: pool.submit(call_once, job, device, arch))
+        try:
+            yield from in_turns(listed, lambda job: pool.submit(call_once, job, device, arch))
+        except BaseException:  # a run that is ended compiles nothing further
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _library(job: Job) -> object:
