@@ -27,7 +27,6 @@ from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
 from attn_core.costs.workload import Mix, Workload
 from attn_core.errors import AttnError, UsageError
-from attn_core.measure.compiling import compile_kernels
 from attn_core.measure.session import release
 from attn_core.measure.timing import Clock, clock_of, measure
 from attn_core.plugins.dependencies import Libraries
@@ -45,7 +44,7 @@ from benchmarks.ours import device_kind, needs_of, our_backend
 from benchmarks.regret_report import added, begun, said, write
 from benchmarks.regret_shapes import COUNT, default_seed, draw, pass_of
 from benchmarks.regret_table import AUTOMATIC, RULE, Record, cost, page, summary
-from benchmarks.regret_tune import part_of, tuned, tuning_jobs
+from benchmarks.regret_tune import compiled, part_of, tuned, tuning_jobs
 from benchmarks.results import FOLDER, slug
 from benchmarks.runner import poison, tolerance, usable
 
@@ -238,9 +237,7 @@ def main(
     if args.compile or args.tune:
         todo = tuning_jobs(drawn, registry, here, libraries, [*backends])[part - 1 :: parts]
     if args.compile:
-        text = compile_kernels(todo, known, device, arch=here.arch) or "compiled"
-        print(f"{text}, {time.monotonic() - begin:.0f} s", flush=True)
-        return 0
+        return compiled(todo, known, device, here.arch)
     if args.tune and not path.exists():  # else the run goes on, with its first profile
         with terminable():
             known = tuned(todo, known, env, device, here.arch, args.tune, file)

@@ -15,6 +15,7 @@ from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.measure.candidates import Job, jobs
+from attn_core.measure.compiling import compile_kernels
 from attn_core.measure.session import session
 from attn_core.measure.spent import Spent
 from attn_core.plugins.dependencies import Libraries
@@ -57,6 +58,22 @@ def part_of(text: str) -> tuple[int, int]:
         return measurement.part_of(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def compiled(
+    todo: Sequence[Job], known: Profile, device: torch.device, arch: str | None
+) -> int:  # fmt: skip
+    """Compile what tuning and judging call, and say every few seconds how far that is."""
+    begin = said = time.monotonic()
+
+    def step(done: int, total: int) -> None:
+        nonlocal said
+        if (now := time.monotonic()) > said + KEEP_S or done == total:
+            print(f"{done} of {total} calls, {now - begin:.0f} s", flush=True)
+            said = now
+
+    print(compile_kernels(todo, known, device, arch=arch, step=step) or "compiled", flush=True)
+    return 0
 
 
 def tuned(
