@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from attn_core.cli.measurement import terminable
 from attn_core.costs import store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
 from attn_core.costs.workload import Mix, Workload
 from attn_core.errors import AttnError, UsageError
-from attn_core.measure.compiling import compile_kernels
 from attn_core.measure.session import release
 from attn_core.measure.timing import Clock, clock_of, measure
 from attn_core.plugins.dependencies import Libraries
@@ -44,7 +44,7 @@ from benchmarks.ours import device_kind, needs_of, our_backend
 from benchmarks.regret_report import added, begun, said, write
 from benchmarks.regret_shapes import COUNT, default_seed, draw, pass_of
 from benchmarks.regret_table import AUTOMATIC, RULE, Record, cost, page, summary
-from benchmarks.regret_tune import part_of, tuned, tuning_jobs
+from benchmarks.regret_tune import compiled, part_of, tuned, tuning_jobs
 from benchmarks.results import FOLDER, slug
 from benchmarks.runner import poison, tolerance, usable
 
@@ -183,7 +183,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that run side by side")
     add("--seconds", type=float, default=600.0, help="no shape begins later (default: 600)")
     add("--count", type=int, default=COUNT, help=f"shapes to draw (default: {COUNT})")
-    add("--seed", default=default_seed(), help="what draws them (default: attn-core's version)")
+    add("--seed", default=default_seed(), help="what draws them (default: the version)")
     add("--out", type=pathlib.Path, help="default: benchmarks/results/regret.<device>.json")
     add("--again", action="store_true", help="choose again over the times of a record, --out")
     return parser.parse_args(arguments)
@@ -221,8 +221,8 @@ def main(
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --device cpu judges small shapes on the CPU")
-    here, path = device_kind(device), args.out
-    path = path or FOLDER / f"regret.{slug(device_name(device))}.json"
+    here = device_kind(device)
+    path = args.out or FOLDER / f"regret.{slug(device_name(device))}.json"
     env = environment(registry, here)
     torch.set_grad_enabled(False)
     drawn = draw(args.seed, device.type, args.count) if cases is None else cases
@@ -235,13 +235,12 @@ def main(
     file, (part, parts) = path.with_suffix(".profile.json"), args.part
     known = store.read_profile(file) if file.exists() else field.profile or Profile()
     if args.compile or args.tune:
-        todo = tuning_jobs(drawn, registry, here, libraries, [*backends])
+        todo = tuning_jobs(drawn, registry, here, libraries, [*backends])[part - 1 :: parts]
     if args.compile:
-        print(compile_kernels(todo, known, device, arch=here.arch) or "compiled", flush=True)
-        print(f"{time.monotonic() - begin:.0f} s", flush=True)
-        return 0
-    if args.tune and not path.exists():  # else the run goes on, with the profile that it began with
-        known = tuned(todo[part - 1 :: parts], known, env, device, here.arch, args.tune, file)
+        return compiled(todo, known, device, here.arch)
+    if args.tune and not path.exists():  # else the run goes on, with its first profile
+        with terminable():
+            known = tuned(todo, known, env, device, here.arch, args.tune, file)
         if parts > 1:  # judging takes what all parts measured
             return 0
     if parts > 1 and args.profile is None and not known.costs:
@@ -261,7 +260,7 @@ def main(
         took = time.monotonic() - begin
         print(f"[{number}/{len(drawn)}] {took:5.1f} s {case.name}: {said(shape)}", flush=True)
     print(page(path.name, report))
-    return 0 if summary(report["shapes"])["met"] else 1
+    return int(not summary(report["shapes"])["met"])
 
 
 def chosen_again(args: argparse.Namespace, registry: Registry) -> int:

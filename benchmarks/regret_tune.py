@@ -9,11 +9,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from attn_core.cli import measurement
 from attn_core.costs import store
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
+from attn_core.errors import UsageError
 from attn_core.measure.candidates import Job, jobs
+from attn_core.measure.compiling import compile_kernels
 from attn_core.measure.session import session
+from attn_core.measure.spent import Spent
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.result import Overrides
@@ -25,7 +29,7 @@ from benchmarks.regret_shapes import form_of, pass_of
 
 # One chunk and one batch: the passes that are spread are what is tuned
 WORKLOAD = Workload(prompts={2048: 1}, requests={16: 1}, cached=0.9)
-KEEP_S = 10.0  # between writes of what was measured
+KEEP_S = 5.0  # between writes of what was measured
 
 
 def tuning_jobs(
@@ -49,33 +53,55 @@ def tuning_jobs(
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Return which part of how many: "2/3" is every third of a list, from the second on."""
-    one, _, parts = text.partition("/")
-    if not (one.isdigit() and parts.isdigit() and 1 <= int(one) <= int(parts)):
-        raise argparse.ArgumentTypeError(f'{text}: expected a part and their number, as in "1/2"')
-    return int(one), int(parts)
+    """Return which part of how many, as `attn tune --part` takes it, for argparse."""
+    try:
+        return measurement.part_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def compiled(
+    todo: Sequence[Job], known: Profile, device: torch.device, arch: str | None
+) -> int:  # fmt: skip
+    """Compile what tuning and judging call, and say every few seconds how far that is."""
+    begin = said = time.monotonic()
+
+    def step(done: int, total: int) -> None:
+        nonlocal said
+        if (now := time.monotonic()) > said + KEEP_S or done == total:
+            print(f"{done} of {total} calls, {now - begin:.0f} s", flush=True)
+            said = now
+
+    print(compile_kernels(todo, known, device, arch=arch, step=step) or "compiled", flush=True)
+    return 0
 
 
 def tuned(
     todo: Sequence[Job], known: Profile, env: Mapping[str, str], device: torch.device,
     arch: str | None, seconds: float, path: pathlib.Path,
 ) -> Profile:  # fmt: skip
-    """Measure a profile and keep it in `path`, what is measured so far every ten seconds.
+    """Measure a profile and keep it in `path`, what is measured so far every five seconds.
 
     Other processes may measure other jobs into the same file: it then holds what they found too.
     """
     new, written, begin = Profile(), time.monotonic(), time.monotonic()
+    spent, passes = Spent(), 0
+
+    def say(how: str) -> None:
+        took = time.monotonic() - begin
+        done = f"{passes} of {len(todo)} passes"
+        print(f"{how} for {took:.0f} s: {len(known.costs)} points, {done}; {spent}", flush=True)
+
     try:
         for step in session(todo, known, env, device, arch=arch, minutes=seconds / 60):
-            if step.profile.costs or step.profile.bad:
-                new = new.merged(step.profile)
+            spent.add(step.spent)
+            passes += bool(step.profile.costs)
+            new = new.merged(step.profile)
             if time.monotonic() > written + KEEP_S and (new.costs or new.bad):
                 known, new, written = store.write(path, new), Profile(), time.monotonic()
+                say("tuning")
     finally:
         if new.costs or new.bad:
             known = store.write(path, new)
-    took = time.monotonic() - begin
-    shapes = len({(key.form, key.size) for key in known.costs})
-    said = f"{len(known.costs)} points, {shapes} of {len(todo)} passes"
-    print(f"tuned for {took:.0f} s: {said}", flush=True)
+        say("tuned")
     return known

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from attn_core import Requirements, UsageError, load_plugins, parse_device, probe_device
-from attn_core.cli import check, tune
+from attn_core.cli import check, measurement
 from attn_core.cli.app import build_app
 from attn_core.cli.check import local_device
 from attn_core.cli.inputs import must_be_here, selection_inputs
@@ -91,7 +91,7 @@ def test_another_cpu_is_simulated_and_measured_nowhere():
 
 
 def test_attn_tune_and_bench_measure_on_the_cpu():
-    found = tune._inputs(InputFlags(device="cpu"), None, load_plugins())
+    found = measurement.inputs_of(InputFlags(device="cpu"), None, load_plugins())
     assert (found.device, found.simulated) == (AMX, False)
 
 

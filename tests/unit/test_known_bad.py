@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from attn_core.plugins.registry import Registry
+from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.plugins.validation import problem
 from attn_core.selection.diagnosis import why_not
 from attn_core.selection.result import NoBackendError, Overrides
@@ -103,3 +103,25 @@ def test_a_wrong_declaration_breaks_its_backend_alone(fields, said):
 def test_text_is_no_set():
     with pytest.raises(TypeError, match="libraries"):
         KnownBad(why="x", source="y", libraries="triton==3.5")
+
+
+@pytest.mark.parametrize(
+    ("arch", "library", "head_dim", "bad"),
+    [
+        ("sm89", {"sglang-kernel": "0.4.5"}, 256, True),
+        ("sm86", {"sglang-kernel": "0.4.3"}, 224, True),
+        ("sm89", {"sglang-kernel": "0.4.5"}, 128, False),
+        ("sm80", {"sglang-kernel": "0.4.5"}, 256, False),
+        ("sm90", {"sglang-kernel": "0.4.5"}, 256, False),
+        ("sm89", {"flash-attn-3": "3.0.0"}, 256, False),
+        ("sm89", {"sglang-kernel": "0.4.6"}, 256, False),
+    ],
+)
+def test_what_the_ledger_of_nvidia_has(arch, library, head_dim, bad):
+    """On Ada a head dim of 256 does not launch in one build of FlashAttention-3."""
+    layer = LayerRequirements(num_q_heads=8, num_kv_heads=4, head_dim=head_dim)
+    device = Device("cuda", arch, "13.0")
+    answer = why_not("fa3", Requirements(layers=(layer,)), device, load_plugins(), library)
+    said = [reason for _, reason in answer.reasons if "shared memory" in reason]
+    assert bool(said) == bad == (not answer.fits)
+    assert all("sglang/issues/38980" in reason for reason in said)

@@ -73,6 +73,19 @@ def test_the_task_of_a_phase_decides(registry, needs, expected):
     assert names == (expected or chosen(registry, needs, Device("cuda", "sm90"))[1])
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_trees_are_verified_by_what_was_fastest_on_an_h100_also_on_a_rank(registry, ranks):
+    """A rank's heads were not measured; the nearest say the same, and not what priorities say."""
+    heads = replace(MHA.layers[0], num_q_heads=32 // ranks, num_kv_heads=8 // ranks)
+    needs = replace(MHA, layers=(heads,), speculation=TREE, page_size=1)
+    found, _ = chosen(registry, needs, parse_device("h100"))
+    assert {found.roles[role].backend for role in ("decode", "verify", "draft")} == {"triton"}
+    costs = {v.spec.name: v.expected for v in found.verdicts if v.phase is Phase.DECODE}
+    assert costs["triton"].us < 0.8 * costs["fa3"].us
+    assert costs["triton"].measured == (ranks == 1)
+    assert chosen(registry, needs, parse_device("h100"), profile=Profile())[1] == ("fa3", "fa3")
+
+
 def test_a_name_and_a_preference_rank_before_what_was_measured(registry):
     assert chosen(registry, MHA, overrides=Overrides(prefer=("fa3",)))[1] == ("fa3", "fa3")
     named = Overrides(decode_attention_backend="flashinfer")

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from attn_core.cli.tune import unnamed
+from attn_core.cli.measurement import unnamed
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.measure.usual import LAYER, POINTS, USUAL, usual_jobs

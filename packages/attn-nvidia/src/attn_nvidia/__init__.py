@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attn_core import BackendSpec, Capabilities, hookimpl
+from attn_core import BackendSpec, Capabilities, KnownBad, hookimpl
 
 from attn_nvidia import rows_linear, rows_mha, rows_mla
 from attn_nvidia.versions import attn_register_pins
@@ -19,6 +19,7 @@ def _spec(
     matrix_deviations: Mapping[str, str] | None = None,
     refused_sub_backends: Mapping[str, str] | None = None,
     optional: Sequence[str] = (),
+    known_bad: Sequence[KnownBad] = (),
 ) -> BackendSpec:
     return BackendSpec(
         name=name,
@@ -27,7 +28,20 @@ def _spec(
         matrix_deviations=matrix_deviations or {},
         refused_sub_backends=refused_sub_backends or {},
         optional=optional,
+        known_bad=known_bad,
     )
+
+
+# Head dims above 192 run in the kernels for 256, which split keys in tiles of 128 x 48
+_NO_LAUNCH = KnownBad(
+    why="keys that are split need 106752 bytes of shared memory at this head dim, and the chip has "
+    "101376: the launch fails",
+    source="https://github.com/sgl-project/sglang/issues/38980",
+    libraries=["sglang-kernel<=0.4.5"],
+    kinds={"mha"},
+    archs={"sm86", "sm89"},
+    head_dims=frozenset(range(200, 257, 8)),
+)
 
 
 @hookimpl
@@ -48,7 +62,7 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "queries, since FlashInfer 0.6.14",
             },
         ),
-        _spec("fa3", rows_mha.fa3(), rows_mla.fa3()),
+        _spec("fa3", rows_mha.fa3(), rows_mla.fa3(), known_bad=[_NO_LAUNCH]),
         _spec(
             "fa4",
             rows_mha.fa4(),

@@ -26,7 +26,7 @@ COMMANDS = {
     "bisect": "replay:bisect_command",
     "warmup": "warmup:warmup_command",
     "tune": "tune:tune_command",
-    "bench": "tune:bench_command",
+    "bench": "bench:bench_command",
 }
 
 

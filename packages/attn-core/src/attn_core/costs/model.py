@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from attn_core.costs.host import evened
+from attn_core.costs.host import Hosts, evened
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass, plain
 from attn_core.costs.surface import Surface
@@ -52,9 +52,13 @@ class CostModel:
     profile: Profile
 
     @cached_property
+    def _hosts(self) -> Hosts:
+        return evened(self.profile.costs)
+
+    @cached_property
     def _kinds(self) -> dict[_Kind, dict[tuple[Form, int], _Points]]:
         kinds: dict[_Kind, dict[tuple[Form, int], _Points]] = {}
-        for (name, row, form, size), cost in evened(self.profile.costs).items():
+        for (name, row, form, size), cost in self._hosts.costs.items():
             kind = kinds.setdefault(_Kind(name, row, plain(form), size.phase, size.tree), {})
             kind.setdefault((form, size.drafts), {})[size] = cost
         return kinds
@@ -78,7 +82,7 @@ class CostModel:
         """Return what a pass costs per layer; None where nothing near it was measured.
 
         row: the digest of the row. graphs: the pass is replayed in a CUDA graph; else a call takes
-        no less than the host takes for it.
+        no less than the host takes for it, at whatever speed.
         """
         key = (Key(backend, row, form, size), graphs)
         if key not in self._cache:
@@ -119,10 +123,12 @@ class CostModel:
     ) -> Estimate:  # fmt: skip
         """Return what was measured of this very pass, else what lies on the surface of its kind."""
         if far == 0 and size in points:
-            return Estimate(*_time(points[size], graphs), measured=True)
-        us, low, high, host = self._surface(kind).at(_filled(asked, measured), size)
-        floor = 0.0 if graphs else host
-        return Estimate(max(us, floor), max(low, floor), max(high, floor), measured=far == 0)
+            us, low, high, host = points[size]
+        else:
+            us, low, high, host = self._surface(kind).at(_filled(asked, measured), size)
+        if not graphs:
+            us, low, high = self._hosts.us(us, host), max(low, host), max(high, host)
+        return Estimate(us, min(low, us), max(high, us), measured=far == 0)
 
 
 def _filled(asked: Form, measured: Form) -> Form:
@@ -138,13 +144,6 @@ def _covers(points: Mapping[Pass, Cost], size: Pass) -> bool:
     return all(
         min(p) - reach <= x <= max(p) + reach for p, x in zip(every, _axes(size), strict=True)
     )
-
-
-def _time(cost: Cost, graphs: bool) -> tuple[float, float, float]:
-    """Return median and quartiles; without a graph the host's time is a floor."""
-    if graphs:
-        return cost.us, cost.low, cost.high
-    return max(cost.us, cost.host_us), max(cost.low, cost.host_us), max(cost.high, cost.host_us)
 
 
 def _axes(size: Pass) -> _Axes:

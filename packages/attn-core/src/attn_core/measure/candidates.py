@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,11 +95,13 @@ def jobs(
         for page in _pages(s, needs, rows):
             for form in forms(needs, page):
                 sizes = dict.fromkeys((*usual, *(_around(s, phase, form) if grid else ())))
-                for number, size in enumerate(sizes):
+                listed: Counter[str] = Counter()  # prompts and verification are in turns, too
+                for size in sizes:
                     able = [c for c in rows if takes_page(c.row, page) and _runs(c.row, size)]
                     if able:
                         found[form, size] = Job(form, size, tuple(able))
-                        rank[form, size] = number
+                        rank[form, size] = listed[size.phase]
+                        listed[size.phase] += 1
     usual = [x for p in Phase for x, _ in workload.passes(p, needs.speculation)]
     first = next(iter(found))[0].page_size if found else None
     series: dict[tuple[Form, str], list[tuple[Form, Pass]]] = {}

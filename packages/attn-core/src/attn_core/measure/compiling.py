@@ -23,7 +23,7 @@ from attn_core.measure.spread import work
 
 # Passes of each series, from the least work to the most: a GPU's kernels are chosen by size
 SIZES, SIZES_OF_CPU = 12, 1
-MOST_PROCESSES = 24
+MOST_PROCESSES = 32
 OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several run at a time
 _T = TypeVar("_T")
 
@@ -66,7 +66,7 @@ def compile_kernels(
     not said here, as the session finds it again. On a CPU all calls are made in this process.
     """
     cpu = device.type == "cpu"
-    processes = 1 if cpu else max(1, min(MOST_PROCESSES, os.cpu_count() or 1))
+    processes = 1 if cpu else min(MOST_PROCESSES, cores())
     share = 2 * memory(device) / processes  # half of a GPU's free memory: one shape takes a fourth
     listed = calls(todo, known, share, SIZES_OF_CPU if cpu else SIZES)
     try:
@@ -88,7 +88,11 @@ def _called(
     context = multiprocessing.get_context("spawn")
     count = min(processes, len(listed))
     with concurrent.futures.ProcessPoolExecutor(count, context, leave_cores) as pool:
-        yield from in_turns(listed, lambda job: pool.submit(call_once, job, device, arch))
+        try:
+            yield from in_turns(listed, lambda job: pool.submit(call_once, job, device, arch))
+        except BaseException:  # a run that is ended compiles nothing further
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _library(job: Job) -> object:
@@ -119,9 +123,15 @@ def in_turns(
             yield one.result()
 
 
+def cores() -> int:
+    """Return the cores that this process may use: two runs may have half of a machine each."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def leave_cores() -> None:
     """Leave cores to the other processes' compilers: ninja's callers', and torch's own."""
-    os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // OF_CORES)))
+    os.environ.setdefault("MAX_JOBS", str(max(1, cores() // OF_CORES)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)
 

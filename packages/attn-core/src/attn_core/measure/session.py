@@ -33,7 +33,7 @@ HOST_BYTES = 4 << 30
 # So many passes of a kind in a row in which a backend took FAR times the fastest, was wrong or
 # failed: it is out there
 HOPELESS, FAR = 6, 3.0
-SPENT = "the time is spent"
+SPENT, LONGER = "the time is spent", "they would take longer than the time that is left"
 
 Series = tuple[str, str, Form, str, int, bool]  # backend, row, form and kind of pass
 Kinds = dict[tuple[str, str, Form, str, bool], int]  # with forms of any heads, dims, pages: passes
@@ -90,7 +90,7 @@ def session(
             continue
         able = [c for c in candidates if _predicted(most, job, c) * 4 < left]
         if not able:
-            yield Step(job, Profile(), "it would take longer than the time that is left")
+            yield Step(job, Profile(), LONGER)
             continue
         seconds = min(SECONDS, left)
         costs, bad, spent = run(job.form, job.size, able, device, clock, seconds, arch=arch)
