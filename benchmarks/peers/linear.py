@@ -2,7 +2,7 @@
 
 A contestant prepares a call that returns the outputs and, where it stores any, a function that
 returns the last states [B, Hv, V, K]. What a library wants precomputed (log decays, normalised
-keys, gathered states) is given to it untimed.
+keys, gathered states) is given to it untimed, but for "flashinfer-whole".
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import rms_norm, softplus
 
 from benchmarks.linear_cases import LinearCase, LinearInputs
 
@@ -148,6 +149,26 @@ def _flashinfer_prefill(x: LinearInputs, module: Any) -> tuple[Call, States | No
     return call, lambda: kept[0]
 
 
+def _flashinfer_whole(x: LinearInputs, module: Any) -> tuple[Call, States | None]:
+    """FlashInfer and, timed too, what our kernels do besides: norms, gates, states of a pool."""
+    layer, pool, slots = x.layer, x.pool.clone(), x.slots.long()
+    gate, dim = layer.gate, layer.head_k_dim
+    unit = torch.full((dim,), dim**-0.5, dtype=x.q.dtype, device=x.q.device)
+
+    def call() -> Tensor:
+        # x / sqrt(Σx² + eps) = x / sqrt(mean(x²) + eps / K) · K ** -0.5
+        q, k = (rms_norm(y, (dim,), unit, layer.qk_norm / dim).contiguous() for y in (x.q, x.k))
+        g = -gate.A_log.exp() * softplus(x.f.float() + gate.dt_bias)
+        out, state = module.chunk_gated_delta_rule(
+            q, k, x.v.contiguous(), g=g.exp(), beta=torch.sigmoid(x.b.float()), scale=layer.scale,
+            initial_state=pool[slots], output_final_state=True, cu_seqlens=x.cu_seqlens,
+        )  # fmt: skip
+        pool[slots] = state
+        return out  # type: ignore[no-any-return]
+
+    return call, lambda: pool[slots]
+
+
 def _flashinfer_decode(x: LinearInputs, module: Any) -> tuple[Call, States | None]:
     """FlashInfer: gates and norms in the kernel, states of a pool."""
     weights, pool, slots = x.layer.gate, x.pool.clone(), x.slots
@@ -267,6 +288,8 @@ LINEAR_PEERS: tuple[LinearContestant, ...] = tuple(
     for name, distribution, modules, takes, prepare in (
         ("flashinfer-prefill", "flashinfer-python", ("flashinfer.gdn_prefill",),
          _is("prefill", state=_FP32), _flashinfer_prefill),
+        ("flashinfer-whole", "flashinfer-python", ("flashinfer.gdn_prefill",),
+         _is("prefill", state=_FP32), _flashinfer_whole),
         ("flashinfer-decode", "flashinfer-python", ("flashinfer.gdn_decode",),
          _is("decode"), _flashinfer_decode),
         ("flashinfer-mtp", "flashinfer-python", ("flashinfer.gdn_decode",),

@@ -95,8 +95,10 @@ def emulate(x, form):
     if form == "shared":
         launch(load("hopper.scan").scan_hopper, len(x.lens) * HV, *args, 3, constants)
     else:
+        squares = T.view(-1, 64)
+        maps = [*(y.flatten(1) for y in (x.k, x.q, x.v)), Written(out), squares, squares]
         kernel = load("hopper.scan_alone").scan_alone
-        launch(kernel, len(x.lens) * HV * 2, *args, 3, 3, 1, False, constants)
+        launch(kernel, len(x.lens) * HV * 2, *maps, *args[1:], 3, 3, 2, False, constants)
     return out, state
 
 
@@ -122,13 +124,14 @@ def test_all_forms_follow_the_recurrence_and_have_the_same_bits(lens, slots):
         assert torch.equal(other, state)
 
 
+@pytest.mark.parametrize("form", ["fused", "alone"])
 @pytest.mark.parametrize("count", [1, 63, 65, 130])
-def test_the_tokens_of_another_request_are_never_read(count):
+def test_the_tokens_of_another_request_are_never_read(form, count):
     x = make_prompts((count, 64), (1, -1))
-    want, after = emulate(x, "fused")
+    want, after = emulate(x, form)
     for y in (x.q, x.k, x.v, x.gates[0], x.gates[1]):
         y[count:] = math.nan
-    out, state = emulate(x, "fused")
+    out, state = emulate(x, form)
     assert torch.equal(out[:count], want[:count])
     assert torch.equal(state, after)
 
@@ -157,3 +160,27 @@ def test_one_kernel_takes_tokens_and_outputs_whose_heads_lie_side_by_side():
     moved = wide.flatten(1)[:, 4 : HV * DIM + 4].unflatten(1, (HV, DIM))  # by 8 bytes
     assert fused(constants, inputs, rows_of(moved)) is None
     assert fused(constants, inputs_of(x.q, x.k, wide[..., :DIM], *x.gates), rows_of(x.v)) is None
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_tma_copies_for_a_scan_of_64_rows_only_what_lies_side_by_side(kind):
+    """Else threads copy for 128 rows, and where there are only 64, Triton's kernel scans."""
+    from attn_core.backends.triton.linear.hopper.launch import scan
+    from attn_core.backends.triton.linear.operands import inputs_of, rows_of
+
+    x, kda = make_prompts((64,), (0,)), kind == "kda"
+    constants = Constants(HV, HV // HK, DIM, DIM, kda, 1, False, True)
+    narrow = constants._replace(V=64)
+    wide, half = torch.empty(64, HV, 2 * DIM).bfloat16(), torch.empty(64, HV, 64).bfloat16()
+
+    def rows(v, k=x.k, out=None, of=constants, **more):
+        found = scan(of, inputs_of(x.q, k, v, *x.gates), rows_of(v if out is None else out), **more)
+        return found and found[1]
+
+    assert rows(x.v, alone=True) == 64
+    assert rows(x.v, alone=False) == 128
+    assert rows(half, of=narrow, alone=False) == 64
+    assert rows(x.v, out=wide[..., :DIM], alone=True) == 128
+    assert rows(half, out=wide[..., :64], of=narrow, alone=True) is None
+    keys = torch.empty(64, HK + 1, 2 * DIM).bfloat16()[..., :DIM]
+    assert rows(x.v, k=keys, alone=True) == (64 if kda else 128)  # KDA's keys are prepared

@@ -13,7 +13,8 @@ def flashinfer() -> Sequence[Capabilities]:
     """Return FlashInfer's rows for GDN layers, by name: prefill and decode.
 
     Its prefill for Blackwell waits without end on ragged tails and empty sequences (flashinfer
-    3536 and 3565). It verifies drafts into one whole state each, where a pool keeps records.
+    3536 and 3565). Its gated_delta_rule_mtp verifies chains into one whole state per draft; a pool
+    keeps records, of updates that it does not return.
     """
     row = Capabilities(
         kind="gdn",

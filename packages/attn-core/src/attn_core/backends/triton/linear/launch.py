@@ -20,6 +20,7 @@ from attn_core.backends.triton.linear.arguments import (
     Records,
     Rows,
     Weights,
+    Workspace,
 )
 from attn_core.backends.triton.linear.decode import commit_drafts, decode_states
 from attn_core.backends.triton.linear.gates import BOUNDED, NO_GATE, SOFTPLUS
@@ -47,15 +48,15 @@ from attn_core.ops.triton.launcher import Launcher, alike
 class PrefillKernels(NamedTuple):
     """The two kernels of prefill, or one alone that does both, in the place of `scan`.
 
-    rows: of V of a program of `scan`. ahead: they run at once. descriptors: what one alone copies
-    tokens by, of inputs and outputs.
+    rows: of V of a program of `scan`. ahead: they run at once. maps: what `scan` copies by if TMA
+    does, of inputs, outputs and what is prepared.
     """
 
     prepare: Launcher | None
     scan: Launcher
     rows: int
     ahead: bool
-    descriptors: Callable[[Inputs, Rows], tuple[Any, ...]] | None = None
+    maps: Callable[[Inputs, Rows, Workspace], tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

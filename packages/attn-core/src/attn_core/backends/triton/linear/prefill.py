@@ -65,6 +65,14 @@ class PrefillPlan:
         """What all layers are given: the chunks and the workspace."""
         return Arguments(self.chunks, self.work)
 
+    @cached_property
+    def prepared(self) -> tuple[MapOf, ...]:
+        """Where TMA finds T and P, k_in, q_in and k_out, as rows."""
+        T, wide = self.work.T, (self.work.k_in, self.work.q_in, self.work.k_out)
+        count, width = T.shape[0] * T.shape[1], wide[0].shape[-1]
+        squares = MapOf(T.data_ptr(), (count * 2 * CHUNK, CHUNK), (CHUNK, 1))
+        return squares, *(MapOf(x.data_ptr(), (count * CHUNK, width), (width, 1)) for x in wide)
+
     @property
     def alone(self) -> bool:
         """Say whether each tile of a state can have a multiprocessor to itself."""
@@ -160,7 +168,7 @@ def prefill(
     if checkpoints is not None:
         at_spots, like_spots = checkpoints.data_ptr(), alike(checkpoints)
     key = (
-        *("prefill", fresh is None, plan.alone, plan.ahead, plan.fused),
+        *("prefill", fresh is None, plan.num_chunks > 0, plan.alone, plan.ahead, plan.fused),
         *(like_tokens, like_state, like_places, like_spots),
     )
     kernels = layer.prefills.get(key)
@@ -180,38 +188,51 @@ def prefill(
         places = slots_of(slots, slots_out, fresh)
         return rows_of(out), states_of(state), places, slots if checkpoints is None else checkpoints
 
-    descriptors = kernels.descriptors
-    if descriptors is not None:
-        (at_q, q_row, _), (at_k, k_row, _), (at_v, v_row, _), *_ = at_tokens
-        tokens, wide = v.shape[0], common.HV * common.V
-        keys, values = (tokens, common.HV // common.GROUP * common.K), (tokens, wide)
-        maps = (
-            MapOf(at_k, keys, (k_row, 1)), MapOf(at_q, keys, (q_row, 1)),
-            MapOf(at_v, values, (v_row, 1)), MapOf(at_out[0], values, (at_out[1], 1)),
-        )  # fmt: skip
+    prepare, maps = kernels.prepare, kernels.maps
+    if prepare is not None:
+        sizes = (plan.num_chunks, plan.scans, plan.processors) if kernels.ahead else ()
+        programs = 4 * plan.processors if kernels.ahead else plan.num_chunks * common.HV
+        if programs:
+            prepare.launch(
+                (programs, 1, 1),
+                (*prepares, at_chunks, at_work, *sizes),
+                lambda: (*preparing(), *plan.shared.values, *sizes),
+            )
+    grid = (plan.batch * common.HV * common.V // kernels.rows, 1, 1)
+    if maps is None:
         kernels.scan.launch(
-            (plan.batch * common.HV, 1, 1),
-            (*maps, *prepares, *carries, at_chunks),
-            lambda: (
-                *descriptors(inputs_of(q, k, v, g, beta), rows_of(out)), *preparing(), *carrying(),
-                plan.chunks,
-            ),
-        )  # fmt: skip
-        return out
-    assert kernels.prepare is not None
-    sizes = (plan.num_chunks, plan.scans, plan.processors) if kernels.ahead else ()
-    programs = 4 * plan.processors if kernels.ahead else plan.num_chunks * common.HV
-    if programs:
-        kernels.prepare.launch(
-            (programs, 1, 1),
-            (*prepares, at_chunks, at_work, *sizes),
-            lambda: (*preparing(), *plan.shared.values, *sizes),
+            grid,
+            (at_inputs, *carries, at_chunks, at_work),
+            lambda: (inputs_of(q, k, v, g, beta), *carrying(), *plan.shared.values),
         )
-    kernels.scan.launch(
-        (plan.batch * common.HV * common.V // kernels.rows, 1, 1),
-        (at_inputs, *carries, at_chunks, at_work),
-        lambda: (inputs_of(q, k, v, g, beta), *carrying(), *plan.shared.values),
-    )
+        return out
+    (at_q, q_row, _), (at_k, k_row, _), (at_v, v_row, _) = at_inputs[:3]
+    tokens, wide = v.shape[0], common.HV * common.V
+    keys, values = (tokens, common.HV // common.GROUP * common.K), (tokens, wide)
+    at_maps: tuple[MapOf, ...] = (
+        MapOf(at_k, keys, (k_row, 1)), MapOf(at_q, keys, (q_row, 1)),
+        MapOf(at_v, values, (v_row, 1)), MapOf(at_out[0], values, (at_out[1], 1)),
+    )  # fmt: skip
+    if prepare is not None:
+        T, k_in, q_in, k_out = plan.prepared
+        own = (k_in, q_in, *at_maps[2:], T, k_out)
+        at_maps = own if common.PER_CHANNEL else (*at_maps, T, T)
+
+    def copying() -> tuple[Any, ...]:
+        return maps(inputs_of(q, k, v, g, beta), rows_of(out), plan.work)
+
+    if prepare is None:
+        kernels.scan.launch(
+            grid,
+            (*at_maps, *prepares, *carries, at_chunks),
+            lambda: (*copying(), *preparing(), *carrying(), plan.chunks),
+        )
+    else:
+        kernels.scan.launch(
+            grid,
+            (*at_maps, *carries, at_chunks, at_work),
+            lambda: (*copying(), *carrying(), *plan.shared.values),
+        )
     return out
 
 
@@ -219,19 +240,19 @@ def _kernels(
     layer: LinearArguments, constants: Constants, inputs: Inputs, out: Rows, plan: PrefillPlan
 ) -> PrefillKernels:
     """Return what prepares the chunks and what carries the states through them."""
-    own = _kernels_of(layer.arch)
+    own = _kernels_of(layer.arch) if plan.num_chunks else None  # no chunks are nothing to copy
     if own is not None and plan.fused and (whole := own.fused(constants, inputs, out)):
         only: PrefillKernels = whole
         return only
-    if own is not None and plan.ahead and own.takes(layer.common, inputs):
+    if own is not None and plan.ahead and own.takes(layer.common, inputs, out):
         chosen: PrefillKernels = own.ahead(layer.common, constants)
         return chosen
     prepare = None if own is None else own.prepare(layer.common, inputs)
-    scan = None if own is None else own.scan(constants, inputs, alone=plan.alone)
+    scan = None if own is None else own.scan(constants, inputs, out, alone=plan.alone)
     if scan is None and not constants.PER_CHANNEL:
         prepare = None  # it leaves P, where Triton's scan takes P · T
-    scan, rows = scan or _scan(layer, constants, inputs, alone=plan.alone)
-    return PrefillKernels(prepare or _prepare(layer, inputs), scan, rows, ahead=False)
+    scan, rows, maps = scan or _scan(layer, constants, inputs, alone=plan.alone)
+    return PrefillKernels(prepare or _prepare(layer, inputs), scan, rows, ahead=False, maps=maps)
 
 
 def _prepare(layer: LinearArguments, inputs: Inputs) -> Launcher:
@@ -247,7 +268,7 @@ def _prepare(layer: LinearArguments, inputs: Inputs) -> Launcher:
 
 def _scan(
     layer: LinearArguments, common: Constants, inputs: Inputs, *, alone: bool
-) -> tuple[Launcher, int]:
+) -> tuple[Launcher, int, None]:
     """Return what carries the states through the chunks, and the rows of V of a program."""
     dtype = inputs.v.ptr.dtype
     wide = dtype == torch.float32
@@ -255,7 +276,7 @@ def _scan(
     constants = common._replace(PRECISION=layer.precision(dtype))
     last = (chosen.rows, chosen.stages, constants)
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    return Launcher(scan_chunks, *last, **options), chosen.rows
+    return Launcher(scan_chunks, *last, **options), chosen.rows, None
 
 
 @cache

@@ -88,10 +88,9 @@ def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool, alone: bool) -
 def prepares_ahead(arch: str, scans: int, processors: int) -> bool:
     """Say whether GDN's chunks are prepared while `scans` programs scan them.
 
-    Each of these has a multiprocessor to itself, and at least as many prepare. With few of them the
-    scan takes so long beside prepare that nothing is gained.
+    Each of these has a multiprocessor to itself, and at least as many prepare.
     """
-    return arch == "sm90" and 2 * scans <= processors <= 5 * scans
+    return arch == "sm90" and 0 < 2 * scans <= processors
 
 
 def fuses(arch: str, chunks: int, longest: int, processors: int) -> bool:

@@ -30,9 +30,9 @@ def announce(ready, WAITING: gl.constexpr):
 
 @gluon.jit
 def acquired(ready):
-    """Return a number; what was written before it was can be read from here on."""
+    """Return a number; what was written before it was can be read from here on, also by TMA."""
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ready],
+        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async.global;", "=r,l", [ready],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

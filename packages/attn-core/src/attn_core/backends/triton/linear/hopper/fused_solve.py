@@ -88,14 +88,15 @@ def zero_rows(tiles, stage, count, FIRST: gl.constexpr, END: gl.constexpr):
 
     FIRST, END: of panels of 64 columns. Rows before `count` are stored too, as they are.
     """
+    PANELS: gl.constexpr = tiles.shape[2] // CHUNK
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], tiles.dtype)
-    parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * 16, 8, CHUNK], PART)
+    parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * PANELS * 8, 8, CHUNK], PART)
     row = gl.arange(0, 8, gl.SliceLayout(1, L))
     for i in range(count // 8, 8):
         inside = (i * 8 + row < count)[:, None]
         for panel in gl.static_range(FIRST, END):
-            part = parts.index(stage * 16 + panel * 8 + i)
+            part = parts.index((stage * PANELS + panel) * 8 + i)
             part.store(gl.where(inside, part.load(L), 0.0).to(tiles.dtype))
 
 

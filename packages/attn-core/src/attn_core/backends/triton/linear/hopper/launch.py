@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from collections.abc import Callable
 
-from attn_core.backends.triton.hopper.stores import SWIZZLED
-from attn_core.backends.triton.linear.arguments import Constants, Inputs, Rows
+import torch
+
+from attn_core.backends.triton.linear.arguments import Constants, Inputs, Rows, Workspace
 from attn_core.backends.triton.linear.hopper.ahead import prepare_gdn_ahead
 from attn_core.backends.triton.linear.hopper.fused_gdn import fused_gdn_hopper
+from attn_core.backends.triton.linear.hopper.maps import (
+    Maps,
+    of_gdn,
+    of_kda,
+    of_tokens,
+    side_by_side,
+)
 from attn_core.backends.triton.linear.hopper.prepare_gdn import prepare_gdn_hopper
 from attn_core.backends.triton.linear.hopper.prepare_kda import prepare_kda_hopper
 from attn_core.backends.triton.linear.hopper.scan import scan_hopper
 from attn_core.backends.triton.linear.hopper.scan_alone import scan_alone
 from attn_core.backends.triton.linear.launch import PrefillKernels
 from attn_core.ops.triton.launcher import Launcher
+
+Copies = Callable[[Inputs, Rows, Workspace], Maps]
 
 
 def copied(*rows: Rows) -> bool:
@@ -24,9 +33,24 @@ def copied(*rows: Rows) -> bool:
     )
 
 
-def takes(common: Constants, inputs: Inputs) -> bool:
+def takes(common: Constants, inputs: Inputs, out: Rows) -> bool:
     """Say whether `ahead` takes these inputs."""
-    return prepare(common, inputs) is not None and scan(common, inputs, alone=True) is not None
+    return prepare(common, inputs) is not None and _copies(common, inputs, out)
+
+
+def _copies(common: Constants, inputs: Inputs, out: Rows) -> bool:
+    """Say whether TMA copies what `scan_alone` reads, and its outputs.
+
+    With a decay per channel keys and queries are those that were prepared.
+    """
+    values, keys = (inputs.v, out), () if common.PER_CHANNEL else (inputs.q, inputs.k)
+    fits = common.K == 128 and common.V % 64 == 0 and inputs.v.ptr.dtype.itemsize == 2
+    return (
+        fits
+        and copied(*values, *keys)
+        and all(side_by_side(x, common.V) for x in values)
+        and all(side_by_side(x, common.K) for x in keys)
+    )
 
 
 def prepare(common: Constants, inputs: Inputs) -> Launcher | None:
@@ -43,26 +67,30 @@ def prepare(common: Constants, inputs: Inputs) -> Launcher | None:
     return Launcher(prepare_gdn_hopper, common, num_warps=4, maxnreg=128)
 
 
-def scan(common: Constants, inputs: Inputs, *, alone: bool) -> tuple[Launcher, int] | None:
-    """Return what carries the states, and the rows of V of a program; None as above.
+def scan(
+    common: Constants, inputs: Inputs, out: Rows, *, alone: bool
+) -> tuple[Launcher, int, Copies | None] | None:
+    """Return what carries the states, the rows of V of a program, and what it copies by.
 
-    alone: each tile of 64 rows can have a multiprocessor to itself. If not, two of a head share one
-    and the copies of its chunks. The bits are the same.
+    None as above. alone: each tile of 64 rows can have a multiprocessor to itself. If not, two of a
+    head share one and the copies of its chunks. The bits are the same.
     """
     tokens = (inputs.q, inputs.k, inputs.v)
     fits = common.K == 128 and common.V % 64 == 0 and inputs.v.ptr.dtype.itemsize == 2
     if not (fits and copied(*tokens)):
         return None
-    if alone or common.V % 128:
-        return _scan_alone(common, ahead=False), 64
+    if (alone or common.V % 128) and _copies(common, inputs, out):
+        return _scan_alone(common, ahead=False), 64, of_kda if common.PER_CHANNEL else of_gdn
+    if common.V % 128:
+        return None
     stages = 2 if common.PER_CHANNEL else 3
-    return Launcher(scan_hopper, stages, common, num_warps=4), 128
+    return Launcher(scan_hopper, stages, common, num_warps=4), 128, None
 
 
 def _scan_alone(common: Constants, *, ahead: bool) -> Launcher:
     """Return what carries 64 rows of a state in each program, with a multiprocessor to itself."""
     stages, options = 2 if common.PER_CHANNEL else 3, {"launch_pdl": True} if ahead else {}
-    last = (stages, 3, 1, ahead, common)
+    last = (stages, 3, 2, ahead, common)
     return Launcher(scan_alone, *last, num_warps=4, maxnreg=168, **options)
 
 
@@ -75,7 +103,7 @@ def ahead(common: Constants, constants: Constants) -> PrefillKernels:
     return PrefillKernels(
         Launcher(prepare_gdn_ahead, common.V // 64, common, num_warps=4, maxnreg=128),
         _scan_alone(constants, ahead=True),
-        rows=64, ahead=True,
+        rows=64, ahead=True, maps=of_gdn,
     )  # fmt: skip
 
 
@@ -86,24 +114,7 @@ def fused(constants: Constants, inputs: Inputs, out: Rows) -> PrefillKernels | N
     """
     tokens = (inputs.q, inputs.k, inputs.v, out)
     fits = constants.K == constants.V == 128 and inputs.v.ptr.dtype.itemsize == 2
-    if not (fits and copied(*tokens)):
-        return None
-    if any(x.head_stride != 128 or x.token_stride < x.ptr.shape[1] * 128 for x in tokens):
+    if not (fits and copied(*tokens) and all(side_by_side(x, 128) for x in tokens)):
         return None
     launcher = Launcher(fused_gdn_hopper, constants, num_warps=4)
-    return PrefillKernels(None, launcher, 128, ahead=False, descriptors=descriptors)
-
-
-def descriptors(inputs: Inputs, out: Rows) -> tuple[TensorDescriptor, ...]:
-    """Return how TMA reads tokens [T, H, D] whose heads lie side by side: as rows [T, H · D].
-
-    64 at a time, of k, q and v. Each of the two groups that carry writes 64 columns of out.
-    """
-    copied = ((inputs.k, 128), (inputs.q, 128), (inputs.v, 128), (out, 64))
-    return tuple(
-        TensorDescriptor(
-            x.ptr, [x.ptr.shape[0], x.ptr.shape[1] * 128], [x.token_stride, 1], [64, columns],
-            SWIZZLED,
-        )
-        for x, columns in copied
-    )  # fmt: skip
+    return PrefillKernels(None, launcher, 128, ahead=False, maps=of_tokens)

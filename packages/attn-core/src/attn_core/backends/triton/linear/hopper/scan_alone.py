@@ -1,7 +1,8 @@
 """Prefill, second kernel, for a Hopper that is not full: the shortest chain from state to state.
 
 Four warps carry 64 rows of a head's state and do nothing else. Four more compute the outputs, from
-states and updates that the first ones leave in shared memory. Another four copy the chunks.
+states and updates that the first ones leave in shared memory. Others let TMA copy the chunks: to
+copy them by threads took longer than the chain.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -13,74 +14,77 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
-from attn_core.backends.triton.linear.gates import head_ptr
 from attn_core.backends.triton.linear.hopper.ahead import forget, wait_ready
-from attn_core.backends.triton.linear.hopper.scan import copy_rows, load_state, write_outputs
+from attn_core.backends.triton.linear.hopper.fused_solve import zero_rows
+from attn_core.backends.triton.linear.hopper.scan import load_state, write_outputs
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, A, barrier
 
 W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WIDE_BYTES = gl.constexpr(64 * 128 * 2)  # of a chunk's keys
+HALF_BYTES = gl.constexpr(64 * 64 * 2)  # of T, or of half its values
+
+
+@gluon.jit
+def copy(full, tile, x_map, row, column):
+    """Begin to copy 64 rows of a matrix."""
+    tma.async_copy_global_to_shared(x_map, [row, column], full, tile)
 
 
 @gluon.jit
 def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
-    """Copy each chunk's keys, values, T and factors, and for the outputs queries and P · T."""
-    keys, queries, inputs, work, ready, request, hv, tile = loaded
+    """Copy each chunk's keys, values, T and factors, and for the outputs queries and P · T.
+
+    Rows behind a request are copied too. TMA fills a tile, and threads the factors.
+    """
+    keys, queries, maps, work, ready, request, hv, tile = loaded
     carries, k_tile, v_tile, T_tile, f_tile, o_tile = keys
     writes, q_tile, P_tile, g_tile = queries
+    k_map, q_map, v_map, T_map, o_map = maps
     begin, tokens, first, num_chunks = request
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    N: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    F: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    i = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
-    d = gl.arange(0, C.K, gl.SliceLayout(0, L))
-    token = gl.arange(0, CHUNK, gl.SliceLayout(1, N))
-    column = gl.arange(0, CHUNK, gl.SliceLayout(0, N))
-    square = token[:, None] * CHUNK + column[None, :]
-    f = gl.arange(0, 128, F)
+    f = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     for j in range(num_chunks):
-        start = (begin + j * CHUNK).to(gl.int64)
-        chunk = ((first + j) * C.HV + hv).to(gl.int64)
-        prepared = chunk * (CHUNK * C.K)
+        row = begin + j * CHUNK
+        at = (first + j) * C.HV + hv
+        chunk = at.to(gl.int64)
+        column = hv // C.GROUP * C.K
+        if C.PER_CHANNEL:
+            row_in, column = at * CHUNK, 0
+        else:
+            row_in = row
         factors = work.factors + chunk * (3 * CHUNK)
-        T = work.T + chunk * (2 * CHUNK * CHUNK)
-        h = hv // C.GROUP
-        inside = (j * CHUNK + i < tokens)[:, None]
         if AHEAD:
             wait_ready(ready + j * (C.HV * C.V // 64))
         carries.wait_free(j)
-        at = carries.stage(j)
+        stage = carries.stage(j)
+        full = carries.full.index(stage)
         if C.PER_CHANNEL:
-            rows = i[:, None] * C.K + d[None, :]
-            copy_rows(k_tile.index(at), work.k_in + prepared, rows, inside)
-            copy_rows(o_tile.index(at), work.k_out + prepared, rows, inside)
-            async_copy.async_copy_global_to_shared(f_tile.index(at), work.decay + chunk * C.K + f)
+            mbarrier.expect(full, 2 * WIDE_BYTES + 2 * HALF_BYTES)
+            copy(full, o_tile.index(stage), o_map, row_in, 0)
+            async_copy.async_copy_global_to_shared(
+                f_tile.index(stage), work.decay + chunk * C.K + f
+            )
         else:
-            k = head_ptr(inputs.k, h) + start * inputs.k.token_stride
-            copy_rows(k_tile.index(at), k, i[:, None] * inputs.k.token_stride + d[None, :], inside)
+            mbarrier.expect(full, WIDE_BYTES + 2 * HALF_BYTES)
             ends = factors + gl.where(f < CHUNK, f, f + CHUNK)
-            async_copy.async_copy_global_to_shared(f_tile.index(2 * at), ends)
+            async_copy.async_copy_global_to_shared(f_tile.index(2 * stage), ends)
             decay = work.decay + chunk + 0 * f
-            async_copy.async_copy_global_to_shared(f_tile.index(2 * at + 1), decay)
-        v = head_ptr(inputs.v, hv) + start * inputs.v.token_stride
-        rows = token[:, None] * inputs.v.token_stride + (tile * 64 + column)[None, :]
-        copy_rows(v_tile.index(at), v, rows, (j * CHUNK + token < tokens)[:, None])
-        async_copy.async_copy_global_to_shared(T_tile.index(at), T + square)
-        async_copy.mbarrier_arrive(carries.full.index(at), increment_count=False)
+            async_copy.async_copy_global_to_shared(f_tile.index(2 * stage + 1), decay)
+        copy(full, k_tile.index(stage), k_map, row_in, column)
+        copy(full, v_tile.index(stage), v_map, row, hv * C.V + tile * 64)
+        copy(full, T_tile.index(stage), T_map, at * (2 * CHUNK), 0)
+        async_copy.mbarrier_arrive(full, increment_count=False)
         writes.wait_free(j)
-        at = writes.stage(j)
-        if C.PER_CHANNEL:
-            rows = i[:, None] * C.K + d[None, :]
-            copy_rows(q_tile.index(at), work.q_in + prepared, rows, inside)
-        else:
-            q = head_ptr(inputs.q, h) + start * inputs.q.token_stride
-            copy_rows(q_tile.index(at), q, i[:, None] * inputs.q.token_stride + d[None, :], inside)
-            async_copy.async_copy_global_to_shared(g_tile.index(at), factors + CHUNK + f)
-        P = T + CHUNK * CHUNK
-        async_copy.async_copy_global_to_shared(P_tile.index(at), P + square)
-        async_copy.mbarrier_arrive(writes.full.index(at), increment_count=False)
+        stage = writes.stage(j)
+        full = writes.full.index(stage)
+        mbarrier.expect(full, WIDE_BYTES + HALF_BYTES)
+        copy(full, q_tile.index(stage), q_map, row_in, column)
+        copy(full, P_tile.index(stage), T_map, at * (2 * CHUNK) + CHUNK, 0)
+        if not C.PER_CHANNEL:
+            async_copy.async_copy_global_to_shared(g_tile.index(stage), factors + CHUNK + f)
+            async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
@@ -108,35 +112,48 @@ def carry(carried, C: gl.constexpr):
     S = load_state(states, slots, b, at, C)
     if num_chunks > 0:
         ring.wait_full(0)
-        hopper.fence_async_shared()
     for j in range(num_chunks):
         stage = ring.stage(j)
+        left = tokens - j * CHUNK
+        if left < CHUNK:
+            zero_rows(k_tile, stage, left, 0, 2)
+            zero_rows(v_tile, stage, left, 0, 1)
+            if C.PER_CHANNEL:
+                zero_rows(o_tile, stage, left, 0, 2)
+            hopper.fence_async_shared()
+            barrier()
         rounded = S.to(dtype)
         state = gl.convert_layout(rounded, AX)
         k = k_tile.index(stage)
         sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if j > 0:
+            ring.release(j - 1)
         hand.wait_free(j)
         state_tile.index(hand.stage(j)).store(rounded)
         x = v_tile.index(stage).permute((1, 0)).load(A).to(gl.float32)
         if C.PER_CHANNEL:
-            S = S * f_tile.index(stage).load(gl.SliceLayout(0, W))[None, :]
-            sk, S, _ = hopper.warpgroup_mma_wait(0, deps=[sk, S, state])
+            sk, _ = hopper.warpgroup_mma_wait(0, deps=[sk, state])
             x = x - sk
             k = o_tile.index(stage)
         else:
             factors = f_tile.index(2 * stage)
             f_in = factors.slice(0, 64).load(gl.SliceLayout(0, A))
-            f_out = factors.slice(64, 64).load(gl.SliceLayout(0, A))
-            S = S * f_tile.index(2 * stage + 1).slice(0, 64).load(gl.SliceLayout(1, W))[:, None]
-            sk, S, _ = hopper.warpgroup_mma_wait(0, deps=[sk, S, state])
+            decay = f_tile.index(2 * stage + 1).slice(0, 64).load(gl.SliceLayout(1, W))[:, None]
+            sk, _ = hopper.warpgroup_mma_wait(0, deps=[sk, state])
             x = x - sk * f_in[None, :]
         x = x.to(dtype)
         update = gl.convert_layout(x, AX)
         T = T_tile.index(stage).permute((1, 0))
         u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
+        S = hopper.warpgroup_mma_wait(1, deps=[S])  # no wait: S fades while the product runs
         if C.PER_CHANNEL:
+            S = S * f_tile.index(stage).load(gl.SliceLayout(0, W))[None, :]
             hand_over(hand, x_tile, j, x)
-        u, _ = hopper.warpgroup_mma_wait(0, deps=[u, update])
+            u, S, _ = hopper.warpgroup_mma_wait(0, deps=[u, S, update])
+        else:
+            S = S * decay
+            f_out = factors.slice(64, 64).load(gl.SliceLayout(0, A))
+            u, S, _ = hopper.warpgroup_mma_wait(0, deps=[u, S, update])
         x = u.to(dtype)
         if not C.PER_CHANNEL:
             u = u * f_out[None, :]
@@ -146,9 +163,7 @@ def carry(carried, C: gl.constexpr):
             hand_over(hand, x_tile, j, x)
         if j + 1 < num_chunks:  # while the product runs
             ring.wait_full(j + 1)
-            hopper.fence_async_shared()
         S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
-        ring.release(j)
         if C.CHECKPOINTS:
             kept = gl.load(checkpoints + first + j).to(gl.int64)
             if kept >= 0:
@@ -162,8 +177,12 @@ def carry(carried, C: gl.constexpr):
 
 @gluon.jit
 def write_chunks(written, C: gl.constexpr):
-    """Compute the outputs of each chunk, from the state before it and its updates."""
-    queries, handed, y_tile, out, request, hv, tile = written
+    """Compute the outputs of each chunk, from the state before it and its updates.
+
+    They take the place of the updates, from where TMA writes them while the next chunk begins.
+    Those of a last chunk of fewer tokens are written by threads.
+    """
+    queries, handed, out_map, out, request, hv, tile = written
     ring, q_tile, P_tile, g_tile = queries
     hand, state_tile, x_tile = handed
     begin, tokens, first, num_chunks = request
@@ -173,7 +192,6 @@ def write_chunks(written, C: gl.constexpr):
         at = hand.stage(j)
         ring.wait_full(j)
         hand.wait_full(j)
-        hopper.fence_async_shared()
         q = q_tile.index(stage).permute((1, 0))
         y = hopper.warpgroup_mma(state_tile.index(at), q, zero, use_acc=False, is_async=True)
         P = P_tile.index(stage).permute((1, 0))
@@ -185,24 +203,35 @@ def write_chunks(written, C: gl.constexpr):
             y = y * f_q[None, :]
         y = hopper.warpgroup_mma(x_tile.index(at), P, y, is_async=True)
         y = hopper.warpgroup_mma_wait(0, deps=[y])
-        hand.release(j)
         ring.release(j)
-        y_tile.permute((1, 0)).store(y.to(y_tile.dtype))
+        if j > 0:
+            tma.store_wait(0)
+            hand.release(j - 1)
+        barrier()  # all warps' products have read the updates
+        x_tile.index(at).permute((1, 0)).store(y.to(x_tile.dtype))
+        hopper.fence_async_shared()
         barrier()
-        count = gl.minimum(tokens - j * CHUNK, CHUNK)
-        write_outputs(y_tile, out, begin + j * CHUNK, hv, tile, count)
+        row, left = begin + j * CHUNK, tokens - j * CHUNK
+        if left >= CHUNK:
+            column = hv * C.V + tile * 64
+            tma.async_copy_shared_to_global(out_map, [row, column], x_tile.index(at))
+        else:
+            write_outputs(x_tile.index(at), out, row, hv, tile, left)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def scan_alone(
-    inputs, out, states, slots, checkpoints, chunks, work,
+    k_map, q_map, v_map, out_map, T_map, o_map, out, states, slots, checkpoints, chunks, work,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, HANDED: gl.constexpr,
     AHEAD: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Do what scan_chunks does, with 64 rows of a state in one program.
 
-    Grid: (B · HV · V / 64). STAGES: chunks that are in shared memory; HANDED: states. AHEAD: the
-    chunks are prepared meanwhile, by prepare_gdn_ahead.
+    Grid: (B · HV · V / 64). k_map, q_map, v_map, out_map: tokens [T, H · D], or with a decay per
+    channel k_in and q_in as rows [chunks · HV · 64, K]; o_map: k_out alike. T_map: T and P, as rows
+    of 64. STAGES, QUERIES: chunks that are in shared memory; HANDED: states. AHEAD: the chunks are
+    prepared meanwhile, by prepare_gdn_ahead.
     """
     TILES: gl.constexpr = C.V // 64
     tile = gl.program_id(0) % TILES
@@ -214,7 +243,7 @@ def scan_alone(
     count = (tokens + CHUNK - 1) // CHUNK
     request = (begin, tokens, first, gl.where(gl.load(slots.read + b) >= 0, count, 0))
     ready = work.ready + first * (C.HV * TILES) + gl.program_id(0) % (C.HV * TILES)
-    T: gl.constexpr = inputs.v.ptr.dtype.element_ty
+    T: gl.constexpr = work.T.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, 128], T)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], T)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -231,19 +260,20 @@ def scan_alone(
     g_tile = gl.allocate_shared_memory(gl.float32, [QUERIES, 128], PLAIN)
     state_tile = gl.allocate_shared_memory(T, [HANDED, 64, 128], WIDE)
     x_tile = gl.allocate_shared_memory(T, [HANDED, 64, CHUNK], SQUARE)
-    y_tile = gl.allocate_shared_memory(T, [CHUNK, 64], SQUARE)
     carries = new_channel(k_tile, STAGES)
     writes = new_channel(q_tile, QUERIES)
     hand = new_channel(state_tile, HANDED)
-    init_barriers((carries,), 128, 1)
-    init_barriers((writes,), 128, 1)
+    init_barriers((carries,), 129, 1)
+    init_barriers((writes,), 1 if C.PER_CHANNEL else 129, 1)
     init_barriers((hand,), 1, 1)
+    hopper.fence_async_shared()
     keys = (carries, k_tile, v_tile, T_tile, f_tile, o_tile)
     queries = (writes, q_tile, P_tile, g_tile)
     handed = (hand, state_tile, x_tile)
     carried = (keys, handed, states, slots, checkpoints, request, b, hv, tile)
-    written = (queries, handed, y_tile, out, request, hv, tile)
-    loaded = (keys, queries, inputs, work, ready, request, hv, tile)
+    written = (queries, handed, out_map, out, request, hv, tile)
+    maps = (k_map, q_map, v_map, T_map, o_map)
+    loaded = (keys, queries, maps, work, ready, request, hv, tile)
     gl.warp_specialize(
         [
             (carry, (carried, C)),
