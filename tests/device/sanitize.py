@@ -5,9 +5,10 @@ ends the run with exit code 1, each fault with the kernel that made it. memcheck
 reads and writes out of bounds, racecheck threads of a program that do not wait for one another.
 A name is a backend, or `kernels`: every kernel of the Triton backends once (test_kernels.py and
 test_linear_kernels.py), in minutes. Parts of that, of the fewest tests that launch every kernel,
-are `sparse`, `dual-chunk` and `linear`, and parts of these, each of one test, `sparse-cut`,
-`sparse-decoded`, `sparse-portable`, `sparse-score`, `sparse-select`, `sparse-write`,
-`dual-chunk-decode`, `dual-chunk-prompt` and `dual-chunk-heads`. How long the runs took is printed.
+are `latent`, `sparse`, `dual-chunk` and `linear`, and parts of these, each of one test,
+`latent-decode`, `latent-page-1`, `latent-prompt`, `sparse-cut`, `sparse-decoded`,
+`sparse-portable`, `sparse-score`, `sparse-select`, `sparse-write`, `dual-chunk-decode`,
+`dual-chunk-prompt` and `dual-chunk-heads`. How long the runs took is printed.
 
 The tests run without the tool first, so that what they compile is compiled already. The tool leaves
 out PyTorch's own kernels, of which there are more than of those under test.
@@ -45,7 +46,12 @@ _LINEAR = (
     *("prefill[gdn-bf16]", "prefill[kda-bf16]", "prefill[gdn-64-by-256-bf16]"),
     *("decode[gdn-fp32]", "decode[kda-fp32]", "commit[gdn-7-True]", "commit[kda-7-True]"),
 )
-_SPARSE = {  # name → its one test
+_LATENT = {  # name → its one test
+    "latent-decode": "decode-latent]",
+    "latent-page-1": "decode-latent-page-1",
+    "latent-prompt": "prompts-latent",
+}
+_SPARSE = {
     "sparse-cut": "dsa-many-selected-bf16",
     "sparse-decoded": "dsa-decode-fp8-bf16",
     "sparse-portable": "dsa-decode-fp8-fp32",
@@ -65,10 +71,11 @@ KERNELS = {  # name → files, and which tests of theirs
         "test_kernels or test_linear_kernels and not graph or test_gathered_pages",
     ),
     "sparse-pages": (("test_gathered_pages.py",), "test_gathered_pages"),
+    "latent": (_BOTH[:1], " or ".join(_LATENT.values())),
     "sparse": (_BOTH[:1], " or ".join(_SPARSE.values())),
     "dual-chunk": (_BOTH[:1], " or ".join(_DUAL_CHUNK.values())),
     "linear": (_BOTH[1:], " or ".join(_LINEAR)),
-    **{name: (_BOTH[:1], test) for name, test in (_SPARSE | _DUAL_CHUNK).items()},
+    **{name: (_BOTH[:1], test) for name, test in (_LATENT | _SPARSE | _DUAL_CHUNK).items()},
 }
 MISSING = (
     "compute-sanitizer is not here: it comes with the CUDA toolkit (bin/ of it belongs on PATH, or "

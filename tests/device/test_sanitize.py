@@ -79,8 +79,10 @@ def test_what_the_parts_name_is_there():
     assert "def test_what_stands_beside_attention" in text
     assert "def test_rows_that_are_selected" in text
     assert "def test_scores_of_a_prompt" in text
-    alone = [name for name in sanitize.KERNELS if re.match("(sparse|dual-chunk)-", name)]
-    assert len(alone) == 10
+    asked = sanitize.KERNELS["latent"][1].split(" or ")
+    assert all(f'"{test.removesuffix("]")}": (' in text for test in asked)
+    alone = [name for name in sanitize.KERNELS if re.match("(latent|sparse|dual-chunk)-", name)]
+    assert len(alone) == 13
     assert all(" or " not in sanitize.KERNELS[name][1] for name in alone)
     assert {ROUTES["dsa-many-selected", "bf16"], ROUTES["dsa-decode-fp8", "bf16"]} == {
         "cut", "decoded",

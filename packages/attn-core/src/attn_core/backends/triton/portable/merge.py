@@ -43,6 +43,20 @@ def add_partials(
     return m, total, acc
 
 
+@triton.jit
+def find_group(work_indptr, spans, span, BM: tl.constexpr, C: tl.constexpr):
+    """Return where the work of a group begins, its units, those of a tile, and its first query.
+
+    span: that of the group; all are 0 where it is -1.
+    """
+    known = span >= 0
+    before = tl.load(work_indptr + span, mask=known, other=0)
+    units = tl.load(work_indptr + span + 1, mask=known, other=0) - before
+    tiles = tl.cdiv(tl.load(spans.queries + span, mask=known, other=0) * C.GROUP, BM)
+    query = tl.load(spans.token + span, mask=known, other=0)
+    return before, units, units // tl.maximum(tiles, 1), query
+
+
 @triton.jit(do_not_specialize=["batch", "programs"])
 def merge_splits(
     out,
@@ -90,8 +104,11 @@ def merge_splits(
     tokens = 0
     if SPLIT.SHARED:
         outer = tl.load(spans.group + b)
-        inner = tl.load(spans.group + batch + b)
+        # without groups nothing is known of levels
+        inner = tl.load(spans.group + batch + b, mask=outer >= 0, other=-1)
         tokens = tl.load(cu + batch)
+        outer_group = find_group(work_indptr, spans, outer, BM, C)
+        inner_group = find_group(work_indptr, spans, inner, BM, C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if (count > 1) | (outer >= 0):
@@ -116,12 +133,11 @@ def merge_splits(
             if SPLIT.SHARED:
                 for level in tl.static_range(1, 3):
                     span = outer if level == 1 else inner
-                    if (outer >= 0) & (span >= 0):  # without groups nothing is known of levels
-                        s_before = tl.load(work_indptr + span)
-                        s_units = tl.load(work_indptr + span + 1) - s_before
-                        s_row = (query - tl.load(spans.token + span)) * C.GROUP + row
-                        s_tiles = tl.cdiv(tl.load(spans.queries + span) * C.GROUP, BM)
-                        blocks = s_units // s_tiles
+                    if span >= 0:
+                        s_before, s_units, blocks, s_query = (
+                            outer_group if level == 1 else inner_group
+                        )
+                        s_row = (query - s_query) * C.GROUP + row
                         s_begin = s_before * C.HEADS + kv_head * s_units + s_row // BM * blocks
                         s_low = (s_begin + SPLIT.TILE_UNITS) // quota
                         s_count = (s_begin + blocks - 1) // quota - s_low + 1
