@@ -34,6 +34,7 @@ class Cuts:
     max_queries: int
     tiles: int  # of all requests
     row_blocks: int
+    heads_at_once: int  # a divisor of the KV heads, see Split
     tile_rows: int  # those of a tile's block_m rows that some request fills
     programs: int
     batch_invariant: bool
@@ -49,9 +50,9 @@ class Cuts:
         """Equal for cuts whose launches have equal constants."""
         return numbered(
             (
-                *(self.launch, self.row_blocks, self.tile_rows, self.programs, self.overlap),
+                *(self.launch, self.row_blocks, self.heads_at_once, self.tile_rows, self.programs),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
-                *(self.sharing, self.planned_quota),
+                *(self.overlap, self.sharing, self.planned_quota),
                 *(choice.kernel for choice in self.choices),
             )
         )

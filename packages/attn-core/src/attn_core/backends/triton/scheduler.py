@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import torch
@@ -24,11 +25,7 @@ from attn_core.backends.triton.schedule import (
     fill_order,
     fill_split,
 )
-from attn_core.backends.triton.shared import (
-    BUFFER_ROWS,
-    LEVELS,
-    sharing_of,
-)
+from attn_core.backends.triton.shared import BUFFER_ROWS, LEVELS, sharing_of
 from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
@@ -243,6 +240,7 @@ class Scheduler:
             max_queries=max_queries,
             tiles=tiles,
             row_blocks=row_blocks,
+            heads_at_once=math.gcd(parts, group.num_kv_heads),
             tile_rows=tile_rows,
             programs=programs,
             batch_invariant=batch_invariant,

@@ -53,7 +53,7 @@ def constants_of(cuts: Cuts) -> Split:
     shared = cuts.sharing is not None
     tile_units = 0 if cuts.sharing is None else cuts.sharing.tile_units
     keys = (cuts.row_blocks, cuts.blocks_per_unit, cuts.batch_invariant, cuts.min_units)
-    return Split(*keys, shared, tile_units, cuts.planned_quota)
+    return Split(*keys, shared, tile_units, cuts.planned_quota, cuts.heads_at_once)
 
 
 def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:

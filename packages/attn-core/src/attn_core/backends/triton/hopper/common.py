@@ -39,8 +39,9 @@ class AttentionConfig(NamedTuple):
     offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of 64 rows that
     a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
-    whether requests read keys together; TILE_UNITS and PLANNED_QUOTA, see Split. CUT_TILES: whether
-    keys of tiles of prompts may be cut.
+    whether requests read keys together; TILE_UNITS, PLANNED_QUOTA and HEADS_AT_ONCE, see Split.
+    COPY_ROWS: keys that TMA copies at a time at most. CUT_TILES: whether keys of tiles of prompts
+    may be cut.
     """
 
     HEADS: int
@@ -63,6 +64,8 @@ class AttentionConfig(NamedTuple):
     SHARED: bool = False
     TILE_UNITS: int = 0
     PLANNED_QUOTA: bool = False
+    HEADS_AT_ONCE: int = 1
+    COPY_ROWS: int = 128
     CUT_TILES: bool = False
 
 
@@ -152,7 +155,7 @@ def load_kv_tile(
         async_copy.mbarrier_arrive(full, increment_count=False)
     else:
         PANELS: gl.constexpr = D // 64
-        ROWS: gl.constexpr = min(PAGE, BN) if PAGE > 0 else BN
+        ROWS: gl.constexpr = min(PAGE, BN, CONFIG.COPY_ROWS) if PAGE > 0 else BN
         COPIES: gl.constexpr = BN // ROWS
         panels = channel.tile._reinterpret(
             channel.tile.dtype, [channel.STAGES * PANELS * COPIES, ROWS, 64], kv_rows.layout
@@ -162,7 +165,11 @@ def load_kv_tile(
         for copy in gl.static_range(COPIES):
             token = start + copy * ROWS
             if PAGE > 0:
-                page = gl.load(page_table + gl.minimum(token, gl.maximum(seq_len - 1, 0)) // PAGE)
+                last = gl.maximum(seq_len - 1, 0)
+                if CONFIG.COPY_ROWS < BN:  # rows that are in the cache by now, not nobody's
+                    token = gl.minimum(token, last // ROWS * ROWS)
+                if copy * ROWS % PAGE == 0:
+                    page = gl.load(page_table + gl.minimum(token, last) // PAGE)
                 row = ((page * CONFIG.HEADS + head) if CONFIG.HND else page) * PAGE + token % PAGE
             else:
                 row = kv_start + token

@@ -112,6 +112,10 @@ class HopperPrefill(Kernel[Tiles]):
         return Launchers(attend, change=None if _aligned(call.q) else type(call).dense)
 
 
+# Keys that TMA copies at a time: of a request's last block only those few that the request has.
+_COPY_ROWS = 16
+
+
 class HopperDecode(SplitKernel):
     """decode_hopper: as HopperPrefill, in tiles of 64 by 64. It does what decode_splits does."""
 
@@ -143,10 +147,11 @@ class HopperDecode(SplitKernel):
     ) -> Launcher:
         """Return its own launcher for calls with this key."""
         page = call.cache.page_size
-        pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS}
+        rows = min(max(page, SWIZZLE_ROWS), launch.block_n, _COPY_ROWS)
+        pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
         return Launcher(
             decode_hopper,
-            *kept.rows(min(max(page, SWIZZLE_ROWS), launch.block_n)),
+            *kept.rows(rows),
             *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
             config_of(call, kept, launch, **pages, **constants_of(part.cuts)._asdict()),
             num_warps=4,

@@ -15,7 +15,8 @@ class Work(NamedTuple):
     """Units start … end of the queue of work, a program's share; indptr: see plan_splits.
 
     No item begins from unit `last` on. A sequence is a request, or a span if SHARED. seq: that of
-    the first unit. row_block: which 64 rows of each head, see decode_splits.
+    the first unit. lane: of a part's programs this one; row_block: which 64 rows of each head that
+    makes, see decode_splits.
     """
 
     indptr: Any
@@ -24,6 +25,7 @@ class Work(NamedTuple):
     end: Any
     last: Any
     seq: Any
+    lane: Any
     row_block: Any
 
 
@@ -106,24 +108,27 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # each warp has all of them
     i = gl.arange(0, 128, L)
     ends = gl.load(indptr + 1 + i, mask=i < seqs, other=0)
-    num_units = gl.load(indptr + seqs) * CONFIG.HEADS
+    TURNS: gl.constexpr = CONFIG.HEADS // CONFIG.HEADS_AT_ONCE
+    LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
+    num_units = gl.load(indptr + seqs) * TURNS
     if CONFIG.PLANNED_QUOTA:
         quota = gl.load(indptr + seqs + 1)
     else:
-        parts = gl.num_programs(0) // CONFIG.ROW_BLOCKS
+        parts = gl.num_programs(0) // LANES
         quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
-    start = gl.program_id(0) // CONFIG.ROW_BLOCKS * quota
-    before = ((i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
+    start = gl.program_id(0) // LANES * quota
+    before = ((i < seqs) & (ends * TURNS <= start)).to(gl.int32)
     for low in range(128, seqs, 128):
         ends = gl.load(indptr + 1 + low + i, mask=low + i < seqs, other=0)
-        before += ((low + i < seqs) & (ends * CONFIG.HEADS <= start)).to(gl.int32)
+        before += ((low + i < seqs) & (ends * TURNS <= start)).to(gl.int32)
     end = gl.minimum(start + quota, num_units)
     last = end
     if CONFIG.TILE_UNITS > 0 or CONFIG.PLANNED_QUOTA:
         last = end - tile_units_of(indptr, sizes, CONFIG)
         last = gl.maximum(last, gl.minimum(start + 1, end))
-    row_block = gl.program_id(0) % CONFIG.ROW_BLOCKS
-    return Work(indptr, spans, start, end, last, gl.sum(before, 0), row_block)
+    lane = gl.program_id(0) % LANES
+    row_block = lane % CONFIG.ROW_BLOCKS
+    return Work(indptr, spans, start, end, last, gl.sum(before, 0), lane, row_block)
 
 
 @gluon.jit
@@ -132,14 +137,15 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
 
     seq: a sequence that begins no later: that of the item before.
     """
-    while gl.load(work.indptr + seq + 1) * CONFIG.HEADS <= unit:
-        seq += 1
+    TURNS: gl.constexpr = CONFIG.HEADS // CONFIG.HEADS_AT_ONCE
+    while gl.load(work.indptr + seq + 1) * TURNS <= unit:
+        seq = seq + 1
     before = gl.load(work.indptr + seq)
     num_units = gl.load(work.indptr + seq + 1) - before
-    head = 0
-    start_unit = unit - before * CONFIG.HEADS
-    if CONFIG.HEADS > 1:
-        head = start_unit // num_units
+    head = work.lane // CONFIG.ROW_BLOCKS
+    start_unit = unit - before * TURNS
+    if TURNS > 1:
+        head += start_unit // num_units * CONFIG.HEADS_AT_ONCE
         start_unit = start_unit % num_units
     request = seq
     level = 0
@@ -218,10 +224,10 @@ def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
 def partial_slot(work, unit, item, CONFIG: gl.constexpr):
     """Return the number of the partial state of an item that begins at a unit.
 
-    Each unit has one for each row block if BATCH_INVARIANT; else a program has two, the second for
-    a tile's start.
+    Each unit has one for each program of a part if BATCH_INVARIANT; else a program has two, the
+    second for a tile's start.
     """
     if CONFIG.BATCH_INVARIANT:
-        return unit * CONFIG.ROW_BLOCKS + work.row_block
+        return unit * (CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS) + work.lane
     else:
         return 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)

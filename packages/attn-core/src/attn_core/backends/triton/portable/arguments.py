@@ -156,6 +156,7 @@ class Split(NamedTuple):
     BATCH_INVARIANT. TILE_UNITS come before the keys of each tile in the queue of work, and
     nobody attends to them: they stand for what a tile takes beside its keys. MIN_UNITS are more.
     PLANNED_QUOTA: plan_splits chose the quota of a program and its tile units, for one KV head.
+    HEADS_AT_ONCE: KV heads whose programs take the same part of the keys, a divisor of HEADS.
     """
 
     ROW_BLOCKS: int
@@ -165,6 +166,7 @@ class Split(NamedTuple):
     SHARED: bool
     TILE_UNITS: int = 0
     PLANNED_QUOTA: bool = False
+    HEADS_AT_ONCE: int = 1
 
 
 class Tile(NamedTuple):

@@ -1,9 +1,11 @@
 """Split-KV attention for few queries a request: decode, verify and absorbed MLA.
 
 A tile is BM rows of one KV head of a request: (query, head of the group) pairs. The blocks of keys
-of all heads form one queue of work, which a fixed number of programs share evenly, or, of latents,
-so that parts end where requests do (choose_quota). Each part of it is that of ROW_BLOCKS programs,
-one for each tile of its keys. They run side by side, so that these keys are read from memory once.
+form one queue of work, which a fixed number of programs share evenly, or, of latents, so that parts
+end where requests do (choose_quota). Each part of it is that of several programs: of each of
+HEADS_AT_ONCE heads ROW_BLOCKS, one for each tile of its keys. They run side by side, so that keys
+are read from memory once, and all heads of a token at about the same time. Where HEADS_AT_ONCE is
+less than HEADS, a request is on the queue so many times as it takes, its next heads behind.
 A tile that one program covers is finished there. Of a tile that several programs share, each stores
 its partial output and LSE, and `merge_splits` merges them. A program stores at most two partials.
 No grid depends on a length, so that a captured CUDA graph serves every length. This is stream-K
@@ -34,12 +36,13 @@ from attn_core.backends.triton.portable.loads import at_head, find_seq_idx, load
 def quota_of(work_indptr, seqs, heads, programs, SPLIT: tl.constexpr):
     """Return all units of work and the quota of one program, no less than MIN_UNITS.
 
-    seqs: requests, or spans if SHARED.
+    seqs: requests, or spans if SHARED. heads: KV heads.
     """
-    work = tl.load(work_indptr + seqs) * heads
+    work = tl.load(work_indptr + seqs) * (heads // SPLIT.HEADS_AT_ONCE)
     if SPLIT.PLANNED_QUOTA:
         return work, tl.load(work_indptr + seqs + 1)
-    return work, tl.maximum(tl.cdiv(work, programs // SPLIT.ROW_BLOCKS), SPLIT.MIN_UNITS)
+    parts = programs // (SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS)
+    return work, tl.maximum(tl.cdiv(work, parts), SPLIT.MIN_UNITS)
 
 
 @triton.jit
@@ -91,20 +94,24 @@ def decode_splits(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
+    TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
+    LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
+    lane = tl.program_id(0) % LANES
+    row_block = lane % SPLIT.ROW_BLOCKS
     seqs = batch * 2 if SPLIT.SHARED else batch
     work, quota = quota_of(work_indptr, seqs, C.HEADS, tl.num_programs(0), SPLIT)
-    at = tl.program_id(0) // SPLIT.ROW_BLOCKS * quota
+    at = tl.program_id(0) // LANES * quota
     end = tl.minimum(at + quota, work)
     if at < end:
         tile_units = tile_units_of(work_indptr, seqs, SPLIT)
         last = tl.maximum(end - tile_units, at + 1)  # later no keys are left
-        seq = find_seq_idx(work_indptr, seqs, at, C.HEADS, 0)
+        seq = find_seq_idx(work_indptr, seqs, at, TURNS, 0)
         while at < last:
             before = tl.load(work_indptr + seq)
             units = tl.load(work_indptr + seq + 1) - before
-            head = (at - before * C.HEADS) // units
-            unit = (at - before * C.HEADS) % units
+            turn = (at - before * TURNS) // units
+            head = turn * SPLIT.HEADS_AT_ONCE + lane // SPLIT.ROW_BLOCKS
+            unit = (at - before * TURNS) % units
 
             b = seq
             first = 0
@@ -181,7 +188,7 @@ def decode_splits(
             if final:
                 store_tile(out, tile, state, acc, sinks, scales.v, C)
             else:
-                slot = at * SPLIT.ROW_BLOCKS + row_block
+                slot = at * LANES + lane
                 if not SPLIT.BATCH_INVARIANT:
                     slot = 2 * tl.program_id(0) + (unit == 0).to(tl.int32)
                 none = state.total == 0.0
@@ -204,4 +211,4 @@ def decode_splits(
                     tl.store(partial.lse + p_at, lse)
             at = next_at
             if at < last:
-                seq = find_seq_idx(work_indptr, seqs, at, C.HEADS, 0)
+                seq = find_seq_idx(work_indptr, seqs, at, TURNS, 0)

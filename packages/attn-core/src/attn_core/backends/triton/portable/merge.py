@@ -14,17 +14,18 @@ from attn_core.backends.triton.portable.decode import quota_of, tile_units_of, w
 
 @triton.jit
 def add_partials(
-    m, total, acc, partial, low, count, tile_row, row_block, whole_at, live, d,
+    m, total, acc, partial, low, count, tile_row, lane, whole_at, live, d,
     PARTIALS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add the partials of one row of a tile to its state m, total [1] and acc [1, len(d)].
 
-    They are those of `count` programs, from `low` on. whole_at: where the only one lies if SHARED.
+    They are those of one lane of `count` parts, from `low` on. whole_at: where the only one lies if
+    SHARED.
     """
     i = tl.arange(0, PARTIALS)
     for part in range(0, count, PARTIALS):
         ok = (part + i < count) & live
-        slot = (low + part + i) * SPLIT.ROW_BLOCKS + row_block
+        slot = (low + part + i) * (SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS) + lane
         # the first program stored this at the end of its quota, the others at the begin
         if not SPLIT.BATCH_INVARIANT:
             slot = 2 * slot + (part + i == 0).to(tl.int32)
@@ -86,11 +87,14 @@ def merge_splits(
     b = tl.program_id(0) // tiles
     kv_head = tl.program_id(0) % tiles // SPLIT.ROW_BLOCKS
     row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
+    TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
+    head_turn = kv_head // SPLIT.HEADS_AT_ONCE
+    lane = kv_head % SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS + row_block
     seqs = batch * 2 if SPLIT.SHARED else batch
     before = tl.load(work_indptr + b)
     units = tl.load(work_indptr + b + 1) - before
     _, quota = quota_of(work_indptr, seqs, C.HEADS, programs, SPLIT)
-    begin = before * C.HEADS + kv_head * units
+    begin = before * TURNS + head_turn * units
     if SPLIT.BATCH_INVARIANT:
         low = begin
         count = units
@@ -127,7 +131,7 @@ def merge_splits(
             if SPLIT.SHARED:
                 whole_at = whole_rows(programs, tokens, one, token, head, BM, C)
             m, total, acc = add_partials(
-                m, total, acc, partial, low, count, tile_row, row_block, whole_at, live, d,
+                m, total, acc, partial, low, count, tile_row, lane, whole_at, live, d,
                 PARTIALS, BM, SPLIT, C,
             )  # fmt: skip
             if SPLIT.SHARED:
@@ -138,13 +142,13 @@ def merge_splits(
                             outer_group if level == 1 else inner_group
                         )
                         s_row = (query - s_query) * C.GROUP + row
-                        s_begin = s_before * C.HEADS + kv_head * s_units + s_row // BM * blocks
+                        s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
                         s_low = (s_begin + SPLIT.TILE_UNITS) // quota
                         s_count = (s_begin + blocks - 1) // quota - s_low + 1
                         whole_at = whole_rows(programs, tokens, one + level, token, head, BM, C)
                         m, total, acc = add_partials(
-                            m, total, acc, partial, s_low, s_count, s_row % BM, 0, whole_at, live,
-                            d, PARTIALS, BM, SPLIT, C,
+                            m, total, acc, partial, s_low, s_count, s_row % BM, lane, whole_at,
+                            live, d, PARTIALS, BM, SPLIT, C,
                         )  # fmt: skip
             sink = m
             if C.USE_SINKS:
