@@ -5,7 +5,7 @@ ends the run with exit code 1, each fault with the kernel that made it. memcheck
 reads and writes out of bounds, racecheck threads of a program that do not wait for one another.
 A name is a backend, or `kernels`: every kernel of the Triton backends once (test_kernels.py and
 test_linear_kernels.py), in minutes. Parts of that, of the fewest tests that launch every kernel,
-are `latent`, `sparse`, `dual-chunk` and `linear`, and parts of these, each of one test,
+are `latent`, `sparse`, `dual-chunk`, `linear` and `prompts`, and parts of these, each of one test,
 `latent-decode`, `latent-page-1`, `latent-prompt`, `sparse-cut`, `sparse-decoded`,
 `sparse-portable`, `sparse-score`, `sparse-select`, `sparse-write`, `dual-chunk-decode`,
 `dual-chunk-prompt` and `dual-chunk-heads`. How long the runs took is printed.
@@ -75,6 +75,7 @@ KERNELS = {  # name → files, and which tests of theirs
     "sparse": (_BOTH[:1], " or ".join(_SPARSE.values())),
     "dual-chunk": (_BOTH[:1], " or ".join(_DUAL_CHUNK.values())),
     "linear": (_BOTH[1:], " or ".join(_LINEAR)),
+    "prompts": (_BOTH[:1], "prompts"),
     **{name: (_BOTH[:1], test) for name, test in (_LATENT | _SPARSE | _DUAL_CHUNK).items()},
 }
 MISSING = (

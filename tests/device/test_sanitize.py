@@ -55,6 +55,7 @@ def test_a_part_of_the_kernels_runs_under_another_tool(tmp_path):
     assert "-k dsa-many-selected-bf16 or " in out
     assert " or dual-chunk-sparse-heads or prefill[gdn-bf16] or " in out
     assert out.count("test_kernels.py") == 1
+    assert "-k prompts" in run(tmp_path, "prompts").stdout
     refused = run(tmp_path, "--tool", "leakcheck")
     assert refused.returncode == 2
     assert "invalid choice: 'leakcheck'" in refused.stderr

@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
+
 
 class Sizes(NamedTuple):
     """Numbers that change from pass to pass; a kernel takes each as an argument of its own.
@@ -189,9 +191,11 @@ def zero_tail(tile, stage, start, first_key, seq_len, BN: gl.constexpr, D: gl.co
         L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         N: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 64], tile.dtype)
         panels = tile._reinterpret(tile.dtype, [tile.shape[0] * (D // 64), BN, 64], N)
-        j = start + gl.arange(0, BN, gl.SliceLayout(1, L))
-        valid = ((j >= first_key) & (j < seq_len))[:, None]
         for i in gl.static_range(D // 64):
-            panel = panels.index(stage * (D // 64) + i)
-            panel.store(gl.where(valid, panel.load(L), 0.0).to(tile.dtype))
+            for row in gl.static_range(0, BN, 32):  # few registers are left for more at a time
+                j = start + row + gl.arange(0, 32, gl.SliceLayout(1, L))
+                valid = ((j >= first_key) & (j < seq_len))[:, None]
+                part = panels.index(stage * (D // 64) + i).slice(row, 32)
+                part.store(gl.where(valid, part.load(L), 0.0).to(tile.dtype))
         hopper.fence_async_shared()
+        barrier()  # here, so that where nothing is zeroed no thread waits for the others

@@ -18,18 +18,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel, new_kv_channels
 from attn_core.backends.triton.hopper.common import (
     Sizes,
+    barrier,
     load_kv_tile,
     lookup_slots,
     row_offsets,
     zero_tail,
 )
-from attn_core.backends.triton.hopper.softmax import (
-    KeyMask,
-    add_sink,
-    softmax_step,
-    store_output,
-    store_part,
-)
+from attn_core.backends.triton.hopper.online_softmax import online_softmax, rescale
+from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output, store_part
 from attn_core.backends.triton.hopper.tile_queue import (
     TILE_ROWS,
     leave_counter,
@@ -39,8 +35,6 @@ from attn_core.backends.triton.hopper.tile_queue import (
     tile_index,
     tile_item,
 )
-
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 
 
 @gluon.jit
@@ -154,6 +148,9 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    SUMS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
     q_tile = q_tiles.index(HALF)
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
@@ -173,7 +170,7 @@ def attend(
             sizes.window, 0, 0,
         )  # fmt: skip
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-        l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+        l_i = gl.full([64, 4], 0.0, gl.float32, SUMS)
         acc = gl.full([64, D], 0.0, gl.float32, O)
         start = (tile.first_block + tile.num_blocks - 1) * BN
         keys.wait_full(step)
@@ -182,7 +179,7 @@ def attend(
         k_tile = keys.tile.index(keys.stage(step)).permute((1, 0))
         s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False)
         keys.release(step)
-        p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+        p, m_i, l_i, alpha = online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
         weights = gl.convert_layout(p.to(values.tile.dtype), P)
         for i in range(1, tile.num_blocks):
             v_step = step
@@ -204,10 +201,10 @@ def attend(
             s = hopper.warpgroup_mma_wait(1, deps=[next_s])
             keys.release(step)
             start = (tile.first_block + tile.num_blocks - 1 - i) * BN
-            p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+            p, m_i, l_i, alpha = online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
             acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
             values.release(v_step)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], D)
             weights = gl.convert_layout(p.to(values.tile.dtype), P)
 
         v_stage = values.stage(step)
@@ -224,6 +221,7 @@ def attend(
         acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
         values.release(step)
         step += 1
+        l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
 
         if CONFIG.CUT_TILES:
             if tile.parts > 1:

@@ -47,6 +47,41 @@ def tanh(y):
 
 
 @gluon.jit
+def visible_scores(
+    s, start, q_idx, mask, scales, CONFIG: gl.constexpr, SCALE_AFTER_MAX: gl.constexpr = True
+):  # fmt: skip
+    """Return the scores of keys start … start + BN, -inf where hidden, and their scale of base 2.
+
+    q_idx: the query of each row. SCALE_AFTER_MAX: the scale is not applied yet.
+    """
+    BN: gl.constexpr = CONFIG.BN
+    log2_scale = scales.qk * LOG2E
+    if CONFIG.USE_SOFTCAP:
+        s = tanh(s * (scales.qk / scales.cap))
+        log2_scale = scales.cap * LOG2E
+    if not SCALE_AFTER_MAX:
+        s = s * log2_scale
+    if (start < mask.unmasked_low) | (start + BN > mask.unmasked_high):
+        j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
+        end = mask.seq_len + 0 * q_idx  # of each row: one comparison a score
+        if CONFIG.MASK == MASK_CAUSAL:
+            end = gl.minimum(end, mask.context_len + q_idx + 1)
+        visible = j[None, :] < end[:, None]
+        if CONFIG.MASK == MASK_CAUSAL and CONFIG.WINDOW:
+            oldest = mask.context_len + q_idx - mask.window
+            visible = visible & (j[None, :] > oldest[:, None])
+        if CONFIG.MASK == MASK_TREE:
+            draft = j - mask.context_len
+            in_tree = (draft >= 0) & (draft < mask.drafts)
+            in_tree = (q_idx < mask.drafts)[:, None] & in_tree[None, :]
+            bits = mask.tree + q_idx[:, None] * mask.drafts + draft[None, :]
+            bit = gl.load(bits, mask=in_tree, other=0)
+            visible = visible & ((draft < 0)[None, :] | (bit != 0))
+        s = gl.where(visible, s, -float("inf"))
+    return s, log2_scale
+
+
+@gluon.jit
 def softmax_step(
     s,
     start,
@@ -63,29 +98,9 @@ def softmax_step(
     alpha: by what the old accumulator shrinks. q_idx: the query of each row. SCALE_AFTER_MAX: the
     scale, which is positive, comes after the maximum: an operation a score less, a register more.
     """
-    BN: gl.constexpr = CONFIG.BN
-    log2_scale = scales.qk * LOG2E
-    if CONFIG.USE_SOFTCAP:
-        s = tanh(s * (scales.qk / scales.cap))
-        log2_scale = scales.cap * LOG2E
-    if not SCALE_AFTER_MAX:
-        s = s * log2_scale
-    if (start < mask.unmasked_low) | (start + BN > mask.unmasked_high):
-        j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
-        visible = (j < mask.seq_len)[None, :] & (q_idx >= 0)[:, None]
-        if CONFIG.MASK == MASK_CAUSAL:
-            visible = visible & (j[None, :] <= mask.context_len + q_idx[:, None])
-            if CONFIG.WINDOW:
-                oldest = mask.context_len + q_idx[:, None] - mask.window
-                visible = visible & (j[None, :] > oldest)
-        if CONFIG.MASK == MASK_TREE:
-            draft = j - mask.context_len
-            in_tree = (draft >= 0) & (draft < mask.drafts)
-            in_tree = (q_idx < mask.drafts)[:, None] & in_tree[None, :]
-            bits = mask.tree + q_idx[:, None] * mask.drafts + draft[None, :]
-            bit = gl.load(bits, mask=in_tree, other=0)
-            visible = visible & ((draft < 0)[None, :] | (bit != 0))
-        s = gl.where(visible, s, -float("inf"))
+    s, log2_scale = visible_scores(
+        s, start, q_idx, mask, scales, CONFIG, SCALE_AFTER_MAX=SCALE_AFTER_MAX
+    )
     if SCALE_AFTER_MAX:
         m_new = gl.maximum(m_i, gl.max(s, 1) * log2_scale)
         m_base = gl.where(m_new == -float("inf"), 0.0, m_new)

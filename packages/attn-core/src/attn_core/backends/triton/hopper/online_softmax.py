@@ -1,0 +1,67 @@
+"""The softmax of prompts: a thread sums alone, and old sums seldom shrink."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attn_core.backends.triton.hopper.softmax import visible_scores
+
+GROWTH = gl.constexpr(8.0)  # powers of two
+
+
+@gluon.jit
+def online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG: gl.constexpr):
+    """Return p of the scores of keys start … start + BN, the new m_i and l_i, and alpha.
+
+    m_i: what p is relative to, a maximum of the keys before. It grows by GROWTH or not at all, so
+    that most blocks leave the old sums as they are, as in FlashAttention-4; p is at most 2^GROWTH.
+    l_i [64, 4]: what each of four threads has summed of a row. alpha: by what the old sums shrink.
+    q_idx: the query of each row.
+    """
+    s, log2_scale = visible_scores(s, start, q_idx, mask, scales, CONFIG)
+    highest = gl.max(s, 1) * log2_scale
+    m_new = gl.where(highest > m_i + GROWTH, highest, m_i)
+    m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * log2_scale - m_base[:, None])
+    alpha = gl.exp2(m_i - m_base)
+    sums = gl.sum(gl.sum(gl.reshape(p, [64, CONFIG.BN // 8, 4, 2]), 3), 1)
+    l_i = gl.convert_layout(l_i, sums.type.layout)
+    shrink = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return p, m_new, l_i * shrink + sums, alpha
+
+
+@gluon.constexpr_function
+def _rescale_assembly(count):
+    """Return instructions that multiply `count` sums of a thread, its rows in turns of two."""
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count))
+    rows = 2 * count, 2 * count + 2
+    return (
+        "{ .reg .pred p, q; "
+        f"setp.neu.f32 p, ${rows[0]}, 0f3F800000; setp.neu.f32 q, ${rows[1]}, 0f3F800000; "
+        "or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; "
+        f"@!p bra KEPT; {products}KEPT: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_constraints(count):
+    tied = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + tied + ["f"] * count)
+
+
+@gluon.jit
+def rescale(acc, alpha, D: gl.constexpr):
+    """Return acc [64, D] times alpha [64, 1]; a warp whose rows all keep theirs skips it."""
+    COUNT: gl.constexpr = D // 2
+    return gl.inline_asm_elementwise(
+        _rescale_assembly(COUNT),
+        _rescale_constraints(COUNT),
+        [acc, alpha],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=COUNT,
+    )
