@@ -5,7 +5,8 @@ import torch
 from attn_core.cache.paged_tensor import take_pages
 from attn_core.cache.pool import KVPool
 from attn_core.ops import kv
-from attn_core.ops.index import read_index, write_index
+from attn_core.ops.kv import read_kv, write_kv
+from attn_core.ops.index import read_index, write_index, write_latents_and_index
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.spec.device import parse_device
@@ -56,7 +57,13 @@ PASSES = {
     "tree-page-1": ((*CUT, "decode_hopper"), {"drafts": True, "page": 1}),
     "tree-window": ((*CUT, "decode_splits"), {"drafts": True, "layer": {"sliding_window": 50}}),
 }
-OTHERS = ("_merge", "write_index_rows")  # what stands beside attention
+# what stands beside attention
+OTHERS = ("_merge", "write_index_rows", "write_both", "write_latent")
+    "_merge",
+    "write_index_rows",
+    "write_both",
+    "write_latent",
+)  # what stands beside attention
 SPARSE = ("index_scores", "select_topk")  # of sparse MLA
 SELECTED = {  # way → what attends to a selection on Hopper; elsewhere "portable" serves all
     "portable": ("attend_selected",),
@@ -107,18 +114,27 @@ def test_what_stands_beside_attention_stays_in_its_memory():
     from attn_core.ops.triton.merge import merge_states
 
     out, lse = torch.ones(2, 7, 3, 80, device=DEVICE), torch.zeros(2, 7, 3, device=DEVICE)
-    pool = KVPool(
-        [make_layer(**LATENT["layer"])], num_pages=3, page_size=16, kv_cache_dtype="bf16",
-        kind="dsa", index_dim=128, index_dtype="fp8_e4m3", device=DEVICE,
-    )  # fmt: skip
     keys, slots = torch.randn(9, 128, device=DEVICE), torch.arange(39, 48, device=DEVICE)
+    k = torch.randn(9, 1, 576, device=DEVICE, dtype=torch.bfloat16)
+    alone, both, packed = (
+        KVPool(
+            [make_layer(**LATENT["layer"])], num_pages=3, page_size=16, kv_cache_dtype=store,
+            kind="dsa", index_dim=128, index_dtype="fp8_e4m3", device=DEVICE,
+        ).layer(0)
+        for store in ("bf16", "bf16", "fp8_e4m3")
+    )  # fmt: skip
     with launches() as names:
         merged, _ = merge_states(out, lse)
-        write_index(pool.layer(0), keys, slots)
+        write_index(alone, keys, slots)
+        write_latents_and_index(both, keys, k, slots)
+        write_kv(packed, k, None, slots)
     assert {*OTHERS} <= {*names} or DEVICE.type == "cpu"
     assert torch.allclose(merged, torch.ones_like(merged))
-    read = read_index(pool.layer(0), slots, torch.float32)
-    assert (read - keys).abs().max() <= keys.abs().max() / 28  # half a step of e4m3's largest
+    for cache in (alone, both):
+        read = read_index(cache, slots, torch.float32)
+        assert (read - keys).abs().max() <= keys.abs().max() / 28  # half a step of e4m3's largest
+    assert torch.equal(read_kv(both, slots, torch.bfloat16)[0], k)
+    assert (read_kv(packed, slots, torch.float32)[0] - k).abs().max() <= k.abs().max() / 28
 
 
 def run_suite_check(kind, feature, dtype=None):
