@@ -59,11 +59,6 @@ PASSES = {
 }
 # what stands beside attention
 OTHERS = ("_merge", "write_index_rows", "write_both", "write_latent")
-    "_merge",
-    "write_index_rows",
-    "write_both",
-    "write_latent",
-)  # what stands beside attention
 SPARSE = ("index_scores", "select_topk")  # of sparse MLA
 SELECTED = {  # way → what attends to a selection on Hopper; elsewhere "portable" serves all
     "portable": ("attend_selected",),
