@@ -5,8 +5,8 @@ import torch
 from attn_core.cache.paged_tensor import take_pages
 from attn_core.cache.pool import KVPool
 from attn_core.ops import kv
-from attn_core.ops.kv import read_kv, write_kv
 from attn_core.ops.index import read_index, write_index, write_latents_and_index
+from attn_core.ops.kv import read_kv, write_kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.spec.device import parse_device
