@@ -184,3 +184,14 @@ def test_tma_copies_for_a_scan_of_64_rows_only_what_lies_side_by_side(kind):
     assert rows(half, out=wide[..., :64], of=narrow, alone=True) is None
     keys = torch.empty(64, HK + 1, 2 * DIM).bfloat16()[..., :DIM]
     assert rows(x.v, k=keys, alone=True) == (64 if kda else 128)  # KDA's keys are prepared
+
+
+def test_chunks_are_prepared_ahead_where_half_of_the_device_is_free_and_prompts_are_long():
+    from attn_core.backends.triton.linear.tuning import prepares_ahead
+
+    assert prepares_ahead("sm90", 64, 16, 132)
+    assert prepares_ahead("sm90", 16, 128, 132)
+    assert not prepares_ahead("sm90", 67, 16, 132)
+    assert not prepares_ahead("sm90", 64, 15, 132)
+    assert not prepares_ahead("sm90", 0, 16, 132)
+    assert not prepares_ahead("sm100", 64, 16, 132)

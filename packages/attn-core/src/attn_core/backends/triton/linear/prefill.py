@@ -99,8 +99,8 @@ def plan_prefill(
     if pinned:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     scans = len(query_lens) * common.HV * -(-common.V // 64)
-    ahead = not common.PER_CHANNEL and prepares_ahead(layer.arch, scans, processors)
     longest = max(counts, default=0)
+    ahead = not common.PER_CHANNEL and prepares_ahead(layer.arch, scans, longest, processors)
     fused = not common.PER_CHANNEL and fuses(layer.arch, total * common.HV, longest, processors)
     turn = []
     if ahead:

@@ -85,12 +85,13 @@ def scan_launch(arch: str, v_dim: int, k_dim: int, *, wide: bool, alone: bool) -
     return Launch(rows=_tile(32, v_dim, k_dim, 16), warps=8, stages=2)
 
 
-def prepares_ahead(arch: str, scans: int, processors: int) -> bool:
+def prepares_ahead(arch: str, scans: int, longest: int, processors: int) -> bool:
     """Say whether GDN's chunks are prepared while `scans` programs scan them.
 
-    Each of these has a multiprocessor to itself, and at least as many prepare.
+    Each of these has a multiprocessor to itself, and at least as many prepare. longest: chunks of
+    the longest request; few are not worth the programs that take them in turn.
     """
-    return arch == "sm90" and 0 < 2 * scans <= processors
+    return arch == "sm90" and 0 < 2 * scans <= processors and longest >= 16
 
 
 def fuses(arch: str, chunks: int, longest: int, processors: int) -> bool:

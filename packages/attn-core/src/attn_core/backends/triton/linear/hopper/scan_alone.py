@@ -179,8 +179,9 @@ def carry(carried, C: gl.constexpr):
 def write_chunks(written, C: gl.constexpr):
     """Compute the outputs of each chunk, from the state before it and its updates.
 
-    They take the place of the updates, from where TMA writes them while the next chunk begins.
-    Those of a last chunk of fewer tokens are written by threads.
+    They take the place of P, from where TMA writes them while the next chunk begins: states and
+    updates are given back at once, since the chain waits for their place. Those of a last chunk of
+    fewer tokens are written by threads.
     """
     queries, handed, out_map, out, request, hv, tile = written
     ring, q_tile, P_tile, g_tile = queries
@@ -203,20 +204,21 @@ def write_chunks(written, C: gl.constexpr):
             y = y * f_q[None, :]
         y = hopper.warpgroup_mma(x_tile.index(at), P, y, is_async=True)
         y = hopper.warpgroup_mma_wait(0, deps=[y])
-        ring.release(j)
+        hand.release(j)
         if j > 0:
             tma.store_wait(0)
-            hand.release(j - 1)
-        barrier()  # all warps' products have read the updates
-        x_tile.index(at).permute((1, 0)).store(y.to(x_tile.dtype))
+            ring.release(j - 1)
+        barrier()  # all warps' products have read P
+        y_tile = P_tile.index(stage)
+        y_tile.permute((1, 0)).store(y.to(x_tile.dtype))
         hopper.fence_async_shared()
         barrier()
         row, left = begin + j * CHUNK, tokens - j * CHUNK
         if left >= CHUNK:
             column = hv * C.V + tile * 64
-            tma.async_copy_shared_to_global(out_map, [row, column], x_tile.index(at))
+            tma.async_copy_shared_to_global(out_map, [row, column], y_tile)
         else:
-            write_outputs(x_tile.index(at), out, row, hv, tile, left)
+            write_outputs(y_tile, out, row, hv, tile, left)
     tma.store_wait(0)
 
 
