@@ -22,7 +22,7 @@ from attn_core.measure.spent import Spent
 from attn_core.measure.spread import work
 
 # Passes of each series, from the least work to the most: a GPU's kernels are chosen by size
-SIZES, SIZES_OF_CPU = 12, 1
+SIZES, SIZES_OF_CPU = 24, 1
 MOST_PROCESSES = 32
 OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several run at a time
 _T = TypeVar("_T")
