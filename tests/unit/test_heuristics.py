@@ -88,6 +88,21 @@ def launches(arch, store_bytes):
                 yield (d, dv, rows), launch
 
 
+@pytest.mark.parametrize(
+    ("more", "rows"),
+    [
+        ({"requests": 16, "page_size": 64}, 64),
+        ({"requests": 17, "page_size": 64}, 16),
+        ({"page_size": 64}, 16),
+        ({"requests": 16, "page_size": 1}, 16),
+        ({"requests": 16, "page_size": 64, "tree": True}, 16),
+    ],
+)
+def test_few_requests_over_latents_take_hoppers_tiles(more, rows):
+    """Where its kernel can run: with pages that TMA reads, and without a tree."""
+    assert decode_launch("sm90", 16, 576, 512, 2, **more).block_m == rows
+
+
 @pytest.mark.parametrize("arch", [*SHARED, "gfx942", "gfx950", "interpreter"])
 @pytest.mark.parametrize("store_bytes", [1, 2, 4])
 def test_a_launch_is_one_that_triton_takes(arch, store_bytes):

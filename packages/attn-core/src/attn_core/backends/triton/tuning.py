@@ -105,15 +105,18 @@ def decode_launch(
     tree: bool = False,
     fp4: bool = False,
     shared: bool = False,
+    requests: int = LONG,
 ) -> Launch:
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
     shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
     last block is masked by what is loaded, which more programs hide. fp4: the store is packed,
     which costs registers. A Hopper has kernels of its own for tiles of 64 by 64 (hopper/launch.py).
+    requests: few of them run faster in that of latents than in tiles of 16 rows, 64 do not.
     """
     if arch == "sm90" and store_bytes == 2:
-        if head_dim == 576 and rows > 16:
+        few = requests <= 16 and page_size >= 8 and not tree
+        if head_dim == 576 and (rows > 16 or few):
             return Launch(block_m=64, block_n=64, warps=8, stages=2, min_blocks=2)
         if head_dim == v_dim == 256:
             if rows <= 16 and short:
