@@ -244,6 +244,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(args.device)
     torch.set_grad_enabled(False)
     found: list[dict[str, Any]] = []
+    path = args.out or FOLDER / f"layer_calls.{slug(device_name(device))}.json"
+    data = {
+        "schema": 1,
+        "suite": "layer_calls",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "versions": versions(["attn-core", *LIBRARIES]),
+        "command": "python -m benchmarks.layer_calls " + shlex.join(argv),
+        "limit_us": LIMIT_US,
+        "calls": found,
+    }
     for group, calls in all_calls(device):
         if not re.search(args.only, group):
             continue
@@ -256,18 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{x['launches']} launches, {x['by_triton']} by Triton{over}",
                 flush=True,
             )
-    path = args.out or FOLDER / f"layer_calls.{slug(device_name(device))}.json"
-    data = {
-        "schema": 1,
-        "suite": "layer_calls",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device_name(device),
-        "versions": versions(["attn-core", *LIBRARIES]),
-        "command": "python -m benchmarks.layer_calls " + shlex.join(argv),
-        "limit_us": LIMIT_US,
-        "calls": found,
-    }
-    path.write_text(json.dumps(data, indent=1) + "\n")
+        path.write_text(json.dumps(data, indent=1) + "\n")  # what fails next loses nothing
     return 0 if found else 1
 
 

@@ -129,7 +129,8 @@ def test_matrix_instructions_are_those_that_the_docs_name(arch, of_prompts, of_s
 @pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 def test_hot_launches_of_sparse_mla(arch):
     """Over FP8 latents; test_every_launch has those over 16 bits too."""
-    names = ("dsa-decode-fp8", "write-latents", "write-index-fp8", "score-prompts", "gather-pages")
+    writes = ("write-latents", "write-index-fp8", "write-latents-index", "write-latents-index-fp8")
+    names = ("dsa-decode-fp8", *writes, "score-prompts", "gather-pages")
     sites = judged(arch, *names, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     attends = ["attend_selected"]
@@ -139,6 +140,8 @@ def test_hot_launches_of_sparse_mla(arch):
         ["index_scores", "select_topk", *attends, "_merge"],
         ["write_latent"],
         ["write_index_rows"],
+        ["write_both"],
+        ["write_both"],
         ["score_prompts_hopper" if arch == "sm90" else "index_scores"],
         ["decode_pages", "place_slots"],
     ]

@@ -19,6 +19,7 @@ from attn_core.ops.triton.kv import write_kv
 from attn_core.ops.triton.latents import write_latents
 from attn_core.ops.triton.merge import merge_states
 from attn_core.ops.triton.read import read_pages
+from attn_core.ops.triton.sparse_write import write_latents_and_index
 from attn_core.ops.triton.vertical_slash import attend_lists, to_lists
 from attn_core.ops.vertical_slash import Lines, Part
 from attn_core.plugins.registry import load_plugins
@@ -121,6 +122,19 @@ def write_keys(index_dtype, chip):
         index_dim=128, index_dtype=index_dtype,
     )  # fmt: skip
     write_index(pool.layer(0), meta(70, 128), meta(70, dtype=torch.int64))
+
+
+def write_together(store, chip):
+    """Launch for new latents and index keys of sparse MLA at once."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=1.0
+    )
+    pool = KVPool(
+        [layer], num_pages=2, page_size=64, kv_cache_dtype=store, device=META, kind="dsa",
+        index_dim=128, index_dtype="fp8_e4m3",
+    )  # fmt: skip
+    slots = meta(70, dtype=torch.int64)
+    write_latents_and_index(pool.layer(0), meta(70, 128), meta(70, 1, 576), slots)
 
 
 def score(chip):
@@ -287,6 +301,8 @@ WRITES: dict[str, Launch] = {
     "write-latents": write_packed,
     "write-index": partial(write_keys, "bf16"),
     "write-index-fp8": partial(write_keys, "fp8_e4m3"),
+    "write-latents-index": partial(write_together, "bf16"),
+    "write-latents-index-fp8": partial(write_together, "fp8_e4m3"),
     "write-tensor-scales": partial(write, "fp8_e4m3", "NHD", tensor_scales=True),
     "gather-pages": gather,
     "read-fp8": partial(read, "fp8_e4m3", "mla"),
