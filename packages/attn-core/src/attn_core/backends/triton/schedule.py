@@ -52,10 +52,15 @@ class Cuts:
             (
                 *(self.launch, self.row_blocks, self.heads_at_once, self.tile_rows, self.programs),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
-                *(self.overlap, self.sharing, self.planned_quota),
+                *(self.overlap, self.merges_cuts, self.sharing, self.planned_quota),
                 *(choice.kernel for choice in self.choices),
             )
         )
+
+    @property
+    def merges_cuts(self) -> bool:
+        """Whether the merge looks at each end of a part, which are fewer than tiles."""
+        return not self.batch_invariant and self.sharing is None and self.programs < self.tiles
 
     @property
     def min_units(self) -> int:

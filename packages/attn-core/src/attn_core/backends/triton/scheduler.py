@@ -234,6 +234,7 @@ class Scheduler:
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
         kernels = self._kernels.decode
         sharing = sharing if row_blocks == 1 else None
+        drafts = sharing is not None and sharing.tile_units > 0
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
@@ -241,7 +242,8 @@ class Scheduler:
             max_queries=max_queries,
             tiles=tiles,
             row_blocks=row_blocks,
-            heads_at_once=math.gcd(parts, group.num_kv_heads),
+            # drafts that share keys were faster with one head after the other
+            heads_at_once=1 if drafts else math.gcd(parts, group.num_kv_heads),
             tile_rows=tile_rows,
             programs=programs,
             batch_invariant=batch_invariant,

@@ -60,7 +60,8 @@ def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:
     """Return the grid of merge_splits and its arguments in a pass, whichever kernel splits."""
     cuts, cu_seqlens_q = part.cuts, inputs.requests.cu_seqlens_q
     columns, rows, _, _ = cuts.merge_tile
-    grid = (cuts.tiles, -(-cuts.tile_rows // rows), part.partial_out.shape[1] // columns)
+    tiles = cuts.programs if cuts.merges_cuts else cuts.tiles
+    grid = (tiles, -(-cuts.tile_rows // rows), part.partial_out.shape[1] // columns)
     shared = (part.partials, cu_seqlens_q, part.work_indptr, part.spans)
     return grid, Arguments(*shared, inputs.size, cuts.programs)
 
@@ -70,7 +71,8 @@ def _merge_launcher(layer: AttentionLayer, kept: _Kept, cuts: Cuts) -> Launcher:
     return Launcher(
         merge_splits,
         *(kept.sinks, kept.scales.v),
-        *(cuts.launch.block_m, rows, columns, partials, cuts.overlap, constants_of(cuts)),
+        *(cuts.launch.block_m, rows, columns, partials, cuts.overlap, cuts.merges_cuts),
+        constants_of(cuts),
         _merged(layer),
         num_warps=warps,
         **({"launch_pdl": True} if cuts.overlap else {}),

@@ -113,6 +113,7 @@ class HopperPrefill(Kernel[Tiles]):
 
 
 # Keys that TMA copies at a time: of a request's last block only those few that the request has.
+# Drafts that share keys were faster with whole blocks.
 _COPY_ROWS = 16
 
 
@@ -147,13 +148,15 @@ class HopperDecode(SplitKernel):
     ) -> Launcher:
         """Return its own launcher for calls with this key."""
         page = call.cache.page_size
-        rows = min(max(page, SWIZZLE_ROWS), launch.block_n, _COPY_ROWS)
+        split = constants_of(part.cuts)
+        most = launch.block_n if split.TILE_UNITS else _COPY_ROWS
+        rows = min(max(page, SWIZZLE_ROWS), launch.block_n, most)
         pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
         return Launcher(
             decode_hopper,
             *kept.rows(rows),
             *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
-            config_of(call, kept, launch, **pages, **constants_of(part.cuts)._asdict()),
+            config_of(call, kept, launch, **pages, **split._asdict()),
             num_warps=4,
             maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a processor
         )

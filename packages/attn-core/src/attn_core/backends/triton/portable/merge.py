@@ -13,19 +13,31 @@ from attn_core.backends.triton.portable.decode import quota_of, tile_units_of, w
 
 
 @triton.jit
+def count_ended(work_indptr, seqs, unit, TURNS: tl.constexpr):
+    """Return how many sequences end no later than a unit: that of the unit."""
+    i = tl.arange(0, 128)
+    ended = tl.zeros([128], tl.int32)
+    for low in range(0, seqs, 128):
+        ok = low + i < seqs
+        ends = tl.load(work_indptr + 1 + low + i, mask=ok, other=0)
+        ended += (ok & (ends * TURNS <= unit)).to(tl.int32)
+    return tl.sum(ended, 0)
+
+
+@triton.jit
 def add_partials(
-    m, total, acc, partial, low, count, tile_row, lane, whole_at, live, d,
+    m, total, acc, partial, first, count, tile_row, whole_at, live, d,
     PARTIALS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add the partials of one row of a tile to its state m, total [1] and acc [1, len(d)].
 
-    They are those of one lane of `count` parts, from `low` on. whole_at: where the only one lies if
-    SHARED.
+    They are those of one lane of `count` parts, from program `first` on. whole_at: where the only
+    one lies if SHARED.
     """
     i = tl.arange(0, PARTIALS)
     for part in range(0, count, PARTIALS):
         ok = (part + i < count) & live
-        slot = (low + part + i) * (SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS) + lane
+        slot = first + (part + i) * (SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS)
         # the first program stored this at the end of its quota, the others at the begin
         if not SPLIT.BATCH_INVARIANT:
             slot = 2 * slot + (part + i == 0).to(tl.int32)
@@ -74,26 +86,40 @@ def merge_splits(
     COLUMNS: tl.constexpr,
     PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    BY_CUTS: tl.constexpr,
     SPLIT: tl.constexpr,
     C: tl.constexpr,
 ):
     """Merge the partials of ROWS rows of a tile that was split, PARTIALS at a time.
 
-    Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS). OVERLAP: the launch
-    begins before the partials are complete, and waits for them (programmatic dependent launch).
+    Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
+    (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
+    quota. OVERLAP: the launch begins before the partials are complete, and waits for them
+    (programmatic dependent launch).
     SHARED: the partials of the request alone come first, then those of its groups by level.
     """
-    tiles = C.HEADS * SPLIT.ROW_BLOCKS
-    b = tl.program_id(0) // tiles
-    kv_head = tl.program_id(0) % tiles // SPLIT.ROW_BLOCKS
-    row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
-    head_turn = kv_head // SPLIT.HEADS_AT_ONCE
-    lane = kv_head % SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS + row_block
+    LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
     seqs = batch * 2 if SPLIT.SHARED else batch
-    before = tl.load(work_indptr + b)
-    units = tl.load(work_indptr + b + 1) - before
-    _, quota = quota_of(work_indptr, seqs, C.HEADS, programs, SPLIT)
+    work, quota = quota_of(work_indptr, seqs, C.HEADS, programs, SPLIT)
+    row_block = tl.program_id(0) % SPLIT.ROW_BLOCKS
+    cut = tl.program_id(0) // LANES
+    if BY_CUTS:
+        lane = tl.program_id(0) % LANES
+        unit = tl.minimum((cut + 1) * quota, work - 1)  # the first one behind the cut
+        b = count_ended(work_indptr, batch, unit, TURNS)
+        before = tl.load(work_indptr + b)
+        units = tl.load(work_indptr + b + 1) - before
+        head_turn = (unit - before * TURNS) // tl.maximum(units, 1)
+        kv_head = head_turn * SPLIT.HEADS_AT_ONCE + lane // SPLIT.ROW_BLOCKS
+    else:
+        tiles = C.HEADS * SPLIT.ROW_BLOCKS
+        b = tl.program_id(0) // tiles
+        kv_head = tl.program_id(0) % tiles // SPLIT.ROW_BLOCKS
+        head_turn = kv_head // SPLIT.HEADS_AT_ONCE
+        lane = kv_head % SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS + row_block
+        before = tl.load(work_indptr + b)
+        units = tl.load(work_indptr + b + 1) - before
     begin = before * TURNS + head_turn * units
     if SPLIT.BATCH_INVARIANT:
         low = begin
@@ -101,6 +127,8 @@ def merge_splits(
     else:
         low = (begin + tile_units_of(work_indptr, seqs, SPLIT)) // quota
         count = (begin + units - 1) // quota - low + 1
+    if BY_CUTS:
+        count = tl.where(low == cut, count, 0)  # another one is the tile's first cut
     query = tl.load(cu + b)
     queries = tl.load(cu + b + 1) - query
     outer = -1
@@ -131,7 +159,7 @@ def merge_splits(
             if SPLIT.SHARED:
                 whole_at = whole_rows(programs, tokens, one, token, head, BM, C)
             m, total, acc = add_partials(
-                m, total, acc, partial, low, count, tile_row, lane, whole_at, live, d,
+                m, total, acc, partial, low * LANES + lane, count, tile_row, whole_at, live, d,
                 PARTIALS, BM, SPLIT, C,
             )  # fmt: skip
             if SPLIT.SHARED:
@@ -147,8 +175,8 @@ def merge_splits(
                         s_count = (s_begin + blocks - 1) // quota - s_low + 1
                         whole_at = whole_rows(programs, tokens, one + level, token, head, BM, C)
                         m, total, acc = add_partials(
-                            m, total, acc, partial, s_low, s_count, s_row % BM, lane, whole_at,
-                            live, d, PARTIALS, BM, SPLIT, C,
+                            m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
+                            whole_at, live, d, PARTIALS, BM, SPLIT, C,
                         )  # fmt: skip
             sink = m
             if C.USE_SINKS:
