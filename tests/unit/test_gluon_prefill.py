@@ -199,6 +199,14 @@ def test_own_keys_and_pages_give_the_same(page, more):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("more", [{}, {"bn": 128}, {"page": 16, "parts": (3, 1, 2)}], ids=str)
+def test_sums_shrink_where_maxima_grow(more):
+    """By more than what leaves them as they are, in some rows of a block."""
+    prompts = Prompts(*PREFIXED)
+    prompts.q *= 8
+    attend(prompts, **{"page": 1, **more})
+
+
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
     "more",
