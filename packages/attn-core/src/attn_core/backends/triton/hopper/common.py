@@ -42,7 +42,7 @@ class AttentionConfig(NamedTuple):
     a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
     whether requests read keys together; TILE_UNITS and PLANNED_QUOTA, see Split. CUT_TILES: whether
-    keys of tiles of prompts may be cut.
+    keys of tiles of prompts may be cut. SELDOM: whether their old sums seldom shrink.
     """
 
     HEADS: int
@@ -66,6 +66,7 @@ class AttentionConfig(NamedTuple):
     TILE_UNITS: int = 0
     PLANNED_QUOTA: bool = False
     CUT_TILES: bool = False
+    SELDOM: bool = True
 
 
 @gluon.jit
