@@ -69,6 +69,19 @@ def test_keys_of_long_tiles_are_cut(dim, page, more):
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "whoever took them"
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sums_shrink_where_maxima_grow(dim):
+    """By more than what leaves them as they are, in some rows of a warp and in none of another."""
+    lengths = queries = [700, 2_100, 90]
+    requests = Requests(make_layer(dim=dim), lengths, page=64)
+    q = requests.draw(sum(queries))
+    q[:1500] *= 8
+    with launches() as names:
+        got = requests.attend(requests.batch(queries), q)
+    assert "extend_hopper" in names
+    requests.check(got, q, queries)
+
+
 def test_no_keys_are_cut_in_deterministic_mode():
     """A request has the same bits alone and beside others."""
     lengths, queries = [9_000, 300], [130, 200]

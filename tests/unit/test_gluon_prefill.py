@@ -79,11 +79,13 @@ class Prompts:
 
 
 def attend(
-    prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=None, programs=3, parts=None
-):
+    prompts, *, page=0, layout="NHD", bn=64, window=0, sinks=None, cap=None, programs=3, parts=None,
+    seldom=None,
+):  # fmt: skip
     """Run the kernel over pages, or with page 0 over K and V side by side.
 
-    parts: into how many the keys of each request are cut; merge_tiles follows then.
+    parts: into how many the keys of each request are cut; merge_tiles follows then. seldom: whether
+    old sums seldom shrink.
     """
     modules = load("prefill", HOPPER)
     common, queue = load("common", HOPPER), load("tile_queue", HOPPER)
@@ -132,6 +134,7 @@ def attend(
         HEADS=heads, GROUP=prompts.group, PAGE=page, HND=layout == "HND",
         GATHERS=0 < page < 8, BN=bn, D=D, USE_SOFTCAP=cap is not None, USE_SINKS=sinks is not None,
         MASK=1, WINDOW=window > 0, STAGES=2, INT64_OFFSETS=False, CUT_TILES=parts is not None,
+        SELDOM=not 0 < page < 8 if seldom is None else seldom,
     )  # fmt: skip
     scale = D**-0.5
     q = prompts.q.contiguous()
@@ -194,9 +197,21 @@ def test_prompts_read_a_prefix_in_pages(page, layout):
 )
 def test_own_keys_and_pages_give_the_same(page, more):
     prompts = Prompts(*FRESH)
-    mine, other = attend(prompts, page=page, **more), attend(prompts, page=1, **more)
-    for a, b in zip(mine, other, strict=True):
-        assert torch.equal(a, b)
+    for seldom in (False, True):
+        mine = attend(prompts, page=page, seldom=seldom, **more)
+        other = attend(prompts, page=1, seldom=seldom, **more)
+        for a, b in zip(mine, other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"bn": 128, "page": 64}, {"page": 16, "parts": (3, 1, 2)}], ids=str
+)
+def test_sums_shrink_where_maxima_grow(more):
+    """By more than what leaves them as they are, in some rows of a block."""
+    prompts = Prompts(*PREFIXED)
+    prompts.q *= 8
+    attend(prompts, **{"page": 1, **more})
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -43,7 +43,7 @@ class AttentionConfig(NamedTuple):
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
     whether requests read keys together; TILE_UNITS, PLANNED_QUOTA and HEADS_AT_ONCE, see Split.
     COPY_ROWS: keys that TMA copies at a time at most. CUT_TILES: whether keys of tiles of prompts
-    may be cut.
+    may be cut. SELDOM: whether their old sums seldom shrink.
     """
 
     HEADS: int
@@ -69,6 +69,7 @@ class AttentionConfig(NamedTuple):
     HEADS_AT_ONCE: int = 1
     COPY_ROWS: int = 128
     CUT_TILES: bool = False
+    SELDOM: bool = True
 
 
 @gluon.jit

@@ -98,7 +98,7 @@ class HopperPrefill(Kernel[Tiles]):
             call.layer.sliding_window or 0,
             config_of(
                 call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS,
-                CUT_TILES=part.parts is not None,
+                CUT_TILES=part.parts is not None, SELDOM=not 0 < page < SWIZZLE_ROWS,
             ),
             num_warps=4,
         )  # fmt: skip

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from attn_core.backends.triton.hopper.launch import DECODE, PREFILL, HopperPrefill, config_of
 from attn_core.backends.triton.hopper.prefill import extend_hopper
-from attn_core.backends.triton.hopper.stores import LayerArguments, rows_descriptor, rows_fit
+from attn_core.backends.triton.hopper.stores import (
+    SWIZZLE_ROWS,
+    LayerArguments,
+    rows_descriptor,
+    rows_fit,
+)
 from attn_core.backends.triton.kernel import Call, Launchers, NewTokensKernel, Pass
 from attn_core.backends.triton.schedule import Tiles
 from attn_core.backends.triton.tuning import Launch
@@ -87,9 +92,12 @@ class HopperNewTokens(HopperPrefill, NewTokensKernel):
         attend = Launcher(
             extend_hopper,
             *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
-            config_of(call, kept, launch, PAGE=0, GATHERS=False)._replace(HND=False),
+            config_of(
+                call, kept, launch, PAGE=0, GATHERS=False,
+                SELDOM=call.cache.page_size >= SWIZZLE_ROWS,
+            )._replace(HND=False),
             num_warps=4,
-        )
+        )  # fmt: skip
         return self.launchers(call, attend)
 
 

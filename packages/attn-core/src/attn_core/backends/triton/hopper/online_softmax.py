@@ -8,9 +8,33 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_core.backends.triton.hopper.softmax import visible_scores
+from attn_core.backends.triton.hopper.softmax import softmax_step, visible_scores
 
 GROWTH = gl.constexpr(8.0)  # powers of two
+
+# Not in pools with pages that threads gather (SELDOM): there it was slower on an H100 than
+# softmax_step, and a request has the same bits whether its keys lie in pages or side by side.
+
+
+@gluon.jit
+def no_sums(S: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the l_i of online_softmax before any key; S: the layout of scores."""
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    if CONFIG.SELDOM:
+        return gl.full([64, 4], 0.0, gl.float32, L)
+    else:
+        return gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+
+
+@gluon.jit
+def row_sums(l_i, m_i, CONFIG: gl.constexpr):
+    """Return the l_i of rows [64]."""
+    if CONFIG.SELDOM:
+        return gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    else:
+        return l_i
 
 
 @gluon.jit
@@ -22,16 +46,20 @@ def online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG: gl.constexpr
     l_i [64, 4]: what each of four threads has summed of a row. alpha: by what the old sums shrink.
     q_idx: the query of each row.
     """
-    s, log2_scale = visible_scores(s, start, q_idx, mask, scales, CONFIG)
-    highest = gl.max(s, 1) * log2_scale
-    m_new = gl.where(highest > m_i + GROWTH, highest, m_i)
-    m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(s * log2_scale - m_base[:, None])
-    alpha = gl.exp2(m_i - m_base)
-    sums = gl.sum(gl.sum(gl.reshape(p, [64, CONFIG.BN // 8, 4, 2]), 3), 1)
-    l_i = gl.convert_layout(l_i, sums.type.layout)
-    shrink = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-    return p, m_new, l_i * shrink + sums, alpha
+    if CONFIG.SELDOM:
+        s, log2_scale = visible_scores(s, start, q_idx, mask, scales, CONFIG)
+        highest = gl.max(s, 1) * log2_scale
+        m_new = gl.where(highest > m_i + GROWTH, highest, m_i)
+        m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
+        p = gl.exp2(s * log2_scale - m_base[:, None])
+        alpha = gl.exp2(m_i - m_base)
+        sums = gl.sum(gl.sum(gl.reshape(p, [64, CONFIG.BN // 8, 4, 2]), 3), 1)
+        l_i = gl.convert_layout(l_i, sums.type.layout)
+        shrink = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        l_i = l_i * shrink + sums
+    else:
+        p, m_new, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+    return p, m_new, l_i, alpha
 
 
 @gluon.constexpr_function
@@ -54,14 +82,17 @@ def _rescale_constraints(count):
 
 
 @gluon.jit
-def rescale(acc, alpha, D: gl.constexpr):
+def rescale(acc, alpha, CONFIG: gl.constexpr):
     """Return acc [64, D] times alpha [64, 1]; a warp whose rows all keep theirs skips it."""
-    COUNT: gl.constexpr = D // 2
-    return gl.inline_asm_elementwise(
-        _rescale_assembly(COUNT),
-        _rescale_constraints(COUNT),
-        [acc, alpha],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=COUNT,
-    )
+    COUNT: gl.constexpr = CONFIG.D // 2
+    if CONFIG.SELDOM:
+        return gl.inline_asm_elementwise(
+            _rescale_assembly(COUNT),
+            _rescale_constraints(COUNT),
+            [acc, alpha],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=COUNT,
+        )
+    else:
+        return acc * alpha

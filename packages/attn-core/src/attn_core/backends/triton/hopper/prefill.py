@@ -24,7 +24,12 @@ from attn_core.backends.triton.hopper.common import (
     row_offsets,
     zero_tail,
 )
-from attn_core.backends.triton.hopper.online_softmax import online_softmax, rescale
+from attn_core.backends.triton.hopper.online_softmax import (
+    no_sums,
+    online_softmax,
+    rescale,
+    row_sums,
+)
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output, store_part
 from attn_core.backends.triton.hopper.tile_queue import (
     TILE_ROWS,
@@ -148,9 +153,6 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    SUMS: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
     q_tile = q_tiles.index(HALF)
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
@@ -170,7 +172,7 @@ def attend(
             sizes.window, 0, 0,
         )  # fmt: skip
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-        l_i = gl.full([64, 4], 0.0, gl.float32, SUMS)
+        l_i = no_sums(S, CONFIG)
         acc = gl.full([64, D], 0.0, gl.float32, O)
         start = (tile.first_block + tile.num_blocks - 1) * BN
         keys.wait_full(step)
@@ -204,7 +206,7 @@ def attend(
             p, m_i, l_i, alpha = online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
             acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
             values.release(v_step)
-            acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], D)
+            acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], CONFIG)
             weights = gl.convert_layout(p.to(values.tile.dtype), P)
 
         v_stage = values.stage(step)
@@ -221,7 +223,7 @@ def attend(
         acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
         values.release(step)
         step += 1
-        l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+        l_i = row_sums(l_i, m_i, CONFIG)
 
         if CONFIG.CUT_TILES:
             if tile.parts > 1:
