@@ -25,7 +25,6 @@ from attn_core.backends.triton.hopper.mla_latents import (
     alloc_columns,
     alloc_factors,
     gather_latents,
-    load_beginning,
     load_latents,
 )
 from attn_core.backends.triton.hopper.mla_outputs import store_columns
@@ -272,8 +271,6 @@ def decode_mla_hopper(
         init_barriers((alphas,), 1, 1)
         init_barriers((high,), gathers if CONFIG.GATHERS else 1, 1)
         init_barriers((queries, factors), 1, 1)
-        if not CONFIG.GATHERS:  # before the groups of warps part
-            load_beginning(queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG)
         gl.warp_specialize(
             [
                 (

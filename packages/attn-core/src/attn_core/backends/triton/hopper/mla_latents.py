@@ -18,7 +18,6 @@ MIDDLE = gl.constexpr(256)
 HIGH = gl.constexpr(384)
 ROPE = gl.constexpr(512)
 GATHER_WARPS = gl.constexpr(4)  # that copy single tokens, which TMA cannot
-BEGINNING = gl.constexpr(2)  # blocks of a program that load_beginning brings
 
 
 @aggregate
@@ -204,29 +203,6 @@ def find_rows(pages, block, seq_len, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_beginning(
-    queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Bring what there is room for of a program's first item: its queries and BEGINNING blocks.
-
-    This comes before the groups of warps part, which takes longer than to find what is loaded.
-    load_latents goes on from there.
-    """
-    item = split_item(work, work.seq, work.start, requests, sizes, CONFIG)
-    pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
-    q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
-    last = item.first_block + item.num_blocks - 1
-    rows = find_rows(pages, last, item.seq_len, CONFIG)
-    following = find_rows(pages, gl.maximum(last - 1, 0), item.seq_len, CONFIG)
-    load_first_queries(latents, q_rows, q_row, 0)
-    if item.num_blocks > 0:
-        load_block(latents, high, k_rows, rows, 1, 0)
-    load_other_queries(queries, q_rows, q_row, 0)
-    if item.num_blocks > 1:
-        load_block(latents, high, k_rows, following, 2, 1)
-
-
-@gluon.jit
 def load_latents(
     queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
@@ -246,19 +222,17 @@ def load_latents(
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
         last = item.first_block + item.num_blocks - 1
-        if turn > 0:
-            load_first_queries(latents, q_rows, q_row, step)
+        load_first_queries(latents, q_rows, q_row, step)
         rows = find_rows(pages, last, item.seq_len, CONFIG)
         step += 1
         for i in range(0, gl.maximum(item.num_blocks, 1)):
             if i < item.num_blocks:
                 following = find_rows(pages, gl.maximum(last - i - 1, 0), item.seq_len, CONFIG)
-                if (turn > 0) | (i >= BEGINNING):
-                    load_block(latents, high, k_rows, rows, step, block)
+                load_block(latents, high, k_rows, rows, step, block)
                 rows = following
                 step += 1
                 block += 1
-            if (turn > 0) & (i == 0):
+            if i == 0:
                 load_other_queries(queries, q_rows, q_row, turn)
         next_unit = item.next_unit
         turn += 1
