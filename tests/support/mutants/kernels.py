@@ -177,7 +177,7 @@ class KernelSharedRowsOfTheFirst(Edited):
     """Every member merges the rows of its group's first one."""
 
     kernel = merge.merge_splits
-    before = "s_row = (query - tl.load(spans.token + span)) * C.GROUP + row"
+    before = "s_row = (query - s_query) * C.GROUP + row"
     after = "s_row = row"
 
 
