@@ -15,6 +15,17 @@ def fits_tile(rows: int) -> bool:
     return 2 * rows <= SHARED_TILE_ROWS
 
 
+def shared_tile_rows(rows: int, v_head_dim: int, store: str, tree: bool) -> int:
+    """Return the rows of a tile that requests of so many query rows a KV head fill together.
+
+    Over FP8 the products and exponentials of rows that nobody has bound a program, where keys of a
+    request alone are read: tiles are no larger than two requests need. store: the dtype of a cache.
+    """
+    if not store.startswith("fp8") or v_head_dim > 256 or tree:
+        return SHARED_TILE_ROWS
+    return min(SHARED_TILE_ROWS, max(16, 1 << (2 * rows - 1).bit_length()))
+
+
 def shared_granule(rows: int, head_dim: int, v_head_dim: int, store_bytes: int) -> int:
     """Return the least keys that a group shares beyond the group that it is in.
 

@@ -36,7 +36,7 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.backends.triton.variants import kernels_of
 from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.costs.shared_prefix import MAX_REQUESTS, SHARED_TILE_ROWS
+from attn_core.costs.shared_prefix import MAX_REQUESTS, shared_tile_rows
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
@@ -210,19 +210,19 @@ class Scheduler:
         """Return what of a split no length decides but whether all keys are short."""
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
-        store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
-        shared = (group, queries, config.page_size, store_bytes)
-        sharing = sharing_of(*shared) if shares else None
+        store, tree = config.kv_cache_dtype, shape.mask == MASK_TREE.value
+        store_bytes = TORCH_DTYPES[store].itemsize
+        sharing = sharing_of(group, queries, config.page_size, store_bytes) if shares else None
         launch = decode_launch(
             self._arch,
-            rows if sharing is None else SHARED_TILE_ROWS,
+            shared_tile_rows(rows, group.v_head_dim, store, tree) if sharing else rows,
             group.head_dim,
             group.v_head_dim,
             store_bytes,
             page_size=config.page_size,
             short=short,
-            tree=shape.mask == MASK_TREE.value,
-            fp4=config.kv_cache_dtype == "fp4_e2m1",
+            tree=tree,
+            fp4=store == "fp4_e2m1",
             shared=sharing is not None,
             requests=LONG if batch_invariant or short else size,
         )

@@ -136,7 +136,8 @@ def decode_launch(
     launch = _decode(rows, head_dim, v_dim, store_bytes)
     if shared and v_dim <= 256:
         # the masks of trees spill beside more keys, and with four warps
-        launch = replace(launch, warps=8, block_n=32 if tree else min(64, launch.block_n))
+        warps = 8 if launch.block_m == 64 else launch.warps
+        launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     small = arch in ("sm86", "sm89", "sm120")
