@@ -1,5 +1,8 @@
 """Packed linear layers: the same numbers as torch's own, and what is left as it is."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from attn_core.integrations.transformers import packed
@@ -38,6 +41,20 @@ def test_strided_rows_and_the_plain_weights(anywhere):
         for x in (torch.randn(5, 2, 64)[:, 1], torch.randn(64, 5).T):
             x = x.bfloat16()
             torch.testing.assert_close(layer(x), plain(x), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer_is_saved_copied_and_pickled_as_a_plain_one(anywhere, bias):
+    plain = nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16)
+    layer = nn.Sequential(PackedLinear(plain))
+    saved, want = layer.state_dict(), nn.Sequential(plain).state_dict()
+    assert saved.keys() == want.keys()
+    assert all(torch.equal(saved[name], want[name]) for name in want)
+    x = torch.randn(3, 64).bfloat16()
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert isinstance(again[0], PackedLinear)
+        with torch.inference_mode():
+            assert torch.equal(again(x), layer(x))
 
 
 class Adapted(nn.Linear):

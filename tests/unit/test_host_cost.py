@@ -11,6 +11,7 @@ import pytest
 import torch
 from attn_core.backends.rows_sparse import triton_sparse
 from attn_core.cache.pool import KVPool
+from attn_core.errors import BatchError
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -183,6 +184,20 @@ def test_a_graph_keeps_no_scratch_between_layers(way, launches):
             chain.attend(chain.select())
         made = [x for x in ran.names if x in ("empty", "new_empty")]
         assert len(made) == 3 + 1 + SCRATCH[way]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_slots_that_are_not_those_of_the_tokens_are_refused_after_a_pass_that_fits(launches, count):
+    """The launch that writes index keys has a row for each slot."""
+    chain = Chain()
+    chain.select()
+    chain.plan(3)
+    view = dataclasses.replace(chain.batch.views["full"], out_cache_loc=torch.arange(count))
+    chain.batch = dataclasses.replace(chain.batch, views={"full": view})
+    before = len(launches)
+    with pytest.raises(BatchError, match=f"{count} slots for the 3 tokens"):
+        chain.select()
+    assert len(launches) == before
 
 
 def test_pages_of_a_prompt_are_decoded_by_kernels(launches):

@@ -100,6 +100,9 @@ def tune_command(
                     store.write(file, new)
                     new, written = Profile(), time.monotonic()
     except (KeyboardInterrupt, SystemExit):
+        if new.costs or new.bad:
+            store.write(file, new)
+            new = Profile()
         kept = f"{passes} passes were measured and are kept in {file}" if passes else "nothing yet"
         print(f"attn: {kept}; run again to go on", file=sys.stderr)
         raise

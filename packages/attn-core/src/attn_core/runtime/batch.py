@@ -270,12 +270,9 @@ class ForwardBatch:
         device = page_table.device
         query_lens, seq_lens = integers("query lengths", query_lens), integers("lengths", seq_lens)
         full = CacheView.build(
-            page_table=page_table,
-            page_size=page_size,
-            seq_lens=seq_lens,
-            new_lens=query_lens,
+            page_table=page_table, page_size=page_size, seq_lens=seq_lens, new_lens=query_lens,
             writes=writes,
-        )
+        )  # fmt: skip
         verified = spec if forward_mode is ForwardMode.TARGET_VERIFY else None
         if verified is not None and verified.tree_mask is not None:
             depth = verified.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself

@@ -46,11 +46,16 @@ def select_keys(
     if known is None or not known.fits(*tensors) or slots is not known.slots:
         check_indexer(backend.config, q_index, k_index, weights, layer, batch)
         check_pass(None, k, None, layer, batch, None)
+        if k_index is not None and slots is not None and slots.shape[0] != batch.num_tokens:
+            raise BatchError(
+                f"layer {layer.layer_id}: out_cache_loc of view {layer.view!r} has "
+                f"{slots.shape[0]} slots for the {batch.num_tokens} tokens of this pass"
+            )
         known = batch.known[key] = Known.of(tensors, (k_index, k), slots)
     if slots is not None and k_index is not None:
         again = cache.launchers.get(known.form)
-        given = (k_index,) if k is None else (k_index, k)
-        if again is None or not again(*given, slots, known.tokens):
+        new = (k_index,) if k is None else (k_index, k)
+        if again is None or not again(*new, slots, known.tokens):
             if k is None:
                 write_index(cache, k_index, slots, known.form)
             else:

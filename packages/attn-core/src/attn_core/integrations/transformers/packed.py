@@ -25,7 +25,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = linear.bias
         with torch.inference_mode(False), torch.no_grad():
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+            self._weight = _in_order(linear.weight)
             self._bias = None if bias is None else bias.detach().clone()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -35,10 +35,33 @@ class PackedLinear(nn.Module):
         plain: Tensor = self._weight.to_dense()
         return plain
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save what nn.Linear saves."""
+        destination[prefix + "weight"] = self.weight
+        if self._bias is not None:
+            destination[prefix + "bias"] = self._bias
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return plain weights: packed ones can be neither copied nor pickled."""
+        return {name: x for name, x in vars(self).items() if name != "_multiply"} | {
+            "_weight": self.weight
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._weight = _in_order(state["_weight"])
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in_features] times the weights, plus the bias."""
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result
+
+
+def _in_order(weight: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        order: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    return order
 
 
 def packed(model: Any, selection: Selection) -> Any:

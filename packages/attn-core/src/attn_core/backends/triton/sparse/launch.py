@@ -102,6 +102,7 @@ def index_topk(
         scoring = cache.launchers.get(found.scored_by)
         if scoring is None or moved(scoring.pointers) or scoring.form != found.form:
             found = None
+            inputs.last.pop(topk, None)
     if found is None:
         found, scoring = _selection(key, q_index, weights, cache, inputs, chosen, arch)
     for scores, selects in found.parts:
