@@ -85,7 +85,8 @@ def captures(config: Any) -> bool:
 def stays_finite(config: Any, stored: str) -> bool:
     """Say whether every page of a cache holds finite numbers at any time.
 
-    stored: the name of its dtype. vLLM creates caches of zeros. In sleep mode it gives their memory
+    stored: the name of its dtype. vLLM creates caches of zeros, and clears pages that a hybrid
+    model's states leave to attention (vllm-project/vllm#35219). In sleep mode it gives their memory
     back, and clears what it gets in its place only where a cache is quantised.
     """
     sleeps = getattr(config.model_config, "enable_sleep_mode", False)
