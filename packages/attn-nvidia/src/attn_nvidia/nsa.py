@@ -110,10 +110,10 @@ class NSA(AttentionBackend):
     ) -> Tensor:
         """Choose the keys of each query; ties go to the earliest key. See DeepGemmIndexer."""
         indexer, longest = self._deep_gemm, batch.views[layer.view].max_seq_len
-        asked = (q_index, weights, layer, cache, batch, metadata.indexer)
+        arguments = (q_index, weights, layer, cache, batch, metadata.indexer)
         if indexer is not None and indexer.takes(q_index, layer, cache, longest):
-            return indexer.index_topk(*asked, metadata.scored)
-        chosen: Tensor = self._indexer.index_topk(*asked)
+            return indexer.index_topk(*arguments, metadata.scored)
+        chosen: Tensor = self._indexer.index_topk(*arguments)
         return chosen
 
     def forward(

@@ -87,10 +87,10 @@ def measure(calls: Mapping[str, Call], clock: Clock, seconds: float) -> dict[str
     far slower than the fastest is in 3 rounds alone: nobody asks how much slower it is.
     Rounds that something disturbed are repeated, once; the calmer of both count.
     """
-    found = _rounds(calls, clock, seconds)
-    if _spread(found) <= DISTURBED:
-        return found
-    return min(found, _rounds(calls, clock, seconds), key=_spread)
+    costs = _rounds(calls, clock, seconds)
+    if _spread(costs) <= DISTURBED:
+        return costs
+    return min(costs, _rounds(calls, clock, seconds), key=_spread)
 
 
 def _spread(costs: Mapping[str, Cost]) -> float:

@@ -234,8 +234,8 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
         yield _no("page_size", page, sizes, [_set("no --page-size", FixCost.FLAG, page_size=None)])
     if row.requires_finite_padding and not needs.finite_padding:
         fix = _set("a cache whose memory stays", FixCost.FEATURE, finite_padding=True)
-        asked = "unused pages that may hold NaN"
-        yield Mismatch("finite_padding", asked, "finite numbers are required", (fix,))
+        need = "unused pages that may hold NaN"
+        yield Mismatch("finite_padding", need, "finite numbers are required", (fix,))
     yield from chunk_page_gaps(row, needs)
     linear = bool(needs.linear_layers)
     if row.with_linear_layers is not None and row.with_linear_layers != linear:

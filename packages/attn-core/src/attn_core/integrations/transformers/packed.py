@@ -88,18 +88,18 @@ def pack_linear(model: Any) -> Replaced:
 
 
 def _pack(model: Any) -> Replaced:
-    found = [
+    replaced = [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if type(layer) is nn.Linear and "forward" not in vars(layer) and _packs(layer)
     ]
     made: dict[nn.Linear, PackedLinear] = {}  # a layer may have several parents
-    for parent, name, layer in found:
+    for parent, name, layer in replaced:
         if layer not in made:
             made[layer] = PackedLinear(layer)
         setattr(parent, name, made[layer])
-    return found
+    return replaced
 
 
 def unpack_linear(replaced: Replaced) -> None:

@@ -181,7 +181,7 @@ class TritonSparse(AttentionBackend):
         if not batch.num_tokens:
             return empty_attention(q, layer, out, return_lse)
         shape = tokens, heads, _ = q.shape
-        given, of_out = out, cast(Hashable, None)
+        caller_out, of_out = out, cast(Hashable, None)
         if out is None:
             out = q.new_empty(tokens, heads, layer.v_head_dim)
         else:
@@ -200,7 +200,7 @@ class TritonSparse(AttentionBackend):
             attention = self._attention(*asked)
             inputs.keep(key, attention, attention.nbytes)
         elif like is not None and lse is metadata.unread_lse:
-            fits = same_form(*(x for x in (q, topk_indices, given) if x is not None))
+            fits = same_form(*(x for x in (q, topk_indices, caller_out) if x is not None))
             inputs.last[like] = (fits, (attention, (*out.shape,), lse))
         attention.run(q, cache, topk_indices, out, lse)
         return (out, lse) if return_lse else out
