@@ -73,10 +73,19 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def last_error(text: str) -> str:
     """Return the last error of a log that says why, else its last line."""
-    printed = [line.strip() for line in text.splitlines() if line.strip()]
+    printed = _lines(text)
     errors = [found[1] for line in printed if (found := ERROR.search(line))]
     causes = [error for error in errors if not any(word in error for word in CONSEQUENCES)]
     return (causes or errors or printed or ["it printed nothing"])[-1][:LINE]
+
+
+def stopped(text: str) -> str:
+    """Say that a process had no time left, and by its log what it was doing."""
+    return f"stopped, no seconds left; it was at: {(_lines(text) or ['nothing'])[-1][:LINE]}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)

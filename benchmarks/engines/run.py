@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.engines import record, table, together
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS, named
-from benchmarks.engines.processes import Settings, Spare, last_error, note_error
+from benchmarks.engines.processes import Settings, Spare, last_error, note_error, stopped
 from benchmarks.results import FOLDER
 
 ONCE = "triton"  # a built-in backend that is the best nowhere here
@@ -89,7 +89,7 @@ def time_one(
     ]
     code = spare.run(arguments, log, min(settings.limit_s, left_s))
     if code is None and left_s < settings.limit_s:
-        return "stopped, no seconds left"
+        return stopped(log.read_text(errors="replace"))
     # SGLang exits with 0 where its scheduler died, so that the exit code says nothing
     untimed = record.missing(record.load(path), cases, backend, number, versions)
     error = last_error(log.read_text(errors="replace")) if untimed else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import NEW_TOKENS, OURS, Case, Configuration
-from benchmarks.engines.memory import pool_tokens
+from benchmarks.engines.memory import pool_tokens, state_slots
 from benchmarks.engines.models import write
 
 # NVLink multicast stays off in all that a process of several GPUs may use
@@ -78,6 +78,8 @@ def arguments(
     if beside is not None:
         tokens = pool_tokens(configuration)
         shared = {"max_total_tokens": tokens, "mem_fraction_static": 0.9}  # of what is left
+        if states := state_slots(configuration):
+            shared["max_mamba_cache_size"] = states  # SGLang's default is half of the memory
         found |= {**shared, **ports(beside)}
     if configuration.draft_model is not None:
         draft = write(folder, "draft", configuration.draft_model)

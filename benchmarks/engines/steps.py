@@ -42,7 +42,10 @@ ENGINES: dict[str, type[sglang_engine.Engine] | type[vllm_engine.Engine]] = {
     "sglang": sglang_engine.Engine,
     "vllm": vllm_engine.Engine,
 }
-IMPORTS = {"sglang": "sglang", "vllm": "vllm.entrypoints.llm"}  # what takes long
+IMPORTS = {  # what takes long
+    "sglang": "sglang.srt.entrypoints.engine",
+    "vllm": "vllm.entrypoints.llm",
+}
 FEW_TOKENS = 17
 REPEATS = 3
 SETTLE_S = 0.5  # an engine may run a step more than was asked for

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from benchmarks.engines import record, table
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS, named
 from benchmarks.engines.memory import MOST, gigabytes
-from benchmarks.engines.processes import Settings, Spare, kill, last_error, note_error
+from benchmarks.engines.processes import Settings, Spare, kill, last_error, note_error, stopped
 
 Names = tuple[str, str]  # configuration, backend
 
@@ -98,10 +98,11 @@ def time_group(
         if state:
             return True
         kill(alive.pop(key).process)
+        text = server.log.read_text(errors="replace")
         if state is None and since + settings.limit_s > settings.end:
-            print(f"{' '.join(key)} round {number}: stopped, no seconds left", flush=True)
+            print(f"{' '.join(key)} round {number}: {stopped(text)}", flush=True)
             return False
-        error = last_error(server.log.read_text(errors="replace"))
+        error = last_error(text)
         hung = f"killed after {settings.limit_s:.0f} s: " if state is None else ""
         failed(key, number, hung + error)
         return False

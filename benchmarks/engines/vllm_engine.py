@@ -18,13 +18,16 @@ from benchmarks.engines.models import write
 
 NAMES = {OURS: "CUSTOM"}  # of --attention-backend
 
-
-# of several GPUs: what is fused with an all-reduce, and vLLM's own ones, use NVLink multicast
 QUIET = {
+    # of several GPUs: what is fused with an all-reduce, and vLLM's own ones, use NVLink multicast
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    # the last warm-up before an engine is ready samples with top-k and top-p. FlashInfer's kernels
+    # for that are compiled then, by nvcc and under one lock for all ranks, for minutes where the
+    # host is busy. What is timed is greedy, and never runs them.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 
@@ -63,6 +66,16 @@ def _share(configuration: Configuration) -> dict[str, Any]:
     return {**found, "gpu_memory_utilization": 0.1}
 
 
+def without_router_kernels() -> None:
+    """Leave out kernels for other models' routers, which vLLM compiles at each start for 15 s.
+
+    vLLM forks its workers from this process.
+    """
+    from vllm.model_executor.warmup import kernel_warmup
+
+    kernel_warmup._LL_BF16_WARMUP_MODEL_SHAPES = ()
+
+
 class Inside:
     """A method of vLLM's workers, which are other processes."""
 
@@ -87,6 +100,7 @@ class Engine:
         os.environ.update(QUIET)
         import vllm
 
+        without_router_kernels()
         self._engine = vllm.LLM(**arguments(configuration, backend, folder, beside))
         self._sampling = vllm.SamplingParams
 

@@ -241,6 +241,10 @@ def test_a_configuration_of_vllm_names_attn_core_by_its_flag(name, tmp_path):
         assert case.length + NEW_TOKENS <= found["max_model_len"]
 
 
+def test_vllm_compiles_no_sampler_that_greedy_requests_do_not_run():
+    assert vllm_engine.QUIET["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
 @pytest.mark.parametrize("name", ["shared-prefix", "vllm-shared-prefix"])
 def test_prompts_of_members_begin_alike_and_no_others(name):
     """Ours without sharing is timed beside the engine's backends, and is none of them."""
@@ -341,7 +345,9 @@ def test_a_process_that_hangs_is_killed_with_its_children(tmp_path):
 
 
 def test_a_process_waits_for_its_arguments_after_its_imports(tmp_path, monkeypatch):
-    (tmp_path / "sglang.py").write_text("")
+    engine = tmp_path / "sglang/srt/entrypoints/engine.py"
+    engine.parent.mkdir(parents=True)
+    engine.write_text("")
     log = tmp_path / "log"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     spare = processes.Spare([sys.executable, "-m", "benchmarks.engines.steps", "--later", "sglang"])

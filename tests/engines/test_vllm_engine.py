@@ -73,3 +73,15 @@ def test_steps_are_timed_with_each_backend_and_not_twice(tmp_path):
         assert ("chosen" in row) == (row["backend"] == "attn_core")
     assert "recorded" in printed[2]
     assert "| decode 2x64 |" in printed[2]
+
+
+def test_kernels_of_other_models_are_left_out_of_a_start():
+    """benchmarks.engines sets a name inside vLLM, and vLLM has to read it."""
+    warmup = pytest.importorskip("vllm.model_executor.warmup.kernel_warmup")
+    from benchmarks.engines.vllm_engine import without_router_kernels
+
+    shapes = warmup._LL_BF16_WARMUP_MODEL_SHAPES
+    assert "_LL_BF16_WARMUP_MODEL_SHAPES" in warmup._warmup_ll_bf16_router_gemm.__code__.co_names
+    without_router_kernels()
+    assert shapes
+    assert not warmup._LL_BF16_WARMUP_MODEL_SHAPES
