@@ -295,21 +295,21 @@ def compare(args: argparse.Namespace) -> int:
             [row] = rows({name: runs[name].result() for name in engines(kind)}, [kind])
             made.append(row)
             print(json.dumps(row, indent=2), flush=True)
-            keep(path, gpu, args.kinds, row)
+            keep(path, gpu, row)
     return 1 if any(row["wrong"] for row in made) else 0
 
 
-def keep(path: pathlib.Path, gpu: str, kinds: Sequence[str], row: Mapping[str, Any]) -> None:
-    """Put a kind's row in the place of the recorded one."""
+def keep(path: pathlib.Path, gpu: str, row: Mapping[str, Any]) -> None:
+    """Put a kind's row in the place of the recorded one, with when and by what it was made."""
     others = [old for old in record.load(path).get("rows", []) if old["kind"] != row["kind"]]
-    head = {
-        "command": f"python -m {__spec__.name} --kinds {' '.join(kinds)}",
-        "device": gpu,
+    made = {
+        "command": f"python -m {__spec__.name} --kinds {row['kind']}",
         "variables": {k: v for k, v in os.environ.items() if k.startswith("ATTN_")},
         "date": datetime.date.today().isoformat(),
         "versions": record.installed(),
     }
-    record.save(path, {**head, "rows": sorted([*others, row], key=lambda x: x["kind"])})
+    rows = sorted([*others, {**row, **made}], key=lambda x: x["kind"])
+    record.save(path, {"device": gpu, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -86,7 +86,11 @@ def test_each_kind_is_recorded_once_its_engines_are_done(tmp_path, monkeypatch):
     assert "dcp attn_core: not started, no seconds left" in dcp["wrong"]
     args.kinds = ["pp"]
     assert parallel.compare(args) == 0
-    assert [row["kind"] for row in json.loads(path.read_text())["rows"]] == ["dcp", "pp", "tp"]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["dcp", "pp", "tp"]
+    assert [row["command"].split()[-1] for row in rows] == ["dcp", "pp", "tp"]  # each its own
+    assert rows[0] == dcp
+    assert all(row["date"] and row["versions"] for row in rows)
 
 
 def test_no_engine_starts_without_seconds_left(tmp_path):
