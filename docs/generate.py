@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks is no distribution
 MARK = re.compile(r"(<!-- matrix:begin -->\n).*?(<!-- matrix:end -->)", re.S)
 STEPS = re.compile(r"(<!-- steps:begin -->\n).*?(<!-- steps:end -->)", re.S)
+LOGPROBS = re.compile(r"(<!-- logprobs:begin -->\n).*?(<!-- logprobs:end -->)", re.S)
 DEMO = re.compile(r"(<!-- demo:begin -->.*?```\n).*?(```\n<!-- demo:end -->)", re.S)
 
 
@@ -29,8 +30,8 @@ def pages() -> dict[pathlib.Path, str]:
     from benchmarks.engines import table
 
     readme, sglang = ROOT / "README.md", ROOT / "docs/how-to/sglang.md"
-    vllm = ROOT / "docs/how-to/vllm.md"
-    timed = table.load_all()
+    vllm, gpus = ROOT / "docs/how-to/vllm.md", ROOT / "docs/how-to/many-gpus.md"
+    timed, of_vllm = table.load_all(), table.load_all(engine="vllm")
     plot = table.plot(timed)
     printed = (ROOT / "benchmarks/results/demo.txt").read_text()
     kinds = matrix_page.short(build_matrix(registry, ("mha", "mla", "gdn")))
@@ -40,7 +41,12 @@ def pages() -> dict[pathlib.Path, str]:
         **performance_pages(),
         **({ROOT / table.PLOT: plot} if plot else {}),
         sglang: within(STEPS, sglang.read_text(), table.page(timed)),
-        vllm: within(STEPS, vllm.read_text(), table.page(table.load_all(engine="vllm"))),
+        vllm: within(STEPS, vllm.read_text(), table.page(of_vllm)),
+        gpus: within(
+            LOGPROBS,
+            within(STEPS, gpus.read_text(), table.over_gpus([*timed, *of_vllm])),
+            table.logprobs(),
+        ),
         readme: within(
             STEPS,
             within(DEMO, within(MARK, readme.read_text(), kinds), printed),

@@ -78,6 +78,54 @@ def section(each: Mapping[str, Any], *, named: bool = False) -> str:
     return f"### {title}\n\n{lines}\n{_errors(each['rows'])}"
 
 
+def over_gpus(records: Iterable[Mapping[str, Any]]) -> str:
+    """Write one table of every case on several GPUs: its times, or that it was not run."""
+    found = list(records)
+    rows = [["engine, model and split", "case", "on", OURS, "best built-in", "speed-up", "must"]]
+    rows += [["---"] * len(rows[0])]
+    for name, configuration in CONFIGURATIONS.items():
+        if configuration.gpus == 1:
+            continue
+        title = f"{NAMES[configuration.engine]}, {configuration.title}"
+        known = [each for each in found if each["configuration"] == name]
+        for case in configuration.cases:
+            ran = [each for each in known if any(r["case"] == case.name for r in each["rows"])]
+            rows += [[title, case.name, *_over_gpus(each, case)] for each in ran or [{}]]
+    return "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n"
+
+
+def _over_gpus(each: Mapping[str, Any], case: Case) -> list[str]:
+    """Return the device, our time, the best built-in one, the speed-up and what it must be."""
+    must = f"{case.must:.2f}"
+    if not each:
+        return ["-", "not run", "not run", "-", must]
+    times = record.medians(each, case.name)
+    best, ratio = record.best_peer(times), record.speedup(times)
+    built_in = f"{best} {_cell(each, case, best)}" if best else "not run"
+    ours = _cell(each, case, OURS).replace("-", "not run")
+    return [each["device"], ours, built_in, "-" if ratio is None else f"{ratio:.2f}", must]
+
+
+def logprobs(folder: pathlib.Path = FOLDER) -> str:
+    """Write how far logprobs on two GPUs are from those on one, by benchmarks.engines.parallel."""
+    head = ["split", "on", "date", OURS, "the engine's own", "compared"]
+    rows = [head, ["---"] * len(head)]
+    for path in sorted(folder.glob("sglang-parallel.*.json")):
+        known = record.load(path)
+        for row in known["rows"]:
+            if "ours" not in row:  # an engine of it failed: row["wrong"] says why
+                continue
+            flags = " ".join(
+                f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                for name, value in row["arguments"].items()
+            )
+            ours, peer = (f"{row[x]['mean']:.4f} ({row[x]['worst']:.2f})" for x in ("ours", "peer"))
+            own = f"{row['peer_backend']} {peer}"
+            numbers = str(row["ours"]["compared"])
+            rows.append([f"`{flags}`", known["device"], row["date"], ours, own, numbers])
+    return "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n"
+
+
 def readme(records: Iterable[Mapping[str, Any]]) -> str:
     """Write what README.md says, "" where no case has a speed-up."""
     found = _plotted(records)
