@@ -26,7 +26,10 @@ def test_sglang_knows_every_argument_of_an_engine(kind):
 
 @pytest.mark.parametrize("name", [n for n, c in CONFIGURATIONS.items() if c.engine == "sglang"])
 def test_sglang_knows_every_argument_of_a_configuration(name, tmp_path):
-    assert set(sglang_engine.arguments(CONFIGURATIONS[name], OURS, tmp_path)) <= NAMES
+    for number in (None, 0):  # alone, and beside others
+        (folder := tmp_path / str(number)).mkdir()
+        found = sglang_engine.arguments(CONFIGURATIONS[name], OURS, folder, number)
+        assert set(found) <= NAMES
 
 
 def test_ranks_of_several_gpus_use_no_multicast(tmp_path):

@@ -409,3 +409,20 @@ def test_ranges_for_a_profiler_are_off_until_a_variable_asks(monkeypatch):
     monkeypatch.setenv("ATTN_NVTX", "1")
     assert torch.equal(run(), plain)
     assert said == ["attn_core init_forward_metadata short", "end", "attn_core decode short", "end"]
+
+
+def test_a_variable_that_no_engine_reads_is_named_once_in_the_log(monkeypatch, caplog):
+    """A misspelt name would leave the choice as it is, without a word."""
+    for name in choice.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ATTN_DECODE_BACKEND", "torch_native")
+    monkeypatch.setenv("ATTN_DECODE_ATTENTION_BACKEND", "torch_native")
+    layer = LayerRequirements(num_q_heads=4, num_kv_heads=2, head_dim=32)
+    requirements = Requirements(layers=(layer,), dtype="fp32", page_size=16)
+    choice.warn_of_unread.cache_clear()
+    for _ in range(2):
+        selection, _ = choice.choose(requirements, torch.device("cpu"))
+        assert selection.roles["decode"].backend == "torch_native"
+    [said] = [r.getMessage() for r in caplog.records if "not read" in r.getMessage()]
+    assert said.startswith("environment variable ATTN_DECODE_BACKEND is not read by an engine")
+    assert "ATTN_DECODE_ATTENTION_BACKEND" in said

@@ -20,7 +20,7 @@ from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.adaptive import pruned
 from attn_core.runtime.picks import picks
-from attn_core.runtime.trace import switch
+from attn_core.runtime.trace import NVTX, switch
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
 from attn_core.selection.ranking import shipped_profile
@@ -28,7 +28,7 @@ from attn_core.selection.result import Overrides, Selection, label
 from attn_core.selection.solver import select
 from attn_core.spec.device import Device, probe_cpu, probe_device
 from attn_core.spec.requirements import Requirements
-from attn_core.tools.env_vars import variable
+from attn_core.tools.env_vars import unknown_variables, variable
 from attn_core.tools.probes import probed
 
 BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -43,6 +43,11 @@ LOCKED = variable("--locked")
 ADAPTIVE = variable("--adaptive")
 PROFILE, WORKLOAD = variable("--profile"), variable("--workload")
 _LISTS = ("prefer", "allow", "deny")
+_NAMED = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
+VARIABLES = (  # that an engine reads; what `attn` reads besides are flags of the engine
+    *(variable("--" + name.replace("_", "-")) for name in (*_NAMED, *_LISTS)),
+    *(SHARED_PREFIX, LOCKED, ADAPTIVE, PROFILE, WORKLOAD, NVTX),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +62,7 @@ def choose(
     ranks: the process group of a model that is split over ranks, which choose alike (`agreed`).
     Raises NoBackendError, LockError, UsageError.
     """
+    warn_of_unread(tuple(unknown_variables(os.environ, VARIABLES, "an engine")))
     here = probe_cpu() if device.type == "cpu" else probe_device()
     registry = probed(load_plugins(), here)
     # each is chosen for what is there: a name of others would find no such layers
@@ -83,6 +89,13 @@ def choose(
     if locked and not check_lock(whole[0], registry, here, costs()[0]):
         selection = replace(selection, alternatives={})
     return selection, registry
+
+
+@cache
+def warn_of_unread(sentences: tuple[str, ...]) -> None:
+    """Say once in the log which ATTN_* variables nothing reads: a name may be misspelt."""
+    for sentence in sentences:
+        logger.warning("%s", sentence)
 
 
 def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload]:
@@ -165,8 +178,7 @@ def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
     ATTN_PREFER, ATTN_ALLOW, ATTN_DENY with names between commas.
     """
     chosen: dict[str, Any] = {}
-    named = (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, *SPARSE_ARGUMENTS, "mm_attention_backend")
-    for name in (*named, *_LISTS):
+    for name in (*_NAMED, *_LISTS):
         value = environ.get(variable("--" + name.replace("_", "-")), "").strip()
         if value:
             listed = (part.strip() for part in value.split(","))
