@@ -1,11 +1,13 @@
-"""Compare what SGLang computes on two GPUs with what it computes on one, for attn_core and a peer.
+"""Compare what an engine computes on two GPUs with what it computes on one: attn_core and a peer.
 
-Run: `python -m benchmarks.engines.parallel [--kinds tp dp pp dcp] [--together 4] [--seconds 300]`.
-Prompts are replayed in an engine of one GPU and in engines of two GPUs, with attn_core and with one
-of SGLang's own backends. The logprobs of prompts and of greedy tokens must not differ more between
-one GPU and two than the peer's do. Weights are random, of a size that attention shows; all engines
-read the same. Engines run beside one another, so nothing is timed. A kind is recorded as soon as
-its engines are done, and other kinds of the record are kept. Exit code 0: all passed.
+Run: `python -m benchmarks.engines.parallel [--kinds tp dp pp dcp] [--together 4] [--seconds 300]`,
+which are SGLang's, or with `--kinds vllm-tp`. Prompts are replayed in an engine of one GPU and in
+engines of two GPUs, with attn_core and with one of the engine's own backends. The logprobs of
+prompts and of greedy tokens must not differ more between one GPU and two than the peer's do; nor
+may those of attn_core and the peer, on one GPU or on two. Weights are random, of a size that
+attention shows; all engines read the same. Engines run beside one another, so nothing is timed. A
+kind is recorded as soon as its engines are done, and other kinds of the record are kept. Exit code
+0: all passed.
 """
 
 from __future__ import annotations
@@ -16,26 +18,27 @@ import json
 import math
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.engines import record
 from benchmarks.engines.configurations import OURS
 from benchmarks.engines.processes import kill, last_error
+from benchmarks.engines.replays import SGLANG, VLLM, Found, serve
 from benchmarks.engines.run import LOGS
 from benchmarks.engines.run import device as gpu_name
-from benchmarks.engines.sglang_engine import QUIET, SHARED, ports, ranks_arguments
+from benchmarks.engines.sglang_engine import QUIET, SHARED
 from benchmarks.results import FOLDER, slug
 
 ONE = "one"  # GPU
 ONE_HEAD = "one-kv-head"  # one GPU, and one KV head of the model
+ONE_VLLM = "one-vllm"
 ONE_QWEN3 = "one-qwen3"  # SGLang's Llama has no data-parallel attention, its Qwen3 has
 KINDS: Mapping[str, Mapping[str, Any]] = {
     ONE: {},
@@ -45,88 +48,32 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     ONE_HEAD: {},
     ONE_QWEN3: {},
     "dcp": {"tp_size": 2, "dcp_size": 2},
+    ONE_VLLM: {},
+    "vllm-tp": {"tensor_parallel_size": 2},
 }
 PEER = "fa3"
 # SGLang's fa3 does not split keys, and its ranks only share keys of KV heads that all of them have
-PEERS = {ONE_HEAD: "triton", "dcp": "triton"}
-ONES = {"dcp": ONE_HEAD, "dp": ONE_QWEN3}
+PEERS = {
+    ONE_HEAD: "triton",
+    "dcp": "triton",
+    ONE_VLLM: "FLASH_ATTN",
+    "vllm-tp": "FLASH_ATTN",
+}
+ONES = {"dcp": ONE_HEAD, "dp": ONE_QWEN3, "vllm-tp": ONE_VLLM}
 MODELS: Mapping[str, Mapping[str, Any]] = {  # kind of one GPU → what differs from the soak's model
     ONE: {},
     ONE_HEAD: {"num_key_value_heads": 1},
     ONE_QWEN3: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    ONE_VLLM: {},
 }
-SPLIT = ("tp", "dp", "pp", "dcp")
-LENGTHS = (1, 700, 3, 64, 257, 1500, 5, 128)
-NEW = 24  # greedy tokens of each prompt
-MORE = 40  # tokens behind a prompt that the prefix cache has by then
+SPLIT = ("tp", "dp", "pp", "dcp")  # of SGLang
 # How much more than the peer's a difference may be, in logprobs, and what always passes: bf16
 # rounds logits of 4 to steps of 0.016. A pipeline leaves the peer's arithmetic as it is.
 TIMES = {"mean": 1.5, "worst": 2.0}
 LEAST = {"mean": 0.003, "worst": 0.1}
 LIMIT_S = 240.0  # of one engine
-Found = dict[str, list[list[Any]]]  # pass → of each request: [token, logprob] of each position
 Difference = dict[str, float]
 Named = tuple[str, str]  # kind, backend
-
-
-def arguments(kind: str, backend: str, model: str, device: str, number: int) -> dict[str, Any]:
-    """Return the arguments of an engine; number: of the engines that run beside one another."""
-    found = {
-        "model_path": model,
-        "skip_tokenizer_init": True,
-        "attention_backend": backend,
-        "page_size": 1,
-        "context_length": 2048,
-        "max_running_requests": 2 * len(LENGTHS),
-        "max_total_tokens": 16384,
-        "cuda_graph_bs_decode": [1, 2, 4, len(LENGTHS)],
-        "disable_prefill_cuda_graph": True,
-        "mem_fraction_static": 0.9,  # engines share GPUs, and each takes little
-        "random_seed": 1,
-        "sampling_backend": "pytorch",
-        "decode_log_interval": 10000,
-        "log_level": "info",
-        **ports(number),
-        "base_gpu_id": number % 2 if kind not in SPLIT else 0,
-        **KINDS[kind],
-        **ranks_arguments(KINDS[kind]),
-    }
-    if device == "cpu":  # SGLang's defaults for a CPU
-        found |= {"device": "cpu", "cuda_graph_bs_decode": None, "dtype": "float32"}
-        found |= {"disable_decode_cuda_graph": True, "disable_overlap_schedule": True}
-    return found
-
-
-def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int) -> Found:
-    """Return the logprobs of prompts and greedy tokens: all at once, one alone, behind a prefix."""
-    draw = random.Random(1)
-
-    def tokens(count: int) -> list[int]:
-        return [draw.randrange(3, vocabulary - 1) for _ in range(count)]
-
-    prompts = [tokens(n) for n in lengths]
-    longer = [prompt + tokens(MORE) for prompt in prompts]
-    every = {"together": prompts, "alone": [tokens(300)], "again": longer}
-    found = {}
-    for name, ids in every.items():
-        starts = [len(prompt) for prompt in prompts] if name == "again" else [0] * len(ids)
-        sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-        out = generate(
-            input_ids=ids,
-            sampling_params=[sampling] * len(ids),
-            return_logprob=[True] * len(ids),
-            logprob_start_len=starts,
-        )
-        meta = [each["meta_info"] for each in out]
-        found[name] = [
-            [
-                [token, logprob]
-                for logprob, token, *_ in (*m["input_token_logprobs"], *m["output_token_logprobs"])
-                if logprob is not None  # a prompt's first token has none
-            ]
-            for m in meta
-        ]
-    return found
 
 
 def difference(one: Found, other: Found) -> Difference:
@@ -159,6 +106,11 @@ def judge(kind: str, ours: Difference, peers: Difference, what: str) -> list[str
         if not ours[name] <= limit:
             wrong.append(f"{kind}: {what}: {name} {ours[name]:.5f} (limit {limit:.5f})")
     return wrong
+
+
+def engine_of(kind: str) -> str:
+    """Return the engine of a kind."""
+    return VLLM if "vllm" in kind else SGLANG
 
 
 def one_gpu(kind: str) -> str:
@@ -198,6 +150,8 @@ def rows(
         }
         wrong = judge(kind, row["ours"], row["peer"], "one GPU and two")
         wrong += judge(kind, row["backends"], row["backends_on_one"], f"{OURS} and {peer}")
+        on_one = f"{OURS} and {peer} on one GPU"
+        wrong += judge(kind, row["backends_on_one"], row["peer"], on_one)
         made.append({**row, "wrong": wrong})
     return made
 
@@ -232,22 +186,9 @@ def run_one(
     return dict(json.loads(out.read_text()))
 
 
-def serve_one(kind: str, backend: str, model: str, device: str, number: int) -> Found:
-    """Start an engine in this process and replay the prompts."""
-    import sglang
-
-    engine = sglang.Engine(**arguments(kind, backend, model, device, number))
-    try:
-        lengths = LENGTHS if device != "cpu" else [min(n, 70) for n in LENGTHS]
-        config = json.loads(pathlib.Path(model, "config.json").read_text())
-        return replay(engine.generate, lengths, config["vocab_size"])
-    finally:
-        engine.shutdown()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", choices=SPLIT, default=SPLIT)
+    parser.add_argument("--kinds", nargs="+", choices=(*SPLIT, "vllm-tp"), default=SPLIT)
     parser.add_argument("--together", type=int, default=4, help="engines at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all engines")
     parser.add_argument("--device", default="cuda")
@@ -257,10 +198,13 @@ def main() -> int:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if len({engine_of(kind) for kind in args.kinds}) > 1:
+        parser.error("kinds of two engines; name those of one")
     os.environ |= QUIET | SHARED
     if args.one:
         kind, backend = args.one
-        found = serve_one(kind, backend, args.model, args.device, args.number)
+        split, engine = KINDS[kind], engine_of(kind)
+        found = serve(engine, split, backend, args.model, args.device, args.number)
         args.out.write_text(json.dumps(found))
         return 0
     return compare(args)
@@ -272,7 +216,8 @@ def compare(args: argparse.Namespace) -> int:
 
     names = list(dict.fromkeys(name for kind in args.kinds for name in engines(kind)))
     gpu = gpu_name() if args.device != "cpu" else "cpu"
-    path = args.out or FOLDER / f"sglang-parallel.{slug(gpu)}.json"
+    engine = engine_of(args.kinds[0])
+    path = args.out or FOLDER / f"{engine}-parallel.{slug(gpu)}.json"
     end, made = time.monotonic() + args.seconds, []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
         models = {kind: pathlib.Path(folder, kind) for kind in MODELS}
@@ -306,7 +251,7 @@ def keep(path: pathlib.Path, gpu: str, row: Mapping[str, Any]) -> None:
         "command": f"python -m {__spec__.name} --kinds {row['kind']}",
         "variables": {k: v for k, v in os.environ.items() if k.startswith("ATTN_")},
         "date": datetime.date.today().isoformat(),
-        "versions": record.installed(),
+        "versions": record.installed(engine_of(row["kind"])),
     }
     rows = sorted([*others, {**row, **made}], key=lambda x: x["kind"])
     record.save(path, {"device": gpu, "rows": rows})

@@ -108,10 +108,10 @@ def _over_gpus(each: Mapping[str, Any], case: Case) -> list[str]:
 
 def logprobs(folder: pathlib.Path = FOLDER) -> str:
     """Write how far logprobs on two GPUs are from those on one, by benchmarks.engines.parallel."""
-    head = ["split", "on", "date", OURS, "the engine's own", "compared"]
+    head = ["engine", "split", "on", "date", OURS, "the engine's own", "compared"]
     rows = [head, ["---"] * len(head)]
-    for path in sorted(folder.glob("sglang-parallel.*.json")):
-        known = record.load(path)
+    for path in sorted(folder.glob("*-parallel.*.json")):
+        known, engine = record.load(path), NAMES[path.name.partition("-")[0]]
         for row in known["rows"]:
             if "ours" not in row:  # an engine of it failed: row["wrong"] says why
                 continue
@@ -122,7 +122,7 @@ def logprobs(folder: pathlib.Path = FOLDER) -> str:
             ours, peer = (f"{row[x]['mean']:.4f} ({row[x]['worst']:.2f})" for x in ("ours", "peer"))
             own = f"{row['peer_backend']} {peer}"
             numbers = str(row["ours"]["compared"])
-            rows.append([f"`{flags}`", known["device"], row["date"], ours, own, numbers])
+            rows.append([engine, f"`{flags}`", known["device"], row["date"], ours, own, numbers])
     return "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n"
 
 

@@ -42,7 +42,6 @@ def arguments(
     batches = sorted({case.batch for case in configuration.cases})
     name = record.split(backend)[0]
     alone = configuration.gpus == 1
-    passes = {} if alone else {"pass_config": {"fuse_allreduce_rms": False}}
     return {
         "model": write(folder, "model", configuration.model),
         "load_format": "dummy",
@@ -50,13 +49,19 @@ def arguments(
         "attention_backend": NAMES.get(name, name),
         "max_model_len": configuration.longest + NEW_TOKENS,
         "max_num_seqs": batches[-1],
-        "compilation_config": {"cudagraph_capture_sizes": batches, **passes},
+        "compilation_config": graphs(batches, alone=alone),
         "seed": 1,
         "worker_extension_cls": f"{__name__}.Inside",
         **({} if beside is None else _share(configuration)),
         **({} if alone else {"disable_custom_all_reduce": True}),
         **configuration.arguments,
     }
+
+
+def graphs(batches: list[int], *, alone: bool) -> dict[str, Any]:
+    """Return how vLLM compiles: a graph for each of these batches. alone: on one GPU."""
+    passes = {} if alone else {"pass_config": {"fuse_allreduce_rms": False}}
+    return {"cudagraph_capture_sizes": batches, **passes}
 
 
 def _share(configuration: Configuration) -> dict[str, Any]:

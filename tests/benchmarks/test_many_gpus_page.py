@@ -64,6 +64,6 @@ def test_logprobs_have_the_flags_the_device_and_the_day(tmp_path):
     path.write_text(json.dumps({"device": "Some GPU", "rows": [wrong, whole]}))
     lines = table.logprobs(tmp_path).strip().splitlines()
     assert lines[2:] == [
-        "| `--tp-size 2 --enable-dp-attention` | Some GPU | 2026-01-02 | 0.0123 (0.07) "
+        "| SGLang | `--tp-size 2 --enable-dp-attention` | Some GPU | 2026-01-02 | 0.0123 (0.07) "
         "| fa3 0.0200 (0.10) | 3500 |"
     ]

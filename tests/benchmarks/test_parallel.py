@@ -4,12 +4,14 @@ import argparse
 import json
 import math
 import time
+import types
 
 import pytest
 
-from benchmarks.engines import parallel, soak_model
+from benchmarks.engines import parallel, replays, soak_model
 from benchmarks.engines.configurations import OURS
-from benchmarks.engines.parallel import KINDS, ONE, PEER, arguments, difference, judge, replay
+from benchmarks.engines.parallel import KINDS, ONE, PEER, difference, judge
+from benchmarks.engines.replays import replay
 
 
 def logprobs(*values, tokens=None):
@@ -121,9 +123,55 @@ def test_prompts_are_replayed_together_alone_and_behind_a_prefix():
     assert again[0] == prompts
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_is_asked_for_the_same_prompts():
+    """Behind a prefix without their logprobs, for which vLLM reads no prefix cache."""
+    asked = []
+
+    def known(*pairs):
+        return [{token: types.SimpleNamespace(logprob=x)} if x else None for token, x in pairs]
+
+    def generate(ids, sampling, use_tqdm):
+        asked.append(([each["prompt_token_ids"] for each in ids], sampling["prompt_logprobs"]))
+        answer = types.SimpleNamespace(token_ids=[5], logprobs=known((5, -2.0)))
+        prompt = known((3, None), (4, -1.0)) if sampling["prompt_logprobs"] == 0 else None
+        made = {"prompt_token_ids": [3, 4], "prompt_logprobs": prompt, "outputs": [answer]}
+        return [types.SimpleNamespace(**made) for _ in ids]
+
+    found = replays.replay_vllm(generate, dict, (1, 7), 100)
+    assert found["together"] == [[[4, -1.0], [5, -2.0]]] * 2
+    assert found["again"] == [[[5, -2.0]]] * 2
+    assert [prompt for _, prompt in asked] == [0, 0, None]
+    assert [ids for ids, _ in asked] == [ids for _, ids in replays.prompts((1, 7), 100)]
+
+
+def test_vllm_is_compared_with_its_flash_attention():
+    assert parallel.engines("vllm-tp") == [
+        ("one-vllm", OURS), ("one-vllm", "FLASH_ATTN"), ("vllm-tp", OURS), ("vllm-tp", "FLASH_ATTN")
+    ]  # fmt: skip
+    alone, split = (
+        replays.vllm_arguments(KINDS[kind], OURS, "model", "cuda")
+        for kind in ("one-vllm", "vllm-tp")
+    )
+    assert {alone["attention_backend"], split["attention_backend"]} == {"CUSTOM"}
+    assert split["tensor_parallel_size"] == 2
+    assert split["disable_custom_all_reduce"]
+    assert not split["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
+    assert "pass_config" not in alone["compilation_config"]
+
+
+def test_backends_that_differ_on_one_gpu_are_wrong():
+    near, far = logprobs(-1.0), logprobs(-2.0)
+    found = {(kind, OURS): far for kind in ("one-vllm", "vllm-tp")}
+    found |= {(kind, "FLASH_ATTN"): near for kind in ("one-vllm", "vllm-tp")}
+    [row] = parallel.rows(found, ["vllm-tp"])
+    assert any("attn_core and FLASH_ATTN on one GPU: mean 1.0" in text for text in row["wrong"])
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "vllm" not in k])
 def test_engines_side_by_side_have_ports_of_their_own(kind):
-    first, second = (arguments(kind, OURS, "model", "cuda", number) for number in (0, 1))
+    first, second = (
+        replays.sglang_arguments(KINDS[kind], OURS, "model", "cuda", number) for number in (0, 1)
+    )
     taken = [
         {x["port"], *range(x["port"] + 233, x["port"] + 240), x["nccl_port"]}
         for x in (first, second)
