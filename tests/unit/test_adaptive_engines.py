@@ -19,7 +19,7 @@ from attn_core.costs.environment import environment
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
-from attn_core.errors import LockError, UsageError
+from attn_core.errors import LockError, UnknownBackendError, UsageError
 from attn_core.integrations import choice
 from attn_core.integrations.metrics import Sender, export
 from attn_core.integrations.ranks import decision
@@ -426,3 +426,18 @@ def test_a_variable_that_no_engine_reads_is_named_once_in_the_log(monkeypatch, c
     [said] = [r.getMessage() for r in caplog.records if "not read" in r.getMessage()]
     assert said.startswith("environment variable ATTN_DECODE_BACKEND is not read by an engine")
     assert "ATTN_DECODE_ATTENTION_BACKEND" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ATTN_DECODE_ATTENTION_BACKEND", "tritn"), ("ATTN_DENY", "triton, tritn"),
+     ("ATTN_MM_ATTENTION_BACKEND", "tritn")],
+)  # fmt: skip
+def test_an_unknown_name_is_refused_with_the_variable_it_is_in(name, value, monkeypatch):
+    layer = LayerRequirements(num_q_heads=4, num_kv_heads=2, head_dim=32)
+    requirements = Requirements(layers=(layer,), dtype="fp32", page_size=16)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        UnknownBackendError, match=f"^{name}: unknown backend 'tritn': did you mean"
+    ):
+        choice.choose(requirements, torch.device("cpu"))

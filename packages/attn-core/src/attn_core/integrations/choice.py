@@ -16,6 +16,7 @@ from attn_core.costs import settings, store
 from attn_core.costs.environment import environment
 from attn_core.costs.profile import Profile
 from attn_core.costs.workload import Workload
+from attn_core.errors import UnknownBackendError
 from attn_core.integrations.ranks import agreed
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.adaptive import pruned
@@ -77,6 +78,7 @@ def choose(
     whole: list[Selection] = []  # with all alternatives, as a lock names them
 
     def decide(without: Sequence[str]) -> Selection:
+        check_names(registry)  # an error of one rank is one of all
         names, known = overrides(), {spec.name for spec in registry.backends.values()}
         deny = (*names.deny, *(name for name in without if name in known))
         needs = replace(requirements, shared_prefix=shares_prefixes())
@@ -167,6 +169,17 @@ def shares_prefixes() -> bool:
     Raises UsageError.
     """
     return switch(SHARED_PREFIX, False)
+
+
+def check_names(registry: Registry, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UnknownBackendError for a name that no plugin declares, with the variable it is in."""
+    for name in (*BACKEND_ARGUMENTS, *LINEAR_ARGUMENTS, "mm_attention_backend", *_LISTS):
+        flag = variable("--" + name.replace("_", "-"))
+        for part in filter(None, map(str.strip, environ.get(flag, "").split(","))):
+            try:
+                registry.find(part)
+            except UnknownBackendError as error:
+                raise UnknownBackendError(f"{flag}: {error}") from None
 
 
 def overrides(environ: Mapping[str, str] = os.environ) -> Overrides:
