@@ -8,6 +8,8 @@ import sys
 import pytest
 import vllm_on_cpu
 
+from benchmarks.engines import parallel, soak_model
+
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
          "prompt_lookup_min": 1}  # fmt: skip
@@ -73,6 +75,33 @@ def test_steps_are_timed_with_each_backend_and_not_twice(tmp_path):
         assert ("chosen" in row) == (row["backend"] == "attn_core")
     assert "recorded" in printed[2]
     assert "| decode 2x64 |" in printed[2]
+
+
+@pytest.mark.long
+def test_logprobs_of_two_ranks_are_those_of_vllm_on_one(tmp_path):
+    """What benchmarks.engines.parallel runs on GPUs, for each engine."""
+    (model := tmp_path / "model").mkdir()
+    soak_model.write_model(model, soak_model.CONFIG, seed=1)
+    plugin = vllm_on_cpu.install(tmp_path / "plugin")
+    found = []
+    for kind, backend, of in (("one-vllm", "CPU_ATTN", None), ("vllm-tp", "attn_core", plugin)):
+        out = tmp_path / f"{kind}.json"
+        command = [
+            sys.executable, "-m", "benchmarks.engines.parallel", "--one", kind, backend,
+            "--model", str(model), "--device", "cpu", "--out", str(out),
+        ]  # fmt: skip
+        environment = vllm_on_cpu.environment(of)
+        done = subprocess.run(
+            command, env=environment, cwd=SUPPORT.parents[1], capture_output=True, text=True,
+            timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert ("attn_core serves" in done.stdout + done.stderr) == (of is not None)
+        found.append(json.loads(out.read_text()))
+    apart = parallel.difference(*found)
+    assert apart["compared"] > 1000
+    assert apart["worst"] < 1e-3
+    assert not apart["not_finite"]
 
 
 def test_kernels_of_other_models_are_left_out_of_a_start():
