@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,7 +153,7 @@ def serve(
         os.environ.update(vllm_engine.QUIET)
         import vllm
 
-        vllm_engine.without_router_kernels()
+        sys.meta_path.insert(0, vllm_engine.RouterKernels())
         llm = vllm.LLM(**vllm_arguments(split, backend, model, device))
         try:
             return replay_vllm(llm.generate, vllm.SamplingParams, lengths, vocabulary)

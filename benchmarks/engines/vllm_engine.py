@@ -5,10 +5,15 @@ On a CPU vLLM reads no attention_backend: there a plugin has to name attn-core f
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from benchmarks.engines import record
@@ -71,14 +76,31 @@ def _share(configuration: Configuration) -> dict[str, Any]:
     return {**found, "gpu_memory_utilization": 0.1}
 
 
-def without_router_kernels() -> None:
+class RouterKernels(importlib.abc.MetaPathFinder):
     """Leave out kernels for other models' routers, which vLLM compiles at each start for 15 s.
 
-    vLLM forks its workers from this process.
+    vLLM forks its workers, and they import the module that warms up. This process must not: what
+    initialises CUDA here makes vLLM start workers that import all again.
     """
-    from vllm.model_executor.warmup import kernel_warmup
 
-    kernel_warmup._LL_BF16_WARMUP_MODEL_SHAPES = ()
+    module = "vllm.model_executor.warmup.kernel_warmup"
+    shapes = "_LL_BF16_WARMUP_MODEL_SHAPES"
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find the module as others do, and empty its list of shapes once it has run."""
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        found = importlib.util.find_spec(name)
+        if found is not None and found.loader is not None:
+            run = found.loader.exec_module
+
+            def run_without(module: ModuleType) -> None:
+                run(module)
+                setattr(module, self.shapes, ())
+
+            found.loader.exec_module = run_without  # type: ignore[method-assign]
+        return found
 
 
 class Inside:
@@ -105,7 +127,7 @@ class Engine:
         os.environ.update(QUIET)
         import vllm
 
-        without_router_kernels()
+        sys.meta_path.insert(0, RouterKernels())
         self._engine = vllm.LLM(**arguments(configuration, backend, folder, beside))
         self._sampling = vllm.SamplingParams
 

@@ -1,6 +1,7 @@
 """Records of engine runs: merged by case, resumed, and turned into a table and a plot."""
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -239,6 +240,21 @@ def test_a_configuration_of_vllm_names_attn_core_by_its_flag(name, tmp_path):
     assert {key for key in found if found[key] != peer[key]} == {"attention_backend", "model"}
     for case in configuration.cases:
         assert case.length + NEW_TOKENS <= found["max_model_len"]
+
+
+def test_a_module_that_is_imported_later_has_no_shapes_to_compile(tmp_path, monkeypatch):
+    hook = vllm_engine.RouterKernels()
+    hook.module = "warms_up"
+    (tmp_path / "warms_up.py").write_text(f"{hook.shapes} = ((6144, 264),)\nOTHER = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    assert hook.find_spec("another", None) is None
+    assert hook in sys.meta_path
+    found = importlib.import_module("warms_up")
+    monkeypatch.delitem(sys.modules, "warms_up")
+    assert getattr(found, hook.shapes) == ()
+    assert found.OTHER == 1
+    assert hook not in sys.meta_path
 
 
 def test_vllm_compiles_no_sampler_that_greedy_requests_do_not_run():

@@ -1,5 +1,6 @@
 """vLLM itself on a CPU, its scheduler, prefix cache and drafts, beside vLLM's own attention."""
 
+import importlib
 import json
 import pathlib
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 import vllm_on_cpu
 
-from benchmarks.engines import parallel, soak_model
+from benchmarks.engines import parallel, soak_model, vllm_engine
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
@@ -104,13 +105,13 @@ def test_logprobs_of_two_ranks_are_those_of_vllm_on_one(tmp_path):
     assert not apart["not_finite"]
 
 
-def test_kernels_of_other_models_are_left_out_of_a_start():
-    """benchmarks.engines sets a name inside vLLM, and vLLM has to read it."""
-    warmup = pytest.importorskip("vllm.model_executor.warmup.kernel_warmup")
-    from benchmarks.engines.vllm_engine import without_router_kernels
-
-    shapes = warmup._LL_BF16_WARMUP_MODEL_SHAPES
-    assert "_LL_BF16_WARMUP_MODEL_SHAPES" in warmup._warmup_ll_bf16_router_gemm.__code__.co_names
-    without_router_kernels()
-    assert shapes
-    assert not warmup._LL_BF16_WARMUP_MODEL_SHAPES
+def test_kernels_of_other_models_are_left_out_of_a_start(monkeypatch):
+    """benchmarks.engines empties a list inside vLLM, which has to be there and to be read."""
+    hook = vllm_engine.RouterKernels()
+    plain = importlib.import_module(hook.module)
+    assert getattr(plain, hook.shapes)
+    assert hook.shapes in plain._warmup_ll_bf16_router_gemm.__code__.co_names
+    monkeypatch.delitem(sys.modules, hook.module)
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    assert getattr(importlib.import_module(hook.module), hook.shapes) == ()
+    assert hook not in sys.meta_path
