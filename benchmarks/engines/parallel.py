@@ -1,13 +1,13 @@
 """Compare what an engine computes on two GPUs with what it computes on one: attn_core and a peer.
 
 Run: `python -m benchmarks.engines.parallel [--kinds tp dp pp dcp] [--together 4] [--seconds 300]`,
-which are SGLang's, or with `--kinds vllm-tp`. Prompts are replayed in an engine of one GPU and in
-engines of two GPUs, with attn_core and with one of the engine's own backends. The logprobs of
-prompts and of greedy tokens must not differ more between one GPU and two than the peer's do; nor
-may those of attn_core and the peer, on one GPU or on two. Weights are random, of a size that
-attention shows; all engines read the same. Engines run beside one another, so nothing is timed. A
-kind is recorded as soon as its engines are done, and other kinds of the record are kept. Exit code
-0: all passed.
+which are SGLang's, with `--kinds tp4 dcp4` on four GPUs, or with `--kinds vllm-tp`. Prompts are
+replayed in an engine of one GPU and in engines of several, with attn_core and with one of the
+engine's own backends. The logprobs of prompts and of greedy tokens must not differ more between one
+GPU and several than the peer's do; nor may those of attn_core and the peer, on one GPU or on
+several. Weights are random, of a size that attention shows; all engines read the same. Engines run
+beside one another, so nothing is timed. A kind is recorded as soon as its engines are done, and
+other kinds of the record are kept. Exit code 0: all passed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     ONE_HEAD: {},
     ONE_QWEN3: {},
     "dcp": {"tp_size": 2, "dcp_size": 2},
+    "tp4": {"tp_size": 4},
+    "dcp4": {"tp_size": 4, "dcp_size": 4},
     ONE_VLLM: {},
     "vllm-tp": {"tensor_parallel_size": 2},
 }
@@ -56,17 +58,19 @@ PEER = "fa3"
 PEERS = {
     ONE_HEAD: "triton",
     "dcp": "triton",
+    "dcp4": "triton",
     ONE_VLLM: "FLASH_ATTN",
     "vllm-tp": "FLASH_ATTN",
 }
-ONES = {"dcp": ONE_HEAD, "dp": ONE_QWEN3, "vllm-tp": ONE_VLLM}
+ONES = {"dcp": ONE_HEAD, "dcp4": ONE_HEAD, "dp": ONE_QWEN3, "vllm-tp": ONE_VLLM}
 MODELS: Mapping[str, Mapping[str, Any]] = {  # kind of one GPU → what differs from the soak's model
     ONE: {},
     ONE_HEAD: {"num_key_value_heads": 1},
     ONE_QWEN3: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     ONE_VLLM: {},
 }
-SPLIT = ("tp", "dp", "pp", "dcp")  # of SGLang
+SPLIT = ("tp", "dp", "pp", "dcp")  # of SGLang, on two GPUs
+MORE = ("tp4", "dcp4", "vllm-tp")  # on four, or of vLLM
 # How much more than the peer's a difference may be, in logprobs, and what always passes: bf16
 # rounds logits of 4 to steps of 0.016. A pipeline leaves the peer's arithmetic as it is.
 TIMES = {"mean": 1.5, "worst": 2.0}
@@ -188,7 +192,7 @@ def run_one(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", choices=(*SPLIT, "vllm-tp"), default=SPLIT)
+    parser.add_argument("--kinds", nargs="+", choices=(*SPLIT, *MORE), default=SPLIT)
     parser.add_argument("--together", type=int, default=4, help="engines at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all engines")
     parser.add_argument("--device", default="cuda")

@@ -178,5 +178,5 @@ def test_engines_side_by_side_have_ports_of_their_own(kind):
     ]
     assert not taken[0] & taken[1]
     assert max(taken[1]) < 32768  # from there on Linux hands ports out itself
-    assert first.get("disable_custom_all_reduce", False) == (kind in parallel.SPLIT)
-    assert (first["base_gpu_id"] == second["base_gpu_id"]) == (kind in parallel.SPLIT)
+    assert first.get("disable_custom_all_reduce", False) == bool(KINDS[kind])
+    assert (first["base_gpu_id"] == second["base_gpu_id"]) == bool(KINDS[kind])
