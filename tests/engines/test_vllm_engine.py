@@ -18,6 +18,7 @@ CASES = {
     "chunks and drafts": ("llama", {"speculative_config": NGRAM, "max_num_batched_tokens": 48}),
     "windows and a cap": ("gemma2", {}),
     "two ranks": ("llama", {"tensor_parallel_size": 2}),
+    "two stages": ("llama", {"pipeline_parallel_size": 2}),
 }
 
 
@@ -44,7 +45,7 @@ def test_answers_are_those_of_vllm(case, tmp_path):
     assert len({tuple(tokens) for tokens, _cached in found["answers"]}) >= 5
     assert any(cached for _tokens, cached in found["answers"])  # vLLM's prefix cache was hit
     wanted = {"extend", "decode", *(["target_verify"] if "speculative_config" in arguments else [])}
-    if "tensor_parallel_size" not in arguments:  # whose ranks are other processes
+    if not {"tensor_parallel_size", "pipeline_parallel_size"} & {*arguments}:  # in this process
         assert wanted <= {mode for mode, passes in found["modes"].items() if passes}
 
 
