@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,7 +152,7 @@ def serve(
         os.environ.update(vllm_engine.QUIET)
         import vllm
 
-        sys.meta_path.insert(0, vllm_engine.RouterKernels())
+        vllm_engine.start_fast(vllm.SamplingParams)
         llm = vllm.LLM(**vllm_arguments(split, backend, model, device))
         try:
             return replay_vllm(llm.generate, vllm.SamplingParams, lengths, vocabulary)

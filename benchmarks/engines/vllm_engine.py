@@ -29,10 +29,7 @@ QUIET = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    # the last warm-up before an engine is ready samples with top-k and top-p. FlashInfer's kernels
-    # for that are compiled then, by nvcc and under one lock for all ranks, for minutes where the
-    # host is busy. What is timed is greedy, and never runs them.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc compiles it at a start, for more than a minute
 }
 
 
@@ -103,6 +100,16 @@ class RouterKernels(importlib.abc.MetaPathFinder):
         return found
 
 
+def start_fast(sampling: Any) -> None:
+    """Leave out of vLLM's start what no request here runs. sampling: vLLM's SamplingParams.
+
+    Its last warm-up samples with top-k and top-p, whose kernel Triton compiles for half a minute.
+    What is timed is greedy. Workers that vLLM forks warm up so, too.
+    """
+    sampling.for_sampler_warmup = staticmethod(lambda: sampling(temperature=0))
+    sys.meta_path.insert(0, RouterKernels())
+
+
 class Inside:
     """A method of vLLM's workers, which are other processes."""
 
@@ -127,7 +134,7 @@ class Engine:
         os.environ.update(QUIET)
         import vllm
 
-        sys.meta_path.insert(0, RouterKernels())
+        start_fast(vllm.SamplingParams)
         self._engine = vllm.LLM(**arguments(configuration, backend, folder, beside))
         self._sampling = vllm.SamplingParams
 

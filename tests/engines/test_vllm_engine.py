@@ -116,3 +116,20 @@ def test_kernels_of_other_models_are_left_out_of_a_start(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
     assert getattr(importlib.import_module(hook.module), hook.shapes) == ()
     assert hook not in sys.meta_path
+
+
+def test_vllm_warms_up_as_what_is_timed(monkeypatch):
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu import warmup
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    whole = SamplingParams.for_sampler_warmup
+    assert whole().top_k > 0
+    assert "for_sampler_warmup" in warmup.warmup_kernels.__wrapped__.__code__.co_names
+    try:
+        vllm_engine.start_fast(SamplingParams)
+        found = SamplingParams.for_sampler_warmup()
+        assert (found.temperature, found.top_p, found.logprobs) == (0, 1.0, None)
+        assert found.top_k <= 0
+    finally:
+        SamplingParams.for_sampler_warmup = staticmethod(whole)
