@@ -14,6 +14,7 @@ from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.regret_table import regret_sections
 from benchmarks.results import Entry, Measured, Report, load_all, names
+from benchmarks.shortfalls import shortfalls_section
 from benchmarks.sparse_table import sparse_sections
 from benchmarks.tune_table import tune_sections
 
@@ -43,18 +44,19 @@ def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
     tuned = (regret_sections(), tune_sections())
+    short = shortfalls_section(reports)
     sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), *tuned)
-    written = {PAGE: page(reports) + "".join(sections), SUMMARY: summary(reports)}
+    written = {PAGE: page(reports, short) + "".join(sections), SUMMARY: summary(reports)}
     if (scaling := scaling_plot.newest()) is not None:
         written[DOCS.parent / scaling_plot.PLOT] = scaling_plot.plot(scaling)
     return written
 
 
-def page(reports: dict[str, Report]) -> str:
-    """Write the page of these reports, by file name."""
+def page(reports: dict[str, Report], short: str = "") -> str:
+    """Write the page of these reports, by file name. short: what they fall short of, if known."""
     if not reports:
         return _HEAD + _NOTHING
-    return _HEAD + "".join(section(file, report) for file, report in reports.items())
+    return _HEAD + short + "".join(section(file, report) for file, report in reports.items())
 
 
 def summary(reports: dict[str, Report]) -> str:
