@@ -116,8 +116,7 @@ The cases that take longer than is wanted of them, each as it was measured last.
 - {chain} times the sum of the fastest peers of each part for a chain of sparse MLA;
 - {dual_chunk} times plain FlashAttention-3 over as many keys for dual chunk attention, and
   1 / {faster} of it for sparse prompts at density 0.125, which {sparse};
-- {host} of the host for a layer's call of latents, sparse MLA and linear attention, with its
-  writes.
+- {host} of the host for a call of triton's layers with its writes; sparse MLA has two a layer.
 
 """
 
@@ -213,9 +212,9 @@ def _dual_chunk() -> Iterator[Shortfall]:
 
 
 def _host() -> Iterator[Shortfall]:
-    """Yield calls of triton's latent, sparse and linear layers over the limit of their record."""
+    """Yield calls of triton's layers that are over the limit of their record."""
     for report, call in _newest_cases("layer_calls", "calls"):
-        own = re.match(r"(triton )?(mla|dsa|gdn|kda)\b", call["name"])
+        own = re.match(r"(triton |mla|dsa|gdn|kda)\b", call["name"])
         if own and call["us"] > report["limit_us"]:
             yield Shortfall(
                 name=f"host, {call['name']}", ours=time(call["us"]), other="-",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import scaling_plot
 from benchmarks.dual_chunk_table import dual_chunk_sections
+from benchmarks.layer_calls_table import layer_calls_sections
 from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.regret_table import regret_sections
@@ -45,7 +46,8 @@ def pages() -> dict[pathlib.Path, str]:
     reports = load_all()
     tuned = (regret_sections(), tune_sections())
     short = shortfalls_section(reports)
-    sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), *tuned)
+    kinds = (linear_sections(), sparse_sections(), dual_chunk_sections())
+    sections = (*kinds, layer_calls_sections(), *tuned)
     written = {PAGE: page(reports, short) + "".join(sections), SUMMARY: summary(reports)}
     if (scaling := scaling_plot.newest()) is not None:
         written[DOCS.parent / scaling_plot.PLOT] = scaling_plot.plot(scaling)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from attn_core.ops import index, kv
 from frozen_launches import recorded_launches
 
-from benchmarks import added, backend_calls, layer_calls
+from benchmarks import added, backend_calls, layer_calls, layer_calls_table
 
 
 def test_each_call_is_recorded_with_its_launches(tmp_path, monkeypatch):
@@ -89,3 +89,21 @@ def test_names_of_cases_are_their_own():
     assert {x.split()[0] for x in names} >= {"triton", "fa3", "fa4", "flashinfer", "flashmla"}
     assert sum("dual chunk" in x for x in names) == 4
     assert sum("mla-extend" in x for x in names) == 3
+
+
+def test_the_page_has_a_table_of_the_calls(tmp_path, monkeypatch):
+    times = {"us": 31.5, "p20": 30.25, "p80": 33.0, "launches": 3, "by_triton": 0}
+    record = {
+        "device": "A GPU", "date": "2026-01-01T02:03:04", "versions": {"torch": "2.11"},
+        "command": "python -m benchmarks.layer_calls --out x.json", "limit_us": 30.0,
+        "calls": [{"name": "mla B16", **times, "rounds": [31.5, 40.0]}],
+    }  # fmt: skip
+    (tmp_path / "layer_calls.a-gpu.json").write_text(json.dumps(record))
+    monkeypatch.setattr(layer_calls_table, "FOLDER", tmp_path)
+    page = layer_calls_table.layer_calls_sections()
+    assert "| mla B16 | 31.5 | 30.2 to 33.0 | 3 |" in page
+    assert "by `python -m benchmarks.layer_calls`" in page
+    assert "The fastest of 2 rounds" in page
+    del record["calls"][0]["rounds"]
+    (tmp_path / "layer_calls.a-gpu.json").write_text(json.dumps(record))
+    assert "rounds over" not in layer_calls_table.layer_calls_sections()
