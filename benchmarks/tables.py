@@ -80,10 +80,11 @@ def summary(reports: dict[str, Report]) -> str:
 def section(file: str, report: Report) -> str:
     """Write one report: what ran, a plot and a table for each phase, what did not run."""
     versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if v)
+    command = f" by `{report.command.strip()}`" * bool(report.command)
     lines = [
         f"\n## {report.device}: {title(file).rpartition('.')[2]}\n",
         f"{report.date[:10]}, {versions}. Copy {report.ceilings['copy_gbs']:.0f} GB/s, matmul "
-        f"{report.ceilings['matmul_tflops']:.0f} TFLOP/s. Recorded in `{file}`.\n",
+        f"{report.ceilings['matmul_tflops']:.0f} TFLOP/s. Recorded in `{file}`{command}.\n",
         *(f"{note}.\n" for note in report.notes),
     ]
     if report.suite == "grid":
