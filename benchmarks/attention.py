@@ -172,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.compile:
         compile_kernels(cases, field, device, lambda line: print(line, flush=True))
         return 0
+    beside = f" beside {', '.join(p.name for p in peers)}" if peers else ""
+    print(f"{len(cases)} cases, {ours.name}{beside}", flush=True)  # where a run that is cut off was
     torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)
