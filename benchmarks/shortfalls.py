@@ -105,7 +105,6 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     ),
 }  # fmt: skip
 _HEAD = """
-(where-it-falls-short)=
 ## Where it falls short
 
 The cases that take longer than is wanted of them, each as it was measured last. Wanted is at most
