@@ -25,8 +25,8 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     """Return what `prepare` returns; stderr says that it begins, and after how long it ended.
 
     limit_s: seconds, or None. Raises TimeoutError where it takes longer; compilers that it started
-    are killed. What does not come back to Python is not ended; every 60 seconds, or some time after the
-    limit, the stacks that it hangs in go to stderr. A limit needs the main thread.
+    are killed. What does not come back to Python is not ended; every 60 seconds, or some time after
+    the limit, the stacks that it hangs in go to stderr. A limit needs the main thread.
     """
 
     armed = True  # another thread may take the signal, and its handler then runs here later

@@ -297,6 +297,30 @@ def test_parts_of_a_run_write_one_record(tmp_path, monkeypatch):
     assert [m.name for m in load(path).cases] == [CASES[0].name]
 
 
+def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "cases_of", lambda phase: CASES[:3])
+    monkeypatch.setattr(attention, "measure_ceilings", lambda timer, device: CEILINGS)
+    path = tmp_path / "out.json"
+    run = ["--device", "cpu", "--phase", "decode", "--peers", "none", "--out", str(path)]
+    assert attention.main(run) == 0
+    whole = load(path)
+    earlier = {**whole.versions, "commit": "a1b2c3"}
+    part = dataclasses.replace(whole, cases=whole.cases[1:2], versions=earlier)
+    part.save(path)
+    assert attention.main([*run, "--resume"]) == 0
+    found = load(path)
+    assert [m.name for m in found.cases] == [c.name for c in CASES[:3]]
+    assert found.cases[1] == whole.cases[1], "not timed again"
+    assert found.notes == (*whole.notes, "1 cases were timed at commit a1b2c3")
+    assert found.command == whole.command
+    capsys.readouterr()
+    assert attention.main([*run, "--resume"]) == 0
+    assert "has all cases" in capsys.readouterr().out
+    dataclasses.replace(part, versions={**earlier, "torch": "2.0"}).save(path)
+    with pytest.raises(SystemExit, match="libraries"):
+        attention.main([*run, "--resume"])
+
+
 def test_everyone_is_called_before_anything_is_timed(tmp_path):
     """Ours and PyTorch's with each case, others with the least of a kind; a fault ends nothing."""
     cases = [CASES[0], dataclasses.replace(CASES[0], batch=1), CASES[2], CASES[4]]
