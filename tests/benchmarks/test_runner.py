@@ -259,6 +259,20 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_gap(monkeypatch):
         assert flushed == [2 << 20] * 30 * flushes
 
 
+@pytest.mark.parametrize(
+    ("spreads", "taken"), [([1.05], 0), ([1.2, 1.02], 1), ([3.0, 1.2, 1.15, 1.0], 2)]
+)
+def test_what_disturbed_is_measured_again(spreads, taken, monkeypatch):
+    """Three times at most, and the narrowest counts."""
+    rounds = [
+        timing.Timing(us=float(i), p20=10.0, p80=10 * x, reps=5) for i, x in enumerate(spreads)
+    ]
+    each = iter(rounds)
+    timer = object.__new__(timing.CudaTimer)
+    monkeypatch.setattr(timing.CudaTimer, "_round", lambda self, call: next(each))
+    assert timer.measure(lambda: None) == rounds[taken]
+
+
 def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "cases_of", lambda phase: CASES[:2])
     monkeypatch.setattr(attention, "measure_ceilings", lambda timer, device: CEILINGS)
