@@ -25,10 +25,10 @@ from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
 from benchmarks.peers.sharing import SHARING
 from benchmarks.regret_tune import part_of
-from benchmarks.results import FOLDER, Report, default_path, load
+from benchmarks.results import FOLDER, Entry, Report, default_path, load
 from benchmarks.runner import DeviceLost, measure_all
 from benchmarks.suites import PHASES, SHARED, cases_of
-from benchmarks.timing import measure_ceilings, timer_for
+from benchmarks.timing import NARROW, measure_ceilings, timer_for
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--cases", default="", help="only cases whose name matches this pattern; needs --out")
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
     add("--compile", action="store_true", help="call everyone once, untimed, in parallel, and end")
-    add("--resume", action="store_true", help="time what the file lacks, with the same libraries")
+    add("--resume", action="store_true", help="time what the file lacks, and what spread")
     add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that write one file")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     return parser.parse_args(arguments)
@@ -134,6 +134,16 @@ def _without_place(arguments: Sequence[str]) -> list[str]:
     return left
 
 
+def settled(report: Report) -> Report:
+    """Return a report without the cases in which something disturbed a measurement."""
+
+    def narrow(entry: Entry) -> bool:
+        return entry.p20 is None or entry.p80 is None or entry.p80 <= NARROW * entry.p20
+
+    cases = tuple(m for m in report.cases if all(map(narrow, (m.ours, *m.peers))))
+    return replace(report, cases=cases)
+
+
 def resumed(report: Report, earlier: Report) -> Report:
     """Return what goes on with an earlier report. Raises SystemExit where it is of another kind."""
 
@@ -187,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--ours: {error}") from None
     path, (part, parts) = target(args, device_name(device)), args.part
     names = [c.name for c in cases]
-    earlier = load(path) if args.resume and path.exists() else None
+    earlier = settled(load(path)) if args.resume and path.exists() else None
     if earlier is not None:
         cases = [c for c in cases if c.name not in {m.name for m in earlier.cases}]
     if not cases:

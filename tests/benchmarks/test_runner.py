@@ -319,15 +319,23 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     assert attention.main(run) == 0
     whole = load(path)
     earlier = {**whole.versions, "commit": "a1b2c3"}
-    part = dataclasses.replace(whole, cases=whole.cases[1:2], versions=earlier)
+    kept = [
+        dataclasses.replace(m, ours=dataclasses.replace(m.ours, p20=9.0, p80=x))
+        for m, x in zip(whole.cases[1:], (9.5, 20.0), strict=True)
+    ]  # the second was disturbed
+    part = dataclasses.replace(whole, cases=tuple(kept), versions=earlier)
     part.save(path)
     assert attention.main([*run, "--resume"]) == 0
     found = load(path)
     assert [m.name for m in found.cases] == [c.name for c in CASES[:3]]
-    assert found.cases[1] == whole.cases[1], "not timed again"
+    assert found.cases[1] == kept[0], "not timed again"
+    assert found.cases[2] != kept[1]
     assert found.notes == (*whole.notes, "1 cases were timed at commit a1b2c3")
     assert found.command == whole.command
     capsys.readouterr()
+    dataclasses.replace(
+        found, cases=tuple(dataclasses.replace(m, ours=kept[0].ours) for m in found.cases)
+    ).save(path)
     assert attention.main([*run, "--resume"]) == 0
     assert "has all cases" in capsys.readouterr().out
     dataclasses.replace(part, versions={**earlier, "torch": "2.0"}).save(path)
