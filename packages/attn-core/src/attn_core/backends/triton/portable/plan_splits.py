@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What an item of latents takes beside its keys, in blocks of 64; FlashMLA's scheduler counts 5, too.
+# What an item of latents takes beside its keys, in blocks of 64, as in FlashMLA's scheduler.
 ITEM_UNITS = tl.constexpr(5)
 
 
