@@ -83,7 +83,8 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "exponentials": (
         r"^(prefill|extend) .* D64 ",
         "With heads of 64 a score takes as long in the exponential unit as in the tensor cores, so "
-        "that neither hides the other completely.",
+        "that neither hides the other completely. Polynomials in place of a part of the "
+        "exponentials were slower.",
     ),
     "blocks": (
         r"^(prefill|extend) .* D256 ",
