@@ -25,10 +25,10 @@ from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
 from benchmarks.peers.sharing import SHARING
 from benchmarks.regret_tune import part_of
-from benchmarks.results import FOLDER, Report, default_path
+from benchmarks.results import FOLDER, Entry, Report, default_path, load
 from benchmarks.runner import DeviceLost, measure_all
 from benchmarks.suites import PHASES, SHARED, cases_of
-from benchmarks.timing import measure_ceilings, timer_for
+from benchmarks.timing import NARROW, measure_ceilings, timer_for
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--cases", default="", help="only cases whose name matches this pattern; needs --out")
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
     add("--compile", action="store_true", help="call everyone once, untimed, in parallel, and end")
+    add("--resume", action="store_true", help="time what the file lacks, and what spread")
     add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that write one file")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
     return parser.parse_args(arguments)
@@ -125,12 +126,38 @@ def _output(*command: str) -> str | None:
 
 def _without_place(arguments: Sequence[str]) -> list[str]:
     """Leave away where results go and which part they are: what is left is said of all."""
-    left = list(arguments)
+    left = [x for x in arguments if x != "--resume"]
     for option in ("--out", "--part"):
         while option in left:
             at = left.index(option)
             del left[at : at + 2]
     return left
+
+
+def settled(report: Report) -> Report:
+    """Return a report without the cases in which something disturbed a measurement."""
+
+    def narrow(entry: Entry) -> bool:
+        return entry.p20 is None or entry.p80 is None or entry.p80 <= NARROW * entry.p20
+
+    cases = tuple(m for m in report.cases if all(map(narrow, (m.ours, *m.peers))))
+    return replace(report, cases=cases)
+
+
+def resumed(report: Report, earlier: Report) -> Report:
+    """Return what goes on with an earlier report. Raises SystemExit where it is of another kind."""
+
+    def of(each: Report) -> tuple[object, ...]:
+        libraries = {k: v for k, v in each.versions.items() if k not in ("commit", "driver")}
+        return each.suite, each.device, libraries
+
+    if of(earlier) != of(report):
+        raise SystemExit("--resume: the file is of another suite, device or libraries: time anew")
+    commit = earlier.versions.get("commit")
+    note = f"{len(earlier.cases)} cases were timed at commit {commit}"
+    if commit == report.versions.get("commit"):
+        return replace(report, cases=earlier.cases, notes=earlier.notes)
+    return replace(report, cases=earlier.cases, notes=(*earlier.notes, note))
 
 
 def contestants_of(suite: str, name: str, device: str, names: str) -> tuple[Contestant, ...]:
@@ -169,9 +196,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AttnError as error:
         raise SystemExit(f"--ours: {error}") from None
     path, (part, parts) = target(args, device_name(device)), args.part
+    names = [c.name for c in cases]
+    earlier = settled(load(path)) if args.resume and path.exists() else None
+    if earlier is not None:
+        cases = [c for c in cases if c.name not in {m.name for m in earlier.cases}]
+    if not cases:
+        print(f"{path} has all cases")
+        return 0
     if args.compile:
         compile_kernels(cases, field, device, lambda line: print(line, flush=True))
         return 0
+    beside = f" beside {', '.join(p.name for p in peers)}" if peers else ""
+    print(f"{len(cases)} cases, {ours.name}{beside}", flush=True)  # where a run that is cut off was
     torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)
@@ -191,12 +227,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = replace(report, notes=(f"not installed: {', '.join(missing)}",))
         print(report.notes[0], flush=True)
     code = 0
+    if earlier is not None:
+        report = resumed(report, earlier)
 
     def keep() -> None:
         if parts == 1:
-            report.save(path)
+            order = sorted(report.cases, key=lambda m: names.index(m.name))
+            replace(report, cases=tuple(order)).save(path)
         else:
-            report.join(path, [c.name for c in cases])
+            report.join(path, names)
 
     try:
         for measured in measure_all(

@@ -64,7 +64,7 @@ def compile_kernels(
     """
     jobs = jobs_of(cases, field.make(*field.arguments))
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(jobs))
-    context = multiprocessing.get_context("spawn")
+    context, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()}
     with concurrent.futures.ProcessPoolExecutor(count, context, leave_cores) as pool:
         called = in_turns(
             jobs, lambda job: pool.submit(_call, job, field, device), lambda job: job.library
@@ -72,6 +72,9 @@ def compile_kernels(
         try:
             for done, _ in enumerate(called, 1):
                 say(f"compiled: {done} of {len(jobs)} calls")
+            # a library's thread may hold a process at its end, and what was compiled is written
+            for process in {*multiprocessing.active_children()} - others:
+                process.kill()
         except BrokenProcessPool as broken:
             say(f"a process that compiles ended: {broken}; the rest is compiled when it is timed")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
+import pathlib
 import signal
 import sys
 import time
@@ -21,21 +24,27 @@ class _OverLimit(BaseException):  # no Exception: libraries swallow those
 def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None) -> _T:
     """Return what `prepare` returns; stderr says that it begins, and after how long it ended.
 
-    limit_s: seconds, or None. Raises TimeoutError where it takes longer. What does not come back to
-    Python is not ended; every 60 seconds the stacks that it hangs in go to stderr. A limit needs
-    the main thread.
+    limit_s: seconds, or None. Raises TimeoutError where it takes longer; compilers that it started
+    are killed. What does not come back to Python is not ended; every 60 seconds, or some time after
+    the limit, the stacks that it hangs in go to stderr. A limit needs the main thread.
     """
 
     armed = True  # another thread may take the signal, and its handler then runs here later
+    others: set[int] = set()
+    started: set[int] = set()
 
     def over(number: int, frame: FrameType | None) -> None:
         if armed:
+            started.update(children() - others)  # what a killed tool has called is nobody's then
             raise _OverLimit
 
     say(f"{name}: preparing")
     start, ended = time.perf_counter(), "failed after"
     before = None if limit_s is None else signal.signal(signal.SIGALRM, over)
-    faulthandler.dump_traceback_later(STACKS_S, repeat=True, file=sys.__stderr__ or 2)
+    others.update(children() if limit_s else ())
+    # not at the same time as the alarm: stacks that unwind while they are dumped end the process
+    stacks_s = STACKS_S if limit_s is None else limit_s + STACKS_S / 4
+    faulthandler.dump_traceback_later(stacks_s, repeat=True, file=sys.__stderr__ or 2)
     try:
         try:
             if limit_s is not None:
@@ -49,12 +58,31 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
         return result
     except _OverLimit:
         ended = "over its limit after"
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         raise TimeoutError(f"preparing took more than {limit_s:g} s (--prepare-limit)") from None
     finally:
         if limit_s is not None:
             signal.signal(signal.SIGALRM, before)
         faulthandler.cancel_dump_traceback_later()
         say(f"{name}: {ended} {time.perf_counter() - start:.1f} s")
+
+
+def children() -> set[int]:
+    """Return the processes below this one; none where there is no /proc."""
+    below: dict[int, list[int]] = {}
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            below.setdefault(parent, []).append(int(stat.parent.name))
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        own = below.get(todo.pop(), [])
+        todo += [x for x in own if x not in found]
+        found.update(own)
+    return found
 
 
 def say(line: str) -> None:

@@ -39,12 +39,24 @@ from benchmarks.sparse_cases import CASES, STORES, SparseCase, SparseInputs, bui
 from benchmarks.sparse_check import check
 from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
 
+Late = set[tuple[str, str]]  # parts and the libraries whose preparing was over the limit
+
 
 def entrant(
-    contestant: SparseContestant, inputs: SparseInputs, timer: Timer, limit_s: float | None
+    contestant: SparseContestant,
+    inputs: SparseInputs,
+    timer: Timer,
+    limit_s: float | None,
+    late: Late,
 ) -> tuple[Record, Entrant | None]:
-    """Prepare and check one contestant: its record, and what can be timed if anything can."""
+    """Prepare and check one contestant: its record, and what can be timed if anything can.
+
+    One of a library that was late in this part is not prepared again: it would compile as long.
+    """
     record: Record = {"name": contestant.name, "part": contestant.label}
+    own = contestant.label, contestant.module.partition(".")[0]
+    if own in late:
+        return record | {"error": "not prepared: its library was over --prepare-limit before"}, None
 
     def prepare() -> Call:
         call = contestant.prepare(inputs, contestant.load())
@@ -55,6 +67,7 @@ def entrant(
     try:
         call = prepared(f"{contestant.label} {contestant.name}", prepare, limit_s)
     except Exception as raised:  # another project's code may raise anything: record it, go on
+        late.update({own} if isinstance(raised, TimeoutError) else ())
         return record | {"error": text(raised)}, None
     record["prepare_s"] = round(time.perf_counter() - start, 1)
     replay = captured(record, call) if isinstance(timer, CudaTimer) else None
@@ -71,8 +84,10 @@ def measure(
     rounds: int,
     deadline: float,
     prepare_limit_s: float | None = None,
+    late: Late | None = None,
 ) -> Record:
     """Return the record of a case: an entry per contestant and part."""
+    late = set() if late is None else late
     inputs = build(case, device)
     entries: list[Record] = []
     for label in dict.fromkeys(x.label for x in contestants):
@@ -84,7 +99,7 @@ def measure(
                 record: Record = {"error": "not measured: --seconds is over"}
                 entries.append({"name": contestant.name, "part": label} | record)
                 continue
-            record, made = entrant(contestant, inputs, timer, prepare_limit_s)
+            record, made = entrant(contestant, inputs, timer, prepare_limit_s, late)
             entries.append(record)
             ready += [made] if made else []
         time_rounds(ready, timer, rounds)
@@ -206,7 +221,7 @@ def main(
         "rounds": args.rounds,
         "cases": [],
     }
-    others = kept(out, report, cases) if args.only else []
+    others, late = kept(out, report, cases) if args.only else [], Late()
     for number, case in enumerate(cases, 1):
         if time.monotonic() > deadline:
             print(f"--seconds is over: {len(cases) - number + 1} cases are left out")
@@ -214,7 +229,7 @@ def main(
         print(f"[{number}/{len(cases)}] {case.name}", flush=True)
         got = measure(
             case, taken, device=device, timer=timer, ceilings=ceilings,
-            rounds=args.rounds, deadline=deadline, prepare_limit_s=args.prepare_limit,
+            rounds=args.rounds, deadline=deadline, prepare_limit_s=args.prepare_limit, late=late,
         )  # fmt: skip
         got["commit"] = report["versions"].get("commit")
         report["cases"].append(got)

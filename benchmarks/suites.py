@@ -140,11 +140,11 @@ def ragged() -> tuple[Case, ...]:
             own = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
             more: dict[str, Any] = {**own, "batch": batch, "sigma": sigma}
             cases.append(Case(phase="decode", length=2048, **more))
+            cases.append(Case(phase="fp8", length=2048, kv_dtype="fp8_e4m3", **more))
             cases.append(Case(phase="verify", length=1024, queries=8, tree=turn != 1, **more))
             if batch < 256:
                 cases.append(Case(phase="prefill", length=256, queries=None, **more))
                 cases.append(Case(phase="extend", length=2048, queries=128, **more))
-        cases.append(Case(phase="fp8", batch=batch, length=2048, sigma=sigma, kv_dtype="fp8_e4m3"))
         for heads, queries in ((16, 1), (128, 1), (128, 4)):
             phase: Phase = "mla" if queries == 1 else "mla-verify"
             cases.append(replace(_mla(phase, heads, batch, 1024, queries), sigma=sigma))

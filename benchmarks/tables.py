@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import scaling_plot
 from benchmarks.dual_chunk_table import dual_chunk_sections
+from benchmarks.layer_calls_table import layer_calls_sections
 from benchmarks.linear_table import linear_sections
 from benchmarks.plots import LEFT, bar, plot, spread, time
 from benchmarks.regret_table import regret_sections
 from benchmarks.results import Entry, Measured, Report, load_all, names
+from benchmarks.shortfalls import shortfalls_section
 from benchmarks.sparse_table import sparse_sections
 from benchmarks.tune_table import tune_sections
 
@@ -43,18 +45,20 @@ def pages() -> dict[pathlib.Path, str]:
     """Return the text that the generated files should have. Needs no torch."""
     reports = load_all()
     tuned = (regret_sections(), tune_sections())
-    sections = (linear_sections(), sparse_sections(), dual_chunk_sections(), *tuned)
-    written = {PAGE: page(reports) + "".join(sections), SUMMARY: summary(reports)}
+    short = shortfalls_section(reports)
+    kinds = (linear_sections(), sparse_sections(), dual_chunk_sections())
+    sections = (*kinds, layer_calls_sections(), *tuned)
+    written = {PAGE: page(reports, short) + "".join(sections), SUMMARY: summary(reports)}
     if (scaling := scaling_plot.newest()) is not None:
         written[DOCS.parent / scaling_plot.PLOT] = scaling_plot.plot(scaling)
     return written
 
 
-def page(reports: dict[str, Report]) -> str:
-    """Write the page of these reports, by file name."""
+def page(reports: dict[str, Report], short: str = "") -> str:
+    """Write the page of these reports, by file name. short: what they fall short of, if known."""
     if not reports:
         return _HEAD + _NOTHING
-    return _HEAD + "".join(section(file, report) for file, report in reports.items())
+    return _HEAD + short + "".join(section(file, report) for file, report in reports.items())
 
 
 def summary(reports: dict[str, Report]) -> str:
@@ -76,10 +80,11 @@ def summary(reports: dict[str, Report]) -> str:
 def section(file: str, report: Report) -> str:
     """Write one report: what ran, a plot and a table for each phase, what did not run."""
     versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if v)
+    command = f" by `{report.command.strip()}`" * bool(report.command)
     lines = [
         f"\n## {report.device}: {title(file).rpartition('.')[2]}\n",
         f"{report.date[:10]}, {versions}. Copy {report.ceilings['copy_gbs']:.0f} GB/s, matmul "
-        f"{report.ceilings['matmul_tflops']:.0f} TFLOP/s. Recorded in `{file}`.\n",
+        f"{report.ceilings['matmul_tflops']:.0f} TFLOP/s. Recorded in `{file}`{command}.\n",
         *(f"{note}.\n" for note in report.notes),
     ]
     if report.suite == "grid":

@@ -97,5 +97,5 @@ def test_break_even_is_where_the_line_through_the_times_is_one():
 
 def test_the_page_has_both_records():
     text = dual_chunk_sections()
-    assert "NVIDIA H200: dual chunk attention" in text
-    assert "NVIDIA H200: sparse prefill" in text
+    assert "NVIDIA H100 80GB HBM3: dual chunk attention" in text
+    assert "NVIDIA H100 80GB HBM3: sparse prefill" in text

@@ -1,6 +1,7 @@
 """What is being prepared is said, and what takes too long is ended, whatever it catches."""
 
 import contextlib
+import pathlib
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from benchmarks import preparing
 from benchmarks.preparing import prepared
 
 
@@ -57,6 +59,35 @@ def test_a_compiler_that_hangs_is_ended():
     with pytest.raises(TimeoutError):
         prepared("nvcc", lambda: subprocess.run(hangs, check=True), 0.3)
     assert time.perf_counter() - start < 20
+
+
+def test_what_a_compiler_started_is_ended_too(tmp_path):
+    """A build tool is killed by subprocess.run, and the compilers that it called are its own."""
+    noted = tmp_path / "pid"
+    write = f"pathlib.Path({str(noted)!r}).write_text(str(os.getpid()))"
+    compiler = f"import os, pathlib, time; {write}; time.sleep(60)"
+    tool = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compiler!r}])"
+    with pytest.raises(TimeoutError):
+        prepared("ninja", lambda: subprocess.run([sys.executable, "-c", tool], check=True), 5.0)
+    pid = int(noted.read_text())
+    end = time.monotonic() + 10
+    while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+def test_stacks_are_not_dumped_while_the_alarm_unwinds_them(monkeypatch):
+    waits = []
+    dump = "dump_traceback_later"
+    monkeypatch.setattr(preparing.faulthandler, dump, lambda s, **_: waits.append(s))
+    for limit in (None, preparing.STACKS_S, 1.0):
+        prepared("x", lambda: 1, limit)
+        assert limit is None or waits[-1] > limit + 5
+    assert waits[0] == preparing.STACKS_S
 
 
 def test_no_alarm_comes_after_the_end():

@@ -23,9 +23,10 @@ def inputs():
     return types.SimpleNamespace(case=case, visible=torch.ones(1), chosen=torch.zeros(1, 1))
 
 
-def made(prepare, inputs, limit_s=None):
-    contestant = SparseContestant(name="x", part="write", module="torch", prepare=prepare)
-    return sparse.entrant(contestant, inputs, WallTimer(), limit_s)
+def made(prepare, inputs, limit_s=None, late=None, **more):
+    own = {"name": "x", "part": "write", "module": "torch"} | more
+    contestant = SparseContestant(**own, prepare=prepare)
+    return sparse.entrant(contestant, inputs, WallTimer(), limit_s, set() if late is None else late)
 
 
 def test_what_is_prepared_is_said_and_can_be_timed(inputs, capsys):
@@ -42,6 +43,23 @@ def test_what_takes_too_long_is_recorded(inputs):
     record, entrant = made(lambda x, library: time.sleep(30), inputs, 0.2)
     assert entrant is None
     assert record["error"] == "TimeoutError: preparing took more than 0.2 s (--prepare-limit)"
+
+
+def test_a_library_that_was_late_is_not_waited_for_again(inputs):
+    """In this part: its other functions may have been compiled, and so may other libraries'."""
+    late, calls = set(), []
+    made(lambda x, library: time.sleep(30), inputs, 0.2, late, module="json.decoder")
+    record, entrant = made(
+        lambda x, library: calls.append(1), inputs, 5, late, name="ties", module="json"
+    )
+    assert entrant is None
+    assert not calls
+    assert "over --prepare-limit" in record["error"]
+    for more in ({"part": "select", "module": "json"}, {"module": "math"}):
+        prepare = lambda x, library: calls.append(1) or (lambda: None)  # noqa: E731
+        made(prepare, inputs, 5, late, **more)
+    assert len(calls) == 2
+    assert late == {("write", "json")}
 
 
 def test_a_part_of_the_contestants_is_no_record():

@@ -123,6 +123,10 @@ def test_the_page_says_what_was_measured():
     assert rows["| B3"] == "| B3 | - | **5.2; 500** | fa3 | - | - |"
     assert rows["| B4"] == "| B4 | **7.0; 500** | - | - | - | 50% |"
     assert "2026-01-02, torch 2.11. Copy 4242 GB/s, matmul 800 TFLOP/s" in text
+    assert "Recorded in `attention.some-gpu.all.json`.\n" in text
+    run = dataclasses.replace(REPORT, command="python -m benchmarks.attention --phase all")
+    said = tables.page({"attention.some-gpu.all.json": run})
+    assert "all.json` by `python -m benchmarks.attention --phase all`.\n" in said
     assert "not installed: fa4." in text
     assert "- x: a wrong result (decode B1)" in text
     assert "- y: `Boom: 'a'` (decode B2)" in text
