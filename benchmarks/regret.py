@@ -42,7 +42,7 @@ from benchmarks.cases import Case, build
 from benchmarks.contestant import Call, Contestant
 from benchmarks.ours import device_kind, needs_of, our_backend
 from benchmarks.regret_report import added, begun, said, write
-from benchmarks.regret_shapes import COUNT, default_seed, draw, pass_of
+from benchmarks.regret_shapes import COUNT, captured, default_seed, draw, pass_of
 from benchmarks.regret_table import AUTOMATIC, RULE, Record, cost, page, summary
 from benchmarks.regret_tune import compiled, part_of, tuned, tuning_jobs
 from benchmarks.results import FOLDER, slug
@@ -118,7 +118,7 @@ def judged(case: Case, field: Field, device: torch.device, clock: Clock, seconds
 
     The last two rounds judge. That they agree is asked of every backend, whoever was chosen.
     """
-    record: Record = {"name": case.name, "phase": case.phase}
+    record: Record = {"name": case.name, "phase": case.phase, "captured": captured(case)}
     try:
         record[AUTOMATIC], refused = field.choice(case, field.profile)
         record[RULE], _ = field.choice(case, Profile())
@@ -286,6 +286,7 @@ def chosen_again(args: argparse.Namespace, registry: Registry) -> int:
         if "error" not in shape:
             shape[AUTOMATIC], _ = field.choice(cases[shape["name"]], profile)
             shape[RULE], _ = field.choice(cases[shape["name"]], Profile())
+            shape["captured"] = captured(cases[shape["name"]])
     report["chosen"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     report["summary"] = summary(report["shapes"])
     write(path, report)
