@@ -6,6 +6,7 @@ import pytest
 import torch
 from attn_core import Shadow
 from attn_core.errors import UsageError
+from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.device import Device
 from attn_core.trust.bisect import smallest
@@ -79,3 +80,8 @@ def test_what_is_right_is_not_bisected(tmp_path):
     backends = {**known.backends, ("softmax", "lengthy"): right}
     with pytest.raises(UsageError, match="none of lengthy, torch_native is wrong here"):
         smallest(r, None, type(known)(backends=backends), CPU)
+    here = load_plugins()  # without the one that was wrong
+    with pytest.raises(
+        UsageError, match="none of torch_native is wrong here; lengthy was not run: unknown backend"
+    ):
+        smallest(r, None, here, CPU)
