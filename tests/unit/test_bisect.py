@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attn_core import Shadow
@@ -76,7 +78,7 @@ def test_what_is_right_is_not_bisected(tmp_path):
     with pytest.raises(UsageError, match="the backend is right here"):
         smallest(r, "torch_native", REGISTRY, CPU)
     known = registry()
-    right = known.backends["softmax", "reference"]
+    right = replace(known.backends["softmax", "reference"], name="lengthy")
     backends = {**known.backends, ("softmax", "lengthy"): right}
     with pytest.raises(UsageError, match="none of lengthy, torch_native is wrong here"):
         smallest(r, None, type(known)(backends=backends), CPU)
