@@ -3,7 +3,7 @@
 The points of a device are the timed shapes of its records of `benchmarks.attention`, and what
 `attn tune --out benchmarks/results/tune.DEVICE.profile.json` measured there, and later what a draw
 of `benchmarks.regret` was tuned with (DRAWS). A form of layers that was tuned has no points of
-records, and a kind of layers and pass of a draw none of before: both would not compare. A backend
+records, and one that a draw was tuned for none of before: both would not compare. A backend
 that is right in some passes of a form is not listed as bad in it. `--check` fails if a file is
 another.
 """
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from attn_core.costs.profile import Cost, Key, Profile
-from attn_core.costs.shapes import Form, Pass, plain
+from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.store import read_profile
 
 from benchmarks.results import FOLDER, Measured, Report, load
@@ -88,12 +88,15 @@ def tuned(device: str) -> Profile:
 
 
 def replaced(own: Profile, draw: Profile) -> Profile:
-    """Return a draw's costs, and those of `own` for kinds of layers and pass that it lacks."""
+    """Return a draw's costs, and those of `own` for forms and kinds of pass that it lacks.
+
+    A dispatcher picks passes of forms that were measured themselves, pages included.
+    """
     if differs := own.differences(draw.environment) if own.costs else []:
         raise SystemExit(f"a draw's costs are of another environment: {'; '.join(differs)}")
 
     def kind(key: Key) -> object:
-        return plain(key.form), key.size.phase, key.size.tree
+        return key.form, key.size.phase, key.size.tree
 
     known = {kind(key) for key in draw.costs}
     series: dict[object, list[tuple[Form, Pass]]] = {}

@@ -118,7 +118,7 @@ def test_what_was_tuned_ships_without_what_users_do_not_share():
     assert Profile.from_json(json.loads(profile.text_of(made))).costs == made.costs
 
 
-def test_a_draws_costs_replace_those_of_its_kinds_and_few_of_a_series_ship():
+def test_a_draws_costs_replace_those_of_its_forms_and_few_of_a_series_ship():
     """What a draw lacks, FP8 here, stays as it was; costs of two environments are never one."""
     from benchmarks import profile
 
