@@ -150,6 +150,27 @@ def test_a_verification_that_a_graph_replays_costs_no_launches(mode, level, best
         assert (made.graphs[1], made.graphs[7]) == (0, 1)
 
 
+@pytest.mark.parametrize(("us", "taken"), [(10.1, 0), (10.4, 1)])
+def test_a_captured_batch_is_weighed_as_the_workload_has_it_and_two_percent_count(us, taken):
+    """64 requests stand for 64 to 127 where the workload has them; eager passes stay within 5 %."""
+    costs = {
+        Key(name, "", FORM, Pass.even("decode", n, 500)): Cost(x, x, x, 0.0)
+        for n, times in ((64, (us, 10.0)), (95, (10.0, 20.0)))
+        for name, x in zip(("short", "long"), times, strict=True)
+    }
+    rows = [("short", "", True), ("long", "", True)]
+    model, bits = CostModel(Profile(costs=costs)), (64).bit_length()
+
+    def made(requests):
+        workload = Workload(prompts={492: 1}, requests=requests, output=16)
+        return table(model, rows, [FORM], "decode", workload)
+
+    assert made({64: 1}).graphs[bits] == taken
+    assert made({64: 2, 96: 1}).graphs[bits] == taken
+    assert made({1: 1}).graphs[bits] == 0  # 95, the middle
+    assert made({64: 1}).cells[bucket_of(64, 500, 64)].near[0]
+
+
 def test_the_selection_admits_what_was_measured_and_shares_the_cache():
     found = chosen()
     assert found.backend("decode") == "short"
