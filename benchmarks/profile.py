@@ -1,9 +1,11 @@
 """Write what a plugin ships as measured profiles: `python -m benchmarks.profile`.
 
 The points of a device are the timed shapes of its records of `benchmarks.attention`, and what
-`attn tune --out benchmarks/results/tune.DEVICE.profile.json` measured there. A form of layers that
-was tuned has no points of records: both would not compare. A backend that is right in some passes
-of a form is not listed as bad in it. `--check` fails if a file is another.
+`attn tune --out benchmarks/results/tune.DEVICE.profile.json` measured there, and later what a draw
+of `benchmarks.regret` was tuned with (DRAWS). A form of layers that was tuned has no points of
+records, and one that a draw was tuned for none of before: both would not compare. A backend
+that is right in some passes of a form is not listed as bad in it. `--check` fails if a file is
+another.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import pathlib
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from attn_core.costs.profile import Cost, Key, Profile
@@ -25,6 +28,8 @@ RECORDS = {  # of benchmarks.attention, by device
     "nvidia-h200": ("attention.nvidia-h200.grid.json", "attention.nvidia-h200.all.json"),
     "nvidia-h100-80gb-hbm3": (),
 }
+DRAWS = {"nvidia-h100-80gb-hbm3": "regret.nvidia-h100-80gb-hbm3.fifth.profile.json"}
+SHIPPED = 24  # passes of a form and kind of pass, of a draw: every start of attn-core reads them
 BACKENDS = ("fa3", "flashinfer", "triton")  # the others take too few of these shapes
 VERSIONS = (
     "torch", "triton", "attn-core", "attn-nvidia", "sglang-kernel", "flashinfer-python",
@@ -77,8 +82,40 @@ def costs(cases: Iterator[Measured]) -> Iterator[tuple[Key, Cost]]:
 
 def tuned(device: str) -> Profile:
     """Return what `attn tune` measured on the device, if that is recorded."""
-    path = FOLDER / f"tune.{device}.profile.json"
-    return read_profile(path) if path.exists() else Profile()
+    paths = [FOLDER / f"tune.{device}.profile.json", FOLDER / DRAWS.get(device, "none")]
+    own, draw = (read_profile(path) if path.exists() else Profile() for path in paths)
+    return replaced(own, draw) if draw.costs else own
+
+
+def replaced(own: Profile, draw: Profile) -> Profile:
+    """Return a draw's costs, and those of `own` for forms and kinds of pass that it lacks.
+
+    A dispatcher picks passes of forms that were measured themselves, pages included.
+    """
+    if differs := own.differences(draw.environment) if own.costs else []:
+        raise SystemExit(f"a draw's costs are of another environment: {'; '.join(differs)}")
+
+    def kind(key: Key) -> object:
+        return key.form, key.size.phase, key.size.tree
+
+    known = {kind(key) for key in draw.costs}
+    series: dict[object, list[tuple[Form, Pass]]] = {}
+    for one in sorted({key[2:] for key in draw.costs}, key=lambda x: zlib.crc32(repr(x).encode())):
+        form, size = one
+        series.setdefault((form, size.phase, size.drafts, size.tree), []).append(one)
+    kept = {one for passes in series.values() for one in passes[:SHIPPED]}
+    return Profile(
+        environment=draw.environment,
+        costs={
+            **{key: cost for key, cost in own.costs.items() if kind(key) not in known},
+            **{key: cost for key, cost in draw.costs.items() if key[2:] in kept},
+        },
+        bad={
+            **{key: why for key, why in own.bad.items() if kind(key) not in known},
+            **draw.bad,
+        },
+        date=max(own.date, draw.date),
+    )
 
 
 def profile(reports: Sequence[Report], own: Profile) -> Profile:

@@ -27,6 +27,7 @@ from attn_core.costs.profile import Profile
 from attn_core.costs.shapes import Pass
 from attn_core.costs.workload import Mix, Workload
 from attn_core.errors import AttnError, UsageError
+from attn_core.measure.compiling import SIZES
 from attn_core.measure.session import release
 from attn_core.measure.timing import Clock, clock_of, measure
 from attn_core.plugins.dependencies import Libraries
@@ -42,7 +43,7 @@ from benchmarks.cases import Case, build
 from benchmarks.contestant import Call, Contestant
 from benchmarks.ours import device_kind, needs_of, our_backend
 from benchmarks.regret_report import added, begun, said, write
-from benchmarks.regret_shapes import COUNT, default_seed, draw, pass_of
+from benchmarks.regret_shapes import COUNT, captured, default_seed, draw, pass_of
 from benchmarks.regret_table import AUTOMATIC, RULE, Record, cost, page, summary
 from benchmarks.regret_tune import compiled, part_of, tuned, tuning_jobs
 from benchmarks.results import FOLDER, slug
@@ -118,7 +119,7 @@ def judged(case: Case, field: Field, device: torch.device, clock: Clock, seconds
 
     The last two rounds judge. That they agree is asked of every backend, whoever was chosen.
     """
-    record: Record = {"name": case.name, "phase": case.phase}
+    record: Record = {"name": case.name, "phase": case.phase, "captured": captured(case)}
     try:
         record[AUTOMATIC], refused = field.choice(case, field.profile)
         record[RULE], _ = field.choice(case, Profile())
@@ -180,6 +181,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--profile", help="a file of `attn tune --out`, or none (default: as `attn select`)")
     add("--tune", type=float, metavar="SECONDS", help="first tune for so long, beside --out")
     add("--compile", action="store_true", help="compile what tuning and judging call, and end")
+    add("--sizes", type=int, default=SIZES, help=f"of each kind of pass to compile ({SIZES})")
     add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that run side by side")
     add("--seconds", type=float, default=600.0, help="no shape begins later (default: 600)")
     add("--count", type=int, default=COUNT, help=f"shapes to draw (default: {COUNT})")
@@ -237,7 +239,7 @@ def main(
     if args.compile or args.tune:
         todo = tuning_jobs(drawn, registry, here, libraries, [*backends])[part - 1 :: parts]
     if args.compile:
-        return compiled(todo, known, device, here.arch)
+        return compiled(todo, known, device, here.arch, args.sizes)
     if args.tune and not path.exists():  # else the run goes on, with its first profile
         with terminable():
             known = tuned(todo, known, env, device, here.arch, args.tune, file)
@@ -286,6 +288,7 @@ def chosen_again(args: argparse.Namespace, registry: Registry) -> int:
         if "error" not in shape:
             shape[AUTOMATIC], _ = field.choice(cases[shape["name"]], profile)
             shape[RULE], _ = field.choice(cases[shape["name"]], Profile())
+            shape["captured"] = captured(cases[shape["name"]])
     report["chosen"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     report["summary"] = summary(report["shapes"])
     write(path, report)

@@ -7,7 +7,7 @@ import random
 from typing import TypeVar
 
 import attn_core
-from attn_core.costs.shapes import Form, Pass, PassPhase
+from attn_core.costs.shapes import REPLAYED, Form, Pass, PassPhase
 
 from benchmarks.cases import LATENT, ROPE, Case, Phase
 
@@ -117,3 +117,8 @@ def pass_of(case: Case) -> Pass:
         drafts=(case.queries or 0) if phase == "verify" else 0,
         tree=case.tree,
     )
+
+
+def captured(case: Case) -> bool:
+    """Say whether an engine replays such a pass in a CUDA graph."""
+    return bool(REPLAYED[pass_of(case).phase])

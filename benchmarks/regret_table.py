@@ -22,6 +22,7 @@ _HEAD = """
 shapes, drawn from the seed "{seed}". The choice is by {profile}; the rule is the order of the
 rows' priorities. A loss is the time of the chosen backend over that of the best of {backends},
 less 1. One round of measurements names the best and the other judges, both ways round{again}.
+{graphs} by the device's time alone, other passes take no less than the host does.
 Limits: {mean} in the geometric mean and {worst} at worst, over at least {fewest} shapes: **{met}**.
 The quartiles of a round lie {spread} apart (median), and the medians of the two rounds {drift}.
 
@@ -30,8 +31,12 @@ The quartiles of a round lie {spread} apart (median), and the medians of the two
 
 def cost(times: Sequence[float], shape: Record) -> float:
     """Return what selection weighs: a call that is in no graph takes no less than the host does."""
-    captured = shape["phase"] in ("decode", "mla", "fp8")
-    return times[0] if captured else max(times[0], times[3])
+    return times[0] if captured(shape) else max(times[0], times[3])
+
+
+def captured(shape: Record) -> bool:
+    """Say whether a CUDA graph replays the pass: records without the field are of decode alone."""
+    return bool(shape.get("captured", shape["phase"] in ("decode", "mla", "fp8")))
 
 
 def losses(shape: Record, who: str) -> list[float] | None:
@@ -128,6 +133,7 @@ def page(file: str, report: Record) -> str:
         profile=f"{source} in {found['by_profile']} shapes, by priority in the others",
         backends=", ".join(dict.fromkeys(n for s in able for n in s["rounds"][0])),
         again=_again(able),
+        graphs=_graphs(able),
         mean=f"{MEAN:.0%}",
         worst=f"{WORST:.0%}",
         fewest=FEWEST,
@@ -149,6 +155,13 @@ def page(file: str, report: Record) -> str:
         rows.append([s["name"], *cells[0], *cells[1], times])
     text += _table(rows)
     return text + _left_out(shapes, found)
+
+
+def _graphs(able: Sequence[Record]) -> str:
+    """Say which passes CUDA graphs replay: older records judged verification as if none did."""
+    verifies = [s for s in able if s["phase"].endswith("verify")]
+    all_of_them = all(map(captured, verifies))
+    return "Decode and verification count" if verifies and all_of_them else "Decode counts"
 
 
 def _again(able: Sequence[Record]) -> str:

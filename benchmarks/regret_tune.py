@@ -61,7 +61,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def compiled(
-    todo: Sequence[Job], known: Profile, device: torch.device, arch: str | None
+    todo: Sequence[Job], known: Profile, device: torch.device, arch: str | None, sizes: int
 ) -> int:  # fmt: skip
     """Compile what tuning and judging call, and say every few seconds how far that is."""
     begin = said = time.monotonic()
@@ -72,7 +72,10 @@ def compiled(
             print(f"{done} of {total} calls, {now - begin:.0f} s", flush=True)
             said = now
 
-    print(compile_kernels(todo, known, device, arch=arch, step=step) or "compiled", flush=True)
+    print(
+        compile_kernels(todo, known, device, arch=arch, step=step, sizes=sizes) or "compiled",
+        flush=True,
+    )
     return 0
 
 

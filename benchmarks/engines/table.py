@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.engines import record
+from benchmarks.engines import choice_table, record
 from benchmarks.engines.configurations import CONFIGURATIONS, OURS, Case
 from benchmarks.results import FOLDER
 
@@ -52,7 +52,8 @@ def page(records: Iterable[Mapping[str, Any]]) -> str:
     devices = _devices(found)
     found.sort(key=lambda each: devices.index(each["device"]) if each.get("device") else 0)
     head = _TABLE_HEAD.format(device=" and ".join(devices), engine=shown)
-    return head + "".join("\n" + section(each, named=len(devices) > 1) for each in found)
+    tables = "".join("\n" + section(each, named=len(devices) > 1) for each in found)
+    return head + tables + choice_table.sections(found)
 
 
 def section(each: Mapping[str, Any], *, named: bool = False) -> str:

@@ -8,11 +8,20 @@ import subprocess
 import sys
 import threading
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
 from attn_core.costs.workload import Workload
 
-from benchmarks.engines import processes, record, run, sglang_engine, table, vllm_engine
+from benchmarks.engines import (
+    choice_table,
+    processes,
+    record,
+    run,
+    sglang_engine,
+    table,
+    vllm_engine,
+)
 from benchmarks.engines.configurations import (
     ALONE,
     CONFIGURATIONS,
@@ -433,3 +442,26 @@ def test_nothing_is_said_without_a_record(tmp_path):
     }
     assert table.plot([failed]) == table.readme([failed]) == ""
     assert "failed" in table.page([failed])
+
+
+def test_measured_choice_is_summed_up_over_its_cases_and_what_is_below_is_named() -> None:
+    """A case that only one side ran is in no sum."""
+    case, other = (f"decode {n}x1000 sigma 1" for n in (1, 16))
+
+    def row(backend: str, of: str, ms: float, number: int = 1) -> dict[str, Any]:
+        chosen = {"prefill": "fa3", "decode": "triton"} if backend == "attn_core" else None
+        extra = {"chosen": chosen} if chosen else {}
+        return {"backend": backend, "case": of, "round": number, "ms": ms, **extra}
+
+    rows = [row("attn_core", case, 10.0), row("attn_core", case, 12.0, 2), row("fa3", case, 10.0)]
+    rows += [row("flashinfer", case, 20.0), row("attn_core", other, 30.0)]
+    known = {"configuration": "lognormal", "device": "A GPU", "rows": rows}
+    said = choice_table.sections([known, {"configuration": "bf16", "device": "B", "rows": rows}])
+    taken = "fa3 (prefill); triton (decode)"
+    assert f"| lognormal, {case} | 2 | {taken} | 11.00 | fa3 | 10.00 | 0.909 | 0.98 |" in said
+    assert f"| lognormal, {other} | 1 | {taken} | 30.00 | - | - | - | 0.98 |" in said
+    assert "| sum of 1 of 3 |  |  | 11.00 |  | 10.00 | **0.909** | 1 |" in said
+    assert f"Below its must: lognormal, {case} (0.9091)." in said
+    assert "on A GPU" in said
+    assert "on B" not in said
+    assert choice_table.sections([]) == ""

@@ -51,6 +51,9 @@ def test_a_pass_in_no_graph_takes_no_less_than_the_host():
         r["a"][3] = r["b"][3] = 40.0
     assert loss(one, "rule") == 0
     assert loss(one | {"phase": "decode"}, "rule") == pytest.approx(1.0)
+    verify = one | {"phase": "verify"}
+    assert loss(verify, "rule") == 0  # a record that does not say: of before they were captured
+    assert loss(verify | {"captured": True}, "rule") == pytest.approx(1.0)
 
 
 def test_a_choice_that_fails_here_misses_the_limits_and_stays_json():

@@ -17,7 +17,7 @@ from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.table import Cell, Table, bucket_of, table
 from attn_core.costs.workload import Workload
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.runtime.adaptive import Picker, Pickers, Planned
+from attn_core.runtime.adaptive import Picker, Pickers, Planned, tables
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.graphs import GraphRunner
@@ -124,6 +124,51 @@ def test_a_table_knows_that_requests_of_a_pass_differ():
 
     assert best({500: 1}) == 1
     assert best({100: 3, 500: 1}) == 0
+
+
+@pytest.mark.parametrize(("level", "best"), [("uniform", "light"), ("decode", "quick")])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_verification_that_a_graph_replays_costs_no_launches(mode, level, best):
+    """`light` is faster on the device and slower to launch; graphs of decode replay no drafts."""
+    times = {"light": (10.0, 50.0), "quick": (20.0, 20.0)}
+    many = {"light": (100.0, 50.0), "quick": (20.0, 20.0)}  # the workload has no such batch
+    sizes = [replace(x, phase="verify", drafts=4, queries=4 * x.requests) for x in SIZES]
+    sizes = [x for x in sizes if x.kv_tokens >= x.queries]
+    costs = {
+        Key(name, "", FORM, x): Cost(us, us, us, host)
+        for x in (*SIZES, *sizes)
+        for name, (us, host) in (many if x.requests == 64 else times).items()
+    }
+    row = replace(ROW, cuda_graph=level, max_verify_topk=1)
+    needs = replace(NEEDS, speculation=Speculation(num_draft_tokens=4, mode=mode))
+    rows, profile = registry(dict.fromkeys(times, row)), Profile(costs=costs)
+    found = select(needs, HERE, rows, {}, None, profile, workload=WORKLOAD, advise=False)
+    assert found.backend("verify") == best
+    made = tables(found).get("verify")
+    assert (made is not None) == (level == "uniform")  # else one backend takes all passes
+    if made is not None:
+        assert (made.graphs[1], made.graphs[7]) == (0, 1)
+
+
+@pytest.mark.parametrize(("us", "taken"), [(10.1, 0), (10.4, 1)])
+def test_a_captured_batch_is_weighed_as_the_workload_has_it_and_two_percent_count(us, taken):
+    """64 requests stand for 64 to 127 where the workload has them; eager passes stay within 5 %."""
+    costs = {
+        Key(name, "", FORM, Pass.even("decode", n, 500)): Cost(x, x, x, 0.0)
+        for n, times in ((64, (us, 10.0)), (95, (10.0, 20.0)))
+        for name, x in zip(("short", "long"), times, strict=True)
+    }
+    rows = [("short", "", True), ("long", "", True)]
+    model, bits = CostModel(Profile(costs=costs)), (64).bit_length()
+
+    def made(requests):
+        workload = Workload(prompts={492: 1}, requests=requests, output=16)
+        return table(model, rows, [FORM], "decode", workload)
+
+    assert made({64: 1}).graphs[bits] == taken
+    assert made({64: 2, 96: 1}).graphs[bits] == taken
+    assert made({1: 1}).graphs[bits] == 0  # 95, the middle
+    assert made({64: 1}).cells[bucket_of(64, 500, 64)].near[0]
 
 
 def test_the_selection_admits_what_was_measured_and_shares_the_cache():

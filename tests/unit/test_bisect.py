@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attn_core import Shadow
 from attn_core.errors import UsageError
+from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.device import Device
 from attn_core.trust.bisect import smallest
@@ -75,7 +78,12 @@ def test_what_is_right_is_not_bisected(tmp_path):
     with pytest.raises(UsageError, match="the backend is right here"):
         smallest(r, "torch_native", REGISTRY, CPU)
     known = registry()
-    right = known.backends["softmax", "reference"]
+    right = replace(known.backends["softmax", "reference"], name="lengthy")
     backends = {**known.backends, ("softmax", "lengthy"): right}
     with pytest.raises(UsageError, match="none of lengthy, torch_native is wrong here"):
         smallest(r, None, type(known)(backends=backends), CPU)
+    here = load_plugins()  # without the one that was wrong
+    with pytest.raises(
+        UsageError, match="none of torch_native is wrong here; lengthy was not run: unknown backend"
+    ):
+        smallest(r, None, here, CPU)

@@ -278,6 +278,8 @@ def test_a_profile_says_its_age_and_what_differs():
     assert replace(profile, date="2026-11-23T09:00:00").age(now) == "1 hour old"  # no zone
     assert profile.differences({"device": "x", "torch": "2"}) == []
     assert profile.differences({"device": "x", "torch": None}) == []
+    assert profile.differences({"device": "x", "torch": "2.0"}) == []  # the same version
+    assert profile.differences({"device": "x", "torch": "2+cu130"}) != []
     assert profile.differences({"torch": "3", "driver": "5"}) == [
         "device was x and is absent",
         "driver was absent and is 5",

@@ -118,6 +118,29 @@ def test_what_was_tuned_ships_without_what_users_do_not_share():
     assert Profile.from_json(json.loads(profile.text_of(made))).costs == made.costs
 
 
+def test_a_draws_costs_replace_those_of_its_forms_and_few_of_a_series_ship():
+    """What a draw lacks, FP8 here, stays as it was; costs of two environments are never one."""
+    from benchmarks import profile
+
+    env = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+    own, draw = tuned(env, fa3=5.0, triton=1.0), tuned(env, fa3=2.0, triton=3.0)
+    (key, *_), cost = own.costs, Cost(7.0, 7.0, 7.0, 0.0)
+    fp8 = key._replace(form=replace(key.form, store="fp8_e4m3"))
+    own = replace(own, costs=own.costs | {fp8: cost}, bad={key._replace(row="x"): "old"})
+    many = {
+        key._replace(size=replace(key.size, requests=n, kv_tokens=n << 20)): cost
+        for n in range(1, 2 * profile.SHIPPED)
+    }
+    made = profile.replaced(own, replace(draw, costs=draw.costs | many))
+    assert made.costs[fp8] == cost
+    assert not made.bad
+    passes = {k.size for k in made.costs if k.form == key.form and k.size.phase == key.size.phase}
+    assert len(passes) == profile.SHIPPED
+    assert {c.us for k, c in made.costs.items() if k.size in passes} <= {2.0, 3.0, 7.0}
+    with pytest.raises(SystemExit, match="torch was"):
+        profile.replaced(tuned(env | {"torch": "2.12.0"}, fa3=5.0), draw)
+
+
 def test_what_is_shipped_is_of_rows_as_they_are_today(registry):
     """A row that changed since it was measured has no times: measure again, or drop its points."""
     rows = {(s.name, row_key(r)) for s in registry.backends.values() for r in s.capabilities}

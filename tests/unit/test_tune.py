@@ -48,7 +48,7 @@ from attn_core.measure.spread import (
 )
 from attn_core.measure.timing import FEWEST, MOST, TRIES, certain, cost_of, measure
 from attn_core.plugins.registry import Registry, load_plugins
-from attn_core.selection.result import Overrides
+from attn_core.selection.result import NoBackendError, Overrides
 from attn_core.spec.device import probe_device
 from attn_core.spec.kinds import Phase
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
@@ -662,6 +662,13 @@ def test_wrong_arguments_are_said(arguments, fault):
     done = attn(*arguments)
     assert isinstance(done.exception, UsageError), done.output
     assert fault in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_where_no_backend_fits_nothing_is_measured_and_the_reason_is_said(command):
+    done = attn(command, "--deny", "torch_native", "--minutes", "1")
+    assert isinstance(done.exception, NoBackendError), done.output
+    assert "torch_native (--deny has it)" in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -261,8 +261,8 @@ def local_device(device: str | None) -> Device:
             return one
     have = " and ".join(map(str, devices_of(here)))
     raise UsageError(
-        f"--device {device}: checks run on real devices, and this machine has {have}; leave "
-        " --device away, or run `attn check` on a machine that has one"
+        f"--device {device}: kernels run on real devices, and this machine has {have}; leave "
+        "--device out, or run the command on a machine that has one"
     )
 
 

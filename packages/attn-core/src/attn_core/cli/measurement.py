@@ -118,6 +118,9 @@ class Measurement:
             if usual
             else jobs(x.requirements, *here, grid=self.grid)
         )
+        if not todo:
+            x.select(self.registry, advise=False)  # says who refuses what
+            raise UsageError("nothing to measure: no backend that fits reads a cache of pages here")
         todo = todo[self.part[0] - 1 :: self.part[1]]
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with stdout_to_stderr(), progress(*columns, TextColumn("{task.description}")) as bar:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, get_args
 
+from packaging.version import InvalidVersion, Version
+
 from attn_core.costs.shapes import Form, Pass, PassPhase
 from attn_core.errors import UsageError
 from attn_core.formatting import printable
@@ -119,7 +121,7 @@ class Profile:
         said = []
         for name in sorted({*self.environment, *here}):
             then, now = self.environment.get(name), here.get(name, "")
-            if now is not None and now != (then or ""):
+            if now is not None and not _same(then or "", now):
                 said.append(f"{name} was {then or 'absent'} and is {now or 'absent'}")
         return said
 
@@ -166,6 +168,14 @@ class Profile:
             refused[Key(backend, row, form, size)] = _text("reason", entry.get("reason"))
         date = _text("date", data.get("date"))
         return cls(environment=environment, costs=costs, bad=refused, date=date)
+
+
+def _same(then: str, now: str) -> bool:
+    """Say whether two texts are equal, as versions too: 3.6 is 3.6.0."""
+    try:
+        return then == now or Version(then) == Version(now)
+    except InvalidVersion:
+        return False
 
 
 def _series(key: tuple[Any, ...]) -> dict[str, Any]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from attn_core.spec.capabilities import Capabilities
+from attn_core.spec.kinds import GraphLevel
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 PassPhase = Literal["prefill", "decode", "verify"]
+# The levels of CUDA graphs that replay passes of a phase; new prompts run in none
+REPLAYED: Mapping[PassPhase, tuple[GraphLevel, ...]] = {
+    "prefill": (),
+    "decode": ("decode", "uniform", "always"),
+    "verify": ("uniform", "always"),
+}
 PROSE = ("note", "preferred_page_reason", "bans", "priority", "create")  # change no kernel's time
 # The nearest measured value stands for these; a doubling of heads changes more than one of pages.
 NEAR = {

@@ -14,6 +14,7 @@ from attn_core.costs.workload import Workload
 
 Bucket = tuple[int, int, int]  # bits of the requests, of the longest, of the queries of a request
 MARGIN = 1.05  # what is this close to the fastest keeps the pass
+CAPTURED_MARGIN = 1.02  # … and this close the chosen one is captured: no pass changes between them
 
 
 class Cell(NamedTuple):
@@ -52,8 +53,9 @@ def table(
     """Return the table of candidates: (name, digest of the row, replayed in graphs).
 
     The first candidate is the chosen one. Only buckets in which this very form was measured, with
-    the chosen one and another, have a cell. workload: what lengths captured passes have, and how
-    much shorter than the longest the other requests of a pass are that decode or verify.
+    the chosen one and another, have a cell. workload: what lengths and requests captured passes
+    have, and how much shorter than the longest the other requests of a pass are that decode or
+    verify.
     """
     cells: dict[Bucket, Cell] = {}
     graphs: dict[int, int] = {}
@@ -73,12 +75,15 @@ def table(
                     cells[requests, bits, queries.bit_length()] = _cell(times)
         if phase != "prefill":
             sums = [0.0] * len(rows)
+            served = [x for x in workload.requests if x.bit_length() == requests]
+            n = max(served, key=lambda x: workload.requests[x], default=n)
             for size, share in workload.batches(phase, n, drafts, tree=tree):
                 times = _times(model, rows, forms, size) or [0.0] * len(rows)
                 sums = [a + share * b for a, b in zip(sums, times, strict=True)]
             if sums[0]:
-                cell = _cell(sums)
-                graphs[requests] = 0 if cell.near[0] else cell.best
+                least = min(sums)
+                keeps = sums[0] <= CAPTURED_MARGIN * least
+                graphs[requests] = 0 if keeps else sums.index(least)
     return Table(cells, graphs)
 
 

@@ -59,16 +59,18 @@ def compile_kernels(
     *,
     arch: str | None,
     step: Callable[[int, int], None] = lambda done, total: None,
+    sizes: int = SIZES,
 ) -> str:
     """Call what a session would call, so that its kernels are in the caches of their libraries.
 
-    step(calls done, all calls). Returns "" or why some are not compiled; what a backend raises is
-    not said here, as the session finds it again. On a CPU all calls are made in this process.
+    step(calls done, all calls). sizes: of each kind of pass, on a GPU. Returns "" or why some are
+    not compiled; what a backend raises is not said here, as the session finds it again. On a CPU
+    all calls are made in this process.
     """
     cpu = device.type == "cpu"
     processes = 1 if cpu else min(MOST_PROCESSES, cores())
     share = 2 * memory(device) / processes  # half of a GPU's free memory: one shape takes a fourth
-    listed = calls(todo, known, share, SIZES_OF_CPU if cpu else SIZES)
+    listed = calls(todo, known, share, SIZES_OF_CPU if cpu else sizes)
     try:
         for done, _ in enumerate(_called(listed, device, arch, processes), 1):
             step(done, len(listed))

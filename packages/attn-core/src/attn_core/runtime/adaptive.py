@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from attn_core.costs.shapes import PassPhase, forms, row_key
+from attn_core.costs.shapes import REPLAYED, PassPhase, forms, row_key
 from attn_core.costs.table import Bucket, Table, table
 from attn_core.runtime.backend import AttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
@@ -167,13 +167,13 @@ def _table(selection: Selection, role: Role) -> Table | None:
     if costs is None:
         return None
     speculation = needs.speculation if role == "verify" else None
-    graphs = role == "decode" or (speculation is not None and speculation.mode == "decode")
+    phase = PHASES[role]
     choices = (selection.roles[role], *selection.alternatives[role])
     return table(
         costs.model,
-        [(c.backend, row_key(c.row), graphs and c.row.cuda_graph != "never") for c in choices],
+        [(c.backend, row_key(c.row), c.row.cuda_graph in REPLAYED[phase]) for c in choices],
         forms(needs, selection.page_size),
-        PHASES[role],
+        phase,
         costs.workload,
         drafts=speculation.num_draft_tokens if speculation else 0,
         tree=speculation is not None and speculation.topk > 1,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_core.costs.model import CostModel, Estimate
-from attn_core.costs.shapes import Form, Pass, forms, row_key
+from attn_core.costs.shapes import REPLAYED, Form, Pass, forms, row_key
 from attn_core.costs.workload import Workload
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
@@ -95,10 +95,10 @@ class Costs:
         """Return the passes of a phase that have an estimate for a row, on pages of this size."""
         if not self.model.profile.costs or spec.family != "softmax" or phase is Phase.ENCODE:
             return []
-        graphs = phase is Phase.DECODE and row.cuda_graph != "never"
         layers, digest = forms(self.needs, page_size), row_key(row)
         parts = []
         for size, weight in self.workload.passes(phase, self.needs.speculation) if layers else ():
+            graphs = row.cuda_graph in REPLAYED[size.phase]
             estimate = self._sum(spec.name, digest, layers, size, graphs)
             if estimate is not None:
                 parts.append(Part(size, weight, estimate))

@@ -256,11 +256,19 @@ def smallest(
     The answers of all recorded backends to the smallest call are recorded with it.
     """
     if backend is None:
-        wrong = [x.name for x in replay(r, [], registry, device) if x.now and x.now.wrong]
+        every = replay(r, [], registry, device)
+        wrong = [x.name for x in every if x.now and x.now.wrong]
         if not wrong:
+            ran = ", ".join(x.name for x in every if x.now) or "the recorded backends"
+            missing = [f"{x.name} was not run: {x.refused}" for x in every if x.refused]
             raise UsageError(
-                f"none of {', '.join(r.recorded) or 'the recorded backends'} is wrong here; name "
-                "one with --backend, or run it on the device where it was recorded"
+                "; ".join(
+                    (
+                        f"none of {ran} is wrong here",
+                        *missing,
+                        "name one with --backend, or run it on the device where it was recorded",
+                    )
+                )
             )
         backend = wrong[0]
 
