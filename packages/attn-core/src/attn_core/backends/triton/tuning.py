@@ -138,7 +138,8 @@ def decode_launch(
         # the masks of trees spill beside more keys, and with four warps
         warps = 8 if launch.block_m == 64 else launch.warps
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
-    if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
+    is_small = launch.block_n == 128 or (shared and store_bytes == 1 and head_dim <= 128)
+    if arch == "sm90" and launch.block_m == 16 and is_small and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
