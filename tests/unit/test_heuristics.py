@@ -103,12 +103,12 @@ def test_few_requests_over_latents_take_hoppers_tiles(more, rows):
     assert decode_launch("sm90", 16, 576, 512, 2, **more).block_m == rows
 
 
-def test_over_fp8_four_programs_read_what_requests_share():
-    """In tiles of 16 rows: with three a batch of which half shares took 298 us, not 264."""
-    shared = {rows: decode_launch("sm90", rows, 128, 128, 1, shared=True) for rows in (16, 32)}
-    assert (shared[16].block_n, shared[16].ctas_per_sm, shared[16].max_registers) == (64, 4, 128)
-    assert (shared[32].block_n, shared[32].ctas_per_sm) == (64, 3)
-    assert decode_launch("sm90", 16, 256, 256, 1, shared=True).ctas_per_sm == 2
+def test_over_fp8_tiles_of_few_rows_are_launched_as_without_groups():
+    """Larger ones keep blocks of 64 keys."""
+    for shape in ((16, 64, 64), (16, 128, 128), (16, 256, 256)):
+        assert decode_launch("sm90", *shape, 1, shared=True) == decode_launch("sm90", *shape, 1)
+    assert decode_launch("sm90", 16, 128, 128, 1, shared=True).block_n == 128
+    assert decode_launch("sm90", 32, 128, 128, 1, shared=True).block_n == 64
 
 
 @pytest.mark.parametrize("arch", [*SHARED, "gfx942", "gfx950", "interpreter"])

@@ -134,12 +134,11 @@ def decode_launch(
         launch = replace(_turing(rows, head_dim, v_dim), ctas_per_sm=2)
         return _fitting(launch, arch, head_dim, v_dim, store_bytes)
     launch = _decode(rows, head_dim, v_dim, store_bytes)
-    if shared and v_dim <= 256:
+    if shared and v_dim <= 256 and launch.block_m > 16:
         # the masks of trees spill beside more keys, and with four warps
         warps = 8 if launch.block_m == 64 else launch.warps
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
-    is_small = launch.block_n == 128 or (shared and store_bytes == 1 and head_dim <= 128)
-    if arch == "sm90" and launch.block_m == 16 and is_small and not fp4:
+    if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
