@@ -214,8 +214,10 @@ def rotation_of(start, count, num_units, elapsed, quota):
     program does after `elapsed` units is the same key of each tile, or the same but for a multiple
     of the quota where it has a part of a tile. start, count: units of keys, of num_units.
     """
-    period = gl.where(count == num_units, num_units, quota)
-    rotation = (2 * quota - 1 - elapsed - start % quota) % period + 1
+    whole = count == num_units
+    # only a program's first item begins within a tile
+    rest = gl.where(whole, 2 * quota - 1 - elapsed, start) % gl.where(whole, num_units, quota)
+    rotation = 1 + gl.where(whole, rest, quota - 1 - elapsed - rest)
     return gl.where(rotation < count, rotation, 0)
 
 
