@@ -103,6 +103,14 @@ def test_few_requests_over_latents_take_hoppers_tiles(more, rows):
     assert decode_launch("sm90", 16, 576, 512, 2, **more).block_m == rows
 
 
+def test_over_fp8_tiles_of_few_rows_are_launched_as_without_groups():
+    """Larger ones keep blocks of 64 keys."""
+    for shape in ((16, 64, 64), (16, 128, 128), (16, 256, 256)):
+        assert decode_launch("sm90", *shape, 1, shared=True) == decode_launch("sm90", *shape, 1)
+    assert decode_launch("sm90", 16, 128, 128, 1, shared=True).block_n == 128
+    assert decode_launch("sm90", 32, 128, 128, 1, shared=True).block_n == 64
+
+
 @pytest.mark.parametrize("arch", [*SHARED, "gfx942", "gfx950", "interpreter"])
 @pytest.mark.parametrize("store_bytes", [1, 2, 4])
 def test_a_launch_is_one_that_triton_takes(arch, store_bytes):

@@ -121,7 +121,8 @@ def test_prompts_and_steps_beside_them_form_no_groups():
 
 
 @pytest.mark.parametrize("store", ["fp32", "fp16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
-def test_stores(store):
+def test_stores(store, monkeypatch):
+    monkeypatch.setattr(SHARED, "shared_granule", lambda *args: 128)  # a block of FP8
     dtype = store if store in ("fp32", "fp16") else "bf16"
     layer = make_layer(dim=64)
     attend(Sharers(layer, [150, 180, 201], [0, 9, 9], page=16, dtype=dtype, store=store))

@@ -134,7 +134,7 @@ def decode_launch(
         launch = replace(_turing(rows, head_dim, v_dim), ctas_per_sm=2)
         return _fitting(launch, arch, head_dim, v_dim, store_bytes)
     launch = _decode(rows, head_dim, v_dim, store_bytes)
-    if shared and v_dim <= 256:
+    if shared and v_dim <= 256 and launch.block_m > 16:
         # the masks of trees spill beside more keys, and with four warps
         warps = 8 if launch.block_m == 64 else launch.warps
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))

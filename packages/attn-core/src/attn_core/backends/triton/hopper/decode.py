@@ -24,6 +24,7 @@ from attn_core.backends.triton.hopper.common import (
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, softmax_step, store_output
 from attn_core.backends.triton.hopper.split_kv import (
     is_final,
+    next_block,
     partial_rows,
     program_work,
     split_item,
@@ -35,7 +36,7 @@ from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 def load_keys_values(
     keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Fill both channels with the blocks of each item, the last one first."""
+    """Fill both channels with the blocks of each item, in the order of next_block."""
     step = 0
     seq = work.seq
     next_unit = work.start
@@ -44,12 +45,13 @@ def load_keys_values(
         seq = item.seq
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         head = item.head
-        start = (item.first_block + item.num_blocks - 1) * CONFIG.BN
+        block = item.begin_block
+        start = block * CONFIG.BN
         slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
         for _ in range(0, item.num_blocks):
-            next_slots = lookup_slots(
-                pages, item.first_key, item.seq_len, start - CONFIG.BN, CONFIG
-            )  # fmt: skip
+            block = next_block(item, block, CONFIG)
+            next_start = block * CONFIG.BN
+            next_slots = lookup_slots(pages, item.first_key, item.seq_len, next_start, CONFIG)
             keys.wait_free(step)
             load_kv_tile(
                 keys, step, k_rows, k, pages, slots, 0, head, item.seq_len, start, CONFIG
@@ -59,7 +61,7 @@ def load_keys_values(
                 values, step, v_rows, v, pages, slots, 0, head, item.seq_len, start, CONFIG
             )  # fmt: skip
             slots = next_slots
-            start -= CONFIG.BN
+            start = next_start
             step += 1
         next_unit = item.next_unit
 
@@ -123,8 +125,9 @@ def attend(
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
         acc = gl.full([64, D], 0.0, gl.float32, O)
-        for i in range(0, item.num_blocks):
-            start = (item.first_block + item.num_blocks - 1 - i) * BN
+        block = item.begin_block
+        for _ in range(0, item.num_blocks):
+            start = block * BN
             stage = keys.stage(step)
             keys.wait_full(step)
             if CONFIG.GATHERS:
@@ -143,6 +146,7 @@ def attend(
             acc = hopper.warpgroup_mma(weights, values.tile.index(stage), acc)
             values.release(step)
             step += 1
+            block = next_block(item, block, CONFIG)
 
         final = is_final(item, CONFIG)
         if CONFIG.USE_SINKS:

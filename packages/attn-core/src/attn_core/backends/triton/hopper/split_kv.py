@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 class Work(NamedTuple):
     """Units start … end of the queue of work, a program's share; indptr: see plan_splits.
 
-    No item begins from unit `last` on. A sequence is a request, or a span if SHARED. seq: that of
-    the first unit. lane: of a part's programs this one; row_block: which 64 rows of each head that
-    makes, see decode_splits.
+    No item begins from unit `last` on. quota: the units of each program but the last ones. A
+    sequence is a request, or a span if SHARED. seq: that of the first unit. lane: of a part's
+    programs this one; row_block: which 64 rows of each head that makes, see decode_splits.
     """
 
     indptr: Any
@@ -24,6 +24,7 @@ class Work(NamedTuple):
     start: Any
     end: Any
     last: Any
+    quota: Any
     seq: Any
     lane: Any
     row_block: Any
@@ -34,8 +35,8 @@ class SplitItem(NamedTuple):
 
     request: the one whose pages have the keys. level: of its span. row_block: which 64 rows.
     context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
-    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys.
-    next_unit: of the queue of work.
+    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys, the
+    first one attended to is begin_block, see next_block. next_unit: of the queue of work.
     """
 
     seq: Any
@@ -53,6 +54,7 @@ class SplitItem(NamedTuple):
     first_key: Any
     first_block: Any
     num_blocks: Any
+    begin_block: Any
     next_unit: Any
 
 
@@ -128,7 +130,7 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
         last = gl.maximum(last, gl.minimum(start + 1, end))
     lane = gl.program_id(0) % LANES
     row_block = lane % CONFIG.ROW_BLOCKS
-    return Work(indptr, spans, start, end, last, gl.sum(before, 0), lane, row_block)
+    return Work(indptr, spans, start, end, last, quota, gl.sum(before, 0), lane, row_block)
 
 
 @gluon.jit
@@ -190,10 +192,42 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
+    begin_block = end_block - 1
+    if CONFIG.SHARED:
+        if level > 0:
+            count, elapsed = end_block - first_block, unit - work.start
+            rotation = rotation_of(start_unit, count, num_units, elapsed, work.quota)
+            begin_block = gl.where(rotation > 0, first_block + rotation - 1, begin_block)
     return SplitItem(
         seq, request, level, row_block, head, start_unit, end_unit, num_units, q_start, q_len,
-        seq_len, context_len, first_key, first_block, end_block - first_block, next_unit,
+        seq_len, context_len, first_key, first_block, end_block - first_block, begin_block,
+        next_unit,
     )  # fmt: skip
+
+
+@gluon.jit
+def rotation_of(start, count, num_units, elapsed, quota):
+    """Return how many blocks of an item of a group come before its last one, see next_block.
+
+    Tiles of a group read the same keys, and programs cut each of them elsewhere. They are to come
+    by a block at about the same time, so that one of them alone brings it from memory: what a
+    program does after `elapsed` units is the same key of each tile, or the same but for a multiple
+    of the quota where it has a part of a tile. start, count: units of keys, of num_units.
+    """
+    whole = count == num_units
+    # only a program's first item begins within a tile
+    rest = gl.where(whole, 2 * quota - 1 - elapsed, start) % gl.where(whole, num_units, quota)
+    rotation = 1 + gl.where(whole, rest, quota - 1 - elapsed - rest)
+    return gl.where(rotation < count, rotation, 0)
+
+
+@gluon.jit
+def next_block(item, block, CONFIG: gl.constexpr):
+    """Return the block of keys that comes after one of an item: the one before it."""
+    block = block - 1
+    if CONFIG.SHARED:
+        block = gl.where(block < item.first_block, block + item.num_blocks, block)
+    return block
 
 
 @gluon.jit

@@ -135,7 +135,9 @@ def merge_splits(
     inner = -1
     tokens = 0
     if SPLIT.SHARED:
-        outer = tl.load(spans.group + b)
+        # without groups nothing of them is read: it would come from memory, all else is there
+        grouped = tl.load(work_indptr + batch) * TURNS < work
+        outer = tl.load(spans.group + b, mask=grouped, other=-1)
         # without groups nothing is known of levels
         inner = tl.load(spans.group + batch + b, mask=outer >= 0, other=-1)
         tokens = tl.load(cu + batch)

@@ -1,0 +1,161 @@
+"""Hopper's decode of requests that share keys, emulated on a CPU: against float64."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from emulated_gluon import HOPPER, Pointer, launch, load
+
+D, BLOCK, SCALE, HEADS = 64, 64, 0.2, 2
+LOG2E = 1.4426950408889634
+LENGTHS = (300, 450, 400, 513, 270, 130)
+# first request, requests, begin, end, level: all but the last one share, three of them more
+GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"parts": 1},
+        {"parts": 5},
+        {"parts": 60},
+        {"tile_units": 2},
+        {"tile_units": 2, "parts": 7},
+        {"group": 16, "parts": 9},
+        {"at_once": 1},
+        {"queries": 5},
+        {"page": 1},
+        {"page": 8},
+        {"page": 128},
+    ],
+    ids=str,
+)
+def test_equals_float64(more):
+    run(**more)
+
+
+def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64):
+    """Run the kernel over pages that requests share, merge the states, and compare."""
+    torch.manual_seed(0)
+    batch, tokens = len(LENGTHS), len(LENGTHS) * queries
+    lengths = [n + queries for n in LENGTHS]
+    pages = [-(-n // page) for n in lengths]
+    table = torch.zeros(batch, max(pages)).int()
+    order = iter((torch.randperm(sum(pages)) + 1).tolist())
+    for row, count in zip(table, pages, strict=True):
+        row[:count] = torch.tensor(list(itertools.islice(order, count)))
+    for first, count, begin, end, _ in GROUPS:
+        at = slice(begin // page, end // page)
+        table[first : first + count, at] = table[first, at]
+    stores = [torch.full((sum(pages) + 1, page, HEADS, D), torch.nan).bfloat16() for _ in "kv"]
+    for row, n in reversed(list(zip(table, lengths, strict=True))):
+        at = torch.arange(n)
+        for store in stores:
+            store[row[at // page].long(), at % page] = torch.randn(n, HEADS, D).bfloat16()
+    q = torch.randn(tokens, HEADS * group, D).bfloat16()
+
+    spans = torch.zeros(7, 2 * batch).int()
+    spans[6] = torch.full((2 * batch,), -1)
+    units = []
+    for b, n in enumerate(lengths):
+        spans[3, b] = max((g[3] for g in GROUPS if g[0] <= b < g[0] + g[1]), default=0)
+        units.append(-(-n // BLOCK) - int(spans[3, b]) // BLOCK + tile_units)
+    for i, (first, count, begin, end, level) in enumerate(GROUPS):
+        found = (first, first * queries, count * queries, begin, end, level)
+        spans[:6, batch + i] = torch.tensor(found)
+        units.append(-(-count * queries * group // 64) * ((end - begin) // BLOCK + tile_units))
+    units += [0] * (2 * batch - len(units))
+    indptr = torch.tensor([0, *itertools.accumulate(units)]).int()
+    turns = HEADS // at_once
+    quota = max(1 + tile_units, -(-sum(units) * turns // parts))
+    programs = parts * at_once
+    rows = programs * 128 + 3 * tokens * HEADS * group
+    out = torch.full((tokens, HEADS * group, D), torch.nan).bfloat16()
+    lse = torch.full((tokens, HEADS * group), torch.nan)
+    partial_out, partial_lse = torch.full((rows, D), torch.nan), torch.full((rows,), torch.nan)
+
+    arguments = load("arguments", "attn_core.backends.triton.portable")
+    config = load("common", HOPPER).AttentionConfig(
+        HEADS=HEADS, GROUP=group, PAGE=page, HND=False, GATHERS=page < 8, BN=BLOCK, D=D,
+        USE_SOFTCAP=False, USE_SINKS=False, MASK=1, WINDOW=False, STAGES=2, INT64_OFFSETS=False,
+        SHARED=True, TILE_UNITS=tile_units, HEADS_AT_ONCE=at_once, MIN_UNITS=1 + tile_units,
+        COPY_ROWS=16,
+    )  # fmt: skip
+    store_of = [arguments.Store(Pointer(x), *map(torch.tensor, x.stride()[:3])) for x in stores]
+    launch(
+        load("decode", HOPPER).decode_hopper, (programs, 1, 1),
+        arguments.Queries(Pointer(q), HEADS * group * D, D),
+        arguments.Outputs(Pointer(out), Pointer(lse), HEADS * group * D, D),
+        arguments.Partials(Pointer(partial_out), Pointer(partial_lse)),
+        arguments.Requests(
+            Pointer((torch.arange(batch + 1) * queries).int()),
+            Pointer(torch.tensor(lengths).int()), Pointer(table),
+        ),
+        Pointer(indptr), arguments.Spans(*map(Pointer, spans)), Pointer(torch.zeros(1)),
+        torch.tensor(batch), 0, table.stride(0), *(x.flatten(0, 1).flatten(1) for x in stores),
+        *store_of, Pointer(torch.zeros(1)), arguments.Scales(SCALE, 1.0, 1.0), 0, config,
+    )  # fmt: skip
+
+    def states(span, token, head, q_head):
+        """Yield where the states of a row of a span are; None for its output."""
+        own = span < batch
+        row = (token - (span * queries if own else int(spans[1, span]))) * group + q_head
+        blocks = 1 if own else -(-int(spans[2, span]) * group // 64)
+        of_tile = units[span] // blocks
+        at = int(indptr[span]) * turns + head // at_once * units[span] + row // 64 * of_tile
+        low, high = (at + tile_units) // quota, (at + of_tile - 1) // quota
+        if low < high:
+            for p in range(low, high + 1):
+                yield (2 * (p * at_once + head % at_once) + (p == low)) * 64 + row % 64
+        elif own and spans[3, span] == 0:
+            yield None
+        else:
+            level = 0 if own else int(spans[5, span])
+            whole = (level * tokens + token) * HEADS * group + head * group + q_head
+            yield programs * 128 + whole
+
+    for token, head, q_head in itertools.product(range(tokens), range(HEADS), range(group)):
+        b = token // queries
+        mine = [b] + [batch + i for i, g in enumerate(GROUPS) if g[0] <= b < g[0] + g[1]]
+        found = [x for span in mine for x in states(span, token, head, q_head)]
+        seen = torch.arange(lengths[b] - queries + token % queries + 1)
+        k, v = (x[table[b][seen // page].long(), seen % page, head].double() for x in stores)
+        s = k @ q[token, head * group + q_head].double() * SCALE
+        if found == [None]:
+            got = out[token, head * group + q_head].double()
+            total = lse[token, head * group + q_head].double()
+        else:
+            logs = partial_lse[found].double()
+            total = (logs - logs.amax()).exp2().sum().log2() + logs.amax()
+            got = ((logs - total).exp2()[:, None] * partial_out[found].double()).sum(0)
+            total = total / LOG2E
+        torch.testing.assert_close(got, s.softmax(0) @ v, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(total, s.logsumexp(0), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("own", [0, 20, 700])
+@pytest.mark.parametrize("quota", [1, 5, 31, 34, 128, 148, 200])
+def test_programs_come_by_the_blocks_of_a_group_together(quota, own):
+    """However its tiles are cut, a block of keys has one turn of all programs but a few."""
+    split_kv, tile, tiles, turns = load("split_kv", HOPPER), 128, 4, {}
+    for at in range(own // quota * quota, own + tiles * tile, quota):
+        unit = max(at, own)
+        while unit < min(at + quota, own + tiles * tile):
+            start = (unit - own) % tile
+            count = min(at + quota - unit, tile - start)
+            numbers = (start, count, tile, unit - at, quota)
+            rotation = int(split_kv.rotation_of(*map(torch.tensor, numbers)))
+            item = SimpleNamespace(first_block=start, num_blocks=count)
+            order = [torch.tensor(start + (rotation or count) - 1)]
+            for _ in range(count - 1):
+                order.append(split_kv.next_block(item, order[-1], SimpleNamespace(SHARED=True)))
+            order = [int(block) for block in order]
+            assert sorted(order) == list(range(start, start + count))
+            for i, block in enumerate(order):
+                turns.setdefault(block, []).append(unit - at + i)
+            unit += count
+    late = [abs(turn - sorted(found)[1]) > 1 for found in turns.values() for turn in found]
+    if quota <= tile:  # else some programs have parts of two tiles and begin with another one
+        assert sum(late) < 0.11 * len(late)
