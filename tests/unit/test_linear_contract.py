@@ -42,8 +42,9 @@ def test_a_layer_scales_by_its_key_dim():
     ("changes", "message"),
     [
         ({"num_v_heads": 5}, "5 value heads are no multiple of 2 key heads"),
-        ({"num_k_heads": 0}, r"num_k_heads 0 \(expected 1 or more"),
+        ({"num_k_heads": 0}, r"num_k_heads 0 \(expected an integer of 1 or more"),
         ({"head_v_dim": -1}, "head_v_dim -1"),
+        ({"head_k_dim": 2.5}, "head_k_dim 2.5"),
         ({"kind": "mha"}, "kind 'mha' \\(expected 'gdn' or 'kda'"),
         ({"scale": 0.0}, r"scale 0.0 \(expected a finite number above 0"),
         ({"qk_norm": 0.0}, "qk_norm 0.0"),
