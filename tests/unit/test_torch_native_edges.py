@@ -7,8 +7,11 @@ import pytest
 import torch
 from attn_core import (
     AttentionLayer,
+    BatchError,
     ForwardBatch,
     ForwardMode,
+    HybridDispatcher,
+    KVPool,
     LayerCache,
     SpecInfo,
     load_plugins,
@@ -156,3 +159,16 @@ def test_hidden_drafts_have_no_part_whatever_they_hold(dtype):
     want, others = seen_alone(q, k, v, seen, layer).to(dtype), [0, 1, 3]
     torch.testing.assert_close(got[others], want[others], atol=2e-2, rtol=2e-2)
     assert got[2].isnan().all()
+
+
+@pytest.mark.parametrize(("starts", "keys"), [((2, 6), 6), ((0, 5, 3, 6), 6), ((0, 7), 6)])
+def test_ragged_requests_that_are_no_ranges_are_refused(starts, keys):
+    """Their keys would be those of others, or end early."""
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=1, page_size=1, kv_cache_dtype="fp32")
+    backend = create(layer)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+    q, k = torch.randn(6, 4, 32), torch.randn(keys, 2, 32)
+    cu = int32(*starts)
+    with pytest.raises(BatchError, match=r"cu_seqlens_q .* .expected to rise from 0 to at most 6"):
+        dispatcher.forward_ragged(q, k, k, layer, cu, cu, 7, 7, causal=False)
