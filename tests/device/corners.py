@@ -75,6 +75,7 @@ def draw_model(r: random.Random, kind: str) -> Model:
         window = r.choice([None, None, 1, 33, 129])
         if r.random() < 0.4:
             sinks = torch.randn(heads * group, device=DEVICE) * r.choice([1, 5, 60])
+            sinks = sinks.bfloat16().float()  # all that some kernels take
     else:
         heads, dim, v_dim, group = 1, 576, 512, r.choice([16, 64, 128])
         page = 64 if kind == "dsa" else page

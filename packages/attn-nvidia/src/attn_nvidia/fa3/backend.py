@@ -235,9 +235,10 @@ def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the LSE [T, Hq] of a call that was given the sinks [Hq], or None.
 
     Its kernels read no sink for a tile without keys. Any other LSE is at least the sink, and the
-    sink itself where it outweighs the best key by e^88, at which their sum is infinite.
+    sink itself where it outweighs the best key by e^88: there their sum is infinite, of which a
+    merge of splits makes NaN.
     """
     if sinks is None:
         return lse
     sinks = sinks.float()
-    return torch.where(lse == torch.inf, sinks, torch.maximum(lse, sinks))
+    return torch.where(lse < torch.inf, torch.maximum(lse, sinks), sinks)
