@@ -1,6 +1,7 @@
 """fa3 over the emulated libraries: the suite, the conventions, what is refused, what would fail."""
 
 import dataclasses
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -455,6 +456,39 @@ def test_sinks_of_a_tree_are_counted_once(monkeypatch):
     assert torch.allclose(with_sinks, right, atol=1e-5)
     _sinks_twice(monkeypatch)
     assert not torch.allclose(run(asked[0])[1], right, atol=1e-2)
+
+
+def test_a_sink_far_above_the_scores_is_their_log_sum_exp():
+    """The kernel's sum is infinite from e^88 on; its output, zeros, is right."""
+    layer = replace(LAYER, sinks=torch.tensor([150.0, 89.0, 2.0, -3.0]))
+    (out, lse), (_, bare) = (
+        Serving(x).decode(x, return_lse=True) for x in (layer, replace(LAYER, sinks=None))
+    )
+    torch.testing.assert_close(lse, torch.logaddexp(bare, layer.sinks))
+    assert not out[:, 0].any()
+
+
+def test_a_sink_far_above_the_drafts_leaves_the_prefix_its_weight():
+    """Keys of the prefix score 120, drafts 0, and the sink, which goes with the drafts, is 100."""
+    layer = replace(LAYER, sinks=torch.full((4,), 100.0))
+    serving = Serving(layer)
+    mask = torch.stack([tree_mask((-1, 0, 0, 1))] * 2)
+    spec_info = SpecInfo(topk=2, num_draft_tokens=4, tree_mask=mask)
+    batch, cache = (
+        serving.batch(ForwardMode.TARGET_VERIFY, [4, 4], spec_info),
+        serving.pool.layer(0),
+    )
+    cache.k.fill_(120 / layer.head_dim / layer.scale)
+    cache.k.flatten(0, 1)[batch.views["full"].out_cache_loc] = 0
+    out, lse = serving.backend.forward(
+        torch.ones(8, 4, layer.head_dim).bfloat16(), None, None, layer, cache, batch,
+        serving.backend.init_forward_metadata(batch), return_lse=True,
+    )  # fmt: skip
+    values = serving.new[0][1].split([40, 7])
+    for got, total, v in zip(out.split(4), lse.split(4), values, strict=True):
+        prefix = v[:-4].mean(0).repeat_interleave(2, 0)
+        torch.testing.assert_close(got.float(), prefix.expand(4, -1, -1), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(total, torch.full((4, 4), 120 + math.log(len(v) - 4)))
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])

@@ -116,6 +116,15 @@ def decode(layer, *, page_size=128, backend=None, **more):
     return backend, got, metadata
 
 
+def test_a_sink_far_above_the_scores_is_their_log_sum_exp():
+    """All keys are zeros. The kernel's sum is infinite from e^88 on; its output is right."""
+    layer = replace(LAYER, sinks=torch.tensor([150.0, 95.0, 2.0, -3.0]))
+    _, (out, lse), _ = decode(layer, return_lse=True)
+    keys = torch.tensor([[131.0], [9.0]]).log()
+    torch.testing.assert_close(lse, torch.logaddexp(keys, layer.sinks))
+    assert not out.any()
+
+
 def test_conventions_of_the_library(calls):
     """A window counts the tokens before the query's own; sinks are bf16; out is filled in place."""
     layer = replace(LAYER, sliding_window=17, logit_cap=3.0, sinks=torch.randn(4))

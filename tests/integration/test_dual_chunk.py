@@ -124,6 +124,32 @@ def test_logits_of_a_prompt_beyond_the_trained_length(trained: int) -> None:
     torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("option", [{"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}])
+def test_prompts_in_parts_and_drafts_are_refused_beyond_the_trained_length(option: Any) -> None:
+    rows = {"input_ids": prompts()[0][None], "max_new_tokens": 4, "do_sample": False}
+    with enable(model_of(original_max_position_embeddings=20), page_size=4) as engine:
+        with pytest.raises(UnsupportedError, match="it cannot be cut"):
+            engine._model.generate(**rows, **option)
+        assert engine.num_held == 0
+    with enable(model_of(original_max_position_embeddings=200), page_size=4) as engine:
+        whole, cut = (engine._model.generate(**rows, **more) for more in ({}, option))
+    assert torch.equal(whole, cut)  # nothing is scaled there
+
+
+def test_a_prompt_after_tokens_of_the_cache_is_refused_beyond_the_trained_length() -> None:
+    model, row = model_of(original_max_position_embeddings=20), prompts()[0][None]
+    with enable(model, page_size=4), torch.no_grad():
+        cache = model(row[:, :16]).past_key_values
+        model(row[:, 16:19], past_key_values=cache)
+        with pytest.raises(UnsupportedError, match=r"2 tokens at once, after 19 in"):
+            model(row[:, 19:21], past_key_values=cache)
+        got = [model(row[:, i : i + 1], past_key_values=cache).logits for i in (19, 20)]
+    with enable(model, page_size=4), torch.no_grad():
+        cache = model(row[:, :19]).past_key_values
+        want = [model(row[:, i : i + 1], past_key_values=cache).logits for i in (19, 20)]
+    torch.testing.assert_close(got, want)  # the cache goes on from where it was
+
+
 def test_padding_and_missing_position_ids_change_nothing() -> None:
     model, rows = model_of(), prompts()
     with enable(model, page_size=4), torch.no_grad():

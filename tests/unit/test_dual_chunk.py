@@ -150,6 +150,13 @@ def test_a_negative_trained_length_is_refused():
         DualChunk(chunk_size=8, local_size=1, original_max_position_embeddings=-1)
 
 
+@pytest.mark.parametrize("field", ["chunk_size", "local_size", "sparse_threshold"])
+def test_a_size_that_is_no_integer_is_refused(field):
+    sizes = {"chunk_size": 8, "local_size": 1, field: 4.5}
+    with pytest.raises(UsageError, match=f"{field} 4.5 .expected an integer"):
+        DualChunk(**sizes)
+
+
 @pytest.mark.parametrize(
     "more", [{"sliding_window": 4}, {"sinks": True}, {"cross": True}, {"encoder": True}]
 )

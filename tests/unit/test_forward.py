@@ -468,3 +468,26 @@ def test_requirements_of_a_layer(changes, needs):
     layer = AttentionLayer(**LAYER | changes)
     assert LayerRequirements.of(layer, "mla") == LayerRequirements(kind="mla", **SHAPE | needs)
     assert LayerRequirements.of(layer).kind == "mha"
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([1, 2, 4], r"cu_seqlens_q \[1, 2, 4\] .expected to rise from 0 to at most 4"),
+        ([0, 3, 2], "expected to rise from 0"),
+        ([0, 2, 5], "to at most 4"),
+        ([0, 1, 4], r"cu_seqlens_q \[0, 1, 4\] of other lengths than \[2, 2\], on the host"),
+    ],
+)
+def test_starts_that_cut_other_requests_are_refused_on_a_cpu(starts, message):
+    good = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        cu_seqlens_q=torch.tensor([0, 2, 4], dtype=torch.int32),
+        positions=torch.tensor([0, 1, 0, 1]),
+        max_q_len=4,
+        query_lens_host=(2, 2),
+    )
+    with pytest.raises(BatchError, match=message):
+        dataclasses.replace(good, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32))
+    padded = torch.tensor([0, 1, 3], dtype=torch.int32)  # a token behind the last request
+    dataclasses.replace(good, cu_seqlens_q=padded, query_lens_host=None)

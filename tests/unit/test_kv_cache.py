@@ -366,3 +366,24 @@ def test_padding_is_not_copied(layout, apart):
     copy_slots(cache, torch.tensor([2, -1, 3]), torch.tensor([-1, 4, 1]))
     for old, new in zip(before, read_kv(cache, torch.arange(6), torch.float32), strict=True):
         assert torch.equal(new, old[[0, 3, 2, 3, 4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "MHA"}, "kind 'MHA' .expected 'mha', 'mla' or 'dsa'"),
+        ({"page_size": 4.0}, "page_size 4.0 .expected an integer"),
+        ({"num_pages": 6.0}, "layer 0: 6.0 pages"),
+        ({"num_pages": {"full": 6.5}}, "layer 0: 6.5 pages"),
+        ({"layers": [layer(), layer(heads=1)]}, "two layers of layer_id 0"),
+        ({"store": "fp8_e4m3", "scales": {7: (2.0, 2.0)}}, r"scales of layers \[7\] .layers: .0"),
+    ],
+)
+def test_a_pool_that_would_be_another_one_is_refused(change, message):
+    with pytest.raises(UsageError, match=message):
+        pool(**change)
+
+
+def test_a_pool_takes_the_integers_of_an_array():
+    pages = torch.tensor([6, PAGE]).numpy()
+    assert pool(num_pages=pages[0], page_size=pages[1]).layer(0).k.shape[:2] == (6, PAGE)

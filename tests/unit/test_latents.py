@@ -1,6 +1,8 @@
 """FP8 latents of sparse MLA: their bytes, their scales, and the two writers of the same bits."""
 
+import copy
 import math
+import pickle
 import struct
 
 import pytest
@@ -9,6 +11,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.page_table import split_cache
 from attn_core.cache.pool import KVPool
 from attn_core.errors import UnsupportedError, UsageError
+from attn_core.ops.index import read_index, write_index
 from attn_core.ops.kv import copy_slots, read_kv, read_pages, write_kv
 from attn_core.ops.latents import from_latents, to_latents
 from attn_core.runtime.layer import AttentionLayer
@@ -216,3 +219,19 @@ class TestWriter:
     def test_none_and_padding(self):
         self.check(latents(0), SLOTS[:0])
         self.check(latents(5), torch.tensor([-1, 4, -17, 79, 33]))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_pool_is_copied_after_it_was_used(how):
+    """The views that a cache keeps of its bytes are not part of a copy, which makes its own."""
+    used = pool(index_dim=32, index_dtype="fp8_e4m3")
+    write_kv(used.layer(0), latents(5), None, SLOTS)
+    write_index(used.layer(0), torch.ones(5, 32), SLOTS)
+    other = how(used).layer(0)
+    assert torch.equal(other.k, used.layer(0).k)
+    new = latents(5, seed=1)
+    write_kv(other, new, None, SLOTS)
+    write_index(other, -torch.ones(5, 32), SLOTS)
+    assert torch.equal(other.k.view(-1, 656)[SLOTS], to_latents(new[:, 0], 512))
+    for cache, sign in ((other, -1), (used.layer(0), 1)):
+        assert (read_index(cache, SLOTS, torch.float32) == sign).all()

@@ -1,6 +1,8 @@
 """The contract of linear attention: layers, slots of a batch and the pool of states."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -40,8 +42,9 @@ def test_a_layer_scales_by_its_key_dim():
     ("changes", "message"),
     [
         ({"num_v_heads": 5}, "5 value heads are no multiple of 2 key heads"),
-        ({"num_k_heads": 0}, r"num_k_heads 0 \(expected 1 or more"),
+        ({"num_k_heads": 0}, r"num_k_heads 0 \(expected an integer of 1 or more"),
         ({"head_v_dim": -1}, "head_v_dim -1"),
+        ({"head_k_dim": 2.5}, "head_k_dim 2.5"),
         ({"kind": "mha"}, "kind 'mha' \\(expected 'gdn' or 'kda'"),
         ({"scale": 0.0}, r"scale 0.0 \(expected a finite number above 0"),
         ({"qk_norm": 0.0}, "qk_norm 0.0"),
@@ -268,6 +271,15 @@ def test_slots_leave_for_the_host_and_come_back_elsewhere():
     found.from_host(saved, torch.tensor([0, 4]))
     assert torch.equal(found.states.state[:, [0, 4]], before.state[:, [1, 3]])
     assert torch.equal(found.states.conv[:, [0, 4]], before.conv[:, [1, 3]])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_layers_of_a_copied_pool_lie_in_its_own_states(how):
+    pool = StatePool([LAYER], num_slots=3, num_drafts=2)
+    other = how(pool)
+    other.layer(3).state[1] = 7.0
+    assert (other.states.state[0, 1] == 7.0).all()
+    assert not pool.states.state.any()
 
 
 def test_an_engines_own_tensors_are_used_in_place():

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from attn_core.cache.pool import KVPool
-from attn_core.errors import BackendError, UnsupportedError
+from attn_core.errors import BackendError, UnsupportedError, UsageError
 from attn_core.runtime.batch import SpecInfo
 from attn_core.runtime.contract_checks import refuse_unplanned, refuse_window
 from attn_core.runtime.dispatcher import HybridDispatcher
@@ -32,6 +32,13 @@ def test_a_field_that_a_row_does_not_honour_is_refused_at_construction(role, cha
     ):
         make(**{role: recorder("picky", layers=layers)})
     make(**{role: recorder("able", layers=layers, **{flag: True})})
+
+
+@pytest.mark.parametrize("name", ["is_causal", "is_cross"])
+def test_an_unknown_direction_is_refused(name):
+    """None is no direction: taken for False, a layer would attend to later tokens."""
+    with pytest.raises(UsageError, match=f"layer 0: {name} None .expected a bool"):
+        dataclasses.replace(LAYERS[0], **{name: None})
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

@@ -559,3 +559,9 @@ def test_a_refusal_reaches_another_process_whole():
         assert type(copied) is NoBackendError
         assert str(copied) == str(error)
         assert copied.selection == error.selection
+
+
+@pytest.mark.parametrize("page", [0, 2.5, "16"])
+def test_a_page_size_that_is_no_number_of_tokens_is_refused(page):
+    with pytest.raises(UsageError, match=f"--page-size {page}: at least 1, an integer"):
+        select(Requirements(page_size=page), parse_device("cuda:sm90"), load_plugins(), {})

@@ -5,17 +5,27 @@ import threading
 
 import pytest
 import torch
-from attn_core import AttentionLayer, ForwardBatch, ForwardMode, LayerCache, load_plugins
+from attn_core import (
+    AttentionLayer,
+    BatchError,
+    ForwardBatch,
+    ForwardMode,
+    HybridDispatcher,
+    KVPool,
+    LayerCache,
+    SpecInfo,
+    load_plugins,
+)
 from attn_core.testing.harness import Bench
 
 SPEC = load_plugins().get("torch_native")
 SHAPE = {"layer_id": 0, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32}
 
 
-def create(layer, page_size=1):
+def create(layer, page_size=1, dtype="fp32"):
     row = next(x for x in SPEC.capabilities if x.kind == "mha" and x.device == "cpu")
     bench = Bench(spec=SPEC, row=row, torch_device=torch.device("cpu"))
-    return bench.create((layer,), dtype="fp32", page_size=page_size)
+    return bench.create((layer,), dtype=dtype, page_size=page_size)
 
 
 def int32(*numbers):
@@ -86,3 +96,79 @@ def test_threads_share_an_instance():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def seen_alone(q, k, v, seen, layer):
+    """Attend from each query to the keys that it sees, as if there were no others: float64."""
+    rows = []
+    for i, mine in enumerate(seen):
+        for h in range(layer.num_q_heads):
+            keys, values = (x[mine, h // 2].double() for x in (k, v))
+            s = layer.scale * (keys @ q[i, h].double())
+            s = s if layer.logit_cap is None else layer.logit_cap * (s / layer.logit_cap).tanh()
+            rows.append(s.softmax(0) @ values)
+    return torch.stack(rows).view(len(seen), layer.num_q_heads, -1)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf])
+def test_hidden_keys_have_no_part_whatever_they_hold(wild, window, cap):
+    """Key 6 is wild, in K or in a column of V; queries before it and behind its window are not."""
+    layer = AttentionLayer(**SHAPE, scale=0.2, logit_cap=cap, sliding_window=window)
+    backend, lens = create(layer), (int32(0, 12), int32(0, 12), 12, 12)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(12, 4, 32), torch.randn(12, 2, 32), torch.randn(12, 2, 32)
+    seen = torch.ones(12, 12, dtype=torch.bool).tril()
+    if window is not None:
+        seen &= ~torch.ones(12, 12, dtype=torch.bool).tril(-window)
+    sees = seen[:, 6]
+    for wild_k, wild_v in ((True, False), (False, True), (True, True)):
+        keys, values = k.clone(), v.clone()
+        keys[6] = wild if wild_k else keys[6]
+        values[6, :, 3] = wild if wild_v else values[6, :, 3]
+        want = seen_alone(q, keys, values, seen, layer)
+        got, lse = backend.forward_ragged(
+            q, keys, values, layer, *lens, causal=True, return_lse=True
+        )
+        torch.testing.assert_close(got[~sees], want[~sees].float(), atol=1e-5, rtol=1e-5)
+        assert lse[~sees].isfinite().all()
+        if wild_v and not wild_k:  # who sees the value gets it, in its column alone
+            torch.testing.assert_close(
+                got[sees], want[sees].float(), atol=1e-5, rtol=1e-5, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hidden_drafts_have_no_part_whatever_they_hold(dtype):
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    tree = torch.eye(4, dtype=torch.bool)
+    tree[1:, 0] = True  # drafts 1, 2 and 3 are siblings
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 32).to(dtype) for n, h in ((4, 4), (9, 2), (9, 2)))
+    k[7], v[7] = math.nan, math.inf  # draft 2 of 4, after 5 tokens
+    seen = torch.cat([torch.ones(4, 5, dtype=torch.bool), tree], 1)
+    batch = ForwardBatch.build(
+        ForwardMode.TARGET_VERIFY, query_lens=[4], seq_lens=[9], page_size=1,
+        page_table=torch.arange(9, dtype=torch.int32)[None],
+        spec=SpecInfo(topk=3, num_draft_tokens=4, tree_mask=tree[None]),
+    )  # fmt: skip
+    backend = create(layer, dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
+    cache = LayerCache(k=k[:, None], v=v[:, None])
+    got = backend.forward(q, None, None, layer, cache, batch, backend.init_forward_metadata(batch))
+    want, others = seen_alone(q, k, v, seen, layer).to(dtype), [0, 1, 3]
+    torch.testing.assert_close(got[others], want[others], atol=2e-2, rtol=2e-2)
+    assert got[2].isnan().all()
+
+
+@pytest.mark.parametrize(("starts", "keys"), [((2, 6), 6), ((0, 5, 3, 6), 6), ((0, 7), 6)])
+def test_ragged_requests_that_are_no_ranges_are_refused(starts, keys):
+    """Their keys would be those of others, or end early."""
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=1, page_size=1, kv_cache_dtype="fp32")
+    backend = create(layer)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+    q, k = torch.randn(6, 4, 32), torch.randn(keys, 2, 32)
+    cu = int32(*starts)
+    with pytest.raises(BatchError, match=r"cu_seqlens_q .* .expected to rise from 0 to at most 6"):
+        dispatcher.forward_ragged(q, k, k, layer, cu, cu, 7, 7, causal=False)

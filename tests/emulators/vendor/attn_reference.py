@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,18 @@ def attend(
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
         lse[rows] = (with_sink if sinks_in_lse else total).T
     return out, lse
+
+
+def attend_overflowing(*args: Any, sinks: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Do as `attend`, and as kernels that add exp(sink - the row's largest score) in float32.
+
+    Where it is infinite, so is the LSE.
+    """
+    out, lse = attend(*args, sinks=sinks, **options)
+    if sinks is None:
+        return out, lse
+    bare = attend(*args, sinks=None, **options)[1]  # about the largest score
+    return out, lse.masked_fill(bare.isfinite() & (sinks.float() - bare > 88.8), torch.inf)
 
 
 def gather(pages: Tensor, table: Tensor, lengths: Sequence[int], *, whole: bool = False) -> list:

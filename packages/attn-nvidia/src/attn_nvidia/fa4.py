@@ -233,8 +233,10 @@ class FA4(AttentionBackend):
             got, lse = attend(q, k, v, out=out, return_lse=return_lse, **arguments)
         if not return_lse:
             return got if out is None else out
-        # beside qv the library lays heads out innermost
-        return got if out is None else out, lse if kwargs else lse.T
+        lse = lse if kwargs else lse.T  # beside qv the library lays heads out innermost
+        if prepared.sinks is not None:  # its sum is infinite where the sink is e^88 the best key
+            lse = torch.where(lse == torch.inf, prepared.sinks.float(), lse)
+        return got if out is None else out, lse
 
     def _compile(self, variant: Variant, *tensors: Tensor | None, **arguments: Any) -> Any:
         """Call for the first time, which compiles unless another backend has done it."""

@@ -94,7 +94,8 @@ class PageAllocator:
 
         Only whole pages are shared (reusable_prefix). The rest is computed again, in pages that
         `grow` adds.
-        behind: the first token in the new key's window; earlier pages may have been released.
+        behind: the first token that the new key still reads, in the window of the first token that
+        it computes or that is copied into it; earlier pages may have been released.
         Raises UsageError for a negative number, if `key` exists, or if `from_key` is shorter or has
         released a page that the new key needs.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Real
 from typing import Any, Protocol
@@ -80,8 +80,8 @@ class LayerCache:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has: all but `launchers`, which hold addresses."""
-        return {name: x for name, x in vars(self).items() if name != "launchers"}
+        """Return what a copy or a pickle has: the fields, and no views or addresses of this one."""
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
     @property
     def num_pages(self) -> int:

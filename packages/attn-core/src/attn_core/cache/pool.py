@@ -20,6 +20,7 @@ from attn_core.cache.layer_cache import (
 from attn_core.cache.memory import zeros
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
+from attn_core.spec.requirements import is_count
 
 IndexDtype = Literal["fp32", "fp16", "bf16", "fp8_e4m3"]
 
@@ -80,21 +81,30 @@ class KVPool:
             raise UsageError(
                 f"kv_cache_dtype {kv_cache_dtype!r}: {near(kv_cache_dtype, TORCH_DTYPES)}"
             )
-        if page_size < 1:
-            raise UsageError(f"page_size {page_size} (expected 1 or more)")
+        if not is_count(page_size):
+            raise UsageError(f"page_size {page_size!r} (expected an integer of 1 or more)")
         if layout not in ("NHD", "HND"):
             raise UsageError(f"layout {layout!r} (expected 'NHD' or 'HND')")
+        if kind not in ("mha", "mla", "dsa"):
+            raise UsageError(f"kind {kind!r} (expected 'mha', 'mla' or 'dsa')")
         check_index(index_dim, index_dtype)
         self.page_size, self.kv_cache_dtype, self.kind = page_size, kv_cache_dtype, kind
         self.layout, self.device, self.index_dim = layout, torch.device(device), index_dim
         self.index_dtype, self._index_layers = index_dtype, index_layers
         self._layers: dict[int, LayerCache] = {}
         for x in layers:
-            pages = num_pages if isinstance(num_pages, int) else num_pages.get(x.view, 0)
-            if pages < 1:
-                raise UsageError(f"layer {x.layer_id}: {pages} pages for its view {x.view!r}")
+            pages = num_pages.get(x.view, 0) if isinstance(num_pages, Mapping) else num_pages
+            if not is_count(pages):
+                raise UsageError(f"layer {x.layer_id}: {pages!r} pages for its view {x.view!r}")
+            if x.layer_id in self._layers:
+                raise UsageError(
+                    f"two layers of layer_id {x.layer_id}, which would write the same pages; a "
+                    "layer that reads the keys of another has none in the pool"
+                )
             scale = (scales or {}).get(x.layer_id, (1.0, 1.0))
-            self._layers[x.layer_id] = self._create(x, pages, scale)
+            self._layers[x.layer_id] = self._create(x, int(pages), scale)
+        if unknown := sorted((scales or {}).keys() - self._layers.keys()):
+            raise UsageError(f"scales of layers {unknown} (layers: {sorted(self._layers)})")
 
     def _create(self, layer: CachedLayer, pages: int, scale: tuple[Scale, Scale]) -> LayerCache:
         fp4, size, heads = self.kv_cache_dtype == "fp4_e2m1", self.page_size, layer.num_kv_heads

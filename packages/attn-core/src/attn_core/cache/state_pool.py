@@ -150,6 +150,12 @@ class StatePool:
             for i, layer_id in enumerate(layer_ids)
         }
 
+    def __getstate__(self) -> tuple[tuple[int, ...], StateCache]:
+        return self.layer_ids, self.states
+
+    def __setstate__(self, saved: tuple[tuple[int, ...], StateCache]) -> None:
+        self._own(*saved)  # a pickle would make tensors of their own of the layers' views
+
     def layer(self, layer_id: int) -> StateCache:
         """Return one layer's slots. Raises UsageError for a layer that is not in the pool."""
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import BatchError
-from attn_core.runtime.batch_checks import check, check_states, check_tensor, integers
+from attn_core.runtime.batch_checks import check, check_starts, check_states, check_tensor, integers
 
 
 class ForwardMode(enum.Enum):
@@ -204,6 +204,7 @@ class ForwardBatch:
         check(one_each, f"{mode.value}: {t} tokens for {b} requests (one each)")
         self._check_spec(b)
         self._check_host_lengths(b, t)
+        check_starts("cu_seqlens_q", self.cu_seqlens_q, t, self.query_lens_host)
 
     def _check_host_lengths(self, b: int, t: int) -> None:
         lens, mode, most = self.query_lens_host, self.forward_mode, self.max_q_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import index
 
 import torch
@@ -42,6 +43,22 @@ def check_tensor(
     dense = t.stride(-1) == 1 if rows else t.is_contiguous()
     wanted = "stride(-1) 1" if rows else "contiguous"
     check(dense, f"{name} has strides {t.stride()} (expected {wanted}); call .contiguous()")
+
+
+def check_starts(
+    name: str, cu_seqlens: Tensor, tokens: int, lens: Sequence[int] | None = None
+) -> None:
+    """Raise BatchError for starts that cut no ranges of `tokens` tokens, or others than `lens`.
+
+    Only on a CPU, where reading them waits for nothing. Tokens behind the last range are padding.
+    """
+    if type(cu_seqlens) is not Tensor or not cu_seqlens.is_cpu:
+        return
+    starts: list[int] = cu_seqlens.tolist()
+    cut = starts[0] == 0 and starts[-1] <= tokens and starts == sorted(starts)
+    check(cut, f"{name} {starts[:9]} (expected to rise from 0 to at most {tokens}, the tokens)")
+    same = lens is None or [*accumulate(lens, initial=0)] == starts
+    check(same, f"{name} {starts[:9]} of other lengths than {list(lens or ())[:8]}, on the host")
 
 
 def num_chunks(query_lens: Sequence[int]) -> int:

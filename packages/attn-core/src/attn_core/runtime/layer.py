@@ -118,6 +118,9 @@ class AttentionLayer:
         topk = self.index_topk
         if topk is not None and not (isinstance(topk, Integral) and int(topk) >= 1):
             raise UsageError(f"{name}: index_topk {topk!r} (expected an integer of 1 or more)")
+        for what in ("is_causal", "is_cross"):
+            if getattr(self, what) not in (True, False):
+                raise UsageError(f"{name}: {what} {getattr(self, what)!r} (expected a bool)")
         self._check_lines(name)
         x = self.sinks
         if x is not None and not isinstance(x, Tensor):

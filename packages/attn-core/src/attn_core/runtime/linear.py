@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import UsageError
-from attn_core.spec.requirements import LayerRequirements
+from attn_core.spec.requirements import LayerRequirements, is_count
 
 LOWEST_BOUND = -5.0  # of a bounded gate: kernels factor its decay over 16 tokens in fp32
 
@@ -74,8 +74,9 @@ class LinearLayer:
     def __post_init__(self) -> None:
         name, heads, dims = f"layer {self.layer_id}", self.num_v_heads, self.g_dims
         for what in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
-            if getattr(self, what) < 1:
-                raise UsageError(f"{name}: {what} {getattr(self, what)} (expected 1 or more)")
+            value = getattr(self, what)
+            if not is_count(value):
+                raise UsageError(f"{name}: {what} {value!r} (expected an integer of 1 or more)")
         if self.kind not in ("gdn", "kda"):
             raise UsageError(f"{name}: kind {self.kind!r} (expected 'gdn' or 'kda')")
         if heads % self.num_k_heads:

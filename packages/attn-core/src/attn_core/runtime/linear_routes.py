@@ -63,7 +63,8 @@ class LinearRoutes:
     """The backends of a model's linear layers and the pool that they share.
 
     routes: role → backend; "linear_prefill" and "linear_decode" are required.
-    check_values: also check the values of every call, for debugging; it waits for the device.
+    check_values: also check the values of every call, for debugging; it waits for the device. On a
+    CPU slots and trees of drafts are always checked.
     Raises UsageError and UnsupportedError for a pool or a layer that a backend cannot run on.
     """
 
@@ -152,7 +153,7 @@ class LinearRoutes:
                 f"{drafts} drafts for a pool of {self.states.num_drafts}; create the StatePool "
                 f"with num_drafts={drafts}"
             )
-        if self.check_values:
+        if self.check_values or batch.state_slots.is_cpu:  # there it waits for nothing
             check_plan_values(batch, self.states)
 
     def _part(self, batch: ForwardBatch, first: int, plan: str) -> LinearPart:

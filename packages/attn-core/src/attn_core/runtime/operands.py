@@ -8,6 +8,7 @@ from torch import Tensor
 from attn_core.errors import BatchError, UnsupportedError
 from attn_core.runtime.backend import Output
 from attn_core.runtime.batch import ForwardBatch
+from attn_core.runtime.batch_checks import check_starts
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.no_backward import no_backward
 
@@ -82,6 +83,7 @@ def check_ragged(
                 f"{tokens[side]} tokens of {side} in {cu.shape[0] - 1} requests: more than "
                 f"max_{side} {most} each"
             )
+        check_starts(f"cu_seqlens_{side}", cu, tokens[side])
 
 
 def _check_queries(q: Tensor, layer: AttentionLayer, tokens: int, out: Tensor | None) -> None:

@@ -33,7 +33,7 @@ from attn_core.selection.sub_backends import check_sub_backends
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Phase, Role
 from attn_core.spec.page_size import page_limit, smallest_page, takes_page
-from attn_core.spec.requirements import Requirements
+from attn_core.spec.requirements import Requirements, is_count
 
 
 def select(
@@ -113,8 +113,8 @@ def _check(s: RowJudge) -> None:
     if o.mm_attention_backend and s.needs.vision is None:
         raise UsageError("--mm-attention-backend: the model has no vision tower")
     check_sub_backends(o, s.needs, s.registry)
-    if s.needs.page_size is not None and s.needs.page_size < 1:
-        raise UsageError(f"--page-size {s.needs.page_size}: at least 1")
+    if s.needs.page_size is not None and not is_count(s.needs.page_size):
+        raise UsageError(f"--page-size {s.needs.page_size}: at least 1, an integer")
 
 
 def _solve_softmax(s: RowJudge, base: Selection) -> Selection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from attn_core.errors import UsageError
 
@@ -30,6 +31,11 @@ class DualChunk:
     sparse_last_queries: int = 64
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not isinstance(value, Integral):
+                raise UsageError(
+                    f"dual chunk attention with {name} {value!r} (expected an integer)"
+                )
         if not 0 <= self.local_size < self.chunk_size:
             raise UsageError(
                 f"dual chunk attention with chunk_size {self.chunk_size}, local_size "

@@ -12,6 +12,11 @@ from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
 
 
+def is_count(value: Any) -> bool:
+    """Say whether a value is an integer of 1 or more."""
+    return isinstance(value, Integral) and int(value) >= 1
+
+
 def check_layer(layer: Any, name: str) -> None:
     """Check the fields that LayerRequirements and AttentionLayer share; None passes.
 
@@ -21,10 +26,10 @@ def check_layer(layer: Any, name: str) -> None:
     """
     for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
         value = getattr(layer, what)
-        if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+        if value is not None and not is_count(value):
             raise UsageError(f"{name}: {what} {value!r} (expected an integer of 1 or more)")
     window, cap = layer.sliding_window, layer.logit_cap
-    if window is not None and not (isinstance(window, Integral) and int(window) >= 1):
+    if window is not None and not is_count(window):
         raise UsageError(
             f"{name}: sliding_window {window!r} (expected an integer of 1 or more; None is off)"
         )

@@ -209,8 +209,9 @@ class FA3(AttentionBackend):
         lses = []
         for part, call in zip(parts, plan, strict=True):
             arguments = prepared.with_sinks if call.last else prepared.arguments
-            lses.append(self._run(call, arguments, q, layer, cache, part, True)[1])
-        states = torch.stack(lses).transpose(1, 2)
+            lse = self._run(call, arguments, q, layer, cache, part, True)[1].T
+            lses.append(_with_sinks(lse, layer.sinks) if call.last else lse)
+        states = torch.stack(lses)
         if q.is_cuda:
             kernel = importlib.import_module("attn_core.ops.triton.merge")
             total = q.new_empty(states.shape[1:], dtype=torch.float32)
@@ -223,14 +224,21 @@ class FA3(AttentionBackend):
 
 
 def _returned(result: Any, layer: AttentionLayer, out: Tensor | None, return_lse: bool) -> Output:
-    """Return out and LSE [T, Hq] of one call; the library leaves -inf where no key is seen.
-
-    Its kernels read no sink for a tile without keys. Any other LSE is at least the sink.
-    """
+    """Return out and LSE [T, Hq] of one call; the library leaves -inf where no key is seen."""
     if not return_lse:
         filled: Tensor = result
         return filled if out is None else out
-    lse = result[1].T
-    if layer.sinks is not None:
-        lse = torch.maximum(lse, layer.sinks).float()
-    return result[0] if out is None else out, lse
+    return result[0] if out is None else out, _with_sinks(result[1].T, layer.sinks)
+
+
+def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the LSE [T, Hq] of a call that was given the sinks [Hq], or None.
+
+    Its kernels read no sink for a tile without keys. Any other LSE is at least the sink, and the
+    sink itself where it outweighs the best key by e^88: there their sum is infinite, of which a
+    merge of splits makes NaN.
+    """
+    if sinks is None:
+        return lse
+    sinks = sinks.float()
+    return torch.where(lse < torch.inf, torch.maximum(lse, sinks), sinks)

@@ -7,7 +7,7 @@ import os
 from typing import Callable, Optional, Tuple
 
 import torch
-from attn_reference import attend, gather, split
+from attn_reference import attend_overflowing, gather, split
 
 HALF = (torch.float16, torch.bfloat16)
 compiled = []  # the variants that the real function would have compiled
@@ -184,7 +184,7 @@ def _flash_attn_fwd(
             q = torch.cat([q, qv], -1)
     else:
         keys, values = split(k, cu_seqlens_k), split(v, cu_seqlens_k, tile=tile_n)
-    result, sums = attend(
+    result, sums = attend_overflowing(
         q,
         keys,
         values,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +34,8 @@ def attend(
 
     v None: the values are the first v_dim of k. Returns out [R, H, rows, v_dim] in q's dtype and
     the natural log-sum-exp float32 [R, H, rows] (None where neither asked for nor free). A row
-    that sees nothing gives zeros and -inf.
+    that sees nothing gives zeros and -inf. On a CPU a key that a row does not see has no part in
+    it, whatever the key and its value are; elsewhere they must be finite.
     """
     mask = None if tile.mask is None else tile.mask.to(q.dtype)
     formed = logit_cap is not None or (need_lse and q.device.type != "cpu")
@@ -43,6 +46,9 @@ def attend(
     if q.device.type == "cpu":
         out, lse = _flash_cpu(q, k, v, mask, tile.causal, scale)
         out = out[..., :v_dim]
+        if (tile.causal or mask is not None) and not _finite(out):
+            values = k[..., :v_dim] if v is None else v
+            return _formed(q, k, values, mask, tile.causal, scale, logit_cap)
     else:
         values = k[..., :v_dim] if v is None else v
         if _prefers_cudnn(q, values):
@@ -128,15 +134,41 @@ def _formed(
         if logit_cap is not None:
             scores = logit_cap * torch.tanh(scores / logit_cap)
         scores = scores.view(r, h, n, keys)
+        hidden = None if mask is None else mask[:, :, a : a + step] == -torch.inf
         if causal:
             i = torch.arange(a, a + n, device=q.device)[:, None]
-            scores.masked_fill_(torch.arange(keys, device=q.device) > i, -torch.inf)
-        if mask is not None:
-            scores += mask[:, :, a : a + step]
+            later = torch.arange(keys, device=q.device) > i
+            hidden = later if hidden is None else hidden | later
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
         total = scores.logsumexp(-1)
         # -inf - -inf is NaN: a row that sees nothing weighs its keys 0
         p = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
-        weighted = p.view(r, -1, groups * n, keys) @ vf
-        out[:, :, a : a + step] = weighted.view(r, h, n, -1)
+        weighted = (p.view(r, -1, groups * n, keys) @ vf).view(r, h, n, -1)
+        if hidden is not None and q.device.type == "cpu" and not _finite(weighted):
+            weighted = _seen_values(p, vf, hidden)
+        out[:, :, a : a + step] = weighted
         lse[:, :, a : a + step] = total
     return out, lse
+
+
+def _finite(x: Tensor) -> bool:
+    """Say whether all numbers are finite; it waits for the device."""
+    # a sum in 16 bits is many times as fast, and may overflow in float16
+    return math.isfinite(x.sum().item()) or math.isfinite(x.sum(dtype=torch.float32).item())
+
+
+def _seen_values(p: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Weigh values by p [R, H, rows, keys], those of hidden keys not at all: 0 · inf is NaN.
+
+    v float32 [R, Hkv, keys, Dv]; hidden bool, as p or broadcast to it.
+    """
+    groups, wild = p.shape[1] // v.shape[1], ~v.isfinite()
+    p = torch.unflatten(p, 1, (-1, groups))  # [R, Hkv, group, rows, keys]
+    hidden = torch.broadcast_to(hidden, (p.shape[0], 1, *p.shape[3:])).unsqueeze(1)
+    total = p @ v.masked_fill(wild, 0.0).unsqueeze(2)
+    for key in wild.any(-1).any(1).any(0).nonzero()[:, 0].tolist():
+        value = v[:, :, key].masked_fill(~wild[:, :, key], 0.0)[:, :, None, None]
+        part = p[..., key, None] * value
+        total += part.masked_fill_(hidden[..., key, None], 0.0)
+    return total.flatten(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,24 @@ class ChunkRotary:
 
     dual_chunk: DualChunk
     inv_freq: Tensor
+
+    def refuse_parts(self, new: Sequence[int], lens: Sequence[int], *, drafts: bool) -> None:
+        """Raise UnsupportedError for a pass that holds a part of a prompt, or drafts of tokens.
+
+        Its queries are scaled by the length of the whole prompt, which a part of it does not tell.
+        new: tokens that each row gets. lens: what it holds with these. drafts: the new ones may be
+        taken back.
+        """
+        trained = self.dual_chunk.original_max_position_embeddings
+        for n, length in zip(new, lens, strict=True):
+            if trained and n > 1 and length > trained and (n < length or drafts):
+                what = "which may be drafts" if drafts else f"after {length - n} in the cache"
+                raise UnsupportedError(
+                    f"{n} tokens at once, {what}, make {length} of dual chunk attention that was "
+                    f"trained for {trained}: there queries are scaled by the length of the whole "
+                    "prompt, so it cannot be cut (no prefill_chunk_size, no assisted generation); "
+                    "give all of it in one pass over a new cache"
+                )
 
     def of(self, batch: ForwardBatch) -> PassRotation:
         """Return the rotations of a pass, which all its layers share."""

@@ -127,6 +127,8 @@ class Sequences:
             self._seen = torch.zeros(batch_size, 0, dtype=torch.bool, device="cpu")
         counts: list[int] = new.sum(1).tolist()
         lens = [have + n for have, n in zip(self._lens, counts, strict=True)]
+        if memory.rotary is not None:
+            memory.rotary.refuse_parts(counts, lens, drafts=self._keeps_past)
         rows = [i for i, n in enumerate(counts) if n]
         prompts = [(i, 0) for i in range(batch_size)]
         if not any(self._lens):
@@ -136,8 +138,7 @@ class Sequences:
         tables = self._grow(lens)
         seen = torch.cat([self._seen, new], 1)
         if not rows:
-            empty = Pass(memory.dispatcher, None, None, None, (), lens, seen)
-            self._pass = memory.running = empty
+            self._pass = memory.running = Pass(memory.dispatcher, None, None, None, (), lens, seen)
             return
         queries, keys = [counts[i] for i in rows], [lens[i] for i in rows]
         views = {
@@ -152,9 +153,7 @@ class Sequences:
         if any(shared for _, shared in prompts):
             views = written_once(views, [lens[i] for i in rows], [prompts[i][1] for i in rows])
         decodes = num_tokens == 1 and all(self._lens[i] for i in rows)
-        positions = [
-            torch.arange(s - n, s, device="cpu") for s, n in zip(keys, queries, strict=True)
-        ]
+        positions = [torch.arange(self._lens[i], lens[i], device="cpu") for i in rows]
         starts = [0, *itertools.accumulate(queries)]
         states = {} if self._states is None else self._states.begin(rows, queries, self._lens)
         batch = ForwardBatch(
@@ -169,8 +168,9 @@ class Sequences:
         metadata = memory.dispatcher.init_forward_metadata(batch)
         real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(memory.device)
         parts = () if self._states is None else self._states.parts(batch, metadata, real)
-        current = Pass(memory.dispatcher, batch, metadata, real, parts, lens, seen, memory.rotary)
-        self._pass = memory.running = current
+        self._pass = memory.running = Pass(
+            memory.dispatcher, batch, metadata, real, parts, lens, seen, memory.rotary
+        )
 
     def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:
         """Give every row room for lens[i] tokens; return the page tables of each view."""
