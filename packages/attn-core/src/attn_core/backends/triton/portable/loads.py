@@ -74,15 +74,31 @@ def load_tile(q, row, query, queries, head, C: tl.constexpr):
     unit = tl.full(row.shape, 1.0, tl.float32)
     if C.SCALE_QUERIES:
         q1, q2, unit = scaled_queries(q1, q2, C)
-    return Tile(q1, q2, qi, live, token, q_head, unit)
+    if C.COLUMN_PARTS == 4:
+        parts1 = fourth_columns(q1)
+        parts2 = parts1
+        if C.D2 > 0:
+            parts2 = fourth_columns(q2)
+        return Tile(parts1, parts2, qi, live, token, q_head, unit)
+    else:
+        return Tile(q1, q2, qi, live, token, q_head, unit)
+
+
+@triton.jit
+def fourth_columns(x):
+    """Return four tiles, each of every fourth column."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
 
 
 @triton.jit
 def scaled_queries(q1, q2, C: tl.constexpr):
     """Return queries in bf16 as fp16, and the unit float32 [BM] of each row.
 
-    They meet keys in FP8: fp16 holds every one of these numbers, and one instruction converts to
-    it, but bf16 has larger numbers and smaller ones. Times a power of two, which is exact, the
+    They meet keys in FP8 or FP4: fp16 holds every one of these numbers, and few instructions
+    convert to it, but bf16 has larger numbers and smaller ones. Times a power of two, which is exact, the
     largest of a row is between 2**14 and 2**15, or below where that power were above 2**24: times
     the scale of a layer its inverse has to stay above 0.
     """
@@ -107,36 +123,129 @@ def load_values(
     blocks,
     at,
     block_at,
-    d,
-    D: tl.constexpr,
+    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    FP4: tl.constexpr,
+    D: tl.constexpr,
     like: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Load keys or values as [N, len(d)] in the dtype `like`.
+    """Load the columns FIRST to FIRST + WIDTH of keys or values as [N, WIDTH] in the dtype `like`.
 
-    at, block_at: int [N], where each key and its FP4 scales begin. d: the columns; those from D
-    on are 0. FP4 is e2m1, low nibble first, with one e4m3 scale per 16 columns.
+    at, block_at: int [N], where each key and its FP4 scales begin. Columns from D on are 0. Numbers
+    in FP4 are those of load_fp4.
     """
-    here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; where D fills d there is no mask
-    if FP4:
-        codes_at = pool + at[:, None] + d[None, :] // 2
-        scale_at = blocks + block_at[:, None] + d[None, :] // 16
-        if WIDTH > D:
-            codes = tl.load(codes_at, mask=here, other=0).to(tl.int32)
-            scale = tl.load(scale_at, mask=here, other=0.0)
+    if C.FP4:
+        a, b, c, d = load_fp4(pool, blocks, at, block_at, FIRST, WIDTH, D, like, C)
+        return interleaved(a, b, c, d, at.shape[0], WIDTH)
+    else:
+        d = FIRST + tl.arange(0, WIDTH)
+        here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; D may fill d
+        if FIRST + WIDTH > D:
+            return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
         else:
-            codes = tl.load(codes_at).to(tl.int32)
-            scale = tl.load(scale_at)
-        nibble = (codes >> ((d[None, :] % 2) * 4)) & 15
-        exponent = (nibble >> 1) & 3
-        odd = nibble & 1
-        twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
-        value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
-        return (value * scale.to(tl.float32)).to(like)
-    if WIDTH > D:
-        return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
-    return tl.load(pool + at[:, None] + d[None, :]).to(like)
+            return tl.load(pool + at[:, None] + d[None, :]).to(like)
+
+
+@triton.jit
+def interleaved(a, b, c, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return tiles of each fourth column as one, [ROWS, WIDTH]."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, WIDTH])
+
+
+@triton.jit
+def load_fp4(
+    pool,
+    blocks,
+    at,
+    block_at,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    like: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Load FP4 columns FIRST to FIRST + WIDTH times 2**-14, each fourth one in one tile.
+
+    Returns four tiles [N, WIDTH / 4] in the dtype `like`: no number has to move to another thread.
+    at, block_at: int [N], where each key and its scales begin. Columns from D on are 0. FP4 is
+    e2m1, low nibble first, with one e4m3 scale per 16 columns. Both numbers and the product are
+    exact in fp16: times 2**-14 it is a multiple of its smallest number.
+    """
+    w = FIRST // 4 + tl.arange(0, WIDTH // 4)
+    block = FIRST // 16 + tl.arange(0, WIDTH // 16)
+    if C.FP4_ALIGNED:
+        SCALES: tl.constexpr = C.FP4_ALIGNED
+        CODES: tl.constexpr = 8 * C.FP4_ALIGNED
+        at = tl.multiple_of(at, CODES)
+        pool = tl.multiple_of(pool, CODES)
+        block_at = tl.multiple_of(block_at, SCALES)
+        blocks = tl.multiple_of(blocks, SCALES)
+        words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + w[None, :]
+        if FIRST + WIDTH > D:
+            word = tl.load(words, mask=(at >= 0)[:, None] & (w < D // 4)[None, :], other=0)
+        else:
+            word = tl.load(words)
+    else:
+        here = (at >= 0)[:, None] & (w < D // 4)[None, :]
+        low = pool + at[:, None] + (2 * w)[None, :]
+        word = tl.load(low, mask=here, other=0).to(tl.uint16)
+        word |= tl.load(low + 1, mask=here, other=0).to(tl.uint16) << 8
+    scales = blocks + block_at[:, None] + block[None, :]
+    if FIRST + WIDTH > D:
+        scaled = (at >= 0)[:, None] & (block < D // 16)[None, :]
+        scale = tl.load(scales, mask=scaled, other=0.0).to(tl.float16)
+    else:
+        scale = tl.load(scales).to(tl.float16)
+    ROWS: tl.constexpr = at.shape[0]
+    scale = tl.broadcast_to(scale[:, :, None], (ROWS, WIDTH // 16, 4))
+    scale = tl.reshape(scale, (ROWS, WIDTH // 4))
+    if C.PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sign, size;
+            shl.b32 sign, $4, 12;
+            shl.b32 size, $4, 9;
+            and.b32 sign, sign, 0x80008000;
+            and.b32 size, size, 0x0E000E00;
+            or.b32 sign, sign, size;
+            mul.f16x2 $0, sign, $5;
+            shl.b32 sign, $4, 8;
+            shl.b32 size, $4, 5;
+            and.b32 sign, sign, 0x80008000;
+            and.b32 size, size, 0x0E000E00;
+            or.b32 sign, sign, size;
+            mul.f16x2 $1, sign, $5;
+            shl.b32 sign, $4, 4;
+            shl.b32 size, $4, 1;
+            and.b32 sign, sign, 0x80008000;
+            and.b32 size, size, 0x0E000E00;
+            or.b32 sign, sign, size;
+            mul.f16x2 $2, sign, $5;
+            shr.u32 size, $4, 3;
+            and.b32 sign, $4, 0x80008000;
+            and.b32 size, size, 0x0E000E00;
+            or.b32 sign, sign, size;
+            mul.f16x2 $3, sign, $5;
+            }""",
+            "=r,=r,=r,=r,r,r",
+            [word, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = e2m1(word, scale)
+        b = e2m1(word >> 4, scale)
+        c = e2m1(word >> 8, scale)
+        d = e2m1(word >> 12, scale)
+    return a.to(like), b.to(like), c.to(like), d.to(like)
+
+
+@triton.jit
+def e2m1(word, scale):
+    """Return the numbers of the lowest four bits times 2**-14 and a scale, in fp16."""
+    bits = ((word & 8) << 12) | ((word & 7) << 9)  # the exponents of fp16 are 14 above
+    return bits.to(tl.float16, bitcast=True) * scale
 
 
 @triton.jit
