@@ -174,7 +174,7 @@ class LayerArguments:
             BDV=width,
             LATENT=cache.v is None,
             FP4=fp4,
-            FP4_ALIGNED=_fp4_aligned(cache) if fp4 else 0,
+            FP4_ALIGNED=_fp4_aligned(layer, cache) if fp4 else 0,
             COLUMN_PARTS=1,
             PTX=False,
             SAME_STRIDES=k == v and k_scales == v_scales,
@@ -224,15 +224,17 @@ def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -
     )
 
 
-def _fp4_aligned(cache: LayerCache) -> int:
+def _fp4_aligned(layer: AttentionLayer, cache: LayerCache) -> int:
     """Return FP4_ALIGNED of Constants, a power of two of at most 16."""
     assert cache.block_scales is not None  # it is FP4
     codes, scales = (
-        [n for x in stores if x is not None for n in (x.data_ptr(), *x.stride()[:-1])]
+        math.gcd(*(n for x in stores if x is not None for n in (x.data_ptr(), *x.stride()[:-1])))
         for stores in ((cache.k, cache.v), cache.block_scales)
     )
-    common = math.gcd(math.gcd(*codes) // 8, math.gcd(*scales), 16)
-    return common if math.gcd(*codes) % 8 == 0 else 0
+    pairs = layer.head_dim % 32 == layer.v_head_dim % 32 == 0
+    if codes % 16 or scales % 2 or not pairs:
+        return 0
+    return math.gcd(codes // 8, scales, 16)
 
 
 def _v_scale(cache: LayerCache) -> Scale:

@@ -171,74 +171,90 @@ def load_fp4(
     e2m1, low nibble first, with one e4m3 scale per 16 columns. Both numbers and the product are
     exact in fp16: times 2**-14 it is a multiple of its smallest number.
     """
-    w = FIRST // 4 + tl.arange(0, WIDTH // 4)
-    block = FIRST // 16 + tl.arange(0, WIDTH // 16)
+    WORDS: tl.constexpr = WIDTH // 4
+    PAIRS: tl.constexpr = max(1, WIDTH // 32)
+    w = FIRST // 4 + tl.arange(0, WORDS)
+    p = FIRST // 32 + tl.arange(0, PAIRS)
+    has_word = (at >= 0)[:, None] & (w < D // 4)[None, :]
+    has_pair = (at >= 0)[:, None] & (2 * p < D // 16)[None, :]
     if C.FP4_ALIGNED:
-        SCALES: tl.constexpr = C.FP4_ALIGNED
-        CODES: tl.constexpr = 8 * C.FP4_ALIGNED
-        at = tl.multiple_of(at, CODES)
-        pool = tl.multiple_of(pool, CODES)
-        block_at = tl.multiple_of(block_at, SCALES)
-        blocks = tl.multiple_of(blocks, SCALES)
+        ALIGNED: tl.constexpr = C.FP4_ALIGNED
+        EIGHT_TIMES: tl.constexpr = 8 * C.FP4_ALIGNED
         words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + w[None, :]
+        words = tl.multiple_of(words, (1, EIGHT_TIMES))
+        pairs = blocks.to(tl.pointer_type(tl.uint16)) + (block_at // 2)[:, None] + p[None, :]
+        pairs = tl.multiple_of(pairs, (1, ALIGNED))
         if FIRST + WIDTH > D:
-            word = tl.load(words, mask=(at >= 0)[:, None] & (w < D // 4)[None, :], other=0)
+            word = tl.load(words, mask=has_word, other=0)
+            pair = tl.load(pairs, mask=has_pair, other=0)
         else:
             word = tl.load(words)
+            pair = tl.load(pairs)
     else:
-        here = (at >= 0)[:, None] & (w < D // 4)[None, :]
-        low = pool + at[:, None] + (2 * w)[None, :]
-        word = tl.load(low, mask=here, other=0).to(tl.uint16)
-        word |= tl.load(low + 1, mask=here, other=0).to(tl.uint16) << 8
-    scales = blocks + block_at[:, None] + block[None, :]
-    if FIRST + WIDTH > D:
-        scaled = (at >= 0)[:, None] & (block < D // 16)[None, :]
-        scale = tl.load(scales, mask=scaled, other=0.0).to(tl.float16)
-    else:
-        scale = tl.load(scales).to(tl.float16)
-    ROWS: tl.constexpr = at.shape[0]
-    scale = tl.broadcast_to(scale[:, :, None], (ROWS, WIDTH // 16, 4))
-    scale = tl.reshape(scale, (ROWS, WIDTH // 4))
+        word = bytes_as_words(pool + at[:, None] + 2 * w[None, :], has_word, has_word)
+        scale_bytes = blocks.to(tl.pointer_type(tl.uint8)) + block_at[:, None] + 2 * p[None, :]
+        has_second = (at >= 0)[:, None] & (2 * p + 1 < D // 16)[None, :]
+        pair = bytes_as_words(scale_bytes, has_pair, has_second)
+    pair = tl.broadcast_to(pair[:, :, None], (at.shape[0], PAIRS, WORDS // PAIRS))
+    pair = tl.reshape(pair, (at.shape[0], WORDS))
+    # Which of the two, as prmt takes it. Nothing is loaded: the compiler moves the layout of a
+    # product's operand up to loads alone, and leaves it below the code where it meets a range.
+    select = tl.where(w // 4 % 2 == 0, 0x20, 0x31).to(tl.uint16)
+    nothing = pool.to(tl.pointer_type(tl.uint16)) + w
+    select = tl.load(nothing, mask=w < 0, other=select)[None, :]
     if C.PTX:
         a, b, c, d = tl.inline_asm_elementwise(
             """{
-            .reg .b32 sign, size;
+            .reg .b32 sign, size, scale;
+            .reg .b16 low, high;
+            prmt.b32 scale, $5, 0, $6;
+            mov.b32 {low, high}, scale;
+            cvt.rn.f16x2.e4m3x2 scale, low;
             shl.b32 sign, $4, 12;
             shl.b32 size, $4, 9;
             and.b32 sign, sign, 0x80008000;
             and.b32 size, size, 0x0E000E00;
             or.b32 sign, sign, size;
-            mul.f16x2 $0, sign, $5;
+            mul.f16x2 $0, sign, scale;
             shl.b32 sign, $4, 8;
             shl.b32 size, $4, 5;
             and.b32 sign, sign, 0x80008000;
             and.b32 size, size, 0x0E000E00;
             or.b32 sign, sign, size;
-            mul.f16x2 $1, sign, $5;
+            mul.f16x2 $1, sign, scale;
             shl.b32 sign, $4, 4;
             shl.b32 size, $4, 1;
             and.b32 sign, sign, 0x80008000;
             and.b32 size, size, 0x0E000E00;
             or.b32 sign, sign, size;
-            mul.f16x2 $2, sign, $5;
+            mul.f16x2 $2, sign, scale;
             shr.u32 size, $4, 3;
             and.b32 sign, $4, 0x80008000;
             and.b32 size, size, 0x0E000E00;
             or.b32 sign, sign, size;
-            mul.f16x2 $3, sign, $5;
+            mul.f16x2 $3, sign, scale;
             }""",
-            "=r,=r,=r,=r,r,r",
-            [word, scale],
+            "=r,=r,=r,=r,r,r,r",
+            [word, pair, select],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
     else:
+        scale = (pair >> ((select & 1) << 3)) & 255
+        scale = scale.to(tl.uint8).to(blocks.dtype.element_ty, bitcast=True).to(tl.float16)
         a = e2m1(word, scale)
         b = e2m1(word >> 4, scale)
         c = e2m1(word >> 8, scale)
         d = e2m1(word >> 12, scale)
     return a.to(like), b.to(like), c.to(like), d.to(like)
+
+
+@triton.jit
+def bytes_as_words(first, has_first, has_second):
+    """Load two bytes each as one number, the first one low; what a mask lacks is 0."""
+    low = tl.load(first, mask=has_first, other=0).to(tl.uint16)
+    return low | (tl.load(first + 1, mask=has_second, other=0).to(tl.uint16) << 8)
 
 
 @triton.jit
