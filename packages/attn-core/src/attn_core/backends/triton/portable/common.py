@@ -134,7 +134,7 @@ def attention_loop(
     """
     k, v, k_scales, v_scales = keys.cache
     m, total, acc = state
-    dtype: tl.constexpr = tile.q1[0].dtype if C.COLUMN_PARTS == 4 else tile.q1.dtype
+    dtype: tl.constexpr = tile.q1[0].dtype if C.KEY_PARTS == 4 else tile.q1.dtype
     n = tl.arange(0, BN)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         j = start + n
@@ -161,7 +161,7 @@ def attention_loop(
         else:
             v_at = page * v.page_stride + inner * v.token_stride
             v_scales_at = page * v_scales.page_stride + inner * v_scales.token_stride
-        if C.COLUMN_PARTS == 4:
+        if C.KEY_PARTS == 4:
             k1 = load_fp4(k.ptr, k_scales.ptr, k_at, k_scales_at, 0, C.D1, C.D, dtype, C)
             s = score_fp4(tile.q1, k1, tl.zeros([tile.qi.shape[0], BN], tl.float32))
             if C.D2 > 0:
@@ -201,7 +201,7 @@ def attention_loop(
         total = total * shrink + tl.sum(p, 1)
         weights = p.to(dtype)
         shrink = shrink[:, None]
-        if C.COLUMN_PARTS == 4:
+        if C.VALUE_PARTS == 4:
             if C.LATENT:
                 v1 = k1
             else:
@@ -212,13 +212,15 @@ def attention_loop(
                 tl.dot(weights, v1[2], acc[2] * shrink, input_precision="ieee"),
                 tl.dot(weights, v1[3], acc[3] * shrink, input_precision="ieee"),
             )
-        elif C.COLUMN_PARTS == 2:
+        elif C.VALUE_PARTS == 2:
             v1, v2 = load_split_columns(v.ptr, v_at, C.BDV, dtype, C.PTX)
             acc1 = tl.dot(weights, v2, acc[1] * shrink, input_precision="ieee")
             acc0 = tl.dot(weights, v1, acc[0] * shrink, input_precision="ieee")
             acc = (acc0, acc1)
         else:
-            if C.LATENT:
+            if C.LATENT and C.KEY_PARTS == 4:
+                v1 = interleaved(k1[0], k1[1], k1[2], k1[3], BN, C.BDV)
+            elif C.LATENT:
                 v1 = k1
             else:
                 v1 = load_values(v.ptr, v_scales.ptr, v_at, v_scales_at, 0, C.BDV, C.DV, dtype, C)
@@ -227,17 +229,17 @@ def attention_loop(
 
 
 @triton.jit
-def init_state(BM: tl.constexpr, BDV: tl.constexpr, COLUMN_PARTS: tl.constexpr):
+def init_state(BM: tl.constexpr, BDV: tl.constexpr, VALUE_PARTS: tl.constexpr):
     """Return the state of rows that have seen no key yet.
 
-    acc: COLUMN_PARTS tiles, of which tile i has the columns i, i + COLUMN_PARTS, …
+    acc: VALUE_PARTS tiles, of which tile i has the columns i, i + VALUE_PARTS, …
     """
     m = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    part = tl.zeros([BM, BDV // COLUMN_PARTS], tl.float32)
-    if COLUMN_PARTS == 4:
+    part = tl.zeros([BM, BDV // VALUE_PARTS], tl.float32)
+    if VALUE_PARTS == 4:
         acc = (part, part, part, part)
-    elif COLUMN_PARTS == 2:
+    elif VALUE_PARTS == 2:
         acc = (part, part)
     else:
         acc = (part,)
@@ -245,12 +247,12 @@ def init_state(BM: tl.constexpr, BDV: tl.constexpr, COLUMN_PARTS: tl.constexpr):
 
 
 @triton.jit
-def concat_acc(state, BM: tl.constexpr, BDV: tl.constexpr, COLUMN_PARTS: tl.constexpr):
+def concat_acc(state, BM: tl.constexpr, BDV: tl.constexpr, VALUE_PARTS: tl.constexpr):
     """Return the accumulator as [BM, BDV]."""
     acc = state.acc
-    if COLUMN_PARTS == 4:
+    if VALUE_PARTS == 4:
         return interleaved(acc[0], acc[1], acc[2], acc[3], BM, BDV)
-    elif COLUMN_PARTS == 2:
+    elif VALUE_PARTS == 2:
         return tl.reshape(tl.join(acc[0], acc[1]), [BM, BDV])
     else:
         return acc[0]

@@ -141,7 +141,7 @@ class LayerArguments:
 
     sinks: any tensor for a layer without. common: the constants of all its launches, without those
     that `constants` adds.
-    column_parts: of launches of few rows, see Constants.
+    column_parts: of launches of few rows, see VALUE_PARTS.
     """
 
     stores: KVCache
@@ -175,7 +175,8 @@ class LayerArguments:
             LATENT=cache.v is None,
             FP4=fp4,
             FP4_ALIGNED=_fp4_aligned(layer, cache) if fp4 else 0,
-            COLUMN_PARTS=1,
+            KEY_PARTS=1,
+            VALUE_PARTS=1,
             PTX=False,
             SAME_STRIDES=k == v and k_scales == v_scales,
             INT64_OFFSETS=needs_int64_offsets(cache, heads, (*k, *v, *k_scales, *v_scales)),
@@ -200,13 +201,17 @@ class LayerArguments:
 
     def constants(self, launch: Launch, mask: int, *, paged: bool) -> Constants:
         """Return the constants of one launch."""
-        common = self.common
+        common, parts = self.common, self.column_parts
         # compiled for wgmma, which takes 64 rows, Triton 3.6 gives wrong products of these
-        parts = self.column_parts if launch.block_m < 64 else 1
+        split = launch.block_m < 64
+        quarters = split and parts == 4
+        # of a tile that is not wider than high, Triton gives each warp all values
+        whole = quarters and launch.block_m >= common.BDV // 4
         return common._replace(
             PAGE=common.PAGE if paged else 0,
-            D2=max(64, common.D2) if common.D2 and parts == 4 else common.D2,
-            COLUMN_PARTS=parts,
+            D2=max(64, common.D2) if common.D2 and quarters else common.D2,
+            KEY_PARTS=4 if quarters else 1,
+            VALUE_PARTS=1 if whole or not split else parts,
             PTX=launch.ptx,
             MASK=mask,
         )

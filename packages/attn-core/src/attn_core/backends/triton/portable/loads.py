@@ -74,7 +74,7 @@ def load_tile(q, row, query, queries, head, C: tl.constexpr):
     unit = tl.full(row.shape, 1.0, tl.float32)
     if C.SCALE_QUERIES:
         q1, q2, unit = scaled_queries(q1, q2, C)
-    if C.COLUMN_PARTS == 4:
+    if C.KEY_PARTS == 4:
         parts1 = fourth_columns(q1)
         parts2 = parts1
         if C.D2 > 0:
