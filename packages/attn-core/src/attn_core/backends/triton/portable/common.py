@@ -171,9 +171,7 @@ def attention_loop(
             k1 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, 0, C.D1, C.D, dtype, C)
             s = tl.dot(tile.q1, tl.trans(k1), input_precision="ieee")
             if C.D2 > 0:
-                k2 = load_values(
-                    k.ptr, k_scales.ptr, k_at, k_scales_at, C.D1, C.D2, C.D, dtype, C
-                )
+                k2 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, C.D1, C.D2, C.D, dtype, C)
                 s = tl.dot(tile.q2, tl.trans(k2), s, input_precision="ieee")
         factor = scales.qk * LOG2E
         if C.USE_SOFTCAP:
