@@ -151,9 +151,6 @@ def main(arch, names, *, digests=False):
             result["not_declared"] = str(reason)
         except Exception as error:  # whatever a compiler raises is the finding
             result["error"] = f"{type(error).__name__}: {error}"
-            import traceback
-
-            traceback.print_exc()
         if not digests:
             result["seconds"] = round(time.perf_counter() - start, 1)
         result["kernels"] = [

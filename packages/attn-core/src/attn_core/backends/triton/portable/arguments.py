@@ -177,8 +177,9 @@ class Split(NamedTuple):
 class Tile(NamedTuple):
     """One tile in a kernel: BM rows, (query, head of the group) pairs of one KV head of a request.
 
-    q1 [BM, D1], q2 [BM, D2]: the columns of the queries, tuples where they meet FP4. qi [BM]: the queries, counted from 0.
-    live [BM]: rows that the request has. token, q_head int64 [BM]: where a row lies in q and out.
+    q1 [BM, D1], q2 [BM, D2]: the columns of the queries, tuples of KEY_PARTS tiles where these are
+    several. qi [BM]: the queries, counted from 0. live [BM]: rows that the request has. token,
+    q_head int64 [BM]: where a row lies in q and out.
     unit float32 [BM]: by which the scores of a row are multiplied, read if SCALE_QUERIES.
     """
 

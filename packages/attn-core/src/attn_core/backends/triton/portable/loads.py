@@ -98,9 +98,9 @@ def scaled_queries(q1, q2, C: tl.constexpr):
     """Return queries in bf16 as fp16, and the unit float32 [BM] of each row.
 
     They meet keys in FP8 or FP4: fp16 holds every one of these numbers, and few instructions
-    convert to it, but bf16 has larger numbers and smaller ones. Times a power of two, which is exact, the
-    largest of a row is between 2**14 and 2**15, or below where that power were above 2**24: times
-    the scale of a layer its inverse has to stay above 0.
+    convert to it, but bf16 has larger numbers and smaller ones. Times a power of two, which is
+    exact, the largest of a row is between 2**14 and 2**15, or below where that power were above
+    2**24: times the scale of a layer its inverse has to stay above 0.
     """
     top = tl.max(tl.abs(q1.to(tl.float32)), 1)
     if C.D2 > 0:
