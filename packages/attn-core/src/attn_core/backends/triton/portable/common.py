@@ -1,6 +1,6 @@
 """Device functions that the attention kernels share: masks, online softmax, the loop, the end."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ import triton.language as tl
 
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_NONE, MASK_TREE
 from attn_core.backends.triton.portable.arguments import State
-from attn_core.backends.triton.portable.loads import (
-    interleaved,
-    load_fp4,
-    load_split_columns,
-    load_values,
-)
+from attn_core.backends.triton.portable.fp4 import add_scores, interleaved, load_fp4
+from attn_core.backends.triton.portable.loads import load_split_columns, load_values
 
 LOG2E = tl.constexpr(1.4426950408889634)  # kernels work in base 2, whose exp is one instruction
 LN2 = tl.constexpr(0.6931471805599453)
@@ -107,15 +103,6 @@ def softmax_step(s, m, factor, MASK_POLICY: tl.constexpr, PER_ROW: tl.constexpr)
 
 
 @triton.jit
-def score_fp4(q, k, s):
-    """Add to s the scores of tiles that load_fp4 has loaded."""
-    s = tl.dot(q[0], tl.trans(k[0]), s, input_precision="ieee")
-    s = tl.dot(q[1], tl.trans(k[1]), s, input_precision="ieee")
-    s = tl.dot(q[2], tl.trans(k[2]), s, input_precision="ieee")
-    return tl.dot(q[3], tl.trans(k[3]), s, input_precision="ieee")
-
-
-@triton.jit
 def attention_loop(
     tile,
     state,
@@ -163,10 +150,10 @@ def attention_loop(
             v_scales_at = page * v_scales.page_stride + inner * v_scales.token_stride
         if C.KEY_PARTS == 4:
             k1 = load_fp4(k.ptr, k_scales.ptr, k_at, k_scales_at, 0, C.D1, C.D, dtype, C)
-            s = score_fp4(tile.q1, k1, tl.zeros([tile.qi.shape[0], BN], tl.float32))
+            s = add_scores(tile.q1, k1, tl.zeros([tile.qi.shape[0], BN], tl.float32))
             if C.D2 > 0:
                 k2 = load_fp4(k.ptr, k_scales.ptr, k_at, k_scales_at, C.D1, C.D2, C.D, dtype, C)
-                s = score_fp4(tile.q2, k2, s)
+                s = add_scores(tile.q2, k2, s)
         else:
             k1 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, 0, C.D1, C.D, dtype, C)
             s = tl.dot(tile.q1, tl.trans(k1), input_precision="ieee")
