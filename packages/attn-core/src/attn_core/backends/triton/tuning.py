@@ -140,6 +140,8 @@ def decode_launch(
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
+    if fp4 and launch.block_m == launch.block_n:
+        launch = replace(launch, block_n=64)  # of a square of scores each warp would read all keys
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
         warps = 8 if small and store_bytes == 1 else 4
