@@ -206,7 +206,7 @@ class LayerArguments:
         split = launch.block_m < 64
         quarters = split and parts == 4
         # of a tile that is not wider than high, Triton gives each warp all values
-        whole = quarters and launch.block_m >= common.BDV // 4
+        whole = quarters and launch.warps > 1 and launch.block_m >= common.BDV // 4
         return common._replace(
             PAGE=common.PAGE if paged else 0,
             D2=max(64, common.D2) if common.D2 and quarters else common.D2,
