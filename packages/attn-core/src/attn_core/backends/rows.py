@@ -214,8 +214,8 @@ def _triton() -> BackendSpec:
             "a CPU Triton has an interpreter only, for tests",
             "mla.fp8_kv": "our kernels read FP8 latents, whose scale is part of the softmax scale "
             "and of the last division",
-            "mla.fp4_kv": "this implementation does more than the documented one: the kernels read FP4 "
-            "latents as they are",
+            "mla.fp4_kv": "this implementation does more than the documented one: the kernels read "
+            "FP4 latents as they are",
             "mla.chunked_prefix_cache": "this implementation does more than the documented one: "
             "forward_ragged returns the log-sum-exp of a chunk, by which merge_states joins them",
         },
