@@ -186,13 +186,9 @@ def _triton_mla() -> Sequence[Capabilities]:
     rocm = replace(cuda, device="rocm", archs=frozenset(), requires=needs)
     fp8 = replace(cuda, kv_dtypes=FP8, priority=5)  # tuned libraries that read it stand above
     ampere = frozenset({"sm80", "sm86"})  # Triton refuses e4m3 there
-    # A step reads all latents, which as they are are fewer bytes than their copies; the tuned
-    # libraries, which copy them, stand above for prompts.
-    fp4 = replace(cuda, kv_dtypes=FP4, archs=cuda.archs - ampere)
     rows = (
         *(cuda, rocm, replace(fp8, archs=cuda.archs - ampere)),
-        replace(fp4, phases=frozenset({Phase.DECODE})),
-        replace(fp4, phases=frozenset({Phase.PREFILL}), priority=5),
+        replace(fp8, kv_dtypes=FP4, archs=cuda.archs - ampere),
         replace(fp8, archs=ampere, kv_dtypes=FP8 - {"fp8_e4m3"}),
         replace(rocm, kv_dtypes=FP8, priority=5),
     )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from attn_core.backends.triton.tuning_fp4 import of_fp4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -140,8 +142,8 @@ def decode_launch(
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
-    if fp4 and launch.block_m == launch.block_n:
-        launch = replace(launch, block_n=64)  # of a square of scores each warp would read all keys
+    if fp4:
+        launch = of_fp4(launch, arch, head_dim, v_dim, usual=not (shared or tree))
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
         warps = 8 if small and store_bytes == 1 else 4
