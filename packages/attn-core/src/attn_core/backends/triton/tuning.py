@@ -1,10 +1,9 @@
 """Launch parameters of the attention kernels: a pure function of shape and device.
 
 Those of sm90 are the fastest that `python -m benchmarks.tune` found on an H200. Its sweeps were not
-kept. What the parameters reach is recorded in two files of benchmarks/results:
-attention.nvidia-h200.all.json (suite "all": decode, verify, extend, prefill, mla, fp8) and
-attention.nvidia-h200.grid.json (suite "grid": short requests, head dims 64 and 128). Those of other
-architectures are reasoned: what fits shared memory and, compiled (tests/compiled), spills nothing.
+kept. What the parameters reach is in benchmarks/results: attention.nvidia-h200.all.json (decode,
+verify, extend, prefill, mla, fp8) and .grid.json (short requests, head dims 64 and 128). Those of
+other architectures are reasoned: what fits shared memory and, compiled, spills nothing.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def use_split_kv(queries: int, group: int, *, latent: bool, unsplit: bool = Fals
 
 
 # KiB of shared memory that a program may take, where it is not Hopper's 227.
-_SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99}
-_SHARED |= {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
+_SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99, "gfx90a": 64}
+_SHARED |= {"gfx942": 64, "gfx950": 160}
 _SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 rows of matrix registers spill there
 
 
@@ -112,9 +111,9 @@ def decode_launch(
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
     shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
-    last block is masked by what is loaded, which more programs hide. fp4: the store is packed,
-    which costs registers. A Hopper has kernels of its own for tiles of 64 by 64 (hopper/launch.py).
-    requests: few of them run faster in that of latents than in tiles of 16 rows, 64 do not.
+    last block is masked by what is loaded, which more programs hide. fp4: see of_fp4. A Hopper has
+    kernels of its own for tiles of 64 by 64 (hopper/launch.py). requests: few of them run faster in
+    that of latents than in tiles of 16 rows, 64 do not.
     """
     if arch == "sm90" and store_bytes == 2:
         few = requests <= 16 and page_size >= 8 and not tree
@@ -136,8 +135,7 @@ def decode_launch(
         launch = replace(_turing(rows, head_dim, v_dim), ctas_per_sm=2)
         return _fitting(launch, arch, head_dim, v_dim, store_bytes)
     launch = _decode(rows, head_dim, v_dim, store_bytes)
-    if shared and v_dim <= 256:
-        # the masks of trees spill beside more keys, and with four warps
+    if shared and v_dim <= 256:  # masks of trees spill beside more keys, and with four warps
         warps = 8 if launch.block_m == 64 else launch.warps
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
