@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from attn_core.backends.triton.tuning import Launch
+from attn_core.backends.triton.launch import Launch
 
 
 def of_fp4(launch: Launch, arch: str, head_dim: int, v_dim: int, *, usual: bool) -> Launch:
