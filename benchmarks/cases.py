@@ -18,13 +18,14 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 from torch import Tensor
 
-Phase = Literal[
-    "decode", "verify", "prefill", "extend", "mla", "mla-verify", "mla-extend", "fp8", "fp4"
-]
+Of16Bits = Literal["decode", "verify", "prefill", "extend", "mla", "mla-verify", "mla-extend"]
+# The same shapes over several stores, which no peer takes; "stores" alone is decode.
+OfStores = Literal["stores", "stores-verify", "stores-extend", "mla-stores"]
+Phase = Literal[Of16Bits, "fp8", "fp4", OfStores]
 LATENT, ROPE = 512, 64  # absorbed MLA: what is compressed, and what carries the position
 MLA_SCALE = (128 + ROPE) ** -0.5  # of the heads before absorption, DeepSeek-V3's
-_DECODES = ("decode", "mla", "fp8", "fp4")
-_VERIFIES = ("verify", "mla-verify")
+_DECODES = ("decode", "mla", "fp8", "fp4", "stores", "mla-stores")
+_VERIFIES = ("verify", "mla-verify", "stores-verify")
 _CHECKED_ROWS = 16  # queries of a request that are compared with the reference
 
 
@@ -70,7 +71,7 @@ class Case:
         parts = [self.phase, f"B{self.batch}", length]
         if self.phase not in _DECODES and self.queries is not None:
             parts.append(f"q{self.queries}")
-        if self.phase == "verify":
+        if self.phase in ("verify", "stores-verify"):
             parts.append("tree" if self.tree else "chain")
         parts += [f"H{self.q_heads}/{self.kv_heads}", f"D{dims}", f"p{self.page_size}"]
         parts += [f"shared {n}x{tokens}" for n, tokens in self.shared]

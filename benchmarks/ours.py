@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from attn_core.plugins.registry import Registry
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, create_backend
@@ -16,9 +18,8 @@ from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 from torch import Tensor
 
-from benchmarks.cases import Case, Inputs
+from benchmarks.cases import Case, Inputs, Phase
 from benchmarks.contestant import Call, Contestant
-from benchmarks.suites import FIXED
 
 
 def our_backend(
@@ -64,7 +65,7 @@ def our_backend(
         name=spec.name,
         distribution=origin.distribution,
         module=origin.module.partition(":")[0],
-        phases=frozenset((*FIXED, "fp4")),
+        phases=frozenset(get_args(Phase)),
         prepare=prepare,
         refuses=refuses,
     )

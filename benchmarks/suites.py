@@ -1,4 +1,4 @@
-"""The shapes that are measured: the fixed ones of each phase, and three grids."""
+"""The shapes that are measured: the fixed ones of each phase, and grids."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ GRID = "grid"
 MLA_GRID = "mla-grid"
 RAGGED = "ragged"
 SHARED = "shared"
+STORES = "stores"
 _GIB = 1 << 30
 GRID_KV_BYTES = 40 * _GIB  # what the KV of one shape may take
 _GRID_FLOPS = 2 * 10**13  # and its work: some 30 ms on a GPU of 700 TFLOP/s
@@ -182,6 +183,27 @@ def shared() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def stores() -> tuple[Case, ...]:
+    """Read the same shapes from a cache in bf16, FP8 and FP4: what fewer bytes are worth."""
+    decodes = [
+        Case(phase="stores", batch=batch, length=length, page_size=page)
+        for page in (64, 16)
+        for batch, length in itertools.product((1, 16, 64), (1024, 8192))
+    ]
+    wide: dict[str, Any] = {"q_heads": 16, "kv_heads": 2, "head_dim": 256, "v_head_dim": 256}
+    whole = decodes[5]
+    shapes = (
+        *decodes,
+        replace(whole, head_dim=64, v_head_dim=64),
+        replace(whole, **wide),
+        *(replace(_tree(b, 4096, page), phase="stores-verify") for b, page in ((16, 64), (64, 16))),
+        Case(phase="stores-extend", batch=8, length=4608, queries=512),
+        *(_mla("mla-stores", heads, b, 8192) for heads in (16, 128) for b in (1, 64)),
+    )
+    formats = ("bf16", "fp8_e4m3", "fp4_e2m1")
+    return tuple(replace(shape, kv_dtype=store) for shape in shapes for store in formats)
+
+
 def cases_of(phase: str) -> tuple[Case, ...]:
     """Return the cases of one phase, of a grid, or of "all": every phase but the grids."""
     if phase == GRID:
@@ -192,9 +214,11 @@ def cases_of(phase: str) -> tuple[Case, ...]:
         return ragged()
     if phase == SHARED:
         return shared()
+    if phase == STORES:
+        return stores()
     if phase == "all":
         return tuple(itertools.chain(*FIXED.values()))
     return FIXED[phase]
 
 
-PHASES = (*FIXED, GRID, MLA_GRID, RAGGED, SHARED, "all")
+PHASES = (*FIXED, GRID, MLA_GRID, RAGGED, SHARED, STORES, "all")

@@ -23,7 +23,8 @@ DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "reference" / "performance.md"
 SUMMARY = DOCS / "_static" / "speed.html"  # the plot of the home page
 SUMMARISED = ".all"  # the record of every phase
-COMPUTES = ("prefill", "extend")  # phases whose measure is TFLOP/s; of the others GB/s
+# Phases whose measure is TFLOP/s; of the others GB/s.
+COMPUTES = ("prefill", "extend", "stores-extend")
 SHOWN_FAILURES = 200  # characters of an error
 
 _HEAD = """# Performance

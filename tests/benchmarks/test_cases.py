@@ -83,7 +83,7 @@ def test_the_grid_covers_what_it_promises():
 
 
 def test_every_phase_has_cases_and_peers():
-    assert set(PHASES) == {*FIXED, "grid", "mla-grid", "ragged", "shared", "all"}
+    assert set(PHASES) == {*FIXED, "grid", "mla-grid", "ragged", "shared", "stores", "all"}
     for phase, cases in FIXED.items():
         assert {c.phase for c in cases} == {phase}
         for case in cases:
@@ -194,3 +194,18 @@ def test_ragged_lengths_are_log_normal_in_every_phase():
             logs = [math.log(n / case.length) for n in lengths]
             assert abs(statistics.mean(logs)) < 0.3
             assert case.sigma * 0.75 < statistics.stdev(logs) < case.sigma * 1.25
+
+
+def test_every_shape_is_read_from_every_store():
+    cases = cases_of("stores")
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.mode for case in cases} == {
+        ForwardMode.DECODE,
+        ForwardMode.TARGET_VERIFY,
+        ForwardMode.EXTEND,
+    }
+    assert {case.kind for case in cases} == {"mha", "mla"}
+    for plain, fp8, fp4 in zip(cases[::3], cases[1::3], cases[2::3], strict=True):
+        assert dataclasses.replace(fp4, kv_dtype=plain.kv_dtype) == plain
+        assert (fp8.kv_bytes * 2, fp4.kv_bytes * 32) == (plain.kv_bytes, plain.kv_bytes * 9)
+        assert not any(case.phase in peer.phases for peer in PEERS for case in (plain, fp8, fp4))

@@ -213,11 +213,20 @@ DSA = {
 }  # fmt: skip
 ODDITIES = {"window": 33, "sinks": True, "dims": (64, 64), "heads": (64, 8)}  # gpt-oss
 
+FP4 = {"kv_dtype": "fp4_e2m1", "k_scale": 0.5}
+
 # What serving spends its time in.
 HOT: dict[str, Site] = {
     "decode": Site(case=decode()),
     "decode-page-1": Site(case=decode(), page_size=1),
     "decode-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5)),
+    "decode-fp4": Site(case=decode(**FP4)),
+    "decode-fp4-64": Site(case=decode(**FP4, dims=(64, 64))),
+    "decode-fp4-256": Site(case=decode(**FP4, dims=(256, 256), heads=(16, 2))),
+    "verify-fp4": Site(case=verify(**FP4), page_size=16),
+    "mla-decode-fp4": Site(case=decode(**MLA, **FP4)),
+    "mla-decode-16-heads-fp4": Site(case=decode(**(MLA | {"heads": (16, 1)}), **FP4)),
+    "extend-fp4": Site(case=extend(**FP4)),
     "extend": Site(case=extend()),
     "extend-page-1": Site(case=extend(), page_size=1),
     "prefill": Site(case=extend(query_lens=(2000, 64)), page_size=1),
@@ -252,7 +261,9 @@ MORE: dict[str, Site] = {
     "extend-fixed": Site(case=extend(), deterministic=True),
     "decode-fp16": Site(case=decode(), dtype="fp16"),
     "decode-fp32": Site(case=decode(), dtype="fp32"),
-    "decode-fp4": Site(case=decode(kv_dtype="fp4_e2m1", k_scale=0.5)),
+    "decode-fp4-80": Site(case=decode(**FP4, dims=(80, 80))),
+    "decode-shared-fp4": Site(case=decode(**FP4), shared_prefix=True),
+    "mla-extend-fp4": Site(case=extend(**MLA, **FP4)),
     "decode-e5m2": Site(case=decode(kv_dtype="fp8_e5m2")),
     "decode-256": Site(case=decode(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
     "decode-512-fp32": Site(case=decode(dims=(512, 512)), dtype="fp32"),
@@ -264,7 +275,6 @@ MORE: dict[str, Site] = {
     "extend-1k-page-1": Site(case=extend(seq_lens=(1000, 64)), page_size=1),
     "extend-fp32": Site(case=extend(), dtype="fp32"),
     "extend-fp8": Site(case=extend(kv_dtype="fp8_e4m3", k_scale=0.5)),
-    "extend-fp4": Site(case=extend(kv_dtype="fp4_e2m1", k_scale=0.5)),
     "extend-256": Site(case=extend(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
     "extend-256-cut": Site(case=extend(dims=(256, 256), heads=(16, 2), logit_cap=50.0)),
     "decode-dual-chunk": Site(case=decode(dual_chunk=QWEN_1M)),

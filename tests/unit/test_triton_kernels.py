@@ -167,6 +167,20 @@ def test_every_float8_and_every_tie_between_two_is_exact(store, scale):
     )
 
 
+def test_every_tie_between_two_fp4_codes_is_exact():
+    """With every scale of a block, beside the next float32 numbers and those that become 0."""
+    unit = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
+    tie = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]) * unit
+    x = torch.cat([tie, tie.nextafter(tie + 1), tie.nextafter(tie * 0)], 1)
+    tiny = torch.tensor([1.0, 2.0, 3.0, 100.0, 224.0, 225.0]) * 2.0**-149
+    x = torch.cat([x, tiny.expand(len(unit), -1), torch.zeros(len(unit), 1)], 1)
+    x = torch.cat([x, -x], 1).view(len(unit), 4, 14)
+    x = torch.cat([x, 6 * unit[:, None].expand(-1, 4, 1), 0 * x[..., :1]], 2)  # the largest of each
+    x = x.reshape(len(unit), 1, 64)
+    shape = (1, 64, 0, len(x))
+    check_write(lambda: cache_of("fp4_e2m1", shape), x, None, torch.arange(len(x)) + len(x))
+
+
 def test_more_tokens_than_one_program_writes_and_none():
     shape = (2, 80, 13, 64)
     for n in (0, 1, 150):

@@ -1,6 +1,6 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
-from attn_core.backends.triton.portable import common, decode, dual_chunk, merge, plan_shared
+from attn_core.backends.triton.portable import common, decode, dual_chunk, fp4, merge, plan_shared
 from attn_core.ops.triton import vertical_slash
 from edited import Edited
 
@@ -207,3 +207,25 @@ class KernelRowsOfTheFirstBlock(Edited):
     kernel = decode.decode_splits
     before = "row = row_block * BM + tl.arange(0, BM)"
     after = "row = tl.arange(0, BM)"
+
+
+class KernelFp4ScaleOfTheNeighbour(Edited):
+    """Each 16 columns of FP4 take the other scale of their pair."""
+
+    kernel = fp4.load_fp4
+    before = "w // 4 % 2 == 0"
+    after = "w // 4 % 2 == 1"
+
+
+class KernelFp4ColumnsSwapped(Edited):
+    """The second and the third of each four columns change places."""
+
+    kernel = fp4.load_fp4
+    before = "return a.to(like), b.to(like), c.to(like), d.to(like)"
+    after = "return a.to(like), c.to(like), b.to(like), d.to(like)"
+
+
+class KernelFp4WithoutSigns(Edited):
+    kernel = fp4.e2m1
+    before = "((word & 8) << 12) | "
+    after = ""

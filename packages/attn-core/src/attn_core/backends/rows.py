@@ -188,6 +188,7 @@ def _triton_mla() -> Sequence[Capabilities]:
     ampere = frozenset({"sm80", "sm86"})  # Triton refuses e4m3 there
     rows = (
         *(cuda, rocm, replace(fp8, archs=cuda.archs - ampere)),
+        replace(fp8, kv_dtypes=FP4, archs=cuda.archs - ampere),
         replace(fp8, archs=ampere, kv_dtypes=FP8 - {"fp8_e4m3"}),
         replace(rocm, kv_dtypes=FP8, priority=5),
     )
@@ -209,6 +210,8 @@ def _triton() -> BackendSpec:
             "a CPU Triton has an interpreter only, for tests",
             "mla.fp8_kv": "our kernels read FP8 latents, whose scale is part of the softmax scale "
             "and of the last division",
+            "mla.fp4_kv": "this implementation does more than the documented one: the kernels read "
+            "FP4 latents as they are",
             "mla.chunked_prefix_cache": "this implementation does more than the documented one: "
             "forward_ragged returns the log-sum-exp of a chunk, by which merge_states joins them",
         },

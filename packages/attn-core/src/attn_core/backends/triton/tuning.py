@@ -1,41 +1,18 @@
 """Launch parameters of the attention kernels: a pure function of shape and device.
 
 Those of sm90 are the fastest that `python -m benchmarks.tune` found on an H200. Its sweeps were not
-kept. What the parameters reach is recorded in two files of benchmarks/results:
-attention.nvidia-h200.all.json (suite "all": decode, verify, extend, prefill, mla, fp8) and
-attention.nvidia-h200.grid.json (suite "grid": short requests, head dims 64 and 128). Those of other
-architectures are reasoned: what fits shared memory and, compiled (tests/compiled), spills nothing.
+kept. What the parameters reach is in benchmarks/results: attention.nvidia-h200.all.json (decode,
+verify, extend, prefill, mla, fp8) and .grid.json (short requests, head dims 64 and 128). Those of
+other architectures are reasoned: what fits shared memory and, compiled, spills nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How one kernel is launched.
-
-    block_m: rows of a tile, (query, head of the group) pairs.
-    block_n: keys of a step.
-    warps: of a program.
-    stages: of the pipeline of its loads.
-    ctas_per_sm: programs per multiprocessor, of kernels whose grid is the device's.
-    min_blocks: the fewest blocks of keys that one of these programs takes.
-    max_registers: of a thread; 0 leaves it to the compiler.
-    ptx: whether the device has NVIDIA's instructions.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    ctas_per_sm: int = 1
-    min_blocks: int = 1
-    max_registers: int = 0
-    ptx: bool = False
-
+from attn_core.backends.triton.launch import Launch as Launch
+from attn_core.backends.triton.tuning_fp4 import of_fp4
 
 LONG = 1 << 30  # keys of the longest request, where its length must not be asked
 
@@ -87,8 +64,8 @@ def use_split_kv(queries: int, group: int, *, latent: bool, unsplit: bool = Fals
 
 
 # KiB of shared memory that a program may take, where it is not Hopper's 227.
-_SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99}
-_SHARED |= {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
+_SHARED = {"sm75": 64, "sm80": 163, "sm86": 99, "sm89": 99, "sm120": 99, "gfx90a": 64}
+_SHARED |= {"gfx942": 64, "gfx950": 160}
 _SMALL = ("sm75", "sm80", "sm86", "sm89", "sm120")  # 128 rows of matrix registers spill there
 
 
@@ -110,9 +87,9 @@ def decode_launch(
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
     shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
-    last block is masked by what is loaded, which more programs hide. fp4: the store is packed,
-    which costs registers. A Hopper has kernels of its own for tiles of 64 by 64 (hopper/launch.py).
-    requests: few of them run faster in that of latents than in tiles of 16 rows, 64 do not.
+    last block is masked by what is loaded, which more programs hide. fp4: see of_fp4. A Hopper has
+    kernels of its own for tiles of 64 by 64 (hopper/launch.py). requests: few of them run faster in
+    that of latents than in tiles of 16 rows, 64 do not.
     """
     if arch == "sm90" and store_bytes == 2:
         few = requests <= 16 and page_size >= 8 and not tree
@@ -140,6 +117,8 @@ def decode_launch(
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
+    if fp4:
+        launch = of_fp4(launch, arch, head_dim, v_dim, usual=not (shared or tree))
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
         warps = 8 if small and store_bytes == 1 else 4

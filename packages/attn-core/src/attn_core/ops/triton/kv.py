@@ -55,14 +55,15 @@ def _fp4_codes(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     block = fp8_bits(tl.where(broken, float("nan"), top), 3, 7, 448.0)
     normal = ((block + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     unit = tl.where(block < 8, block.to(tl.float32) * 2.0**-9, normal)
-    unit = tl.where(broken, float("nan"), tl.where(block == 0, 1.0, unit))
-    a = tl.div_rn(y, unit[:, :, None])
-    m = tl.abs(a)
-    # between two codes the even one is taken: the first of 0.25, the second of 0.75, …
-    code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32)
-    code += (m >= 1.75).to(tl.int32) + (m > 2.5).to(tl.int32)
-    code += (m >= 3.5).to(tl.int32) + (m > 5.0).to(tl.int32)
-    code |= (a < 0).to(tl.int32) << 3
+    unit = tl.where(block == 0, 1.0, unit)[:, :, None]
+    # Between two codes the even one is taken: the first of 0.25, the second of 0.75, … Rounded
+    # quotients compare to these as numbers do to their products, since a unit has four bits.
+    code = (size > 0.25 * unit).to(tl.int32) + (size >= 0.75 * unit).to(tl.int32)
+    code += (size > 1.25 * unit).to(tl.int32) + (size >= 1.75 * unit).to(tl.int32)
+    code += (size > 2.5 * unit).to(tl.int32) + (size >= 3.5 * unit).to(tl.int32)
+    code += (size > 5.0 * unit).to(tl.int32)
+    negative = y * 2.0**100 < unit * -(2.0**-50)  # and the quotient is not rounded to 0
+    code = tl.where(broken[:, :, None], 0, code | (negative.to(tl.int32) << 3))
     low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
     return low | (high << 4), block
 

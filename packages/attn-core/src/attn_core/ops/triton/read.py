@@ -30,10 +30,8 @@ def e4m3(bits):
 @triton.jit
 def _e2m1(code):
     """Return the float32 numbers of e2m1 codes, 0 to 15, in int32."""
-    exponent = (code >> 1) & 3
-    odd = code & 1
-    twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
-    return tl.where(code > 7, -0.5, 0.5) * twice.to(tl.float32)
+    bits = ((code & 8) << 12) | ((code & 7) << 9)  # of float16, whose exponents are 14 above
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 2.0**14
 
 
 @triton.jit(do_not_specialize=["rows"])

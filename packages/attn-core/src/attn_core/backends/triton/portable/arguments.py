@@ -111,8 +111,11 @@ class Constants(NamedTuple):
 
     HEADS: KV heads. GROUP: query heads of each. PAGE: tokens of a page, 0 for plain K and V.
     D, DV: columns of keys and values. D1, D2: the tiles of D. BDV: DV as a power of two.
-    LATENT: values are the first columns of the keys. FP4: two values a byte.
-    SPLIT_FP8_COLUMNS: see load_split_columns. SAME_STRIDES: of K and V.
+    LATENT: values are the first columns of the keys. FP4: two values a byte. FP4_ALIGNED: the FP4
+    scales of each key begin at multiples of so many bytes and its codes at multiples of eight times
+    as many, 0 where they begin anywhere. KEY_PARTS, VALUE_PARTS: the tiles that columns are taken
+    in, each second or fourth one by one tile: 4 of FP4, see load_fp4, and 2 of values in FP8, see
+    load_split_columns. SAME_STRIDES: of K and V.
     INT64_OFFSETS: offsets into the stores need 64 bits. MASK: see masks.py. CHUNK: tokens of a
     chunk of dual chunk attention, 0 without it. SCALE_QUERIES: see scaled_queries.
     """
@@ -127,7 +130,9 @@ class Constants(NamedTuple):
     BDV: int
     LATENT: bool
     FP4: bool
-    SPLIT_FP8_COLUMNS: bool
+    FP4_ALIGNED: int
+    KEY_PARTS: int
+    VALUE_PARTS: int
     PTX: bool
     SAME_STRIDES: bool
     INT64_OFFSETS: bool
@@ -172,8 +177,9 @@ class Split(NamedTuple):
 class Tile(NamedTuple):
     """One tile in a kernel: BM rows, (query, head of the group) pairs of one KV head of a request.
 
-    q1 [BM, D1], q2 [BM, D2]: the columns of the queries. qi [BM]: the queries, counted from 0.
-    live [BM]: rows that the request has. token, q_head int64 [BM]: where a row lies in q and out.
+    q1 [BM, D1], q2 [BM, D2]: the columns of the queries, tuples of KEY_PARTS tiles where these are
+    several. qi [BM]: the queries, counted from 0. live [BM]: rows that the request has. token,
+    q_head int64 [BM]: where a row lies in q and out.
     unit float32 [BM]: by which the scores of a row are multiplied, read if SCALE_QUERIES.
     """
 
@@ -209,9 +215,8 @@ class Keys(NamedTuple):
 
 
 class State(NamedTuple):
-    """An online softmax: m, total float32 [BM], acc and acc2 float32 [BM, BDV], see init_state."""
+    """An online softmax: m, total float32 [BM], acc a tuple of float32 tiles, see init_state."""
 
     m: Any
     total: Any
     acc: Any
-    acc2: Any

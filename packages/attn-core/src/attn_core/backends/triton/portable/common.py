@@ -1,6 +1,6 @@
 """Device functions that the attention kernels share: masks, online softmax, the loop, the end."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 # Triton compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_NONE, MASK_TREE
 from attn_core.backends.triton.portable.arguments import State
+from attn_core.backends.triton.portable.fp4 import add_scores, interleaved, load_fp4
 from attn_core.backends.triton.portable.loads import load_split_columns, load_values
 
 LOG2E = tl.constexpr(1.4426950408889634)  # kernels work in base 2, whose exp is one instruction
@@ -119,11 +120,9 @@ def attention_loop(
     MASK_POLICY: UNMASKED, MASKED or MASKED_AT_EDGES.
     """
     k, v, k_scales, v_scales = keys.cache
-    m, total, acc, acc2 = state
-    dtype: tl.constexpr = tile.q1.dtype
+    m, total, acc = state
+    dtype: tl.constexpr = tile.q1[0].dtype if C.KEY_PARTS == 4 else tile.q1.dtype
     n = tl.arange(0, BN)
-    d1 = tl.arange(0, C.D1)
-    dv = tl.arange(0, C.BDV)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         j = start + n
         at = j
@@ -149,14 +148,18 @@ def attention_loop(
         else:
             v_at = page * v.page_stride + inner * v.token_stride
             v_scales_at = page * v_scales.page_stride + inner * v_scales.token_stride
-        k1 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, d1, C.D, C.D1, C.FP4, dtype)
-        s = tl.dot(tile.q1, tl.trans(k1), input_precision="ieee")
-        if C.D2 > 0:
-            d2 = C.D1 + tl.arange(0, C.D2)
-            k2 = load_values(
-                k.ptr, k_scales.ptr, k_at, k_scales_at, d2, C.D, C.D1 + C.D2, C.FP4, dtype
-            )
-            s = tl.dot(tile.q2, tl.trans(k2), s, input_precision="ieee")
+        if C.KEY_PARTS == 4:
+            k1 = load_fp4(k.ptr, k_scales.ptr, k_at, k_scales_at, 0, C.D1, C.D, dtype, C)
+            s = add_scores(tile.q1, k1, tl.zeros([tile.qi.shape[0], BN], tl.float32))
+            if C.D2 > 0:
+                k2 = load_fp4(k.ptr, k_scales.ptr, k_at, k_scales_at, C.D1, C.D2, C.D, dtype, C)
+                s = add_scores(tile.q2, k2, s)
+        else:
+            k1 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, 0, C.D1, C.D, dtype, C)
+            s = tl.dot(tile.q1, tl.trans(k1), input_precision="ieee")
+            if C.D2 > 0:
+                k2 = load_values(k.ptr, k_scales.ptr, k_at, k_scales_at, C.D1, C.D2, C.D, dtype, C)
+                s = tl.dot(tile.q2, tl.trans(k2), s, input_precision="ieee")
         factor = scales.qk * LOG2E
         if C.USE_SOFTCAP:
             unit = tile.unit[:, None] if C.SCALE_QUERIES else 1.0
@@ -182,41 +185,62 @@ def attention_loop(
         p, m, shrink = softmax_step(s, m, factor, MASK_POLICY, per_row)
         total = total * shrink + tl.sum(p, 1)
         weights = p.to(dtype)
-        if C.SPLIT_FP8_COLUMNS:
+        shrink = shrink[:, None]
+        if C.VALUE_PARTS == 4:
+            if C.LATENT:
+                v1 = k1
+            else:
+                v1 = load_fp4(v.ptr, v_scales.ptr, v_at, v_scales_at, 0, C.BDV, C.DV, dtype, C)
+            acc = (
+                tl.dot(weights, v1[0], acc[0] * shrink, input_precision="ieee"),
+                tl.dot(weights, v1[1], acc[1] * shrink, input_precision="ieee"),
+                tl.dot(weights, v1[2], acc[2] * shrink, input_precision="ieee"),
+                tl.dot(weights, v1[3], acc[3] * shrink, input_precision="ieee"),
+            )
+        elif C.VALUE_PARTS == 2:
             v1, v2 = load_split_columns(v.ptr, v_at, C.BDV, dtype, C.PTX)
-            acc2 = tl.dot(weights, v2, acc2 * shrink[:, None], input_precision="ieee")
-        elif C.LATENT:
-            v1 = k1
+            acc1 = tl.dot(weights, v2, acc[1] * shrink, input_precision="ieee")
+            acc0 = tl.dot(weights, v1, acc[0] * shrink, input_precision="ieee")
+            acc = (acc0, acc1)
         else:
-            v1 = load_values(v.ptr, v_scales.ptr, v_at, v_scales_at, dv, C.DV, C.BDV, C.FP4, dtype)
-        acc = tl.dot(weights, v1, acc * shrink[:, None], input_precision="ieee")
-    return State(m, total, acc, acc2)
+            if C.LATENT and C.KEY_PARTS == 4:
+                v1 = interleaved(k1[0], k1[1], k1[2], k1[3], BN, C.BDV)
+            elif C.LATENT:
+                v1 = k1
+            else:
+                v1 = load_values(v.ptr, v_scales.ptr, v_at, v_scales_at, 0, C.BDV, C.DV, dtype, C)
+            acc = (tl.dot(weights, v1, acc[0] * shrink, input_precision="ieee"),)
+    return State(m, total, acc)
 
 
 @triton.jit
-def init_state(BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
+def init_state(BM: tl.constexpr, BDV: tl.constexpr, VALUE_PARTS: tl.constexpr):
     """Return the state of rows that have seen no key yet.
 
-    SPLIT_FP8_COLUMNS: acc holds the even columns and acc2 the odd ones.
+    acc: VALUE_PARTS tiles, of which tile i has the columns i, i + VALUE_PARTS, …
     """
     m = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    if SPLIT_FP8_COLUMNS:
-        acc = tl.zeros([BM, BDV // 2], tl.float32)
-        acc2 = acc
+    part = tl.zeros([BM, BDV // VALUE_PARTS], tl.float32)
+    if VALUE_PARTS == 4:
+        acc = (part, part, part, part)
+    elif VALUE_PARTS == 2:
+        acc = (part, part)
     else:
-        acc = tl.zeros([BM, BDV], tl.float32)
-        acc2 = total  # not used
-    return State(m, total, acc, acc2)
+        acc = (part,)
+    return State(m, total, acc)
 
 
 @triton.jit
-def concat_acc(state, BM: tl.constexpr, BDV: tl.constexpr, SPLIT_FP8_COLUMNS: tl.constexpr):
+def concat_acc(state, BM: tl.constexpr, BDV: tl.constexpr, VALUE_PARTS: tl.constexpr):
     """Return the accumulator as [BM, BDV]."""
     acc = state.acc
-    if SPLIT_FP8_COLUMNS:
-        acc = tl.reshape(tl.join(acc, state.acc2), [BM, BDV])
-    return acc
+    if VALUE_PARTS == 4:
+        return interleaved(acc[0], acc[1], acc[2], acc[3], BM, BDV)
+    elif VALUE_PARTS == 2:
+        return tl.reshape(tl.join(acc[0], acc[1]), [BM, BDV])
+    else:
+        return acc[0]
 
 
 @triton.jit

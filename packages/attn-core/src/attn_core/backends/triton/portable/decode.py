@@ -165,7 +165,7 @@ def decode_splits(
                 0,
                 0,
             )
-            state = init_state(BM, C.BDV, C.SPLIT_FP8_COLUMNS)
+            state = init_state(BM, C.BDV, C.VALUE_PARTS)
             if C.CHUNK:
                 first_query = row_block * BM // C.GROUP
                 last_query = (row_block * BM + BM - 1) // C.GROUP
@@ -178,7 +178,7 @@ def decode_splits(
                 state = attention_loop(
                     tile, state, keys, scales, lo, hi, BN, MASKED_AT_EDGES, STAGES, C
                 )
-            acc = concat_acc(state, BM, C.BDV, C.SPLIT_FP8_COLUMNS)
+            acc = concat_acc(state, BM, C.BDV, C.VALUE_PARTS)
             dv = tl.arange(0, C.BDV)
             whole = stop - unit == units
             if SPLIT.SHARED:

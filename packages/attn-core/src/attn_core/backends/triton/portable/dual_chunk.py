@@ -37,7 +37,7 @@ def dual_chunk_loop(
     load_tile takes them. first_query, last_query: of the rows, counted from 0. Rows of several
     chunks are attended chunk by chunk.
     """
-    m, total, acc, acc2 = state
+    m, total, acc = state
     prefix = keys.prefix
     chunk = (prefix + first_query) // C.CHUNK
     last_chunk = (prefix + last_query) // C.CHUNK
@@ -61,9 +61,9 @@ def dual_chunk_loop(
             keys.cache, keys.table, first, end, prefix, keys.tree, keys.window, keys.drafts, own,
             seen_by_all,
         )  # fmt: skip
-        m, total, acc, acc2 = attention_loop(
+        m, total, acc = attention_loop(
             tile,
-            State(m, total, acc, acc2),
+            State(m, total, acc),
             part_keys,
             scales,
             tl.maximum(lo, first // BN * BN),
@@ -73,4 +73,4 @@ def dual_chunk_loop(
             STAGES,
             C,
         )
-    return State(m, total, acc, acc2)
+    return State(m, total, acc)

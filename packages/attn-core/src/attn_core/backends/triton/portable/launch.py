@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,14 +141,14 @@ class LayerArguments:
 
     sinks: any tensor for a layer without. common: the constants of all its launches, without those
     that `constants` adds.
-    even_fp8: whether two neighbouring FP8 values can be read as one number.
+    column_parts: of launches of few rows, see VALUE_PARTS.
     """
 
     stores: KVCache
     sinks: Tensor
     scales: Scales
     common: Constants
-    even_fp8: bool
+    column_parts: int
 
     @classmethod
     def of(cls, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype) -> LayerArguments:
@@ -173,7 +174,9 @@ class LayerArguments:
             BDV=width,
             LATENT=cache.v is None,
             FP4=fp4,
-            SPLIT_FP8_COLUMNS=False,
+            FP4_ALIGNED=_fp4_aligned(layer, cache) if fp4 else 0,
+            KEY_PARTS=1,
+            VALUE_PARTS=1,
             PTX=False,
             SAME_STRIDES=k == v and k_scales == v_scales,
             INT64_OFFSETS=needs_int64_offsets(cache, heads, (*k, *v, *k_scales, *v_scales)),
@@ -182,19 +185,33 @@ class LayerArguments:
             MASK=0,
             WINDOW=layer.sliding_window is not None,
             CHUNK=0 if layer.dual_chunk is None else layer.dual_chunk.chunk_len,
-            SCALE_QUERIES=dtype == torch.bfloat16 and cache.k.dtype.itemsize == 1 and not fp4,
+            SCALE_QUERIES=dtype == torch.bfloat16 and cache.k.dtype.itemsize == 1,
         )
-        even = fp8 and not any(x % 2 for x in (stores.v.ptr.data_ptr(), *v))
-        scales = Scales(layer.scale * cache.k_scale, layer.logit_cap or 1.0, _v_scale(cache))
+        parts = 1
+        if fp8 and width == layer.v_head_dim:
+            parts = 1 if any(x % 2 for x in (stores.v.ptr.data_ptr(), *v)) else 2
+        elif fp4 and min(layer.head_dim, width) >= 64:  # products take 16 columns at least
+            parts = 4 if common.FP4_ALIGNED else 1
+        unit = 2.0**14 if fp4 else 1.0  # load_fp4 returns numbers over it
+        scales = Scales(
+            layer.scale * cache.k_scale * unit, layer.logit_cap or 1.0, _v_scale(cache) * unit
+        )
         sinks = cache.k if layer.sinks is None else layer.sinks
-        return cls(stores, sinks, scales, common, even and width == layer.v_head_dim)
+        return cls(stores, sinks, scales, common, parts)
 
     def constants(self, launch: Launch, mask: int, *, paged: bool) -> Constants:
         """Return the constants of one launch."""
-        return self.common._replace(
-            PAGE=self.common.PAGE if paged else 0,
-            # compiled for wgmma, which takes 64 rows, Triton 3.6 gives wrong products of these
-            SPLIT_FP8_COLUMNS=self.even_fp8 and launch.block_m < 64,
+        common, parts = self.common, self.column_parts
+        # compiled for wgmma, which takes 64 rows, Triton 3.6 gives wrong products of these
+        split = launch.block_m < 64
+        quarters = split and parts == 4
+        # of a tile that is not wider than high, Triton gives each warp all values
+        whole = quarters and launch.warps > 1 and launch.block_m >= common.BDV // 4
+        return common._replace(
+            PAGE=common.PAGE if paged else 0,
+            D2=max(64, common.D2) if common.D2 and quarters else common.D2,
+            KEY_PARTS=4 if quarters else 1,
+            VALUE_PARTS=1 if whole or not split else parts,
             PTX=launch.ptx,
             MASK=mask,
         )
@@ -210,6 +227,19 @@ def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -
     return any(
         pages * page + tokens * token + heads * head >= 1 << 31 for page, token, head in each
     )
+
+
+def _fp4_aligned(layer: AttentionLayer, cache: LayerCache) -> int:
+    """Return FP4_ALIGNED of Constants, a power of two of at most 16."""
+    assert cache.block_scales is not None  # it is FP4
+    codes, scales = (
+        math.gcd(*(n for x in stores if x is not None for n in (x.data_ptr(), *x.stride()[:-1])))
+        for stores in ((cache.k, cache.v), cache.block_scales)
+    )
+    pairs = layer.head_dim % 32 == layer.v_head_dim % 32 == 0
+    if codes % 16 or scales % 2 or not pairs:
+        return 0
+    return math.gcd(codes // 8, scales, 16)
 
 
 def _v_scale(cache: LayerCache) -> Scale:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.portable.arguments import KVCache, Store, Tile
+from attn_core.backends.triton.portable.fp4 import interleaved, load_fp4, quarters
 
 
 @triton.jit
@@ -74,17 +75,24 @@ def load_tile(q, row, query, queries, head, C: tl.constexpr):
     unit = tl.full(row.shape, 1.0, tl.float32)
     if C.SCALE_QUERIES:
         q1, q2, unit = scaled_queries(q1, q2, C)
-    return Tile(q1, q2, qi, live, token, q_head, unit)
+    if C.KEY_PARTS == 4:
+        parts1 = quarters(q1)
+        parts2 = parts1
+        if C.D2 > 0:
+            parts2 = quarters(q2)
+        return Tile(parts1, parts2, qi, live, token, q_head, unit)
+    else:
+        return Tile(q1, q2, qi, live, token, q_head, unit)
 
 
 @triton.jit
 def scaled_queries(q1, q2, C: tl.constexpr):
     """Return queries in bf16 as fp16, and the unit float32 [BM] of each row.
 
-    They meet keys in FP8: fp16 holds every one of these numbers, and one instruction converts to
-    it, but bf16 has larger numbers and smaller ones. Times a power of two, which is exact, the
-    largest of a row is between 2**14 and 2**15, or below where that power were above 2**24: times
-    the scale of a layer its inverse has to stay above 0.
+    They meet keys in FP8 or FP4: fp16 holds every one of these numbers, and few instructions
+    convert to it, but bf16 has larger numbers and smaller ones. Times a power of two, which is
+    exact, the largest of a row is between 2**14 and 2**15, or below where that power were above
+    2**24: times the scale of a layer its inverse has to stay above 0.
     """
     top = tl.max(tl.abs(q1.to(tl.float32)), 1)
     if C.D2 > 0:
@@ -107,36 +115,27 @@ def load_values(
     blocks,
     at,
     block_at,
-    d,
-    D: tl.constexpr,
+    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    FP4: tl.constexpr,
+    D: tl.constexpr,
     like: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Load keys or values as [N, len(d)] in the dtype `like`.
+    """Load the columns FIRST to FIRST + WIDTH of keys or values as [N, WIDTH] in the dtype `like`.
 
-    at, block_at: int [N], where each key and its FP4 scales begin. d: the columns; those from D
-    on are 0. FP4 is e2m1, low nibble first, with one e4m3 scale per 16 columns.
+    at, block_at: int [N], where each key and its FP4 scales begin. Columns from D on are 0. Numbers
+    in FP4 are those of load_fp4.
     """
-    here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; where D fills d there is no mask
-    if FP4:
-        codes_at = pool + at[:, None] + d[None, :] // 2
-        scale_at = blocks + block_at[:, None] + d[None, :] // 16
-        if WIDTH > D:
-            codes = tl.load(codes_at, mask=here, other=0).to(tl.int32)
-            scale = tl.load(scale_at, mask=here, other=0.0)
+    if C.FP4:
+        a, b, c, d = load_fp4(pool, blocks, at, block_at, FIRST, WIDTH, D, like, C)
+        return interleaved(a, b, c, d, at.shape[0], WIDTH)
+    else:
+        d = FIRST + tl.arange(0, WIDTH)
+        here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; D may fill d
+        if FIRST + WIDTH > D:
+            return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
         else:
-            codes = tl.load(codes_at).to(tl.int32)
-            scale = tl.load(scale_at)
-        nibble = (codes >> ((d[None, :] % 2) * 4)) & 15
-        exponent = (nibble >> 1) & 3
-        odd = nibble & 1
-        twice = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1))
-        value = tl.where(nibble > 7, -0.5, 0.5) * twice.to(tl.float32)
-        return (value * scale.to(tl.float32)).to(like)
-    if WIDTH > D:
-        return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
-    return tl.load(pool + at[:, None] + d[None, :]).to(like)
+            return tl.load(pool + at[:, None] + d[None, :]).to(like)
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def extend_tiles(
             0,
             0,
         )
-        state = init_state(BM, C.BDV, C.SPLIT_FP8_COLUMNS)
+        state = init_state(BM, C.BDV, C.VALUE_PARTS)
         if C.CHUNK:
             first_query = index * BM // C.GROUP
             state = dual_chunk_loop(
@@ -124,5 +124,5 @@ def extend_tiles(
             state = attention_loop(
                 tile, state, keys, scales, unmasked_hi, hi, BN, MASKED, STAGES, C
             )
-        acc = concat_acc(state, BM, C.BDV, C.SPLIT_FP8_COLUMNS)
+        acc = concat_acc(state, BM, C.BDV, C.VALUE_PARTS)
         store_tile(out, tile, state, acc, sinks, scales.v, C)
