@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attn_core.integrations.transformers.engine import Engine
-from attn_core.integrations.transformers.packed import PackedLinear
 from attn_intel.cpu.backend import IntelAMX
 from attn_intel.cpu.library import LEVELS, load
+from attn_intel.cpu.linear import LinearOfFewRows
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
@@ -64,7 +64,7 @@ class Parts:
         """Time the parts of what is inside."""
         methods: tuple[tuple[type, str, str], ...] = (
             (nn.Linear, "forward", "linear layers"),
-            (PackedLinear, "forward", "linear layers"),
+            (LinearOfFewRows, "forward", "linear layers"),
             (IntelAMX, "_attend", "kernels"),
             (DynamicCache, "update", "around the kernels"),
             (Engine, "_begin", "around the kernels"),
