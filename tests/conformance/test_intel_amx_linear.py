@@ -1,6 +1,7 @@
 """intel_amx's linear layers of few rows: torch's numbers up to rounding, and what torch keeps."""
 
 import copy
+import ctypes
 import pickle
 
 import pytest
@@ -105,6 +106,21 @@ def test_bits_depend_on_no_number_of_threads(level, rows):
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], y) for y in found[1:])
     assert len(level[1]) == 4
+
+
+def test_fewer_threads_than_were_asked_for(level, monkeypatch):
+    """OpenMP gives fewer where it is told to, and one inside of a parallel region."""
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    alone = ctypes.CFUNCTYPE(None, run, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(
+        lambda work, data, threads, flags: work(data)
+    )
+    address = ctypes.cast(alone, ctypes.c_void_p).value
+    monkeypatch.setattr(linear.load(), "parallel", address)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    made, x = layer(96, 300), torch.randn(2, 96).to(BF16)
+    with torch.inference_mode():
+        check(made(x), made, x)
+    assert level[1]
 
 
 def test_what_is_left_to_torch(level):

@@ -221,17 +221,18 @@ typedef struct {
     const Linear *a;
     uint16_t *turned;
     int64_t each;
-    atomic_long threads;
+    atomic_long next;
 } Share;
 
 static void work_linear(void *data) {
     Share *share = data;
     const Linear *a = share->a;
-    int64_t first = atomic_fetch_add(&share->threads, 1) * share->each, end = first + share->each;
-    if (end > a->outputs) end = a->outputs;
-    if (first >= end) return;
-    if (share->turned) linear_amx_bf16(a, share->turned, first, end);
-    else linear_avx512_bf16(a, first, end);
+    int64_t first; /* there may be fewer threads than shares */
+    while ((first = atomic_fetch_add(&share->next, share->each)) < a->outputs) {
+        int64_t end = first + share->each < a->outputs ? first + share->each : a->outputs;
+        if (share->turned) linear_amx_bf16(a, share->turned, first, end);
+        else linear_avx512_bf16(a, first, end);
+    }
 }
 
 /* Multiply; the level is AVX512_BF16 or AMX_BF16. Each thread reads its part of the weights. */
